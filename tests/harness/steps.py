@@ -16,8 +16,8 @@ from accel.stack import TECHNIQUES
 from accel.technique import Technique
 from accel.techniques import float8
 from accel.techniques.precision import Precision
+from tests.harness.denoisers import fill_zero_layers
 from tests.harness.words import CPU
-from tests.models.test_models import woken
 from training.assemble import Training
 from training.assemble import assemble as assemble_run
 from training.config.compose import compose
@@ -124,7 +124,7 @@ def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) ->
         ),
         device,
     )
-    woken(training.model)
+    fill_zero_layers(training.model)
     training.state.ema.load_state_dict(
         {name: p.detach() for name, p in training.model.named_parameters()}
     )

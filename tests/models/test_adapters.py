@@ -18,26 +18,41 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.techniques.compilation import Compile
-from common.files import file_sha256
-from models.adapters import Lora, LoraLinear, Prompt, attach, layers_of, merge, passes, trained
+from common.files import hash_file
+from models.adapters import (
+    Lora,
+    LoraLinear,
+    Prompt,
+    attach_adapter,
+    count_passes,
+    find_adapted_layers,
+    find_trained_parameters,
+    merge_adapter,
+)
 from models.denoiser import Denoiser
 from sampling.load import load_run
 from scripts.export.__main__ import ExportConfig, export
 from scripts.export.__main__ import Format as ExportFormat
 from scripts.sample import Format, SampleConfig, sample_run
+from tests.harness.denoisers import fill_zero_layers, make_denoiser
 from tests.harness.sets import random_samples, save_latent_set
 from tests.harness.steps import allow_any_precision
 from tests.harness.words import CPU
-from tests.models.test_models import tiny, woken
 from train import train
 from training.assemble import Training, assemble
-from training.checkpoint.files import header
-from training.checkpoint.load import weights_file
+from training.checkpoint.files import make_header
+from training.checkpoint.load import find_weights_file
 from training.config.compose import compose
-from training.failures import lasting_bytes
-from training.weights.adapter_base import with_model
-from training.weights.adapter_file import CONFIG, PREFIX, TENSORS, load_model, write_peft
-from training.weights.pretrained import build_model, load_pretrained, weights_for
+from training.failures import count_lasting_bytes
+from training.weights.adapter_base import insert_pretrained
+from training.weights.adapter_file import (
+    CONFIG_FILE,
+    PEFT_PREFIX,
+    TENSORS_FILE,
+    load_model,
+    write_peft,
+)
+from training.weights.pretrained import build_model, fit_weights, load_pretrained
 
 FAMILIES = ("mamba", "zigzag", "mamba1", "ssd_mlp", "conv", "dit")
 WORDS = [
@@ -55,7 +70,7 @@ def save_base(file: Path, family: str = "ssd_mlp") -> Path:
     """Weights of a model of five digits at which every layer matters."""
     training = assemble(compose([f"model={family}_xs", *WORDS, FIRST]).cfg, CPU)
     told = {"model": training.cfg.model, "spec": training.loader.spec.as_dict(), "step": 1}
-    save_file(woken(training.model).state_dict(), file, header(told, "model"))
+    save_file(fill_zero_layers(training.model).state_dict(), file, make_header(told, "model"))
     return file
 
 
@@ -66,7 +81,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapted(base: Path, *words: str) -> Training:
     composed = compose([*WORDS, "model=pretrained", f"init_from={base}", SECOND, *words])
-    return assemble(with_model(composed).cfg, CPU)
+    return assemble(insert_pretrained(composed).cfg, CPU)
 
 
 def inputs(model: Denoiser, batch: int = 3) -> tuple[torch.Tensor, ...]:
@@ -88,22 +103,22 @@ def test_an_adapter_starts_as_the_model_and_merges(family, kind, tmp_path):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     arguments = inputs(model)
     plain = model(*arguments)
-    attach(model, adapter)
+    attach_adapter(model, adapter)
     assert torch.equal(model(*arguments), plain)
-    assert trained(model)
-    assert not any(name in before for name in trained(model))
+    assert find_trained_parameters(model)
+    assert not any(name in before for name in find_trained_parameters(model))
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in trained(model).values():
+        for parameter in find_trained_parameters(model).values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
     moved = model(*arguments)
     assert not torch.allclose(moved, plain, atol=1e-3)
     again, _ = load_pretrained(tmp_path / "base.safetensors", CPU)
-    attach(again, adapter)
+    attach_adapter(again, adapter)
     again.load_state_dict(model.state_dict())
-    merge(again)
+    merge_adapter(again)
     assert again.state_dict().keys() == before.keys()
-    assert not layers_of(again)
+    assert not find_adapted_layers(again)
     torch.testing.assert_close(again(*arguments), moved, atol=1e-5, rtol=0.0)
     below = {name.replace("base_layer.", ""): t for name, t in model.state_dict().items()}
     assert all(torch.equal(below[name], value) for name, value in before.items())
@@ -124,7 +139,7 @@ def test_lora_is_its_formula():
 
 def test_only_the_adapter_is_trained_averaged_and_kept(base):
     training = adapted(base, "adapter=lora", "adapter.rank=2")
-    names = set(trained(training.model))
+    names = set(find_trained_parameters(training.model))
     assert {name.rsplit(".", 1)[1] for name in names} == {"lora_A", "lora_B", "weight"}
     # two new classes
     assert [name for name in names if name.endswith("weight")] == ["label_embed.table.weight"]
@@ -140,8 +155,8 @@ def test_only_the_adapter_is_trained_averaged_and_kept(base):
     assert (
         set(training.state.ema.state_dict()) == names == set(training.state.state_dict()["model"])
     )
-    sizes = lasting_bytes(training)
-    small = sum(p.nbytes for p in trained(training.model).values())
+    sizes = count_lasting_bytes(training)
+    small = sum(p.nbytes for p in find_trained_parameters(training.model).values())
     assert sizes.averages == sizes.gradients == small
     assert sizes.optimizer == pytest.approx(2 * small, rel=0.01)
     assert small < 0.05 * sizes.weights
@@ -193,7 +208,7 @@ def test_an_adapter_that_trains_nothing_is_noticed(fault, base, monkeypatch):
     """What fused paths elsewhere do: they read the weight of the layer, and not the adapter on
     it."""
     training = adapted(base, "adapter=lora")
-    layers = layers_of(training.model)
+    layers = find_adapted_layers(training.model)
     for name in list(layers) if fault == "past the adapter" else list(layers)[:1]:
         layer = layers[name]
         product = layer.base_layer.forward
@@ -254,16 +269,16 @@ def test_a_resumed_adapter_ends_with_the_same_bits_and_small_files(runs, base):
 
 
 def test_a_run_a_folder_of_peft_and_a_file_give_the_same_samples(runs, base, tmp_path):
-    write_peft(weights_file(str(runs[0]), "run_dir"), tmp_path / "peft")
-    config = json.loads((tmp_path / "peft" / CONFIG).read_text())
+    write_peft(find_weights_file(str(runs[0]), "run_dir"), tmp_path / "peft")
+    config = json.loads((tmp_path / "peft" / CONFIG_FILE).read_text())
     assert config["peft_type"] == "LORA"
     assert config["r"] == 8
     assert config["modules_to_save"] == ["label_embed.table"]
-    tensors = load_file(tmp_path / "peft" / TENSORS)
+    tensors = load_file(tmp_path / "peft" / TENSORS_FILE)
     factors = {
-        f"{PREFIX}{layer}.lora_{f}.weight" for layer in config["target_modules"] for f in "AB"
+        f"{PEFT_PREFIX}{layer}.lora_{f}.weight" for layer in config["target_modules"] for f in "AB"
     }
-    assert tensors.keys() == {*factors, f"{PREFIX}label_embed.table.weight"}
+    assert tensors.keys() == {*factors, f"{PEFT_PREFIX}label_embed.table.weight"}
     ema = runs[0] / "checkpoints" / "step-4" / "ema.safetensors"
     ways = {"run": {"run_dir": str(runs[0])}, "file": {"weights": str(base), "adapter": str(ema)}}
     ways["peft"] = {"weights": str(base), "adapter": str(tmp_path / "peft")}
@@ -302,9 +317,9 @@ def test_peft_opens_what_we_save(base, tmp_path):
         "total_samples=32",
     ]
     train(compose([*words, f"run_dir={tmp_path / 'run'}", "eval_every=0"]))
-    write_peft(weights_file(str(tmp_path / "run"), "run_dir"), tmp_path / "peft")
+    write_peft(find_weights_file(str(tmp_path / "run"), "run_dir"), tmp_path / "peft")
     model, _ = load_pretrained(base, CPU)
-    ours = load_model(weights_file(str(tmp_path / "run"), "run_dir"), CPU).model
+    ours = load_model(find_weights_file(str(tmp_path / "run"), "run_dir"), CPU).model
     arguments = inputs(model)
     plain = model(*arguments)
     theirs = peft.PeftModel.from_pretrained(model, tmp_path / "peft")
@@ -322,9 +337,9 @@ def test_a_prompt_with_an_mlp_is_saved_as_its_vectors(base, tmp_path):
         SECOND,
     ]
     train(compose([*words, "total_samples=32", "eval_every=0", f"run_dir={tmp_path / 'run'}"]))
-    file = weights_file(str(tmp_path / "run"), "run_dir")
+    file = find_weights_file(str(tmp_path / "run"), "run_dir")
     write_peft(file, tmp_path / "peft")
-    assert load_file(tmp_path / "peft" / TENSORS)["prompt_embeddings"].shape == (5, 96)
+    assert load_file(tmp_path / "peft" / TENSORS_FILE)["prompt_embeddings"].shape == (5, 96)
     here, there = (
         load_model(*way)[0].state_dict()
         for way in ((file, CPU), (base, CPU, str(tmp_path / "peft")))
@@ -425,7 +440,7 @@ def test_classes_without_names_keep_their_number(base, tmp_path):
         ValueError,
         match=r"label_embed.table.weight has shape \(6, 96\) in the file and has shape \(5",
     ):
-        weights_for(
+        fit_weights(
             build_model(told["model"], other, CPU), other, tmp_path / "nameless.safetensors"
         )
 
@@ -450,14 +465,14 @@ def write_as_peft(base: Path, folder: Path, **change: Any) -> dict[str, Any]:
         "target_modules": ["w13"],
         "use_qalora": False,
     } | change
-    (folder / CONFIG).write_text(json.dumps(config))
-    name = f"{PREFIX}blocks.0.layers.1.w13"
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    name = f"{PEFT_PREFIX}blocks.0.layers.1.w13"
     rows, columns = load_file(base)["blocks.0.layers.1.w13.weight"].shape
     factors = {
         f"{name}.lora_A.weight": torch.ones(2, columns),
         f"{name}.lora_B.weight": torch.ones(rows, 2),
     }
-    save_file(factors, folder / TENSORS)
+    save_file(factors, folder / TENSORS_FILE)
     return config
 
 
@@ -478,7 +493,7 @@ def test_what_peft_computes_otherwise_is_refused(change, base, tmp_path):
         "r": 2,
         "lora_alpha": 4,
     }
-    (tmp_path / CONFIG).write_text(json.dumps(plain))
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(plain))
     load_model(base, CPU, str(tmp_path))
 
 
@@ -501,7 +516,7 @@ def test_what_peft_trained_opens_in_every_command(base, tmp_path):
     )
     assert np.load(npz)["arr_0"].shape[0] == 2
     told = json.loads((tmp_path / "drawn.json").read_text())["weights"]
-    assert told["sha256"] == file_sha256(tmp_path / "peft" / TENSORS)
+    assert told["sha256"] == hash_file(tmp_path / "peft" / TENSORS_FILE)
     merged = load_model(base, CPU, given["adapter"]).model.state_dict()
     exported = export(
         ExportConfig(**given, out=str(tmp_path / "merged.safetensors"), format=ExportFormat.weights)
@@ -529,7 +544,7 @@ def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):
         "data=resident",
         f"data.path={tmp_path / 'set'}",
     ]
-    cfg = with_model(compose([*words, "model=pretrained"])).cfg
+    cfg = insert_pretrained(compose([*words, "model=pretrained"])).cfg
     training = assemble(cfg, CPU)
     spec = load_pretrained(base, CPU)[1]
     assert (training.loader.spec.mean, training.loader.spec.std) == (spec.mean, spec.std)
@@ -542,9 +557,9 @@ def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):
 def test_fp8_and_narrow_weights_leave_the_factors_alone(base, monkeypatch):
     allow_any_precision(monkeypatch)
     training = adapted(base, "adapter=lora", "runtime.weights=bf16", "runtime.precision=bf16")
-    factors = [layer.lora_A for layer in layers_of(training.model).values()]
+    factors = [layer.lora_A for layer in find_adapted_layers(training.model).values()]
     assert {p.dtype for p in factors} == {torch.float32}
-    assert {layer.base_layer.weight.dtype for layer in layers_of(training.model).values()} == {
+    assert {layer.base_layer.weight.dtype for layer in find_adapted_layers(training.model).values()} == {
         torch.bfloat16
     }
     assert not any(row.missing for row in training.warm_up() if row.key in ("adapter", "weights"))
@@ -556,14 +571,14 @@ def test_planning_counts_the_adapter(base):
     training = adapted(base, "adapter=lora")
     training.take_step()
     lasting = forecast(Question(training.cfg, training.loader.spec, gpu=False)).lasting
-    here = lasting_bytes(training)
+    here = count_lasting_bytes(training)
     assert lasting["gradients"] == here.gradients
     assert lasting["optimizer"] == pytest.approx(here.optimizer, rel=0.01)
     assert lasting["weights"] == here.weights
 
 
 def test_a_model_of_another_shape_is_built_from_the_file(base):
-    cfg = with_model(
+    cfg = insert_pretrained(
         compose([*WORDS, "model=pretrained", "+model.drop_path=0.1", f"init_from={base}", SECOND])
     ).cfg
     model = build_model(cfg.model, load_pretrained(base, CPU)[1], CPU)
@@ -575,10 +590,10 @@ def test_a_file_names_no_class_that_is_none_of_a_model(base, tmp_path):
     told = {"model": {"_target_": "training.loggers.NoLogger"}, "step": 1}
     spec = load_pretrained(base, CPU)[1].as_dict()
     save_file(
-        load_file(base), tmp_path / "evil.safetensors", header(told | {"spec": spec}, "model")
+        load_file(base), tmp_path / "evil.safetensors", make_header(told | {"spec": spec}, "model")
     )
     with pytest.raises(ValueError, match="NoLogger as part of its model"):
-        with_model(
+        insert_pretrained(
             compose([*WORDS, "model=pretrained", f"init_from={tmp_path / 'evil.safetensors'}"])
         )
     told = json.loads(safe_open(base, "pt").metadata()["fastlatent"])
@@ -587,14 +602,14 @@ def test_a_file_names_no_class_that_is_none_of_a_model(base, tmp_path):
     with pytest.raises(
         ValueError, match="it would be larger by far than the tensors that are there"
     ):
-        with_model(
+        insert_pretrained(
             compose([*WORDS, "model=pretrained", f"init_from={tmp_path / 'huge.safetensors'}"])
         )
 
 
 def test_the_header_of_an_adapter_allocates_nothing(base, runs, tmp_path):
     """A rank of a million, and tensors of another shape."""
-    file = weights_file(str(runs[0]), "run_dir")
+    file = find_weights_file(str(runs[0]), "run_dir")
     with safe_open(file, "pt") as opened:
         told = json.loads(opened.metadata()["fastlatent"])
     told["adapter"]["node"]["rank"] = 10**6
@@ -616,10 +631,10 @@ def test_a_step_on_frozen_weights_costs_fewer_passes(targets, expected):
     """Gradients flow through the weights, and none are of them. Before the first block none flow,
     and the counter does not know the CPU's attention, so a little is missing."""
     torch.manual_seed(0)
-    model = woken(tiny("dit", depth=6))
-    assert passes(model) == 3.0
-    attach(model, Lora(rank=1, targets=targets))
-    assert passes(model) == expected
+    model = fill_zero_layers(make_denoiser("dit", depth=6))
+    assert count_passes(model) == 3.0
+    attach_adapter(model, Lora(rank=1, targets=targets))
+    assert count_passes(model) == expected
     x, t, y = inputs(model, batch=2)
     with FlopCounterMode(display=False) as counter:
         model(x, t, y).square().mean().backward()

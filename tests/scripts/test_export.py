@@ -24,15 +24,15 @@ from common.files import ROOT
 from models.autoencoders import DiffusersAutoencoder
 from sampling.load import load_run
 from scripts.export.__main__ import ExportConfig, Format, export
-from scripts.export.folder import AUTOENCODER, AUTOENCODING, MODELLING, TRANSFORMER, exportable
+from scripts.export.folder import AUTOENCODER, AUTOENCODING, MODELLING, TRANSFORMER, refuse_own_code
 from tests.encoding.test_import_weights import SHAPES, imported
+from tests.harness.denoisers import fill_zero_layers
 from tests.harness.published_models import random_weights
 from tests.harness.sets import save_tiny_autoencoder, save_tiny_taef2
 from tests.harness.words import CPU
 from tests.models.test_adapters import save_base
-from tests.models.test_models import woken
 from training.assemble import assemble
-from training.checkpoint.files import header
+from training.checkpoint.files import make_header
 from training.config.compose import compose
 from training.weights.pretrained import load_pretrained
 
@@ -246,7 +246,7 @@ def test_stock_diffusers_draws_the_same_images(tmp_path):
     spec = dataclasses.replace(spec, mean=[0.1, -0.2, 0.3, 0.0], std=[1.5, 0.5, 1.0, 0.7])
     file = tmp_path / "ema.safetensors"
     told = {"model": training.cfg.model, "spec": spec.as_dict(), "step": 1}
-    save_file(woken(training.model).state_dict(), file, header(told, "ema"))
+    save_file(fill_zero_layers(training.model).state_dict(), file, make_header(told, "ema"))
     folder = exported(weights=str(file), out=str(tmp_path / "out"))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
         "HF_HOME": str(tmp_path / "hub")
@@ -342,7 +342,7 @@ def test_code_of_somebody_else_cannot_be_copied(tmp_path):
         with pytest.raises(
             ValueError, match="is code of your own, which format=diffusers cannot copy"
         ):
-            exportable(node | changed)
+            refuse_own_code(node | changed)
 
 
 @pytest.mark.parametrize(

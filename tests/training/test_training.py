@@ -22,20 +22,20 @@ from data.digits import DigitLatents
 from data.loader import Batch
 from models.autoencoders import PixelAutoencoder
 from models.images import LINE
-from models.sampler import guided_velocity, sample, shifted
+from models.sampler import make_guided_velocity, sample, shift_times
 from sampling.load import draw_latents, load_run
+from tests.harness.denoisers import fill_zero_layers, make_denoiser
 from tests.harness.sets import random_samples, save_latent_set
 from tests.harness.steps import assemble, tiny_training
-from tests.models.test_models import tiny, woken
 from train import train
 from training.assemble import Training, restore
-from training.checkpoint.files import header
+from training.checkpoint.files import make_header
 from training.checkpoint.save import Checkpoints
 from training.config.compose import compose
 from training.config.schema import SamplingConfig
 from training.distributed.ranks import Ranks
-from training.environment import peak_flops
-from training.evaluate import evaluate, sample_grid
+from training.environment import find_peak_flops
+from training.evaluate import draw_sample_grid, evaluate
 from training.loggers import NoLogger, WandbLogger
 from training.metrics import Meter, SafeLogger
 from training.objective import FlowMatching
@@ -74,7 +74,7 @@ def test_time_is_logit_normal_and_shifted():
     _, moved = FlowMatching(logit_mean=0.5, logit_std=0.7, timestep_shift=3.0).losses(
         lambda x, *_: x, batch, seed=0, null_label=3
     )
-    torch.testing.assert_close(moved, shifted(t, 3.0))
+    torch.testing.assert_close(moved, shift_times(t, 3.0))
     assert (moved > t).all()
 
 
@@ -103,7 +103,7 @@ def test_a_dropped_label_becomes_the_one_that_no_class_has():
 
 def test_draws_follow_the_position_not_the_batch():
     batch = batch_of(8)
-    model = woken(tiny("mamba", channels=1, height=4, width=4))
+    model = fill_zero_layers(make_denoiser("mamba", channels=1, height=4, width=4))
     whole, _ = FlowMatching().losses(model, batch, seed=0, null_label=3)
     part, _ = FlowMatching().losses(model, Batch(*(t[3:5] for t in batch)), seed=0, null_label=3)
     torch.testing.assert_close(part, whole[3:5])
@@ -147,10 +147,10 @@ def test_a_step_has_the_rates_of_the_samples_it_ends_at():
 
 
 def test_an_update_in_parts_has_the_same_bits(monkeypatch):
-    model = woken(tiny("dit"))
+    model = fill_zero_layers(make_denoiser("dit"))
     whole = EMA(model, 100.0)
     weight = torch.tensor(0.3)
-    monkeypatch.setattr("accel.composite_optimizer.PART", 1000)
+    monkeypatch.setattr("accel.composite_optimizer.PART_ELEMENTS", 1000)
     parts = EMA(model, 100.0)
     assert len(whole.parts) == 1 < len(parts.parts)
     for p in model.parameters():
@@ -167,7 +167,7 @@ def test_averages_do_not_depend_on_the_batch_size():
 
 
 def test_the_averages_are_applied_and_taken_back_bit_for_bit():
-    model = woken(tiny("dit"))
+    model = fill_zero_layers(make_denoiser("dit"))
     ema = EMA(model, 100.0)
     for average in ema.averages:
         average.add_(1.0)
@@ -251,7 +251,7 @@ def test_a_grid_has_a_row_for_each_class(tmp_path, monkeypatch):
 
     monkeypatch.setattr("training.evaluate.draw_latents", shade_of_its_class)
     training = tiny_training("mamba", "sampling.per_class=3")
-    file = sample_grid(training, PixelAutoencoder(), tmp_path / "grid.png")
+    file = draw_sample_grid(training, PixelAutoencoder(), tmp_path / "grid.png")
     with Image.open(file) as grid:
         pixels = np.asarray(grid)[:, -120:, 0]  # without the names
     shades = pixels[20::40, 20::40]  # 8 pixels and a frame, four times as large
@@ -260,7 +260,7 @@ def test_a_grid_has_a_row_for_each_class(tmp_path, monkeypatch):
     names = [f"kind {i}" for i in range(9)] + ["an apple of a very long name", *"αβ"]
     spec = dataclasses.replace(training.loader.spec, class_names=names, num_classes=12)
     monkeypatch.setattr(training.loader, "spec", spec)
-    with Image.open(sample_grid(training, PixelAutoencoder(), tmp_path / "named.png")) as named:
+    with Image.open(draw_sample_grid(training, PixelAutoencoder(), tmp_path / "named.png")) as named:
         assert named.height == 400 + LINE  # which says that these are 10 of 12
         beside = np.asarray(named)[:, :-120, 0]
     assert 80 < beside.shape[1] < 200
@@ -326,7 +326,7 @@ def test_guidance_extrapolates_inside_its_interval_only():
         calls.append(len(x))
         return y.view(-1, 1, 1, 1).float().expand_as(x)
 
-    velocity = guided_velocity(
+    velocity = make_guided_velocity(
         model, torch.tensor([1, 2]), null_label=5, guidance=3.0, guidance_interval=(0.2, 0.8)
     )
     x = torch.zeros(2, 1, 1, 1)
@@ -404,7 +404,7 @@ def weights_file(training: Training, file: Path, described: bool = True) -> Path
     """The model of a run, as its checkpoint would hold it; or without a description, as another
     tool would."""
     told = {"model": training.cfg.model, "spec": training.loader.spec.as_dict(), "step": 1}
-    save_file(training.model.state_dict(), file, header(told, "model") if described else None)
+    save_file(training.model.state_dict(), file, make_header(told, "model") if described else None)
     return file
 
 
@@ -534,7 +534,7 @@ def test_wandb_offline_and_unreachable(run, tmp_path, monkeypatch):
 
 
 def test_wandb_keeps_the_picture_and_no_null(monkeypatch):
-    """A path under `sample_grid` took the picture's place in the summary, and `mfu` was null on a
+    """A path under `draw_sample_grid` took the picture's place in the summary, and `mfu` was null on a
     CPU."""
     logged: list[dict[str, object]] = []
     logger = WandbLogger()
@@ -617,8 +617,8 @@ def test_a_step_that_is_not_finite_is_counted(run, monkeypatch):
 )
 def test_utilisation_is_of_a_known_peak_or_none(name, precision, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops(torch.device("cuda"), precision) == peak
-    assert peak_flops(torch.device("cpu"), precision) is None
+    assert find_peak_flops(torch.device("cuda"), precision) == peak
+    assert find_peak_flops(torch.device("cpu"), precision) is None
 
 
 # Data without classes

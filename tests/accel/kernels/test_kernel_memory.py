@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from common.files import ROOT
 from tests.harness.block_traffic import LATENTS, Traffic, count, once, switched, uninitialised
-from tests.models.test_models import tiny
+from tests.harness.denoisers import make_denoiser
 from training.config.build import build
 from training.config.compose import compose
 
@@ -40,7 +40,7 @@ def test_fake_tensors_are_kept_as_real_ones_are(family):
     found = []
     for mode in (FakeTensorMode(), torch.device("cpu")):
         with mode:
-            model = switched(uninitialised(lambda: tiny(family)))
+            model = switched(uninitialised(lambda: make_denoiser(family)))
             found.append(once(model.blocks[1], 2, model.tokens, model.dim, model.modulations)[0])
     assert found[0] == found[1] > 0
 

@@ -1,0 +1,64 @@
+"""Tiny denoisers of every family, and inputs for them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.denoiser import Denoiser
+from models.mixers.attention import Attention
+from models.mixers.bidirectional_ssd import BidirectionalSSD
+from models.mixers.convolution import Convolution
+from models.mixers.selective_scan import SelectiveScan
+from models.mixers.zigzag_ssd import ZigzagSSD
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mamba": {"mixer": partial(BidirectionalSSD, expand=2, state_dim=16)},
+    "ssd_mlp": {"mixer": partial(BidirectionalSSD, expand=1, state_dim=16), "mlp_ratio": 8 / 3},
+    "dit": {"mixer": Attention, "mlp_ratio": 8 / 3},
+    "zigzag": {"mixer": partial(ZigzagSSD, expand=2, state_dim=16)},
+    "mamba1": {"mixer": partial(SelectiveScan, state_dim=8)},
+    "conv": {"mixer": Convolution, "mlp_ratio": 8 / 3},
+    "dit_plain": {"mixer": partial(Attention, qk_norm=False), "mlp_ratio": 8 / 3},
+    "dit_windows": {"mixer": partial(Attention, window=2), "mlp_ratio": 8 / 3},
+}
+"""Family -> what tells it from the others."""
+SIZES = {
+    "channels": 4,
+    "height": 8,
+    "width": 8,
+    "num_classes": 3,
+    "dim": 64,
+    "depth": 2,
+    "head_dim": 32,
+    "patch_size": 2,
+}
+
+
+def make_denoiser(family: str, **changes: Any) -> Denoiser:
+    """An initialised tiny denoiser, always with the same weights; `changes` replace arguments."""
+    torch.manual_seed(0)
+    return Denoiser(**SIZES | FAMILIES[family] | changes)
+
+
+def fill_zero_layers(model: Denoiser) -> Denoiser:
+    """Draws the modulations and the head, which start at zero, so that every part matters."""
+    for layer in (model.modulation, model.head):
+        # drawn in fp32, so that the draws are the same whatever dtype holds them
+        weight = torch.nn.init.normal_(torch.empty_like(layer.weight, dtype=torch.float32), std=0.2)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+    return model
+
+
+def make_inputs(model: Denoiser, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Latents, times and labels for a denoiser, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = model.grid
+    side = model.patch_size
+    x = torch.randn(batch, model.channels, rows * side, columns * side, generator=generator)
+    labels = torch.arange(batch) % (model.num_classes + 1)
+    return x, torch.rand(batch, generator=generator), labels

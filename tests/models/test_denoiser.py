@@ -1,0 +1,179 @@
+"""Denoisers of every family: contract, identity at the start, sizes, FLOPs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from accel.kernels import bidirectional_ssd
+from models.layers import sincos_positions
+from models.mixers.selective_scan import SelectiveScan
+from tests.harness.denoisers import FAMILIES, fill_zero_layers, make_denoiser, make_inputs
+from training.config.build import build
+from training.config.compose import compose
+
+SPEC = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
+# Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and
+# every comparison.
+PARAMETERS = {
+    "conv_xs": 511_952,
+    "conv_s": 32_977_168,
+    "conv_b": 130_540_048,
+    "conv_l": 458_195_472,
+    "conv_xl": 675_250_960,
+    "dit_xs": 509_520,
+    "dit_s": 32_917_264,
+    "dit_b": 130_418_704,
+    "dit_l": 457_081_872,
+    "dit_xl": 674_824_464,
+    "mamba1_xs": 542_416,
+    "mamba1_s": 34_814_224,
+    "mamba1_b": 135_983_632,
+    "mamba1_l": 475_854_864,
+    "mamba1_xl": 700_496_656,
+    "mamba_xs": 549_704,
+    "mamba_s": 35_761_840,
+    "mamba_b": 136_490_320,
+    "mamba_l": 474_805_776,
+    "mamba_xl": 697_553_520,
+    "ssd_mlp_xs": 507_822,
+    "ssd_mlp_s": 32_462_968,
+    "ssd_mlp_b": 126_052_576,
+    "ssd_mlp_l": 439_324_560,
+    "ssd_mlp_xl": 647_509_736,
+    "zigzag_xs": 547_656,
+    "zigzag_s": 35_712_688,
+    "zigzag_b": 136_404_304,
+    "zigzag_l": 474_584_592,
+    "zigzag_xl": 697_266_800,
+}
+
+
+def make_on_meta(name, **spec):
+    """A configured model on the meta device, where even the largest takes no time."""
+    with torch.device("meta"):
+        return build(compose([f"model={name}"]).cfg.model, "model", **SPEC | spec)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts_are_golden(name):
+    count = sum(p.numel() for p in make_on_meta(name).parameters())
+    assert count == PARAMETERS[name]
+    family = name.rpartition("_")[0]
+    attention = PARAMETERS[name.replace(family, "dit")]
+    assert abs(count / attention - 1) < 0.09, "the families are compared at equal parameters"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("channels", "height", "width"), [(1, 8, 8), (16, 4, 12)])
+def test_any_channels_and_any_rectangle(family, channels, height, width):
+    model = make_denoiser(family, channels=channels, height=height, width=width)
+    x, t, y = make_inputs(fill_zero_layers(model))
+    assert model(x, t, y).shape == x.shape == (2, channels, height, width)
+    assert torch.equal(model.unpatchify(model.patchify(x)), x)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_block_starts_as_the_identity(family):
+    """A block returns its increment, not its norm: two published Mamba models get this wrong, and
+    their residual stream grows with depth."""
+    model = make_denoiser(family)
+    branch, residual = torch.randn(2, 2, 16, 64)
+    gate = torch.rand(2, 64)
+    stream = residual + gate[:, None] * branch
+    cond = model.modulation(torch.randn(2, 64)).unflatten(1, (-1, 64))[:, : model.modulations]
+    for block in model.blocks:
+        branch, gate, residual = block(branch, gate, residual, cond)
+        assert gate.eq(0).all()
+        torch.testing.assert_close(residual + gate[:, None] * branch, stream)
+    assert model(*make_inputs(model)).eq(0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_time_label_and_every_parameter_matter(family):
+    model = fill_zero_layers(make_denoiser(family))
+    x, t, y = make_inputs(model)
+    out = model(x, t, y)
+    assert not torch.allclose(out, model(x, t + 0.1, y))
+    assert not torch.allclose(out, model(x, t, y + 1))
+    out.square().sum().backward()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
+    assert dead == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_residual_stays_fp32_under_autocast(family):
+    model = fill_zero_layers(make_denoiser(family))
+    dtypes = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _m, _i, out: dtypes.append((out[0].dtype, out[2].dtype)))
+    with torch.amp.autocast("cpu", torch.bfloat16):
+        model(*make_inputs(model))
+    assert dtypes == [(torch.bfloat16, torch.float32)] * 2
+
+
+def test_drop_path_zeroes_gates_and_keeps_the_mean():
+    model = make_denoiser("mamba", drop_path=0.5)
+    cond = torch.randn(4000, 2, 3, 64)
+    uniforms = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0))
+    dropped = model.drop_blocks(cond, uniforms)
+    assert torch.equal(dropped[:, :, :2], cond[:, :, :2])  # scale and shift stay
+    assert torch.equal(dropped[:, 0], cond[:, 0])  # the rate grows from 0
+    ratio = dropped[:, 1, 2] / cond[:, 1, 2]
+    assert set(ratio.unique().tolist()) <= {0.0, 2.0}
+    assert abs(ratio.mean() - 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "scan"),
+    [
+        ("ssd_mlp", {"A_log", "dt_bias", "D", "conv_weight"}),
+        ("mamba1", {"A_log", "dt_bias", "D", "conv_weight", "conv_bias"}),
+    ],
+)
+def test_weight_decay_leaves_vectors_embeddings_and_the_scan_alone(family, scan):
+    model = make_denoiser(family)
+    exempt = model.no_weight_decay()
+    assert {"pos_embed", "label_embed.table.weight"} <= exempt
+    assert {f"blocks.0.layers.0.{name}" for name in scan} <= exempt
+    decayed = dict(model.named_parameters()).keys() - exempt
+    kinds = ("proj", "w13", "w2", "patch_embed", "fc1", "fc2", "modulation", "head")
+    assert all(name.endswith(tuple(f"{kind}.weight" for kind in kinds)) for name in decayed)
+
+
+def test_positions_are_all_different():
+    table = sincos_positions((4, 6), 30)[0]
+    distances = torch.cdist(table, table) + torch.eye(24)
+    assert table.shape == (24, 30)
+    assert distances.min() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("patch_size", 3), ("head_dim", 48), ("drop_path", 1.0)]
+)
+def test_impossible_sizes_are_refused(key, value):
+    with pytest.raises(ValueError, match=f"model.{key}={value}"):
+        make_denoiser("mamba", **{key: value})
+
+
+@pytest.mark.parametrize(("size", "side"), [("xs", 16), ("xs", 32), ("b", 32)])
+@pytest.mark.parametrize("family", ["conv", "dit", "mamba1", "mamba", "ssd_mlp", "zigzag"])
+def test_flops_agree_with_a_counter(family, size, side, monkeypatch):
+    """PyTorch's counter counts what runs; the closed form counts what is needed."""
+    # The definition of the scan takes all tokens at once, as the kernels do and the closed form
+    # counts.
+    monkeypatch.setattr(bidirectional_ssd, "PIECE", bidirectional_ssd.MAX_QUADRATIC)
+    model = make_on_meta(f"{family}_{size}", height=side, width=side).requires_grad_(False)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        model(torch.empty(1, 4, side, side), torch.empty(1), torch.zeros(1, dtype=torch.long))
+    expected = model.flops_per_sample()
+    for block in model.blocks:
+        mixer = block.layers[0]
+        if isinstance(mixer, SelectiveScan):
+            # elementwise, so that the counter does not see them
+            expected -= 6 * model.tokens * mixer.A_log.numel()
+        elif hasattr(mixer, "A_log"):
+            # The definition computes scores of both directions for all pairs and then masks.
+            expected += 2 * model.tokens**2 * mixer.state_dim
+    assert counter.get_total_flops() == expected

@@ -1,0 +1,159 @@
+"""Token mixers: initial values, windows, rotary positions, and the paths of the scans."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from accel.kernels.qk_rope import rotate
+from models.mixers.attention import Attention, axial_rotations
+from models.mixers.bidirectional_ssd import BidirectionalSSD
+from models.mixers.selective_scan import SelectiveScan
+from models.mixers.zigzag_ssd import PATHS, make_zigzag_path
+from tests.harness.denoisers import fill_zero_layers, make_denoiser, make_inputs
+
+
+def make_mixer(kind, *arguments, **sizes):
+    torch.manual_seed(0)
+    mixer = kind(*arguments, **sizes)
+    mixer.init_weights()
+    return mixer
+
+
+def test_local_mixing_starts_as_the_identity():
+    kernel = make_mixer(BidirectionalSSD, 64, 32, (2, 2)).conv_weight[:, 0]
+    assert kernel[:, 1, 1].eq(1).all()
+    assert kernel.sum() == len(kernel)
+    kernel = make_mixer(SelectiveScan, 16, 8, (2, 2), 0).conv_weight[:, 0, 0]
+    assert kernel.eq(torch.tensor([0.0, 0.0, 0.0, 1.0])).all()
+
+
+def test_initial_time_steps_and_decays_lie_in_their_ranges():
+    ssd = make_mixer(BidirectionalSSD, 64, 32, (2, 2))
+    mamba1 = make_mixer(SelectiveScan, 16, 8, (2, 2), 0, state_dim=3)
+    for mixer in (ssd, mamba1):
+        dt = torch.nn.functional.softplus(mixer.dt_bias)
+        assert dt.min() >= 0.99e-3
+        assert dt.max() <= 1.01e-1
+    decays = ssd.A_log.exp()
+    assert decays.min() >= 1
+    assert decays.max() <= 16
+    torch.testing.assert_close(mamba1.A_log.exp(), torch.tensor([1.0, 2.0, 3.0]).expand(32, 3))
+
+
+WINDOWS = {
+    # side, shifted by half a window or not -> the rows, and the columns, at which windows of a grid
+    # of 6 rows and 10 columns begin
+    (4, False): ([0, 4], [0, 4, 8]),
+    (4, True): ([0, 2], [0, 2, 6]),
+    (3, True): ([0, 2, 5], [0, 2, 5, 8]),
+    (8, True): ([0, 4], [0, 4]),
+}
+
+
+@pytest.mark.parametrize(("window", "shifted"), WINDOWS)
+def test_tokens_attend_within_their_window(window, shifted):
+    """Against attention over each rectangle of tokens by itself."""
+    mixer = make_mixer(Attention, 16, 8, (6, 10), rope_base=None, window=window, layer=int(shifted))
+    grid = torch.randn(2, 6, 10, 16)
+    alone = Attention(16, 8, (1, 1), rope_base=None)
+    alone.load_state_dict(mixer.state_dict())
+    expected = torch.empty_like(grid)
+    rows, columns = WINDOWS[window, shifted]
+    pairs = 0
+    for top, bottom in pairwise([*rows, 6]):
+        for left, right in pairwise([*columns, 10]):
+            part = grid[:, top:bottom, left:right]
+            expected[:, top:bottom, left:right] = alone(part.flatten(1, 2)).view_as(part)
+            pairs += part[0, ..., 0].numel() ** 2
+    torch.testing.assert_close(mixer(grid.flatten(1, 2)), expected.flatten(1, 2))
+
+    # masked pairs do not count
+    products = 2 * 60 * (3 + 1) * 16 * 16
+    assert mixer.flops(60) == products + 4 * pairs * 16
+
+
+def test_windows_of_every_other_block_are_shifted():
+    even, odd = make_denoiser("dit_windows", height=16, width=16).blocks
+    assert even.layers[0].spans == [[2, 2, 2, 2]] * 2
+    assert odd.layers[0].spans == [[1, 2, 2, 2, 1]] * 2
+    mixer = Attention(64, 32, (8, 8), window=2, shift=0, layer=1)
+    assert mixer.spans == even.layers[0].spans
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, -2])
+def test_impossible_windows_are_refused(window):
+    with pytest.raises(ValueError, match=f"model.mixer.window={window} must be .*below 4"):
+        Attention(64, 32, (4, 4), window=window)
+
+
+@pytest.mark.parametrize(("window", "shift"), [(3, 3), (3, -1), (None, 0)])
+def test_impossible_shifts_are_refused(window, shift):
+    with pytest.raises(ValueError, match=f"model.mixer.shift={shift} must be .*window={window};"):
+        Attention(64, 32, (4, 4), window=window, shift=shift)
+
+
+def test_rotary_positions_make_scores_depend_on_offsets_only():
+    rotations = axial_rotations((4, 4), 16)
+    q, k = (rotate(torch.randn(16).expand(1, 1, 16, 16), rotations) for _ in range(2))
+    scores = (q @ k.mT)[0, 0].view(4, 4, 4, 4)
+    torch.testing.assert_close(scores[0, 0, 1, 2], scores[2, 1, 3, 3])
+    assert not torch.allclose(scores[0, 0, 1, 2], scores[0, 0, 2, 1])
+
+
+def test_the_first_half_of_a_head_turns_with_the_row():
+    """Swapped, weights trained on rectangles would sample nonsense."""
+    rotations = axial_rotations((3, 5), 16).view(2, 3, 5, 16)
+    assert torch.equal(rotations[..., :8], rotations[:, :, :1, :8].expand(2, 3, 5, 8))
+    assert torch.equal(rotations[..., 8:], rotations[:, :1, :, 8:].expand(2, 3, 5, 8))
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 6), (5, 2)])
+@pytest.mark.parametrize("layer", range(PATHS))
+def test_a_zigzag_path_visits_every_token_and_steps_to_neighbours(grid, layer):
+    path = make_zigzag_path(grid, layer)
+    assert sorted(path.tolist()) == list(range(grid[0] * grid[1]))
+    rows = path // grid[1]
+    columns = path % grid[1]
+    assert ((rows.diff().abs() + columns.diff().abs()) == 1).all()
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (3, 3), (16, 16)])
+def test_a_selective_scan_alternates_a_path_and_its_reverse_and_has_eight_in_all(grid):
+    paths = [SelectiveScan(16, 8, grid, layer, state_dim=2).order for layer in range(9)]
+    for layer in range(0, 8, 2):
+        assert torch.equal(paths[layer], make_zigzag_path(grid, layer // 2))
+        assert torch.equal(paths[layer + 1], paths[layer].flip(0))
+    assert len({tuple(path.tolist()) for path in paths[:8]}) == 2 * PATHS == 8
+    assert torch.equal(paths[8], paths[0])
+
+
+def test_a_selective_scan_sees_what_came_before_on_its_path_and_nothing_else():
+    mixer = make_mixer(SelectiveScan, 16, 8, (2, 4), 0, state_dim=2)
+    h = torch.randn(1, 8, 16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(mixer(h)[0, 5].sum(), h)
+    assert gradient[0].norm(dim=1).ne(0).tolist() == [True] * 6 + [False] * 2
+
+
+@pytest.mark.parametrize("family", ["zigzag", "mamba1"])
+def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer(family):
+    """The norms apply the orders; the reference has gathers instead, and no order in its norms."""
+    model = fill_zero_layers(make_denoiser(family, depth=5))
+    reference = make_denoiser(family, depth=5)
+    reference.load_state_dict(model.state_dict())
+    for block in reference.blocks:
+        mixer = block.layers[0]
+        order = mixer.order
+        plain = mixer.forward
+        mixer.forward = lambda h, order=order, plain=plain: plain(h[:, order])[:, order.argsort()]
+        block.rows_0 = block.rows_1 = None
+    inputs = make_inputs(model)
+    torch.testing.assert_close(model(*inputs), reference(*inputs))
+
+
+def test_mixers_keep_rows_as_buffers_that_are_not_saved():
+    model = make_denoiser("zigzag")
+    assert not any("rows" in name for name in model.state_dict())
+    assert {"blocks.0.rows_1", "blocks.1.rows_0"} <= dict(model.named_buffers()).keys()
