@@ -18,7 +18,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from training.config.compose import Composed, composed_by_hydra, one_sentence
+from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
 # the profiled warm-up is ours; its messages help no user
@@ -34,10 +34,16 @@ def precompute(composed: Composed) -> Path:
         EncodeStep,
         ShardEncoder,
         estimate,
-        first_images,
         measure_psnr,
+        read_first_images,
     )
-    from encoding.job import claim, job_description, locked, plan_shards, write_manifest
+    from encoding.job import (
+        claim_folder,
+        describe_job,
+        make_locked_folder,
+        plan_shards,
+        write_manifest,
+    )
     from encoding.sources import list_images
     from models.images import Autoencoder
     from training.config.build import build
@@ -51,7 +57,7 @@ def precompute(composed: Composed) -> Path:
     out = Path(cfg.out).expanduser()
     images = list_images(cfg.source, cfg.classes, cfg.allow_cut)
     plan = plan_shards(images, cfg)
-    ranks.say(images.stated(cfg.source, plan.images))
+    ranks.say(images.describe(cfg.source, plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
 
     # 2. Accelerate the encoder, and see in one encoding that it worked.
@@ -66,7 +72,7 @@ def precompute(composed: Composed) -> Path:
     stack.on_process()
     autoencoder = stack.on_model(autoencoder)
     step = stack.on_step(EncodeStep(autoencoder))
-    first = first_images(images, cfg, device)
+    first = read_first_images(images, cfg, device)
     ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
     ranks.say(f"\nledger ({device})\n{ledger.table()}\n")
 
@@ -82,13 +88,13 @@ def precompute(composed: Composed) -> Path:
         return out / "manifest.json"
 
     # 4. Encode all images, shard by shard; each rank has shards of its own.
-    job = job_description(images, cfg, autoencoder.weights_sha256, precision)
+    job = describe_job(images, cfg, autoencoder.weights_sha256, precision)
     with contextlib.ExitStack() as held:
         if ranks.first:  # the other ranks begin once the folder is ours
-            held.enter_context(locked(out))
-            claim(out, job)
+            held.enter_context(make_locked_folder(out))
+            claim_folder(out, job)
         ranks.wait_for_all()
-        claim(out, job)
+        claim_folder(out, job)
         began = time.perf_counter()
         encoder.run(plan)
         ranks.wait_for_all()
@@ -118,8 +124,8 @@ def precompute(composed: Composed) -> Path:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="precompute_latents")
 def main(cfg: DictConfig) -> None:
-    with one_sentence():
-        precompute(composed_by_hydra(cfg))
+    with report_user_errors():
+        precompute(compose_from_hydra(cfg))
 
 
 if __name__ == "__main__":

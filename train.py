@@ -13,7 +13,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from training.config.compose import Composed, composed_by_hydra, one_sentence
+from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
 # the profiled warm-up step is ours; its messages help nobody
@@ -24,19 +24,19 @@ def train(composed: Composed) -> dict[str, Any]:
     """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds
     too."""
     from common.terminal import Progress
-    from evaluation.evaluator import InRun
+    from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
     from training.config.build import build  # torch comes in with these, so that --help stays quick
-    from training.distributed.exit import Asked, StopRequest
-    from training.evaluate import evaluate, sample_grid
-    from training.failures import end_if_bad, failures_explained
-    from training.metrics import SafeLogger, log_line, summary_table
+    from training.distributed.exit import Request, StopRequest
+    from training.evaluate import draw_sample_grid, evaluate
+    from training.failures import end_if_failed, explain_failures
+    from training.metrics import SafeLogger, format_log_line, format_summary
     from training.run import Run
-    from training.weights.adapter_base import with_model
+    from training.weights.adapter_base import insert_pretrained
     from training.weights.pretrained import build_autoencoder
 
     # 1. Where we run: on which device, among how many processes, in which folder.
-    composed = with_model(composed)
+    composed = insert_pretrained(composed)
     run = Run(composed)
     if run.finished:
         return run.show_finished()
@@ -53,8 +53,8 @@ def train(composed: Composed) -> dict[str, Any]:
     meter = training.state.meter
     spec = training.loader.spec
     autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every or cfg.fd_every else None
-    distances = InRun(training, autoencoder) if cfg.fd_every and autoencoder else None
-    with failures_explained(training, run.folder):
+    distances = TrainingDistances(training, autoencoder) if cfg.fd_every and autoencoder else None
+    with explain_failures(training, run.folder):
         ledger = training.warm_up()
 
     # 3. Where we left off.
@@ -77,14 +77,14 @@ def train(composed: Composed) -> dict[str, Any]:
             metrics |= scores | training.note_skipped_data()
             run.append_metrics(metrics)
             logger.log(metrics, state.samples)
-            progress.say(log_line(metrics, progress.left()))
+            progress.say(format_log_line(metrics, progress.left()))
         return scores
 
     @meter.paused()
     def draw() -> None:
         assert autoencoder is not None
         file = run.folder / "samples" / f"step-{state.step}.png"
-        logger.image("sample_grid", sample_grid(training, autoencoder, file), state.samples)
+        logger.image("sample_grid", draw_sample_grid(training, autoencoder, file), state.samples)
 
     @meter.paused()
     def save(scores: dict[str, float]) -> None:
@@ -92,7 +92,7 @@ def train(composed: Composed) -> dict[str, Any]:
         checkpoints.save(state, described, scores)
 
     # 5. The loop: what is due after the step before, then a step.
-    explained = failures_explained(training, run.folder)
+    explained = explain_failures(training, run.folder)
     stop_request = StopRequest(ranks, checkpoints.failed, training.skips_only)
     with stop_request as stop, logger, explained, checkpoints:
         run.open(training, ledger, logger, where)
@@ -107,11 +107,11 @@ def train(composed: Composed) -> dict[str, Any]:
             asked = stop.asked()
             ending = state.done and state.moved
             report_due = ending or state.due(cfg.log_every, cfg.eval_every, cfg.fd_every)
-            stop_due = asked is Asked.stop and state.moved and cfg.save_every > 0
+            stop_due = asked is Request.stop and state.moved and cfg.save_every > 0
             save_due = stop_due or state.due(cfg.save_every)
             scores = report() if report_due else {}
-            if ending or asked is Asked.look:
-                end_if_bad(training, run.folder, batches, checkpoints, asked)
+            if ending or asked is Request.look:
+                end_if_failed(training, run.folder, batches, checkpoints, asked)
             if state.due(cfg.sample_every):
                 draw()
             if save_due:
@@ -119,7 +119,7 @@ def train(composed: Composed) -> dict[str, Any]:
             run.keep_time(state, saved=save_due)
             if state.done:
                 break
-            if asked is Asked.stop:
+            if asked is Request.stop:
                 checkpoints.finish()
                 run.stop(state)
 
@@ -135,15 +135,15 @@ def train(composed: Composed) -> dict[str, Any]:
     # 6. What came of it.
     summary = run.summarise(state, ledger)
     logger.finish(summary)
-    ranks.say(f"\nsummary\n{summary_table(summary)}")
+    ranks.say(f"\nsummary\n{format_summary(summary)}")
     run.close()
     return summary
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
-    with one_sentence():
-        train(composed_by_hydra(cfg))
+    with report_user_errors():
+        train(compose_from_hydra(cfg))
 
 
 if __name__ == "__main__":

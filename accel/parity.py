@@ -18,7 +18,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.kernels.operator import OPERATORS, Operator
-from common.libraries import exact_products
+from common.libraries import disable_tf32
 
 FLOOR = 2e-5
 """What an output may be off, relative to its norm, where the definition is as good as exact: sums
@@ -109,7 +109,7 @@ def compared(
     if not operator.repeatable:
         calls[1] = calls[0]
 
-    with exact_products():
+    with disable_tf32():
         wide = wider(arguments)
         exact = outputs(operator.definition(*wide), wide)
     result = operator.definition(*arguments)
@@ -129,7 +129,7 @@ def comparison(name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Ten
         fault = "differs between two equal calls"
     if fault:
         return Comparison(name, 0.0, 0.0, fault)
-    return Comparison(name, relative(kernel, right), relative(own, right))
+    return Comparison(name, relative_error(kernel, right), relative_error(own, right))
 
 
 def wider(arguments: Sequence[Any]) -> list[Any]:
@@ -140,7 +140,7 @@ def wider(arguments: Sequence[Any]) -> list[Any]:
     return [widened.get(id(argument), argument) for argument in arguments]
 
 
-def relative(tensor: Tensor, right: Tensor) -> float:
+def relative_error(tensor: Tensor, right: Tensor) -> float:
     """Norm of the error over the norm of the answer; the error's where the answer is zero."""
     error = (tensor.double() - right.double()).norm().item()
     size = right.double().norm().item()

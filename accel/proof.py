@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from accel.ledger import AUTO
-from accel.sharding import gathered, is_first
+from accel.sharding import gather_objects, is_first
 from accel.technique import blocks_of
-from common.files import cache_folder, write_to_cache
-from common.text import first_line
+from common.files import find_cache_folder, write_to_cache
+from common.text import shorten_error
 from common.workers import run_watched
 
 PATIENCE = 120.0
@@ -102,8 +102,8 @@ def prove(
     # The first process's memory counts, if all processes ask the same.
     facts = facts_of(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    cache = cache_folder("kernels") / f"{name}.json"
-    everyone = gathered((facts, read(folder / FILE) if folder else {}, read(cache)))
+    cache = find_cache_folder("kernels") / f"{name}.json"
+    everyone = gather_objects((facts, read(folder / FILE) if folder else {}, read(cache)))
     alike = all(theirs == facts for theirs, *_ in everyone)
     _, earlier, cached = everyone[0]
     before = earlier.get("chosen", {})
@@ -117,7 +117,7 @@ def prove(
     elif alike and cached.get("facts") == facts and not unanswered(cached["found"], keys, timed):
         found = cached["found"]
     else:
-        found = merged(gathered(tried(question, uses, keys, timed)))
+        found = merged(gather_objects(tried(question, uses, keys, timed)))
         passing = any(result.get("passing") for result in found.values())
         if is_first() and not chosen and not passing:
             write_to_cache(cache, {"facts": facts, "found": found})
@@ -250,7 +250,7 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
         try:
             torch.save([use.block for use in uses], folder / "blocks.pt")
         except Exception as error:
-            why = f"its block cannot be sent to another process: {first_line(error)}"
+            why = f"its block cannot be sent to another process: {shorten_error(error)}"
             return {key: failed(why) for key in keys}
 
         while missing := unanswered(found, keys, timed):

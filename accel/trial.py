@@ -29,7 +29,7 @@ from accel.proof import TIMES, outcome
 from accel.stack import AccelerationStack
 from accel.technique import blocks_of, switches
 from common.files import write_atomically
-from common.text import first_line
+from common.text import shorten_error
 
 SAMPLES = 4
 """Samples in the parity test."""
@@ -217,7 +217,7 @@ def main() -> int:
         trial.run()
     except Exception as error:
         # The next process goes on with the rest: this one's device may be in any state.
-        refused = outcome(f"{trial.doing} failed: {first_line(error)}")
+        refused = outcome(f"{trial.doing} failed: {shorten_error(error)}")
         earlier = trial.found.get(trial.key, refused)
         passing = not isinstance(error, ValueError)
         trial.found[trial.key] = earlier | {"refusal": refused["refusal"], "passing": passing}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Variables with a folder that PyTorch and Triton make when they are imported or compile."""
 
 
@@ -24,7 +24,7 @@ class UserError(ValueError):
     """
 
 
-def first_fault(error: ValidationError, kind: str) -> str:
+def describe_first_fault(error: ValidationError, kind: str) -> str:
     """Says what is wrong with JSON that should be a `kind`, as the end of a sentence."""
     found = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
     if missing := [field for field, fault in found.items() if fault["type"] == "missing"]:
@@ -42,7 +42,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or by_pytorch
 
 
-def of_machine(error: Exception) -> str | None:
+def describe_machine_fault(error: Exception) -> str | None:
     """What a user is told where the machine has no memory, disk, threads or name for what was
     asked; otherwise None."""
     text = str(error)
@@ -65,7 +65,7 @@ def of_machine(error: Exception) -> str | None:
     if not isinstance(error, OSError):
         return None
 
-    for name in CACHES:
+    for name in CACHE_VARIABLES:
         folder = os.environ.get(name)
         if folder and text.endswith(f"'{folder}'"):
             return (
@@ -74,7 +74,7 @@ def of_machine(error: Exception) -> str | None:
             )
     if error.errno == errno.ENAMETOOLONG:
         return f"the path {str(error.filename)[:60]}… is too long; use a shorter one."
-    if error.errno in DISK:
+    if error.errno in DISK_ERRNOS:
         what = error.filename or "a file"
         return f"{what} cannot be read or written ({error.strerror}); free space or mend the disk."
     return None

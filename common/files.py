@@ -17,7 +17,7 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout."""
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 """The file by which a process locks a folder."""
 
 
@@ -92,12 +92,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def file_sha256(file: Path) -> str:
+def hash_file(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def cache_folder(name: str) -> Path:
+def find_cache_folder(name: str) -> Path:
     """A folder for what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastlatent" / name
 
@@ -124,7 +124,7 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
     """
     import fcntl  # POSIX only
 
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     lock = FolderLock(descriptor)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

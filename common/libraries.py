@@ -16,7 +16,7 @@ from common.errors import UserError
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_libraries() -> Iterator[None]:
     """Without what libraries say when they are imported: torchao, that kernels fail to load which
     nothing here uses."""
     before = logging.root.manager.disable
@@ -29,11 +29,11 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def optional(module: str, wanted_by: str) -> ModuleType:
+def import_optional(module: str, wanted_by: str) -> ModuleType:
     """Imports `module` quietly; ValueError, in a sentence, where its package is missing."""
     package = module.partition(".")[0]
     try:
-        with quiet():
+        with silence_libraries():
             return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
@@ -43,7 +43,7 @@ def optional(module: str, wanted_by: str) -> ModuleType:
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
+def disable_tf32() -> Iterator[None]:
     """Inside, products of matrices and convolutions are full fp32, without TF32."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any, TextIO, TypeVar
 
 Item = TypeVar("Item")
-EVERY = 10.0
+LINE_INTERVAL_SECONDS = 10.0
 """Seconds between two plain lines."""
 
 
@@ -52,7 +52,7 @@ class Progress:
     def advance(self, count: int) -> None:
         self.count += count
         self.bar.update(count)
-        if self.plain and time.perf_counter() - self.shown >= EVERY:
+        if self.plain and time.perf_counter() - self.shown >= LINE_INTERVAL_SECONDS:
             self.shown = time.perf_counter()
             rate = (self.count - self.initial) / (self.shown - self.started)
             print(
@@ -79,7 +79,9 @@ class Progress:
         self.bar.close()
 
 
-def counted(items: Iterable[Item], total: int, unit: str, silent: bool = False) -> Iterator[Item]:
+def show_progress(
+    items: Iterable[Item], total: int, unit: str, silent: bool = False
+) -> Iterator[Item]:
     """The items, with progress towards `total` of them while they are used."""
     progress = Progress(total, unit, silent=silent, lasting=False)
     try:
@@ -126,7 +128,7 @@ class AdvisoryStream:
 
 
 @contextmanager
-def advisory_printing() -> Iterator[None]:
+def tolerate_broken_output() -> Iterator[None]:
     """Inside, nothing that is printed to stdout or stderr can raise an OSError."""
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):

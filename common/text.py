@@ -6,20 +6,20 @@ import json
 import re
 from typing import Any, TypeGuard
 
-UNFIT = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Line breaks, control characters, and bytes of a name that are not UTF-8."""
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     r"""The same text with line breaks, control characters and undecodable bytes as escapes, such as
     \n and \x1b."""
-    return UNFIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def as_json(content: Any) -> str:
+def to_json(content: Any) -> str:
     """Returns strict JSON in a line: null stands for a float that is not finite, which other
     readers of JSON refuse."""
-    return json.dumps(finite(content), allow_nan=False)
+    return json.dumps(replace_non_finite(content), allow_nan=False)
 
 
 def is_figure(value: Any) -> TypeGuard[float]:
@@ -27,17 +27,17 @@ def is_figure(value: Any) -> TypeGuard[float]:
     return type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
 
 
-def finite(content: Any) -> Any:
+def replace_non_finite(content: Any) -> Any:
     """The same content, as JSON has it, with None in the place of floats that are not finite."""
     return json.loads(json.dumps(content), parse_constant=lambda _: None)
 
 
-ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
+MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
 
 
-def first_line(error: BaseException) -> str:
+def shorten_error(error: BaseException) -> str:
     """The first line of an error's message without addresses in memory, or its type where the
     message is empty."""
-    return ADDRESS.sub(
-        "", printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+    return MEMORY_ADDRESS.sub(
+        "", escape_unprintable((str(error).strip().splitlines() or [type(error).__name__])[0])
     )

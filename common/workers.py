@@ -22,20 +22,20 @@ from common.errors import UserError
 Result = TypeVar("Result")
 SHARED_MEMORY = "/dev/shm"
 """Where Linux keeps shared memory; containers often have little of it."""
-SLACK = 2**20
+RESERVED_BYTES = 2**20
 """Bytes there for locks and queues."""
-UNUSED = 2
+EXTRA_BATCHES = 2
 """Batches that the workers make beside those that wait: one is in use, and one is begun."""
 
 
-def environment(without: Collection[str] = ()) -> dict[str, str]:
+def make_child_environment(without: Collection[str] = ()) -> dict[str, str]:
     """Variables for a child: this process's, but for those `without`, and its import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     own = {name: value for name, value in os.environ.items() if name not in without}
     return own | {"PYTHONPATH": path}
 
 
-def attended(
+def run_to_end(
     command: Sequence[str],
     seconds: float | None = None,
     output: IO[bytes] | None = None,
@@ -49,7 +49,7 @@ def attended(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT if output else None,
-        env=environment(without),
+        env=make_child_environment(without),
         start_new_session=True,
     )
     try:
@@ -57,10 +57,10 @@ def attended(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        end(process)
+        kill_group(process)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kills a process that leads a session of its own, and all that it started; waits for it, and
     closes its stdin."""
     with suppress(ProcessLookupError):
@@ -71,7 +71,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Ends this process, which leads a session of its own, and those that it started, within a
     second after `parent`, however that ends."""
 
@@ -92,7 +92,7 @@ def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[]
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=make_child_environment(),
         )
     limit = patience()
     since = time.monotonic()
@@ -125,7 +125,7 @@ def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy:
     if not os.path.isdir(SHARED_MEMORY):
         return
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    needed = SLACK + processes * (batches + UNUSED) * batch_bytes
+    needed = RESERVED_BYTES + processes * (batches + EXTRA_BATCHES) * batch_bytes
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < needed:
         raise UserError(
@@ -147,7 +147,7 @@ class Readers:
         self.closed = threading.Event()
         self.threads = [
             threading.Thread(
-                target=work, args=(self.tasks, self.closed), name=f"{name}-{i}", daemon=True
+                target=run_tasks, args=(self.tasks, self.closed), name=f"{name}-{i}", daemon=True
             )
             for i in range(count)
         ]
@@ -171,7 +171,7 @@ class Readers:
                 thread.join(timeout=10.0)
 
 
-def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
+def run_tasks(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
     """What a thread does. It holds no reference to the pool, so a forgotten pool is collected."""
     for future, function, arguments in iter(tasks.get, None):
         if not closed.is_set():
@@ -182,7 +182,7 @@ def work(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
         del future, function, arguments  # while a thread waits, it keeps no owner alive
 
 
-class Ahead(Iterator[Result]):
+class Prefetcher(Iterator[Result]):
     """Takes the items of an iterator in a thread of `readers`, one ahead, from this moment on."""
 
     def __init__(self, items: Iterator[Result], readers: Readers) -> None:

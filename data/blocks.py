@@ -21,14 +21,14 @@ from safetensors.torch import load
 from torch import Tensor
 
 from common.errors import UserError
-from common.text import first_line, printable
-from common.workers import Ahead, Readers
+from common.text import escape_unprintable, shorten_error
+from common.workers import Prefetcher, Readers
 from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, LoaderArgs
-from data.manifest import Block, Manifest, Normalisation, Shard, read_manifest, spec_of
-from data.source import Source, open_source, unreadable
+from data.manifest import Block, Manifest, Normalisation, Shard, make_spec, read_manifest
+from data.source import Source, describe_failed_read, open_source
 
 OnCorrupt = Literal["error", "skip"]
-MOST_UNREACHABLE = 3
+MAX_UNREACHABLE_BLOCKS = 3
 """After so many blocks in a row the reader gives up: the store is gone, not a block."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
@@ -53,7 +53,7 @@ class Place(NamedTuple):
         return f"{self.shard.file} (samples {self.first}–{last} of {self.shard.split})"
 
 
-class Skipped(NamedTuple):
+class SkippedBlock(NamedTuple):
     """A block that `data.on_corrupt=skip` left out."""
 
     place: str
@@ -72,7 +72,7 @@ class BlockReader:
         self.on_corrupt = on_corrupt
         self.damaged: dict[int, str] = {}
         """Number of a block that the reader never tries again -> the fault it found."""
-        self.reports: list[Skipped] = []
+        self.reports: list[SkippedBlock] = []
         """The blocks skipped since the last `take_reports`."""
 
         self.places: list[Place] = []
@@ -87,12 +87,12 @@ class BlockReader:
 
         self.shape = (manifest.channels, manifest.height, manifest.width)
         latents = {"latents", "mirrored"} if manifest.flips else {"latents"}
-        self.contents = [latents | {"labels"}]
+        self.allowed_names = [latents | {"labels"}]
         """Names of the tensors that a block may have: with those of a variational encoder or
         without; the first good block shows which."""
         if manifest.kind == "mean_std":
             stds = {"std", "mirrored_std"} if manifest.flips else {"std"}
-            self.contents.append(self.contents[0] | stds)
+            self.allowed_names.append(self.allowed_names[0] | stds)
 
     def read(self, number: int) -> dict[str, Tensor]:
         """Reads all tensors of a block, and the `ids` of its samples.
@@ -107,16 +107,16 @@ class BlockReader:
             if other in self.damaged:
                 continue
             try:
-                tensors = self.checked(other)
+                tensors = self.read_verified(other)
             except DamagedBlockError as error:
                 unreachable += isinstance(error, UnreachableError)
-                if self.on_corrupt == "error" or unreachable == MOST_UNREACHABLE:
+                if self.on_corrupt == "error" or unreachable == MAX_UNREACHABLE_BLOCKS:
                     raise
                 reason = str(error).partition(";")[0]
                 if not isinstance(error, UnreachableError):
                     self.damaged[other] = reason
                 place = self.places[other]
-                self.reports.append(Skipped(str(place), place.block.samples, reason))
+                self.reports.append(SkippedBlock(str(place), place.block.samples, reason))
                 continue
 
             samples = len(tensors["labels"])
@@ -131,37 +131,37 @@ class BlockReader:
         )
 
     @cached_property
-    def like(self) -> dict[str, Tensor]:
+    def sample_template(self) -> dict[str, Tensor]:
         """A sample; the tensors of the others have its names, dtypes and shapes."""
         return {name: tensor[:1].clone() for name, tensor in sorted(self.read(0).items())}
 
     @property
     def row_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.like.values())
+        return sum(tensor.nbytes for tensor in self.sample_template.values())
 
-    def rows(self, number: int) -> UInt8[Tensor, "n bytes"]:
+    def read_rows(self, number: int) -> UInt8[Tensor, "n bytes"]:
         """Reads a block as bytes, a row a sample: one slice, one copy and one file descriptor, not
         many."""
         tensors = self.read(number)
-        flat = [tensors[name].reshape(len(tensors["ids"]), -1) for name in self.like]
+        flat = [tensors[name].reshape(len(tensors["ids"]), -1) for name in self.sample_template]
         return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
 
-    def latents_in(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
-        """The samples whose bytes `rows` holds, on any device."""
-        parts = rows.split([tensor.nbytes for tensor in self.like.values()], dim=1)
+    def unpack_rows(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
+        """The samples whose bytes `read_rows` holds, on any device."""
+        parts = rows.split([tensor.nbytes for tensor in self.sample_template.values()], dim=1)
         return LatentTensors(
             **{
                 name: part.contiguous().flatten().view(like.dtype).view(-1, *like.shape[1:])
-                for (name, like), part in zip(self.like.items(), parts, strict=True)
+                for (name, like), part in zip(self.sample_template.items(), parts, strict=True)
             }
         )
 
-    def take_reports(self) -> list[Skipped]:
+    def take_reports(self) -> list[SkippedBlock]:
         reports = self.reports
         self.reports = []
         return reports
 
-    def checked(self, number: int, again: bool = True) -> dict[str, Tensor]:
+    def read_verified(self, number: int, again: bool = True) -> dict[str, Tensor]:
         """Reads a block, a second time if the source drops a damaged copy of it; DamagedBlockError
         if it is not what the manifest says."""
         place = self.places[number]
@@ -172,16 +172,17 @@ class BlockReader:
             content = self.source.read(shard.file, block.offset, block.size)
         except OSError as error:
             # Another attempt does not find a missing file either.
-            kind = DamagedBlockError if isinstance(error, FileNotFoundError) else UnreachableError
-            raise kind(f"{unreadable(what, error)}; {REMEDY}.") from error
+            missing = isinstance(error, FileNotFoundError)
+            error_type = DamagedBlockError if missing else UnreachableError
+            raise error_type(f"{describe_failed_read(what, error)}; {REMEDY}.") from error
         try:
-            return self.tensors_in(content, block)
+            return self.parse_block(content, block)
         except DamagedBlockError as error:
             if again and self.source.forget(shard.file):
-                return self.checked(number, again=False)
+                return self.read_verified(number, again=False)
             raise DamagedBlockError(f"{what} {error}; {REMEDY}.") from error
 
-    def tensors_in(self, content: bytes, block: Block) -> dict[str, Tensor]:
+    def parse_block(self, content: bytes, block: Block) -> dict[str, Tensor]:
         """The tensors of a block; DamagedBlockError with the end of a sentence if it is not what
         the manifest says: a right hash may be of wrong tensors."""
         if len(content) != block.size:
@@ -191,24 +192,24 @@ class BlockReader:
         try:
             tensors = load(content)
         except Exception as error:  # of safetensors, and of torch for a dtype that it does not know
-            raise DamagedBlockError(f"is no safetensors file: {first_line(error)}") from error
+            raise DamagedBlockError(f"is no safetensors file: {shorten_error(error)}") from error
 
-        if tensors.keys() not in self.contents:
-            expected = " or ".join(", ".join(sorted(names)) for names in self.contents)
+        if tensors.keys() not in self.allowed_names:
+            expected = " or ".join(", ".join(sorted(names)) for names in self.allowed_names)
             raise DamagedBlockError(
-                f"holds {printable(', '.join(sorted(tensors)))}, and a block of this set {expected}"
+                f"holds {escape_unprintable(', '.join(sorted(tensors)))}, and a block of this set {expected}"
             )
         for name, tensor in tensors.items():
-            self.check(name, tensor, block.samples)
-        self.contents = [set(tensors)]
+            self.check_tensor(name, tensor, block.samples)
+        self.allowed_names = [set(tensors)]
         return tensors
 
-    def check(self, name: str, tensor: Tensor, samples: int) -> None:
+    def check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
         """DamagedBlockError if a tensor has another dtype, shape or range than the set has."""
-        found = kind(tensor.shape, tensor.dtype)
-        said = kind((samples, *self.shape), getattr(torch, self.manifest.dtype))
+        found = describe_tensor(tensor.shape, tensor.dtype)
+        said = describe_tensor((samples, *self.shape), getattr(torch, self.manifest.dtype))
         if name == "labels":
-            said = kind((samples,), torch.int64)
+            said = describe_tensor((samples,), torch.int64)
         if found != said:
             raise DamagedBlockError(f"holds {name} {found}, the manifest says {said}")
 
@@ -225,11 +226,11 @@ class BlockReader:
             raise DamagedBlockError(f"holds {name} below 0")
 
 
-def kind(shape: Sequence[int], dtype: torch.dtype) -> str:
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-REMOTE = ("cache", "timeout", "retries")
+REMOTE_SETTINGS = ("cache", "timeout", "retries")
 """Settings of a loader that say how its source is read."""
 
 
@@ -252,7 +253,7 @@ def open_set(
             f"data={group} needs data.path=<folder of latents>; make one with "
             f"`python precompute_latents.py source=<images> out=<folder>`, or use data=digits."
         )
-    remote = {name: value for name, value in settings.items() if name in REMOTE}
+    remote = {name: value for name, value in settings.items() if name in REMOTE_SETTINGS}
     source = open_source(path, **remote)
     manifest = read_manifest(source)
 
@@ -274,10 +275,10 @@ def open_set(
     train, held_out = (
         BlockReader(source, manifest, split, on_corrupt) for split in ("train", "held_out")
     )
-    return spec_of(manifest, source, normalisation), train, held_out
+    return make_spec(manifest, source, normalisation), train, held_out
 
 
-def add_skipped(found: dict[str, int], reports: list[Skipped]) -> None:
+def add_skipped(found: dict[str, int], reports: list[SkippedBlock]) -> None:
     """Adds to `found`, place -> samples, the blocks that `data.on_corrupt=skip` left out, and
     prints each new one."""
     for place, samples, reason in reports:
@@ -310,16 +311,16 @@ class BlockLoader(LatentLoader):
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
         try:
-            read = Ahead((blocks.rows(number) for number in range(len(blocks.places))), readers)
-            for number, rows in enumerate(cut(read, batch_size)):
-                found = blocks.latents_in(rows.to(self.device))
-                yield self.plain_batch(found, number * batch_size)
+            read = Prefetcher((blocks.read_rows(number) for number in range(len(blocks.places))), readers)
+            for number, rows in enumerate(cut_rows(read, batch_size)):
+                found = blocks.unpack_rows(rows.to(self.device))
+                yield self.make_plain_batch(found, number * batch_size)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())
 
 
-def cut(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
+def cut_rows(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
     """Yields the rows of all blocks `size` at a time; the last part may be smaller."""
     left: list[Tensor] = []
     for rows in blocks:

@@ -21,16 +21,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from common.errors import UserError, first_fault
+from common.errors import UserError, describe_first_fault
 from common.files import write_json
-from data.loader import Above0, Count, Finite, LatentSpec, Size, wrong_lengths
-from data.source import Source, open_source, unreadable
+from data.loader import Above0, Count, Finite, LatentSpec, Size, find_wrong_lengths
+from data.source import Source, describe_failed_read, open_source
 
 FORMAT = 2
-NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
 """Which mean and std per channel, or both: [[means], [stds]]."""
-FACTS = (
+FINGERPRINT_FIELDS = (
     "channels height width class_names kind dtype flips mean std "
     "scaling_factor shift_factor encoder_sha256"
 )
@@ -110,7 +110,7 @@ class Manifest:
     def fingerprint(self) -> str:
         """Hashes what training sees: the shards, their order, the class names, the statistics and
         the encoder."""
-        facts = {name: getattr(self, name) for name in FACTS.split()}
+        facts = {name: getattr(self, name) for name in FINGERPRINT_FIELDS.split()}
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 
@@ -121,9 +121,9 @@ class Manifest:
         parts = [*hashes, *self.class_names, str(self.encoder_sha256)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def faults(self) -> Iterator[str]:
+    def find_faults(self) -> Iterator[str]:
         """Sentences about fields that contradict each other; none for a good manifest."""
-        yield from wrong_lengths(self)
+        yield from find_wrong_lengths(self)
         for what, names in (
             ("shard", [shard.file for shard in self.shards]),
             ("class", [repr(name) for name in self.class_names]),
@@ -132,13 +132,13 @@ class Manifest:
                 if times > 1:
                     yield f"the {what} {name} is there {times} times"
         for shard in self.shards:
-            yield from self.faults_of(shard)
+            yield from self.find_shard_faults(shard)
         for split, said in (("train", self.count), ("held_out", self.held_out)):
             held = sum(shard.count for shard in self.shards if shard.split == split)
             if held != said:
                 yield f"the {split} shards hold {held} samples, and it says {said}"
 
-    def faults_of(self, shard: Shard) -> Iterator[str]:
+    def find_shard_faults(self, shard: Shard) -> Iterator[str]:
         if not SHARD_NAME.fullmatch(shard.file):
             yield f"the shard {shard.file!r} is outside its folder or no .tar"
         if sum(block.samples for block in shard.blocks) != shard.count:
@@ -158,7 +158,7 @@ class Manifest:
             yield f"the blocks of {shard.file} lie beyond its {shard.bytes} bytes"
 
     def write(self, folder: Path) -> None:
-        write_json(folder / NAME, asdict(self))
+        write_json(folder / MANIFEST_NAME, asdict(self))
 
 
 SCHEMA = TypeAdapter(Manifest)
@@ -168,39 +168,39 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     """Reads and checks `folder/manifest.json`; ValueError names the file and the field that does
     not fit."""
     source = open_source(folder) if isinstance(folder, str | Path) else folder
-    file = f"{source}/{NAME}"
+    file = f"{source}/{MANIFEST_NAME}"
     remedy = (
         f"data.path={source} must name a folder that precompute_latents.py has finished. Run "
         f"`python precompute_latents.py source=<images> out={source}` (the same command again "
         "continues)"
     )
     try:
-        content = source.read(NAME)
+        content = source.read(MANIFEST_NAME)
     except OSError as error:
-        raise UserError(f"{unreadable(file, error)}; {remedy}.") from error
+        raise UserError(f"{describe_failed_read(file, error)}; {remedy}.") from error
 
     # First its types, then what its fields say of each other.
     again = "run precompute_latents.py again to rebuild it"
     try:
         manifest = SCHEMA.validate_json(content, strict=True)
     except ValidationError as error:
-        raise UserError(f"{file} {fault_of(error)}; {again}.") from error
-    faults = list(manifest.faults())
+        raise UserError(f"{file} {describe_fault(error)}; {again}.") from error
+    faults = list(manifest.find_faults())
     if faults:
         more = f" (the first of {len(faults)} faults)" if faults[1:] else ""
         raise UserError(f"{file}: {faults[0]}{more}; {again}.")
     return manifest
 
 
-def fault_of(error: ValidationError) -> str:
+def describe_fault(error: ValidationError) -> str:
     """Says what is wrong with JSON that should be a manifest, as the end of a sentence."""
     for fault in error.errors(include_url=False):
         if fault["loc"] == ("format",):
             return f"has format {str(fault['input'])[:40]}, and this version reads {FORMAT}"
-    return first_fault(error, "manifest")
+    return describe_first_fault(error, "manifest")
 
 
-def spec_of(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
+def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
     """The spec of the training split with the mean and std per channel that `normalisation`
     chooses, or is."""
     mean = manifest.mean

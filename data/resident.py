@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.workers import Ahead, Readers
+from common.workers import Prefetcher, Readers
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, open_set
 from data.loader import (
     Above0,
@@ -50,12 +50,12 @@ class InMemoryLatents(LatentLoader):
 
     def batch_at(self, start: int) -> Batch:
         position = torch.arange(start, start + self.batch_size, device=self.device)
-        return self.batch(self.train.rows(self.order.ids(start, self.batch_size)), position)
+        return self.make_batch(self.train.rows(self.order.find_ids(start, self.batch_size)), position)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         for start in range(0, self.held_out_count, batch_size):
             rows = self.held_out_split.rows(slice(start, start + batch_size))
-            yield self.plain_batch(rows, start)
+            yield self.make_plain_batch(rows, start)
 
 
 class ChunkedLatents(BlockLoader):
@@ -94,7 +94,7 @@ class ChunkedLatents(BlockLoader):
             for _ in range(2)
         ]
         self.readers = Readers(1, "chunk")
-        self.chunks = Ahead(self.fill(buffers, first), self.readers)
+        self.chunks = Prefetcher(self.fill(buffers, first), self.readers)
         # Also when the process ends: a copy that outlives the CUDA context is an error.
         self.stop = weakref.finalize(self, self.readers.close, wait=True)
 
@@ -109,13 +109,13 @@ class ChunkedLatents(BlockLoader):
             for number in chunk.blocks:
                 if self.readers.closed.is_set():
                     return
-                block = self.blocks.rows(number)
+                block = self.blocks.read_rows(number)
                 self.copy(block, rows[first : first + len(block)])
                 first += len(block)
-            self.copy(self.order.permutation(chunk), order[: chunk.size])
+            self.copy(self.order.draw_permutation(chunk), order[: chunk.size])
             yield chunk, rows, order[: chunk.size]
             buffers.reverse()
-            chunk = self.order.after(chunk)
+            chunk = self.order.find_next(chunk)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copies to the device, and waits for that copy alone."""
@@ -135,14 +135,14 @@ class ChunkedLatents(BlockLoader):
             if self.chunk is None:
                 self.start_filling(chunk)
             while self.chunk != chunk:
-                self.next_chunk()
+                self.take_next_chunk()
             wanted = self.drawn[offset : offset + left]
             found.append(self.rows.index_select(0, wanted))
             start += len(wanted)
             left -= len(wanted)
-        return self.batch(self.blocks.latents_in(torch.cat(found)), position)
+        return self.make_batch(self.blocks.unpack_rows(torch.cat(found)), position)
 
-    def next_chunk(self) -> None:
+    def take_next_chunk(self) -> None:
         """Waits for the next chunk, and lets the thread fill the buffer of the present one."""
         if self.used is not None:
             self.used.record(torch.cuda.current_stream(self.device))
@@ -186,7 +186,7 @@ class ResidentLatents(LatentLoader):
     ) -> tuple[LatentSpec, float]:
         """See `LatentLoader`; the device holds the whole set, or what is allowed."""
         spec, train, held_out = open_set("resident", **settings)
-        whole = bytes_of_a_sample(train, storage) * (train.count + held_out.count)
+        whole = count_sample_bytes(train, storage) * (train.count + held_out.count)
         return spec, min(
             whole, memory / 2 if device_memory_gib is None else device_memory_gib * GIB
         )
@@ -206,11 +206,11 @@ class ResidentLatents(LatentLoader):
         expected = (normalisation, encoder, latent_scale)
         spec, train, held_out = open_set("resident", path, *expected, on_corrupt)
         if storage == "int8":
-            spec = spec.ordered(storage)
+            spec = spec.with_order(storage)
         super().__init__(spec, **args)
         device = self.device
-        allowed = memory_allowed(device, device_memory_gib, self.world_size)
-        a_sample = bytes_of_a_sample(train, storage)
+        allowed = find_allowed_memory(device, device_memory_gib, self.world_size)
+        a_sample = count_sample_bytes(train, storage)
         whole = a_sample * (train.count + held_out.count)
         self.loader: LatentLoader
         if whole <= allowed:
@@ -224,8 +224,8 @@ class ResidentLatents(LatentLoader):
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
         elif storage == "int8":
             raise UserError(
-                f"data.storage=int8: {gib(a_sample * train.count)} do not fit into the "
-                f"{gib(allowed)} allowed; use storage=native, which takes a window at a time, "
+                f"data.storage=int8: {format_gib(a_sample * train.count)} do not fit into the "
+                f"{format_gib(allowed)} allowed; use storage=native, which takes a window at a time, "
                 "or raise data.device_memory_gib."
             )
         else:
@@ -238,7 +238,7 @@ class ResidentLatents(LatentLoader):
         if self.rank == 0:
             how = "half of what is free" if device_memory_gib is None else "as given"
             print(
-                f"data: the set takes {gib(whole)} and {gib(allowed)} are allowed ({how}), so "
+                f"data: the set takes {format_gib(whole)} and {format_gib(allowed)} are allowed ({how}), so "
                 f"{what}",
                 flush=True,
             )
@@ -263,11 +263,11 @@ class ResidentLatents(LatentLoader):
         super().load_state_dict(state)
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def memory_allowed(device: torch.device, given: float | None, world_size: int = 1) -> int:
+def find_allowed_memory(device: torch.device, given: float | None, world_size: int = 1) -> int:
     """Bytes that latents may take on the device: as given, or half of the memory that is free there
     now.
 
@@ -291,10 +291,10 @@ def memory_allowed(device: torch.device, given: float | None, world_size: int = 
     return allowed
 
 
-def bytes_of_a_sample(blocks: BlockReader, storage: Storage) -> int:
+def count_sample_bytes(blocks: BlockReader, storage: Storage) -> int:
     if storage == "native":
         return blocks.row_bytes
-    sample = [tensor[0] for tensor in blocks.like.values()]
+    sample = [tensor[0] for tensor in blocks.sample_template.values()]
     return sum(t.numel() + 4 * len(t) if t.ndim == 3 else t.nbytes for t in sample)
 
 

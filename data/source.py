@@ -24,14 +24,14 @@ from urllib3.exceptions import HTTPError, InvalidHeader, MaxRetryError
 from urllib3.util import Retry
 
 from common.errors import UserError
-from common.text import first_line
+from common.text import shorten_error
 
-LONGEST_PAUSE = 30.0
-FIRST_PAUSE = 0.2
+LONGEST_PAUSE_SECONDS = 30.0
+FIRST_PAUSE_SECONDS = 0.2
 """Seconds, of which urllib3 makes 0, then 2, 4, 8 … times as many."""
-SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
+URL_SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
 """User and password of a URL, its query and its fragment."""
-FETCHING: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+FETCH_LOCKS: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 """One thread of a process at a time fetches a file into the cache."""
 
 
@@ -66,29 +66,29 @@ def open_source(
     web = url.startswith(("http://", "https://"))
     if url.startswith("pipe:") or ("::" in url and not web):
         raise UserError(
-            f"data.path={shown(url)}: pipes and chained URLs are not opened; give a folder or "
+            f"data.path={hide_secrets(url)}: pipes and chained URLs are not opened; give a folder or "
             "one URL."
         )
     if "://" not in url:
         return LocalSource(Path(url).expanduser())
     mark, what = ("#", "fragment") if web else ("?", "query")
     if mark in url:
-        raise UserError(f"data.path={shown(url)} has a {what} behind a {mark}; leave it out.")
+        raise UserError(f"data.path={hide_secrets(url)} has a {what} behind a {mark}; leave it out.")
     source = (HttpSource if web else FsspecSource)(url, timeout, retries)
     return source if cache is None else CachedSource(source, Path(cache).expanduser())
 
 
-def shown(text: str) -> str:
+def hide_secrets(text: str) -> str:
     """The text without what may be secret in its URLs; the path of a folder as it is."""
-    return SECRETS.sub("", text) if "://" in text else text
+    return URL_SECRETS.sub("", text) if "://" in text else text
 
 
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """The type and the first line of an error that names a URL, without what may be secret."""
-    return f"{type(error).__name__} {SECRETS.sub('', first_line(error)).removesuffix('.')}".strip()
+    return f"{type(error).__name__} {URL_SECRETS.sub('', shorten_error(error)).removesuffix('.')}".strip()
 
 
-def unreadable(what: str, error: OSError) -> str:
+def describe_failed_read(what: str, error: OSError) -> str:
     """One sentence for a failed read: `what` is missing, or the reason why it cannot be read."""
     if not isinstance(error, FileNotFoundError):
         return f"{what} cannot be read: {error}"
@@ -121,11 +121,11 @@ class TransientError(OSError):
 
 
 class Pauses(Retry):
-    """urllib3's pauses between attempts, none longer than `LONGEST_PAUSE`."""
+    """urllib3's pauses between attempts, none longer than `LONGEST_PAUSE_SECONDS`."""
 
     def get_retry_after(self, response: Any) -> float | None:
         with contextlib.suppress(InvalidHeader):
-            return min(LONGEST_PAUSE, super().get_retry_after(response) or 0.0)
+            return min(LONGEST_PAUSE_SECONDS, super().get_retry_after(response) or 0.0)
 
 
 class RemoteSource(Source):
@@ -133,17 +133,17 @@ class RemoteSource(Source):
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
         folder, mark, query = url.partition("?")
-        self.given = folder
+        self.given_url = folder
         self.url = folder.rstrip("/")
         self.query = mark + query
         self.timeout = timeout
         self.retries = retries
 
     def __str__(self) -> str:
-        return shown(self.url)
+        return hide_secrets(self.url)
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        pauses = Pauses(self.retries, backoff_factor=FIRST_PAUSE, backoff_max=LONGEST_PAUSE)
+        pauses = Pauses(self.retries, backoff_factor=FIRST_PAUSE_SECONDS, backoff_max=LONGEST_PAUSE_SECONDS)
         while True:
             try:
                 return self.read_once(name, offset, size)
@@ -159,7 +159,7 @@ class RemoteSource(Source):
 
 
 @cache
-def web_client(process: int) -> Any:
+def make_web_client(process: int) -> Any:
     """The web client of a process, because connections do not survive a fork."""
     import requests
 
@@ -176,7 +176,7 @@ class HttpSource(RemoteSource):
         if size is not None:
             headers["Range"] = f"bytes={offset}-{offset + size - 1}"
         try:
-            with web_client(os.getpid()).get(
+            with make_web_client(os.getpid()).get(
                 f"{self.url}/{name}{self.query}", headers=headers, timeout=self.timeout, stream=True
             ) as reply:
                 if reply.status_code == 416:
@@ -193,9 +193,9 @@ class HttpSource(RemoteSource):
         except (requests.ConnectionError, requests.Timeout, HTTPError) as error:
             # urllib3's reason says more than requests' "Max retries exceeded".
             reason = getattr(error.args and error.args[0], "reason", error)
-            raise TransientError(told(reason)) from error
+            raise TransientError(describe_error(reason)) from error
         except (requests.RequestException, ValueError) as error:  # a bad URL or redirect
-            raise OSError(told(error)) from error
+            raise OSError(describe_error(error)) from error
         if size is not None:
             check_part(content, reply.headers.get("Content-Range"), offset, size)
         return content
@@ -207,7 +207,7 @@ def check_reply(reply: Any, in_part: bool) -> None:
     headers = reply.headers
     if status in (408, 429) or status >= 500:
         pause = headers.get("Retry-After")
-        asks = f" and asks for a pause of {pause}; a reader waits {LONGEST_PAUSE:g} s at most"
+        asks = f" and asks for a pause of {pause}; a reader waits {LONGEST_PAUSE_SECONDS:g} s at most"
         raise TransientError(f"the server answers {status}{asks if pause else ''}", reply.raw)
 
     # Another attempt would not help.
@@ -258,9 +258,9 @@ class FsspecSource(RemoteSource):
         except FileNotFoundError:
             raise
         except (ImportError, ValueError) as error:  # no such store, or its package is missing
-            raise OSError(shown(first_line(error))) from error
+            raise OSError(hide_secrets(shorten_error(error))) from error
         except Exception as error:  # each store has errors of its own
-            raise TransientError(told(error)) from error
+            raise TransientError(describe_error(error)) from error
 
 
 class CachedSource(Source):
@@ -273,7 +273,7 @@ class CachedSource(Source):
 
     def __init__(self, source: RemoteSource, folder: Path) -> None:
         self.source = source
-        self.folder = folder / hashlib.sha256(source.given.encode()).hexdigest()[:16]
+        self.folder = folder / hashlib.sha256(source.given_url.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return str(self.source)
@@ -283,7 +283,7 @@ class CachedSource(Source):
             return self.source.read(name, offset, size)
         file = self.folder / name
         while True:
-            with FETCHING[file]:
+            with FETCH_LOCKS[file]:
                 if not file.is_file():
                     self.fetch(file)
             try:

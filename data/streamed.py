@@ -1,9 +1,9 @@
 """The loader of latents streamed from WebDataset tars, local or remote.
 
 A latent goes this way: `StreamOrder` (data/order.py) says which windows of which streams a rank
-needs; threads of a worker process read and shuffle them (`windows_of`); the worker puts the next
+needs; threads of a worker process read and shuffle them (`read_windows`); the worker puts the next
 samples of its streams together (`StreamDataset`); a thread of the run's process joins what all
-workers have for a batch (`batches_of`); `StreamedLatents` copies that to the device and normalises
+workers have for a batch (`join_batches`); `StreamedLatents` copies that to the device and normalises
 it.
 """
 
@@ -24,22 +24,22 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.errors import UserError
-from common.text import first_line
-from common.workers import Ahead, Readers, refuse_small_shared_memory
-from data.blocks import BlockLoader, BlockReader, OnCorrupt, Skipped, add_skipped, open_set
+from common.text import shorten_error
+from common.workers import Prefetcher, Readers, refuse_small_shared_memory
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, SkippedBlock, add_skipped, open_set
 from data.loader import Batch, Count, LatentSpec, LoaderArgs, Size
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
 
 GIB = 2**30
-MOST_STREAMS = 64
-READERS = 8
+MAX_STREAMS = 64
+READERS_PER_WORKER = 8
 """Threads of a worker; they wait for the disk or the network most of the time."""
-COPIES = 3
+COPIES_OF_A_BLOCK = 3
 """Peak copies of a block in memory while a thread reads it: its bytes, its tensors, its rows."""
 
 
-def windows_of(
+def read_windows(
     order: StreamOrder, blocks: BlockReader, position: int
 ) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
     """Yields the windows of a stream without end, shuffled, from `position` on: the position of the
@@ -52,11 +52,11 @@ def windows_of(
     while True:
         window, offset = order.locate(position)
         shuffled = torch.empty(window.size, blocks.row_bytes, dtype=torch.uint8)
-        place = order.permutation(window).argsort()
+        place = order.draw_permutation(window).argsort()
         done = 0
-        for block, first, rows in order.blocks_of(window):
+        for block, first, rows in order.find_blocks(window):
             if block != last:
-                content = blocks.rows(block)
+                content = blocks.read_rows(block)
                 last = block
             shuffled[place[done : done + rows]] = content[first : first + rows]
             done += rows
@@ -64,7 +64,7 @@ def windows_of(
         position += (window.size - offset) * order.streams
 
 
-WorkerBatch = tuple[Tensor, list[int], list[Skipped]]
+WorkerBatch = tuple[Tensor, list[int], list[SkippedBlock]]
 """A worker's samples of a batch as rows of bytes, their positions, and the blocks it skipped."""
 
 
@@ -79,14 +79,14 @@ class StreamDataset(IterableDataset):
 
     order: StreamOrder
     blocks: BlockReader
-    of_rank: RankPositions
+    rank_positions: RankPositions
     start: int
 
     def __iter__(self) -> Iterator[WorkerBatch | str]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        own = self.of_rank.own_streams() or range(self.order.streams)
-        readers = Readers(READERS, "reader")
+        own = self.rank_positions.find_streams() or range(self.order.streams)
+        readers = Readers(READERS_PER_WORKER, "reader")
         streams: dict[int, Iterator[tuple[int, Tensor]]] = {}
         start = self.start
         try:
@@ -94,10 +94,10 @@ class StreamDataset(IterableDataset):
                 wanted = [
                     position
                     for number in own[worker::workers]
-                    for position in self.of_rank.positions(start, number)
+                    for position in self.rank_positions.find_positions(start, number)
                 ]
                 yield self.batch(streams, readers, wanted)
-                start += self.of_rank.global_batch
+                start += self.rank_positions.global_batch
         except UserError as error:
             yield str(error)
         finally:
@@ -110,7 +110,7 @@ class StreamDataset(IterableDataset):
         every = self.order.streams
         for position in wanted:
             if position % every not in streams:
-                windows = Ahead(windows_of(self.order, self.blocks, position), readers)
+                windows = Prefetcher(read_windows(self.order, self.blocks, position), readers)
                 streams[position % every] = chain.from_iterable(
                     zip(count(first, every), rows, strict=False) for first, rows in windows
                 )
@@ -121,9 +121,9 @@ class StreamDataset(IterableDataset):
         return rows, wanted, self.blocks.take_reports()
 
 
-def batches_of(
+def join_batches(
     loader: DataLoader, workers: int, pin_memory: bool
-) -> Generator[tuple[Tensor, Tensor, list[Skipped]]]:
+) -> Generator[tuple[Tensor, Tensor, list[SkippedBlock]]]:
     """Yields (rows, positions, reports) of each batch, in the order of positions, without end;
     ValueError with the reason if a worker fails.
 
@@ -146,7 +146,7 @@ def batches_of(
             yield rows, position, list(chain(*reports))
     except (RuntimeError, OSError, EOFError) as error:
         # The latter two come of a kill while a worker sent a batch.
-        reason = first_line(error)
+        reason = shorten_error(error)
         if isinstance(error, RuntimeError) and not reason.startswith("DataLoader worker"):
             raise
         raise UserError(
@@ -169,7 +169,7 @@ class StreamedLatents(BlockLoader):
     """Streams the latent set at `path`, a folder or a URL, block by block.
 
     A batch takes its samples from `streams` ranges of the set, each shuffled inside a `window` of
-    samples. Null chooses as many as the set is large enough for (`fitting_streams`); a resumed run
+    samples. Null chooses as many as the set is large enough for (`choose_stream_count`); a resumed run
     keeps the number that it began with. The windows take at most `host_memory_gib` of host memory,
     all streams together; the loader prints how much. `num_workers` processes read ahead,
     `prefetch_factor` batches each; with 0 threads of this process read. `persistent_workers` is
@@ -206,7 +206,7 @@ class StreamedLatents(BlockLoader):
         expected = (normalisation, encoder, latent_scale)
         remote = {"cache": cache, "timeout": timeout, "retries": retries}
         spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
-        spec = spec.ordered(str(window), f"{streams or MOST_STREAMS}-{window}")
+        spec = spec.with_order(str(window), f"{streams or MAX_STREAMS}-{window}")
         super().__init__(spec, train, held_out, **args)
 
         self.num_workers = num_workers
@@ -215,28 +215,28 @@ class StreamedLatents(BlockLoader):
         self.epoch = 0
         """The epoch of the latest batch."""
         self.pin_memory = pin_memory and self.device.type == "cuda"
-        self.given = streams
+        self.given_streams = streams
         self.window = window
         self.allowed_gib = host_memory_gib
-        self.batches: Ahead[tuple[Tensor, Tensor, list[Skipped]]] | None = None
+        self.batches: Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]] | None = None
         self.use_streams(streams)
 
     def use_streams(self, given: int | None) -> None:
-        """Cuts the set into `given` streams, or as many as fit, and prints the memory that they
+        """Cuts the set into `given_streams` streams, or as many as fit, and prints the memory that they
         take."""
         places = self.blocks.places
-        a_stream = memory_of_a_stream(self.blocks, self.window)
-        streams = fitting_streams(given, len(places), a_stream, self.allowed_gib)
+        a_stream = count_stream_bytes(self.blocks, self.window)
+        streams = choose_stream_count(given, len(places), a_stream, self.allowed_gib)
         self.order = StreamOrder(
             self.blocks.blocks_of_shard, self.blocks.counts, self.seed, streams, self.window
         )
-        self.of_rank = RankPositions(self.batch_size, self.rank, self.world_size, streams)
+        self.rank_positions = RankPositions(self.batch_size, self.rank, self.world_size, streams)
         if self.rank:
             return
 
-        windows = len(self.of_rank.own_streams() or range(streams)) * a_stream
+        windows = len(self.rank_positions.find_streams() or range(streams)) * a_stream
         readers = max(1, self.num_workers)
-        reading = readers * READERS * COPIES * max(place.block.size for place in places)
+        reading = readers * READERS_PER_WORKER * COPIES_OF_A_BLOCK * max(place.block.size for place in places)
         print(
             f"data: {self.spec.count} samples in {len(places)} blocks from {self.blocks.source}, "
             f"{streams} streams, windows of {self.window}; in each process windows take up to "
@@ -244,7 +244,7 @@ class StreamedLatents(BlockLoader):
             flush=True,
         )
 
-    def start_reading(self) -> Ahead[tuple[Tensor, Tensor, list[Skipped]]]:
+    def start_reading(self) -> Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]]:
         """Starts the workers, and the thread that takes from them."""
         a_batch = self.batch_size * self.blocks.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
@@ -256,7 +256,7 @@ class StreamedLatents(BlockLoader):
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
         loader = DataLoader(
-            StreamDataset(self.order, self.blocks, self.of_rank, self.samples_seen),
+            StreamDataset(self.order, self.blocks, self.rank_positions, self.samples_seen),
             batch_size=None,
             num_workers=self.num_workers,
             prefetch_factor=prefetch,
@@ -264,9 +264,9 @@ class StreamedLatents(BlockLoader):
         )
 
         feeder = Readers(1, "feeder")
-        batches = batches_of(loader, max(1, self.num_workers), self.pin_memory)
+        batches = join_batches(loader, max(1, self.num_workers), self.pin_memory)
         self.stop = weakref.finalize(self, end_reading, feeder, batches)
-        self.batches = Ahead(batches, feeder)
+        self.batches = Prefetcher(batches, feeder)
         return self.batches
 
     def stop_reading(self) -> None:
@@ -282,17 +282,17 @@ class StreamedLatents(BlockLoader):
         self.epoch = epoch
         batches = self.batches or self.start_reading()
         try:
-            rows, position, reports = batches.get(self.patience)
+            rows, position, reports = batches.get(self.wait_for_batch_seconds)
         except TimeoutError as error:
             raise UserError(
-                f"data=webdataset gave no batch for {self.patience / 60:g} minutes "
+                f"data=webdataset gave no batch for {self.wait_for_batch_seconds / 60:g} minutes "
                 "(runtime.parallel.timeout_minutes). A disk that hangs does that, and so does a "
                 "full /dev/shm; mend it, or use data.num_workers=0."
             ) from error
         add_skipped(self.skipped, reports)
         rows = rows.to(self.device, non_blocking=True)
         position = position.to(self.device, non_blocking=True)
-        return self.batch(self.blocks.latents_in(rows), position)
+        return self.batch(self.blocks.unpack_rows(rows), position)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}
@@ -302,10 +302,10 @@ class StreamedLatents(BlockLoader):
         samples depends on it."""
         super().load_state_dict(state)
         # Earlier versions had 64 where none were given.
-        streams = state.get("streams", self.given or MOST_STREAMS)
-        if streams < 1 or self.given not in (None, streams):
+        streams = state.get("streams", self.given_streams or MAX_STREAMS)
+        if streams < 1 or self.given_streams not in (None, streams):
             raise UserError(
-                f"data.streams={self.given}, but the run began with {streams}; leave data.streams "
+                f"data.streams={self.given_streams}, but the run began with {streams}; leave data.streams "
                 "out."
             )
         if streams != self.order.streams:
@@ -313,14 +313,14 @@ class StreamedLatents(BlockLoader):
         self.stop_reading()
 
 
-def memory_of_a_stream(blocks: BlockReader, window: int) -> int:
+def count_stream_bytes(blocks: BlockReader, window: int) -> int:
     """Bytes of a stream's two windows, and of the block that the later one ends in."""
     largest = max(blocks.counts)
     a_sample = max(place.block.size / place.block.samples for place in blocks.places)
     return math.ceil((2 * window + largest) * a_sample)
 
 
-def fitting_streams(given: int | None, blocks: int, a_stream: int, allowed_gib: float) -> int:
+def choose_stream_count(given: int | None, blocks: int, a_stream: int, allowed_gib: float) -> int:
     """The number of streams: as given, or a power of two, at most 64 and a quarter of the blocks,
     that fits.
 
@@ -334,5 +334,5 @@ def fitting_streams(given: int | None, blocks: int, a_stream: int, allowed_gib: 
             f"take {least * a_stream / GIB:.2f} GiB; raise it, or lower "
             f"data.{'streams' if given else 'window'}."
         )
-    most = min(MOST_STREAMS, blocks // 4, allowed_gib * GIB // a_stream)
+    most = min(MAX_STREAMS, blocks // 4, allowed_gib * GIB // a_stream)
     return given or 1 << (max(1, int(most)).bit_length() - 1)

@@ -25,19 +25,19 @@ from safetensors.torch import load
 from torch import Tensor
 
 from common.errors import UserError
-from common.text import first_line
+from common.text import shorten_error
 from encoding.images import Unused
-from encoding.tars import samples_of
+from encoding.tars import read_samples
 
-PLAIN = "copy it again if it is damaged, and save plain tensors, for nothing is unpickled"
-MIRRORED = ("mirrored", "latents_flip", "flip")
+PLAIN_REMEDY = "copy it again if it is damaged, and save plain tensors, for nothing is unpickled"
+MIRRORED_NAMES = ("mirrored", "latents_flip", "flip")
 """Names of the latents of mirrored images; the second is LightningDiT's."""
 Sample = tuple[str, Mapping[str, Any]]
 """Its place, and unchecked arrays of numpy or PyTorch: `latents`, and where the source has them
 `labels`, or whatever stands for its label, and `mirrored`."""
 
 
-class Asked(NamedTuple):
+class ForeignOptions(NamedTuple):
     """Names of the tensors, a file of labels, and the number of classes: None is not known, 0 is
     without labels."""
 
@@ -47,16 +47,16 @@ class Asked(NamedTuple):
     classes: int | None = None
 
 
-class Foreign(NamedTuple):
+class ForeignLatents(NamedTuple):
     """Latents of another tool, and their number."""
 
-    what: str
+    description: str
     total: int
     samples: Callable[[], Iterator[Sample]]
 
 
 @contextmanager
-def reading(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
+def translate_errors(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
     """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one
     ValueError."""
     try:
@@ -67,11 +67,11 @@ def reading(what: Path | str, remedy: str = "copy or write it again") -> Iterato
         raise
     except Exception as error:
         raise UserError(
-            f"{what} cannot be read ({first_line(error).partition('. ')[0]}); {remedy}."
+            f"{what} cannot be read ({shorten_error(error).partition('. ')[0]}); {remedy}."
         ) from error
 
 
-def open_foreign(source: str, asked: Asked) -> Foreign:
+def open_foreign(source: str, asked: ForeignOptions) -> ForeignLatents:
     """Recognises the format of `source`; ValueError if it is none of the known ones, or lacks
     samples or labels."""
     path = Path(source).expanduser()
@@ -91,11 +91,11 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
     features = [file for file in files if file.name.endswith(("_features", "_labels"))]
     loose = asked.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
     known = {
-        of_tensors: tensors,
-        of_safetensors: [file for file in files if file.suffix == ".safetensors"],
-        of_tars: [file for file in files if file.suffix == ".tar"],
-        of_listed_files: [path] if loose or (path / "dataset.json").is_file() else [],
-        of_feature_folders: features,
+        read_tensors: tensors,
+        read_safetensors: [file for file in files if file.suffix == ".safetensors"],
+        read_tars: [file for file in files if file.suffix == ".tar"],
+        read_listed_files: [path] if loose or (path / "dataset.json").is_file() else [],
+        read_feature_folders: features,
     }
     found = [(read, files) for read, files in known.items() if files]
     if len(found) != 1:
@@ -113,19 +113,19 @@ def open_foreign(source: str, asked: Asked) -> Foreign:
     read, files = found[0]
     foreign = read(files, asked)
     if not foreign.total:
-        raise UserError(f"source={source} holds no samples: {foreign.what}.")
+        raise UserError(f"source={source} holds no samples: {foreign.description}.")
     return foreign
 
 
-def array(file: Path) -> np.ndarray:
+def map_array(file: Path) -> np.ndarray:
     """Maps a .npy file copy on write, which PyTorch takes without a warning; nobody writes."""
-    with reading(file, PLAIN):
+    with translate_errors(file, PLAIN_REMEDY):
         return np.lib.format.open_memmap(file, mode="c")
 
 
-def plain_tensors(file: Path) -> Any:
+def read_plain_tensors(file: Path) -> Any:
     """What a .pt file holds, if those are tensors in plain containers."""
-    with reading(file, PLAIN):
+    with translate_errors(file, PLAIN_REMEDY):
         return torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )
@@ -137,7 +137,7 @@ def is_dense(value: Any) -> bool:
     )
 
 
-def named(held: Iterable[Any], asked: Asked, file: Path) -> dict[str, str]:
+def find_names(held: Iterable[Any], asked: ForeignOptions, file: Path) -> dict[str, str]:
     """Maps latents, labels and mirrored to the names by which `file` holds them."""
     held = list(held)
     if asked.latents_key not in held:
@@ -153,13 +153,13 @@ def named(held: Iterable[Any], asked: Asked, file: Path) -> dict[str, str]:
                 f"{file} has no {asked.labels_key}; set labels_key=<name>, for .npy and .pt also "
                 "labels=<file>, or import without labels: classes=none."
             )
-    for name in MIRRORED:
+    for name in MIRRORED_NAMES:
         if name in held:
             names.setdefault("mirrored", name)
     return names
 
 
-def length(file: Path, columns: dict[str, Any]) -> int:
+def count_samples(file: Path, columns: dict[str, Any]) -> int:
     """The number of samples; ValueError if `columns` do not have as many of each."""
     counts = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
     if len(set(counts.values())) > 1:
@@ -168,25 +168,25 @@ def length(file: Path, columns: dict[str, Any]) -> int:
     return counts["latents"]
 
 
-def rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
+def yield_rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
     """Yields the samples of arrays of one length."""
-    for i in range(length(file, columns)):
+    for i in range(count_samples(file, columns)):
         yield f"sample {i} of {file}", {name: column[i] for name, column in columns.items()}
 
 
-def of_tensors(files: list[Path], asked: Asked) -> Foreign:
+def read_tensors(files: list[Path], asked: ForeignOptions) -> ForeignLatents:
     """Reads a .npy or .pt file, whose labels may lie in another."""
     (path,) = files
 
     def table(file: Path, key: str) -> dict[Any, Any]:
-        found = array(file) if file.suffix == ".npy" else plain_tensors(file)
+        found = map_array(file) if file.suffix == ".npy" else read_plain_tensors(file)
         return found if isinstance(found, dict) else {key: found}
 
     content = table(path, asked.latents_key)
     if asked.labels is not None:
         other = table(Path(asked.labels).expanduser(), asked.labels_key)
         content |= {key: value for key, value in other.items() if key == asked.labels_key}
-    columns = {name: content[key] for name, key in named(content, asked, path).items()}
+    columns = {name: content[key] for name, key in find_names(content, asked, path).items()}
     for name, column in columns.items():
         if is_dense(column):
             if 0 in column.stride():  # a file of bytes could hold 10^12 samples
@@ -196,39 +196,39 @@ def of_tensors(files: list[Path], asked: Asked) -> Foreign:
             raise UserError(
                 f"{path}: {name} is a {type(column).__name__}, and no dense tensor; save it as one."
             )
-    count = length(path, columns)
-    return Foreign(f"tensors of {path}", count, lambda: rows(path, columns))
+    count = count_samples(path, columns)
+    return ForeignLatents(f"tensors of {path}", count, lambda: yield_rows(path, columns))
 
 
-def of_safetensors(files: list[Path], asked: Asked) -> Foreign:
+def read_safetensors(files: list[Path], asked: ForeignOptions) -> ForeignLatents:
     """Reads LightningDiT's files, and others with latents and labels in them."""
 
     def columns(file: Path) -> dict[str, Any]:
-        with reading(file):
+        with translate_errors(file):
             tensors = safe_open(file, "pt")
-        names = named(tensors.keys(), asked, file)
+        names = find_names(tensors.keys(), asked, file)
         return {name: tensors.get_tensor(key) for name, key in names.items()}  # mapped, not read
 
     def samples() -> Iterator[Sample]:
         for file in files:
-            yield from rows(file, columns(file))
+            yield from yield_rows(file, columns(file))
 
-    count = sum(length(file, columns(file)) for file in files)
-    return Foreign(f"{len(files)} safetensors files", count, samples)
+    count = sum(count_samples(file, columns(file)) for file in files)
+    return ForeignLatents(f"{len(files)} safetensors files", count, samples)
 
 
-def of_files(labels: Mapping[Path, Any]) -> Foreign:
+def read_files(labels: Mapping[Path, Any]) -> ForeignLatents:
     """Reads .npy files, a sample each, of which each has a label or a .npy file with one."""
 
     def samples() -> Iterator[Sample]:
         for file, label in labels.items():
-            found = array(label) if isinstance(label, Path) else label
-            yield str(file), {"latents": array(file), "labels": found}
+            found = map_array(label) if isinstance(label, Path) else label
+            yield str(file), {"latents": map_array(file), "labels": found}
 
-    return Foreign(f"{len(labels)} .npy files", len(labels), samples)
+    return ForeignLatents(f"{len(labels)} .npy files", len(labels), samples)
 
 
-def of_feature_folders(folders: list[Path], asked: Asked) -> Foreign:
+def read_feature_folders(folders: list[Path], asked: ForeignOptions) -> ForeignLatents:
     """Reads fast-DiT's files: `<name>_features/<i>.npy` of shape (1, C, H, W),
     `<name>_labels/<i>.npy`."""
     found: dict[Path, Any] = {}
@@ -246,31 +246,31 @@ def of_feature_folders(folders: list[Path], asked: Asked) -> Foreign:
         for name in sorted(features):
             label = Path(f"{stem}_labels", name)
             found[Path(f"{stem}_features", name)] = label if asked.classes != 0 else None
-    return of_files(found)
+    return read_files(found)
 
 
-def of_listed_files(folders: list[Path], asked: Asked) -> Foreign:
+def read_listed_files(folders: list[Path], asked: ForeignOptions) -> ForeignLatents:
     """Reads EDM2's and REPA's files: .npy files and `dataset.json` with {"labels": [[file, label],
     …]}."""
     (folder,) = folders
     found = sorted(folder.rglob("*.npy"))
     if asked.classes == 0:
-        return of_files(dict.fromkeys(found))
-    labels = listed(folder)
+        return read_files(dict.fromkeys(found))
+    labels = read_listing(folder)
     alone = [file for file in found if file not in labels]
     if alone:
         raise UserError(
             f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} "
             "…; add them."
         )
-    return of_files(labels)
+    return read_files(labels)
 
 
-def listed(folder: Path) -> dict[Path, Any]:
+def read_listing(folder: Path) -> dict[Path, Any]:
     """The files that `folder`/dataset.json names, and their labels."""
     file = folder / "dataset.json"
     labels = {}
-    with reading(file):
+    with translate_errors(file):
         content = json.loads(file.read_bytes())
     pairs = isinstance(content, dict) and content.get("labels")
     if not isinstance(pairs, list) or not pairs:
@@ -290,30 +290,30 @@ def listed(folder: Path) -> dict[Path, Any]:
     return labels
 
 
-def of_tars(tars: list[Path], asked: Asked) -> Foreign:
+def read_tars(tars: list[Path], asked: ForeignOptions) -> ForeignLatents:
     """Reads WebDataset tars: of each sample `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or
     `<key>.json`."""
 
     def samples() -> Iterator[Sample]:
         for file in tars:
-            for stream, where, latents, label in paired(file, asked):
-                found = {"latents": latents_in(stream, latents, asked, where)}
+            for stream, where, latents, label in pair_members(file, asked):
+                found = {"latents": read_latents(stream, latents, asked, where)}
                 if label is not None:
-                    found["labels"] = label_in(stream, label, where)
+                    found["labels"] = read_label(stream, label, where)
                 yield where, found
 
-    count = sum(1 for file in tars for _ in paired(file, asked))
-    return Foreign(f"{count} samples in {len(tars)} tars", count, samples)
+    count = sum(1 for file in tars for _ in pair_members(file, asked))
+    return ForeignLatents(f"{count} samples in {len(tars)} tars", count, samples)
 
 
-def paired(
-    file: Path, asked: Asked
+def pair_members(
+    file: Path, asked: ForeignOptions
 ) -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
     """Yields for each sample of a tar its stream, the sample's place, and its members of latents
     and label; ValueError for one without them."""
-    with reading(file), file.open("rb") as stream:
+    with translate_errors(file), file.open("rb") as stream:
         unused = Unused()
-        samples, cut = samples_of(file, stream, unused)
+        samples, cut = read_samples(file, stream, unused)
         if cut:
             raise UserError(f"{cut}; copy or write it again.")
         if unused.kinds.keys() - {"hidden"}:
@@ -343,8 +343,10 @@ def paired(
             yield stream, where, parts[arrays[0]], label
 
 
-def latents_in(stream: BinaryIO, member: tarfile.TarInfo, asked: Asked, where: str) -> Any:
-    with reading(where, PLAIN):
+def read_latents(
+    stream: BinaryIO, member: tarfile.TarInfo, asked: ForeignOptions, where: str
+) -> Any:
+    with translate_errors(where, PLAIN_REMEDY):
         stream.seek(member.offset_data)
         content = stream.read(member.size)
         if member.name.lower().endswith(".npy"):
@@ -355,9 +357,9 @@ def latents_in(stream: BinaryIO, member: tarfile.TarInfo, asked: Asked, where: s
     return tensors[asked.latents_key]
 
 
-def label_in(stream: BinaryIO, member: tarfile.TarInfo, where: str) -> Any:
+def read_label(stream: BinaryIO, member: tarfile.TarInfo, where: str) -> Any:
     """What stands for the label: the number in a .cls, or in a .json under label, cls or class."""
-    with reading(f"{where}: {member.name}"):
+    with translate_errors(f"{where}: {member.name}"):
         stream.seek(member.offset_data)
         text = stream.read(member.size).decode().strip()
         if not member.name.lower().endswith(".json"):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import UserError
-from common.text import first_line, printable
+from common.text import escape_unprintable, shorten_error
 from common.workers import refuse_small_shared_memory
 from training.config.schema import PrecomputeConfig
 
@@ -43,7 +43,7 @@ FORMATS = {
 """Pillow's name of each format that is read, and its extensions. Of several frames or pages the
 first is read."""
 EXTENSIONS = tuple(extension for extensions in FORMATS.values() for extension in extensions)
-OPTIONAL = {
+OPTIONAL_CODECS = {
     "WEBP": "webp",
     "TIFF": "libtiff",
     "AVIF": "avif",
@@ -53,12 +53,12 @@ OPTIONAL = {
 }
 """The codecs that a Pillow may have been built without."""
 RESIZE = "box-halving, bicubic, center crop"
-AHEAD = 2
+BATCHES_AHEAD = 2
 """Batches that each process decodes ahead, PyTorch's default."""
-PATIENCE = 1800.0
+BATCH_TIMEOUT_SECONDS = 1800.0
 """Seconds to wait for a batch of images."""
-FEW = 20
-MANY = 100
+MAX_NAMES_SHOWN = 20
+MAX_CLASSES_SHOWN = 100
 """So many kinds of unused files, and classes, are named one by one."""
 
 
@@ -90,9 +90,10 @@ class Unused:
         first."""
         ordered = sorted(self.kinds.items(), key=lambda item: (-item[1][0], item[0]))
         shown = [
-            f"{number} {kind} (e.g. {readable(name)})" for kind, (number, name) in ordered[:FEW]
+            f"{number} {kind} (e.g. {escape_name(name)})"
+            for kind, (number, name) in ordered[:MAX_NAMES_SHOWN]
         ]
-        if rest := ordered[FEW:]:
+        if rest := ordered[MAX_NAMES_SHOWN:]:
             shown.append(f"{sum(number for _, (number, _) in rest)} of {len(rest)} more kinds")
         return "; ".join(shown)
 
@@ -113,7 +114,7 @@ class ImageList:
         lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries] + self.class_names
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def stated(self, source: str, planned: int) -> str:
+    def describe(self, source: str, planned: int) -> str:
         """The part of a job's plan that tells what the source was taken for; `planned` images are
         to be encoded."""
         counts = Counter(entry.label for entry in self.entries)
@@ -123,37 +124,39 @@ class ImageList:
             f"of {len(numbers)} class{'es' * (len(numbers) != 1)}" if numbers else "without classes"
         )
         lines = [f"{images} {classes} in {source}, {planned} to encode"]
-        if len(numbers) > MANY:
+        if len(numbers) > MAX_CLASSES_SHOWN:
             (fewest, rare), (most, common) = min(numbers), max(numbers)
             lines.append(f"  from {fewest} images ({rare}) to {most} ({common})")
         elif numbers:
             named = ", ".join(f"{name}: {number}" for number, name in numbers)
             lines.append(textwrap.fill(named, 120, initial_indent="  ", subsequent_indent="  "))
         if without := [name for number, name in numbers if not number]:
-            lines.append(f"  classes without images: {few_of(without)}")
+            lines.append(f"  classes without images: {join_few(without)}")
         if self.unused.kinds:
             lines.append(f"  not used: {self.unused}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def few_of(names: list[str]) -> str:
+def join_few(names: list[str]) -> str:
     """The first few names, and how many more there are."""
-    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (
+        f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    )
 
 
 def is_image(extension: str) -> bool:
     """Whether files with this extension, in lower case, are read as images."""
-    return extension in EXTENSIONS and not lacks_codec(extension)
+    return extension in EXTENSIONS and not find_missing_codec(extension)
 
 
-def kind_of(name: str) -> str:
+def describe_kind(name: str) -> str:
     """What an unused file is, by its extension."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if not suffixes:
         return "without extension"
     if suffixes[-1] not in EXTENSIONS:
         return "".join(suffixes[-2:]) if suffixes[-2:-1] == [".tar"] else suffixes[-1]
-    codec = lacks_codec(suffixes[-1])
+    codec = find_missing_codec(suffixes[-1])
     return (
         f"{suffixes[-1]} (this Pillow has no {codec})"
         if codec
@@ -161,17 +164,19 @@ def kind_of(name: str) -> str:
     )
 
 
-def readable(name: str) -> str:
+def escape_name(name: str) -> str:
     r"""The name of a file as one line that can be printed, hashed and stored: bytes that are not
     UTF-8 become \xff."""
-    return printable(name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))
+    return escape_unprintable(
+        name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    )
 
 
 @functools.cache
-def lacks_codec(extension: str) -> str | None:
+def find_missing_codec(extension: str) -> str | None:
     """The format of images with this extension, if the Pillow at hand cannot read it."""
     name = next(name for name, extensions in FORMATS.items() if extension in extensions)
-    return name if name in OPTIONAL and not features.check(OPTIONAL[name]) else None
+    return name if name in OPTIONAL_CODECS and not features.check(OPTIONAL_CODECS[name]) else None
 
 
 class UnusableError(ValueError):
@@ -179,7 +184,7 @@ class UnusableError(ValueError):
 
 
 @functools.cache
-def opened_dataset(path: str) -> tuple[Any, str, list[str]]:
+def open_dataset(path: str) -> tuple[Any, str, list[str]]:
     """Opens a folder of `datasets`, its images left encoded; returns also the names of its image
     and label columns.
 
@@ -195,7 +200,7 @@ def opened_dataset(path: str) -> tuple[Any, str, list[str]]:
         dataset = datasets.load_from_disk(path).with_format(None)
     except Exception as error:  # datasets, arrow and json raise many kinds for damaged files
         raise UserError(
-            f"source={path} is a broken folder of datasets ({first_line(error)}); save it again."
+            f"source={path} is a broken folder of datasets ({shorten_error(error)}); save it again."
         ) from error
     kinds = dataset.features.items()
     images = [name for name, kind in kinds if isinstance(kind, datasets.Image)]
@@ -212,7 +217,7 @@ def opened_dataset(path: str) -> tuple[Any, str, list[str]]:
 def read_image(entry: ImageEntry) -> bytes:
     """Reads the encoded image."""
     if entry.size == 0 and Path(entry.file).is_dir():
-        dataset, images, _ = opened_dataset(entry.file)
+        dataset, images, _ = open_dataset(entry.file)
         found = dataset[entry.offset][images] or {}
         if found.get("bytes") is None and found.get("path"):
             return Path(found["path"]).read_bytes()
@@ -222,7 +227,7 @@ def read_image(entry: ImageEntry) -> bytes:
         return stream.read(entry.size)
 
 
-def read_again(entry: ImageEntry) -> bytes:
+def read_with_retries(entry: ImageEntry) -> bytes:
     """Reads the encoded image, with pauses between attempts, for the network may come back. OSError
     in the end."""
     for pause in (0.1, 0.4, 1.6):
@@ -257,7 +262,7 @@ def decode_image(
         mend_colour_key(image)
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
-        image = in_rgb(image, background)
+        image = convert_to_rgb(image, background)
     while min(image.size) >= 2 * side:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = side / min(image.size)
@@ -279,7 +284,7 @@ def mend_colour_key(image: ImageFile.ImageFile) -> None:
         image.info["transparency"] = key * (85 if raw == "L;2" else 17)
 
 
-def in_rgb(image: Image.Image, background: str) -> Image.Image:
+def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
     """The image in mode RGB, what is transparent composited on `background`.
 
     UnusableError for grey of 32 bits or floats, whose range no file states.
@@ -303,14 +308,14 @@ def in_rgb(image: Image.Image, background: str) -> Image.Image:
     return image.convert("RGB")
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Why an image cannot be decoded, in one line without anything that differs from run to run or
     between machines."""
     if isinstance(error, UnusableError):
         return str(error)
     if isinstance(error, UnidentifiedImageError):  # its text is the address of an object in memory
         return f"no image of a format that is read ({', '.join(FORMATS)})"
-    return re.sub(r"<[^<>]*>|0x[0-9a-fA-F]+", "…", f"damaged ({first_line(error)})")
+    return re.sub(r"<[^<>]*>|0x[0-9a-fA-F]+", "…", f"damaged ({shorten_error(error)})")
 
 
 class DecodedImages(Dataset):
@@ -332,7 +337,7 @@ class DecodedImages(Dataset):
     def __getitem__(self, index: int) -> Tensor | str | OSError:
         entry = self.entries[index]
         try:
-            content = read_again(entry)
+            content = read_with_retries(entry)
         except OSError as error:
             return OSError(f"{entry.key}: {error}")
         if not content:
@@ -344,7 +349,7 @@ class DecodedImages(Dataset):
                 f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels"
             )
         except Exception as error:  # Pillow raises many kinds for damaged files
-            return f"{entry.key}: {reason(error)}"
+            return f"{entry.key}: {describe_error(error)}"
 
 
 class Decoded(NamedTuple):
@@ -370,7 +375,7 @@ def collate(items: list[Tensor | str | OSError]) -> Decoded:
     return Decoded(pixels, list(images), reasons, unread)
 
 
-def decoding_loader(
+def make_decoding_loader(
     images: DecodedImages, batches: list[list[int]], workers: int
 ) -> DataLoader[Decoded]:
     """The `batches` of images, which `workers` processes decode ahead; ValueError if shared memory
@@ -378,9 +383,9 @@ def decoding_loader(
     if workers:
         a_batch = max(map(len, batches), default=0) * 3 * images.side**2
         refuse_small_shared_memory(
-            "processes that decode images", AHEAD * workers, a_batch, "use num_workers=0"
+            "processes that decode images", BATCHES_AHEAD * workers, a_batch, "use num_workers=0"
         )
-    patience = PATIENCE if workers else 0.0
+    patience = BATCH_TIMEOUT_SECONDS if workers else 0.0
     return DataLoader(
         images, batch_sampler=batches, num_workers=workers, collate_fn=collate, timeout=patience
     )

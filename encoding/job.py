@@ -25,9 +25,9 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.files import (
-    LOCK,
+    LOCK_FILE,
     FolderLock,
-    file_sha256,
+    hash_file,
     lock_folder,
     make_folder,
     read_object,
@@ -35,13 +35,13 @@ from common.files import (
     sync_folder,
     write_json,
 )
-from data.manifest import NAME, Block, Manifest, Shard
+from data.manifest import MANIFEST_NAME, Block, Manifest, Shard
 from encoding.images import RESIZE, ImageEntry, ImageList
 from models.images import Autoencoder
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
-JOB = "job.json"
+JOB_FILE = "job.json"
 Numbered = tuple[int, ImageEntry]
 """An image and its index in the shuffled list."""
 
@@ -75,7 +75,7 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
     return Plan(shards, held_out, len(numbered))
 
 
-def job_description(
+def describe_job(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
 ) -> dict[str, Any]:
     """The settings that determine the content of the shards; `precision` is from the ledger."""
@@ -92,10 +92,10 @@ def job_description(
     }
 
 
-def claim(out: Path, job: dict[str, Any]) -> None:
+def claim_folder(out: Path, job: dict[str, Any]) -> None:
     """Writes `job` to the folder `out`; ValueError if the folder belongs to another job, or to none
     that is known."""
-    file = out / JOB
+    file = out / JOB_FILE
     if file.is_file():
         try:
             earlier = {"same_bytes": True} | read_object(file)  # jobs of earlier versions lack it
@@ -105,7 +105,7 @@ def claim(out: Path, job: dict[str, Any]) -> None:
                 "another folder or delete this one."
             ) from error
         # finished, perhaps by an earlier version, whose jobs had fewer keys
-        if (out / NAME).is_file():
+        if (out / MANIFEST_NAME).is_file():
             job = {key: value for key, value in job.items() if key in earlier}
         if changed := [
             f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v
@@ -118,7 +118,7 @@ def claim(out: Path, job: dict[str, Any]) -> None:
     write_json(file, job)
 
 
-def locked(out: Path) -> FolderLock:
+def make_locked_folder(out: Path) -> FolderLock:
     """Makes the folder `out` and locks it until the caller closes the result.
 
     ValueError if another process holds it, or if it has files that are not ours.
@@ -130,7 +130,10 @@ def locked(out: Path) -> FolderLock:
         raise UserError(
             f"out={out} cannot be made or read ({error.strerror}); choose another folder."
         ) from error
-    if JOB not in found and found - {LOCK, f"{JOB}.tmp"}:  # a killed `claim` leaves those two
+    if JOB_FILE not in found and found - {
+        LOCK_FILE,
+        f"{JOB_FILE}.tmp",
+    }:  # a killed `claim` leaves those two
         raise UserError(
             f"out={out} is not empty and holds no latents of ours; choose another folder."
         )
@@ -139,23 +142,23 @@ def locked(out: Path) -> FolderLock:
     )
 
 
-def finished(out: Path, name: str) -> dict[str, Any] | None:
+def read_finished(out: Path, name: str) -> dict[str, Any] | None:
     """The sidecar of a shard, if both are complete and undamaged; else None."""
     try:
         described = read_object(out / f"{name}.json")
         told = described.pop("sha256", None)  # earlier versions wrote none
-        whole = file_sha256(out / name) == described["shard"]["sha256"]
+        whole = hash_file(out / name) == described["shard"]["sha256"]
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return described if whole and told in (None, digest_of(described)) else None
+    return described if whole and told in (None, hash_sidecar(described)) else None
 
 
-def digest_of(sidecar: dict[str, Any]) -> str:
+def hash_sidecar(sidecar: dict[str, Any]) -> str:
     """The hash of a sidecar's content, by which a damaged one is known."""
     return hashlib.sha256(json.dumps(sidecar).encode()).hexdigest()
 
 
-def facts(
+def make_manifest_fields(
     autoencoder: Autoencoder,
     encoder: dict[str, Any],
     shards: list[Shard],
@@ -169,7 +172,7 @@ def facts(
         encoder["path"] = str(Path(folder).resolve())
     if autoencoder.revision is not None:
         encoder["revision"] = autoencoder.revision
-    mean, std = channel_statistics(sums)
+    mean, std = compute_channel_statistics(sums)
     return {
         "channels": len(mean),
         "mean": mean,
@@ -209,7 +212,7 @@ def write_manifest(
             "some."
         )
     manifest = Manifest(
-        **facts(autoencoder, cfg.encoder, shards, sums),
+        **make_manifest_fields(autoencoder, cfg.encoder, shards, sums),
         height=shape[1],
         width=shape[2],
         class_names=images.class_names,
@@ -229,7 +232,7 @@ def write_manifest(
     return manifest
 
 
-def narrowed(
+def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:
     """The tensors of a block on the CPU, all but the labels in `dtype`; ValueError names the first
@@ -273,7 +276,7 @@ class ChannelSums:
         return {"count": self.count, "total": total, "squares": squares}
 
 
-def channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """Mean and std per channel over all that was added to several `ChannelSums`, each given as its
     dict."""
     sums = [s for s in sums if s["count"]]
@@ -343,7 +346,7 @@ class ShardWriter:
         os.fsync(self.stream.fileno())
         size = self.stream.tell()
         self.stream.close()
-        digest = file_sha256(self.temporary)
+        digest = hash_file(self.temporary)
         rename(self.temporary, self.file)
         sync_folder(self.file.parent)
         count = sum(block.samples for block in self.blocks)

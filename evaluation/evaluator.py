@@ -21,53 +21,61 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import cache_folder, read_object, write_json
+from common.files import find_cache_folder, read_object, write_json
 from common.terminal import Progress
-from common.text import finite
+from common.text import replace_non_finite
 from data.loader import LatentSpec
-from encoding.images import RESIZE, DecodedImages, decoding_loader, read_again
+from encoding.images import RESIZE, DecodedImages, make_decoding_loader, read_with_retries
 from encoding.sources import list_images
-from evaluation.distances import NEIGHBOURS, ROWS, FeatureStats, distances, floor, stats_of, too_few
-from evaluation.features import build_features, decoded
+from evaluation.distances import (
+    FIRST_SAMPLES,
+    NEIGHBOURS,
+    FeatureStats,
+    collect_stats,
+    compute_distances,
+    compute_floor,
+    explain_too_few,
+)
+from evaluation.features import build_features, decode_images
 from models.images import Autoencoder
 from sampling.draw import ResumableChunks
-from sampling.load import SampleStream, labels_in_turn
+from sampling.load import SampleStream, deal_labels_in_turn
 from training.assemble import Training
-from training.checkpoint.load import difference
+from training.checkpoint.load import describe_difference
 from training.components import build_loader
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
-from training.evaluate import shared
+from training.evaluate import share_work
 from training.goodput import CLOCK
 
-PROTOCOL = "fd_protocol.json"
-CHUNK = 512
+PROTOCOL_FILE = "fd_protocol.json"
+CHUNK_IMAGES = 512
 """Images whose features lie in one file."""
-BATCH = 64
-FEWEST = 8
+BATCH_IMAGES = 64
+MIN_IMAGES = 8
 Images = Iterator[UInt8[Tensor, "B H W 3"]]
 
 
 @dataclass(frozen=True)
-class Source:
+class ReferenceImages:
     """Images to compare with: what they are, how many, and how to get them."""
 
-    told: dict[str, Any]
+    facts: dict[str, Any]
     """`kind`, `sha256` of what determines them, `count`, `resize`, and the `name` of a folder."""
     images: Callable[[Iterable[range]], Iterator[Images]]
     """Yields for each range of numbers the batches of those images, to be used in turn."""
 
     @property
     def count(self) -> int:
-        return self.told["count"]
+        return self.facts["count"]
 
     @property
     def identity(self) -> dict[str, Any]:
         """What `told` says but for the name: the same images may lie in another folder."""
-        return {key: value for key, value in self.told.items() if key != "name"}
+        return {key: value for key, value in self.facts.items() if key != "name"}
 
 
-def folder_source(folder: str, side: int, limit: int) -> Source:
+def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     """Takes the images of a folder, tars or `datasets`, cropped to squares of `side` pixels.
 
     Classes do not matter. Of more than `limit` a fixed order draws some. ValueError if there are
@@ -82,12 +90,12 @@ def folder_source(folder: str, side: int, limit: int) -> Source:
     entries = [listed[i] for i in order]
     digest = hashlib.sha256()
     for entry in entries:  # all bytes: a file of the same name and size may be another image
-        digest.update(hashlib.sha256(read_again(entry)).digest())
+        digest.update(hashlib.sha256(read_with_retries(entry)).digest())
 
     def batches(wanted: range) -> Images:
         dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
-        parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH)]
-        for batch in decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
+        parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH_IMAGES)]
+        for batch in make_decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
             for trouble in (*batch.reasons, batch.unread):
                 if trouble:
                     raise UserError(f"reference={folder}: {trouble}; remove or mend it.")
@@ -100,16 +108,16 @@ def folder_source(folder: str, side: int, limit: int) -> Source:
         "resize": f"{RESIZE}, {side}",
         "count": len(entries),
     }
-    return Source(told, lambda ranges: map(batches, ranges))
+    return ReferenceImages(told, lambda ranges: map(batches, ranges))
 
 
-def reconstructions(
+def make_reconstructions(
     node: dict[str, Any],
     spec: LatentSpec,
     autoencoder: Autoencoder,
     device: torch.device,
     limit: int,
-) -> Source:
+) -> ReferenceImages:
     """Decodes the training latents of `node`, a run's data configuration.
 
     They are the first `limit` in the order of seed 0, and are read into host memory only where
@@ -117,7 +125,7 @@ def reconstructions(
     """
 
     def images(ranges: Iterable[range]) -> Iterator[Images]:
-        loader = build_loader(node, 0, BATCH, torch.device("cpu"))
+        loader = build_loader(node, 0, BATCH_IMAGES, torch.device("cpu"))
         if spec.fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
             raise UserError(
                 f"the run's data are {loader.spec.fingerprint} now, its weights were trained on "
@@ -127,9 +135,9 @@ def reconstructions(
             place = loader.state_dict()
             if place["samples_seen"] != wanted.start:
                 loader.load_state_dict(place | {"samples_seen": wanted.start})
-            counts = [min(BATCH, wanted.stop - start) for start in wanted[::BATCH]]
+            counts = [min(BATCH_IMAGES, wanted.stop - start) for start in wanted[::BATCH_IMAGES]]
             yield (
-                decoded(autoencoder, spec.denormalise(next(loader).latents[:count]).to(device))
+                decode_images(autoencoder, spec.denormalise(next(loader).latents[:count]).to(device))
                 for count in counts
             )
 
@@ -146,7 +154,7 @@ def reconstructions(
         "resize": "none",
         "count": min(spec.count, limit),
     }
-    return Source(told, images)
+    return ReferenceImages(told, images)
 
 
 class Evaluator:
@@ -181,22 +189,22 @@ class Evaluator:
                 raise UserError(
                     f"{name}: samples of {height}×{width} are not square; leave reference out."
                 )
-            self.source = folder_source(cfg.reference, height, cfg.reference_count)
+            self.source = make_folder_source(cfg.reference, height, cfg.reference_count)
         elif data is not None:
-            self.source = reconstructions(data, spec, autoencoder, device, cfg.reference_count)
+            self.source = make_reconstructions(data, spec, autoencoder, device, cfg.reference_count)
         else:
             raise UserError(
                 "reference is not set, and weights= names no training data; give "
                 "reference=<folder>."
             )
-        if self.source.count < FEWEST:
+        if self.source.count < MIN_IMAGES:
             raise UserError(
-                f"{name} gives {self.source.count} images to compare with; give {FEWEST} or more."
+                f"{name} gives {self.source.count} images to compare with; give {MIN_IMAGES} or more."
             )
-        self.reference = self.reference_stats(ranks)
+        self.reference = self.collect_reference_stats(ranks)
 
     @CLOCK.spending("evaluation")
-    def reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
+    def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
         """Returns the reference's features in each space; the first process has them.
 
         The processes share the work. Every space has a folder of its own in the cache, so that one
@@ -207,8 +215,8 @@ class Evaluator:
         for name in sorted(self.spaces):  # so that two commands never wait for each other
             job = {"reference": self.source.identity, "features": self.spaces[name].describe()}
             key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
-            folder = cache_folder("references") / key
-            kept[name] = ResumableChunks(folder, job, -(-count // CHUNK), ranks, waits=True)
+            folder = find_cache_folder("references") / key
+            kept[name] = ResumableChunks(folder, job, -(-count // CHUNK_IMAGES), ranks, waits=True)
 
         missing = {name: set(chunks.missing()) for name, chunks in kept.items()}
         todo = sorted(set().union(*missing.values()))
@@ -216,9 +224,9 @@ class Evaluator:
             ranks.say(
                 f"making features ({', '.join(name for name in missing if missing[name])}) of "
                 f"{count} images of the reference; a later run finds them in "
-                f"{cache_folder('references')}"
+                f"{find_cache_folder('references')}"
             )
-            ranges = [range(n * CHUNK, min((n + 1) * CHUNK, count)) for n in todo]
+            ranges = [range(n * CHUNK_IMAGES, min((n + 1) * CHUNK_IMAGES, count)) for n in todo]
             progress = Progress(
                 sum(map(len, ranges)), "images", silent=not ranks.first, lasting=False
             )
@@ -226,7 +234,7 @@ class Evaluator:
                 wanted = [name for name in kept if number in missing[name]]
                 found = []
                 for images in batches:
-                    found.append(self.of(images, wanted))
+                    found.append(self.compute_features(images, wanted))
                     progress.advance(len(images))
                 for name in wanted:
                     kept[name].write(number, {name: torch.cat([batch[name] for batch in found])})
@@ -234,34 +242,34 @@ class Evaluator:
 
         ranks.wait_for_all()
         read = [(name, n) for name in self.spaces for n in range(kept[name].count) if ranks.first]
-        stats = stats_of(kept[name].read(n) for name, n in read)
+        stats = collect_stats(kept[name].read(n) for name, n in read)
         for chunks in kept.values():
             chunks.close()
         return stats
 
-    def of(
+    def compute_features(
         self, images: UInt8[Tensor, "B H W 3"], spaces: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
         """Computes the features of images in all or some spaces, as fp32 on the CPU."""
         images = images.to(self.device)
         return {name: self.spaces[name](images).cpu() for name in spaces or self.spaces}
 
-    def of_latents(self, latents: Float[Tensor, "B C h w"]) -> dict[str, Tensor]:
+    def compute_latent_features(self, latents: Float[Tensor, "B C h w"]) -> dict[str, Tensor]:
         """Computes the features of raw latents, decoded and quantised as the reference's are."""
-        return self.of(decoded(self.autoencoder, latents))
+        return self.compute_features(decode_images(self.autoencoder, latents))
 
     def protocol(self) -> dict[str, Any]:
         """Returns what the figures depend on, beside the samples."""
         return {
-            "reference": self.source.told,
+            "reference": self.source.facts,
             "features": {name: space.describe() for name, space in self.spaces.items()},
             "quantisation": "uint8, rounded to the nearest value",
-            "rows": ROWS,
+            "rows": FIRST_SAMPLES,
             "neighbours": NEIGHBOURS,
         }
 
 
-class InRun:
+class TrainingDistances:
     """Computes `fd_<space>` and `kd_<space>` of a model in training, each time of the same samples.
 
     ValueError where `fd.count` samples are too few for the distance that `keep_best` names.
@@ -275,12 +283,12 @@ class InRun:
         self.count = cfg.fd.count
         self.evaluator = Evaluator(cfg.fd, spec, cfg.data, autoencoder, device, training.ranks)
         batch_size = max(1, training.micro_batch // 2)  # guidance doubles it
-        labels = labels_in_turn(spec.labels, device)
+        labels = deal_labels_in_turn(spec.labels, device)
         forward = training.step.forward
         self.stream = SampleStream(forward, spec, cfg.sampling, labels, 0, batch_size, device)
 
         for name, space in self.evaluator.spaces.items():
-            why = too_few(min(self.count, self.evaluator.source.count), space.dim)
+            why = explain_too_few(min(self.count, self.evaluator.source.count), space.dim)
             if why and cfg.keep_best == f"fd_{name}":
                 raise UserError(f"keep_best={cfg.keep_best}: {why}")
             if why:
@@ -291,9 +299,9 @@ class InRun:
 
         ValueError if the run has figures of another protocol.
         """
-        self.training.ranks.agreed(lambda: self.write(folder / PROTOCOL))
+        self.training.ranks.agreed(lambda: self.write_protocol(folder / PROTOCOL_FILE))
 
-    def write(self, file: Path) -> None:
+    def write_protocol(self, file: Path) -> None:
         """Writes the protocol and the floors, unless `file` has them of another protocol."""
         samples = self.stream.protocol(self.training.stack, self.count, "balanced")
         told = json.loads(json.dumps(samples | self.evaluator.protocol() | {"weights": "ema"}))
@@ -302,15 +310,17 @@ class InRun:
             earlier = {key: found.get(key) for key in told}
             if isinstance(earlier["reference"], dict):
                 earlier["reference"].pop("name", None)
-            changed = difference(earlier, told | {"reference": self.evaluator.source.identity})
+            changed = describe_difference(
+                earlier, told | {"reference": self.evaluator.source.identity}
+            )
             if changed:
                 raise UserError(
                     f"{file.parent} has distances of another protocol: {changed}. Set that back, "
                     "or fd_every=0, or use a new run_dir: figures of two protocols do not make one "
                     "curve."
                 )
-        floors = {name: floor(stats) for name, stats in self.evaluator.reference.items()}
-        write_json(file, finite(told | {"floors": floors}))
+        floors = {name: compute_floor(stats) for name, stats in self.evaluator.reference.items()}
+        write_json(file, replace_non_finite(told | {"floors": floors}))
 
     @CLOCK.spending("evaluation")
     def __call__(self) -> dict[str, float]:
@@ -324,17 +334,17 @@ class InRun:
 
         def look(number: int) -> dict[str, Tensor]:
             _, latents = self.stream.batch(number)
-            return self.evaluator.of_latents(latents) if bool(latents.isfinite().all()) else {}
+            return self.evaluator.compute_latent_features(latents) if bool(latents.isfinite().all()) else {}
 
         with self.training.state.averaged(), torch.no_grad():
-            drawn = shared(range(count), count, "batches of distances", ranks, look)
+            drawn = share_work(range(count), count, "batches of distances", ranks, look)
         figures = {}
         if not all(drawn):
             ranks.say("warning: samples are not finite, so they have no distances")
         elif ranks.first:
             samples = {n: torch.cat([batch[n] for batch in drawn])[: self.count] for n in drawn[0]}
-            for name, stats in stats_of([samples]).items():
-                told = distances(stats, self.evaluator.reference[name])
+            for name, stats in collect_stats([samples]).items():
+                told = compute_distances(stats, self.evaluator.reference[name])
                 kinds = ("kd",) if told["fd"] is None else ("fd", "kd")
                 figures |= {f"{kind}_{name}": told[kind] for kind in kinds}
         return figures | {"distances_s": time.perf_counter() - began}

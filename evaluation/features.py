@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.errors import UserError
-from common.files import file_sha256, read_object
-from common.libraries import exact_products
-from models.autoencoders import local_folder
+from common.files import hash_file, read_object
+from common.libraries import disable_tf32
+from models.autoencoders import find_folder
 from models.images import Autoencoder, to_uint8
 from training.config.build import is_admitted
 from training.config.schema import FdConfig
@@ -69,32 +69,32 @@ class Features(nn.Module, ABC):
     def __call__(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         assert images.dtype == torch.uint8
         assert images.shape[3:] == (3,)
-        with torch.no_grad(), exact(images.device):
+        with torch.no_grad(), use_exact_arithmetic(images.device):
             return super().__call__(images).float()
 
 
 @contextmanager
-def exact(device: torch.device) -> Iterator[None]:
+def use_exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Computes without autocast and TF32, and with the same convolution algorithms every time."""
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     try:
-        with exact_products(), torch.autocast(device.type, enabled=False):
+        with disable_tf32(), torch.autocast(device.type, enabled=False):
             yield
     finally:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
-def decoded(
+def decode_images(
     autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]
 ) -> UInt8[Tensor, "B H W 3"]:
     """Decodes raw latents to 8-bit images, in true fp32 whatever the process has set."""
-    with torch.no_grad(), exact(latents.device):
+    with torch.no_grad(), use_exact_arithmetic(latents.device):
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
 
-def planes(images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
+def to_planes(images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
     """Moves the channels to the front; values stay 0 to 255, in fp32."""
     return images.permute(0, 3, 1, 2).float()
 
@@ -121,7 +121,7 @@ class RandomFeatures(Features):
             self.weights.append(torch.from_numpy(weight).float())
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 256"]:
-        x = F.interpolate(planes(images), (64, 64), mode="bilinear", antialias=True) / 127.5 - 1.0
+        x = F.interpolate(to_planes(images), (64, 64), mode="bilinear", antialias=True) / 127.5 - 1.0
         for weight in self.weights:
             x = F.conv2d(x, weight, stride=2, padding=1).relu()
         return F.adaptive_avg_pool2d(x, 2).flatten(1)
@@ -153,7 +153,7 @@ class EncoderFeatures(Features):
         }
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
-        latents = self.autoencoder.encode(planes(images)[:, : self.channels] / 127.5 - 1.0)[0]
+        latents = self.autoencoder.encode(to_planes(images)[:, : self.channels] / 127.5 - 1.0)[0]
         if latents.shape[1:] != self.latents:
             raise UserError(
                 f"features=encoder: latents of shape {tuple(latents.shape[1:])} after "
@@ -178,12 +178,12 @@ class InceptionFeatures(Features):
         if weights is None:
             raise UserError(f"features=inception needs inception=<file>; {remedy}.")
         file = Path(weights).expanduser()
-        if not file.is_file() or file_sha256(file) != INCEPTION_SHA256:
+        if not file.is_file() or hash_file(file) != INCEPTION_SHA256:
             raise UserError(
                 f"inception={weights} is not {INCEPTION_FILE}, or is damaged; {remedy}."
             )
         module = "torch_fidelity.feature_extractor_inceptionv3"
-        network = imported(self.name, module, "FeatureExtractorInceptionV3")
+        network = import_attribute(self.name, module, "FeatureExtractorInceptionV3")
         self.network = network("inception", ["2048"], feature_extractor_weights_path=str(file))
         self.facts = {"sha256": INCEPTION_SHA256, "resize": "bilinear 299 as TensorFlow 1"}
 
@@ -206,7 +206,7 @@ class Dinov2Features(Features):
             raise UserError(
                 "features=dinov2 needs dinov2=<folder or hub id>, for example facebook/dinov2-base."
             )
-        model = imported(self.name, "transformers", "Dinov2Model")
+        model = import_attribute(self.name, "transformers", "Dinov2Model")
         folder = dinov2_folder(path)
         try:
             self.network, loaded = model.from_pretrained(
@@ -224,11 +224,11 @@ class Dinov2Features(Features):
             ) from error
         self.network.float().eval().requires_grad_(False)
         self.dim = self.network.config.hidden_size
-        sha256 = file_sha256(folder / "model.safetensors")
+        sha256 = hash_file(folder / "model.safetensors")
         self.facts = {"sha256": sha256, "resize": "bicubic antialiased 224"}
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
-        x = F.interpolate(planes(images), (224, 224), mode="bicubic", antialias=True).clamp(
+        x = F.interpolate(to_planes(images), (224, 224), mode="bicubic", antialias=True).clamp(
             0.0, 255.0
         )
         mean, std = (x.new_tensor(values).view(3, 1, 1) for values in IMAGENET)
@@ -241,7 +241,7 @@ def dinov2_folder(path: str) -> Path:
     ValueError where there is neither, or another model than DINOv2.
     """
     files = ["config.json", "model.safetensors"]
-    folder = local_folder("dinov2", path, files, "facebook/dinov2-base.")
+    folder = find_folder("dinov2", path, files, "facebook/dinov2-base.")
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(
@@ -253,7 +253,7 @@ def dinov2_folder(path: str) -> Path:
     return folder
 
 
-def imported(space: str, module: str, name: str) -> Any:
+def import_attribute(space: str, module: str, name: str) -> Any:
     """Imports what a feature space needs; ValueError, with the fix, where that fails."""
     package = module.partition(".")[0]
     try:
@@ -291,10 +291,10 @@ def build_features(
         raise UserError(
             f"features={cfg.features} must name one space or more, each once; choose of {known}."
         )
-    return {name: (ours.get(name) or class_at(name, known))() for name in cfg.features}
+    return {name: (ours.get(name) or import_feature_class(name, known))() for name in cfg.features}
 
 
-def class_at(name: str, known: str) -> Callable[[], Features]:
+def import_feature_class(name: str, known: str) -> Callable[[], Features]:
     """Imports your own feature space from its dotted path; ValueError where it is none."""
     module, _, attribute = name.rpartition(".")
     if not module or not is_admitted(name):

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.files import read_object
-from common.libraries import quiet
-from models.images import Autoencoder, shown
+from common.libraries import silence_libraries
+from models.images import Autoencoder, select_rgb
 
-CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+SUPPORTED_CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 class PixelAutoencoder(Autoencoder):
@@ -42,7 +42,7 @@ class PixelAutoencoder(Autoencoder):
         return images, None
 
     def decode(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-        return shown(latents)
+        return select_rgb(latents)
 
 
 class DiffusersAutoencoder(Autoencoder):
@@ -59,10 +59,10 @@ class DiffusersAutoencoder(Autoencoder):
     ) -> None:
         super().__init__()
         prefix = f"{subfolder}/" if subfolder else ""
-        repository = local_folder(
+        repository = find_folder(
             "encoder.path",
             path,
-            [f"{prefix}config.json", f"{prefix}{WEIGHTS}"],
+            [f"{prefix}config.json", f"{prefix}{WEIGHTS_FILE}"],
             "'owner/name'; if it was moved, correct the path in the latents' manifest.json, or "
             "sample with encoder=<path>.",
             revision,
@@ -70,7 +70,7 @@ class DiffusersAutoencoder(Autoencoder):
         folder = repository / (subfolder or "")
         # the hub's cache names commits
         self.revision = None if is_folder(path) else repository.name
-        weights = folder / WEIGHTS
+        weights = folder / WEIGHTS_FILE
         config_file = folder / "config.json"
         for file in (config_file, weights):
             if not os.path.isfile(file):
@@ -80,10 +80,10 @@ class DiffusersAutoencoder(Autoencoder):
                 )
         config = read_object(config_file)
         self.kind = str(config.get("_class_name"))
-        if self.kind not in CLASSES:
+        if self.kind not in SUPPORTED_CLASSES:
             raise UserError(
                 f"encoder.path={path}: class {self.kind} is not supported; use one of "
-                f"{', '.join(CLASSES)}."
+                f"{', '.join(SUPPORTED_CLASSES)}."
             )
         self.vae = load_strictly(self.kind, folder, config).float().eval().requires_grad_(False)
         self.scaling_factor = config.get("scaling_factor")
@@ -114,7 +114,7 @@ def is_folder(path: str) -> bool:
     return os.path.isdir(os.path.expanduser(path))
 
 
-def local_folder(
+def find_folder(
     key: str, path: str, files: list[str], example: str, revision: str | None = None
 ) -> Path:
     """The folder itself, or the cache folder of a hub commit with these of its files (nothing
@@ -143,14 +143,14 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with quiet():  # diffusers imports torchao and bitsandbytes where they are installed
+    with silence_libraries():  # diffusers imports torchao and bitsandbytes where they are installed
         import diffusers
 
         cls = getattr(diffusers, kind)
     try:
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS_FILE)
     except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} is damaged ({error}); download it again.") from error
+        raise UserError(f"{folder / WEIGHTS_FILE} is damaged ({error}); download it again.") from error
     pools = (
         sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
         if kind == "AutoencoderTiny"
@@ -158,7 +158,7 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     )
     if config.get("mid_block_global_branch") and not pools:
         raise UserError(
-            f"{folder / WEIGHTS} lacks the global branches that its config.json promises."
+            f"{folder / WEIGHTS_FILE} lacks the global branches that its config.json promises."
         )
     try:
         if pools:
@@ -180,12 +180,12 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
         arguments["low_cpu_mem_usage"] = False
         model, info = cls.from_pretrained(folder, **arguments)
     except RuntimeError as error:  # a shape
-        raise UserError(f"{folder / WEIGHTS} does not fit {kind}: {error}") from error
+        raise UserError(f"{folder / WEIGHTS_FILE} does not fit {kind}: {error}") from error
     problems = [
         f"{k}: {info[k]}" for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]
     ]
     if problems:
-        raise UserError(f"{folder / WEIGHTS} does not fit {kind}: {'; '.join(problems)}")
+        raise UserError(f"{folder / WEIGHTS_FILE} does not fit {kind}: {'; '.join(problems)}")
     return model
 
 

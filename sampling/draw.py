@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.files import (
     FolderLock,
-    file_sha256,
+    hash_file,
     lock_folder,
     make_folder,
     read_object,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from sampling.load import Labels
     from training.distributed.ranks import Ranks
 
-SAMPLER = ("guidance", "guidance_interval", "solver", "steps", "shift")
-CHUNK = 512
+SAMPLER_KEYS = ("guidance", "guidance_interval", "solver", "steps", "shift")
+CHUNK_SAMPLES = 512
 """Samples in a chunk, or a batch where that is larger."""
 
 
@@ -116,7 +116,7 @@ class SampleJob:
         self.trained = load_run(
             cfg.path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
-        given = {name: getattr(cfg, name) for name in SAMPLER if getattr(cfg, name) is not None}
+        given = {name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None}
         sampling = self.trained.settings(**given)
         self.labels, dealt = self.chosen_labels()
         """`balanced`, `data`, or numbers of classes."""
@@ -124,7 +124,7 @@ class SampleJob:
         spec = self.trained.spec
         self.stream = SampleStream(forward, spec, sampling, dealt, cfg.seed, cfg.batch_size, device)
         self.ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
-        self.size = cfg.batch_size * max(1, CHUNK // cfg.batch_size)
+        self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
         """Samples in a chunk."""
 
     def chosen_labels(self) -> tuple[Any, Labels]:
@@ -132,7 +132,7 @@ class SampleJob:
 
         ValueError where they cannot be had.
         """
-        from sampling.load import labels_in_turn, labels_of_data, numbers_of
+        from sampling.load import deal_labels_in_turn, deal_labels_of_data, find_class_numbers
 
         cfg = self.cfg
         trained = self.trained
@@ -141,13 +141,13 @@ class SampleJob:
                 raise UserError(
                     "labels=data needs the run's data, which weights= does not name; use run_dir=."
                 )
-            dealt = labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
+            dealt = deal_labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
             return cfg.labels, dealt
         if cfg.labels == "balanced":
-            return cfg.labels, labels_in_turn(trained.spec.labels, trained.device)
+            return cfg.labels, deal_labels_in_turn(trained.spec.labels, trained.device)
         if isinstance(cfg.labels, list) and cfg.labels:
-            numbers = numbers_of(cfg.labels, trained.spec)
-            return numbers, labels_in_turn(numbers, trained.device)
+            numbers = find_class_numbers(cfg.labels, trained.spec)
+            return numbers, deal_labels_in_turn(numbers, trained.device)
         raise UserError(
             f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
             "name, such as [3,apple]."
@@ -295,7 +295,7 @@ class ResumableChunks:
         Any other file of that number is deleted.
         """
         for file in self.folder.glob(f"{number:06d}-*"):
-            if file.name == self.name(number, file_sha256(file)):
+            if file.name == self.name(number, hash_file(file)):
                 return file
             file.unlink()
         return None

@@ -25,19 +25,19 @@ from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.sampler import check_guidance, draw_latents
-from training.checkpoint.load import read_newest, weights_file
-from training.components import build_loader, prove_kernels, spine
-from training.config.compose import read_config, typed
+from training.checkpoint.load import find_weights_file, read_newest
+from training.components import build_loader, prove_kernels, to_kwargs
+from training.config.compose import apply_schema, read_config
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device
-from training.weights.adapter_file import Opened, load_model
+from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder
 
-QUICK_START = MappingProxyType({kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start})
+QUICK_START_RUNTIME = MappingProxyType({kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start})
 """Runtime values that spare a few samples a long first step."""
 
 
-def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
+def find_class_numbers(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
     """Returns classes as numbers: text is a name, also where it reads "3".
 
     ValueError for a class that the data does not have, and for a name that several of its classes
@@ -51,12 +51,12 @@ def numbers_of(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
             whole = isinstance(label, Integral) and not isinstance(label, bool)
             fits = [int(label)] if whole and label in spec.labels else []
         if len(fits) != 1:
-            raise UserError(f"labels: {repr(label)[:80]} is {unclear(label, fits, spec.names)}")
+            raise UserError(f"labels: {repr(label)[:80]} is {explain_unclear_label(label, fits, spec.names)}")
         found += fits
     return found
 
 
-def unclear(label: object, fits: list[int], names: list[str]) -> str:
+def explain_unclear_label(label: object, fits: list[int], names: list[str]) -> str:
     """Ends the sentence that says why a label is not one class."""
     if fits:
         return f"the name of {len(fits)} classes, {fits[:5]}; give their numbers."
@@ -80,7 +80,7 @@ class TrainedModel:
     forward: Callable[..., Tensor]
     """The model under the techniques of `stack`."""
     stack: AccelerationStack
-    opened: Opened
+    opened: OpenedModel
     """The file of the weights, and what it says of them."""
     autoencoder: Autoencoder
     sampling: SamplingConfig
@@ -111,7 +111,7 @@ class TrainedModel:
 
     def settings(self, **changes: Any) -> SamplingConfig:
         """Returns the run's own `sampling` with changes; ValueError for those that cannot be."""
-        found = typed(
+        found = apply_schema(
             SamplingConfig,
             asdict(self.sampling) | changes,
             [f"{key}={value}" for key, value in changes.items()],
@@ -134,7 +134,7 @@ class TrainedModel:
                 "least 1."
             )
         sampling = self.settings(**changes)
-        wanted = torch.tensor(numbers_of(labels, self.spec), device=self.device)
+        wanted = torch.tensor(find_class_numbers(labels, self.spec), device=self.device)
         images = []
         for position in torch.arange(len(labels), device=self.device).split(batch_size):
             latents = draw_latents(
@@ -192,7 +192,7 @@ class SampleStream:
 
         This is the settings, the data, and how the model under `stack` computes.
         """
-        sampling = spine(self.sampling)
+        sampling = to_kwargs(self.sampling)
         del sampling["per_class"]
         return {
             "count": count,
@@ -205,13 +205,13 @@ class SampleStream:
         }
 
 
-def labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
+def deal_labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
     """Gives sample i the label labels[i mod len(labels)]."""
     dealt = torch.tensor(labels, device=device)
     return lambda position: dealt[position % len(dealt)]
 
 
-def labels_of_data(
+def deal_labels_of_data(
     node: dict[str, Any], seed: int, batch_size: int, device: torch.device
 ) -> Labels:
     """Gives sample i the label of the i-th training sample in the order of `seed`.
@@ -234,7 +234,7 @@ def load_run(
     encoder: str | None = None,
     device: str | torch.device = "auto",
     key: str = "run_dir",
-    runtime: Mapping[str, Any] = QUICK_START,
+    runtime: Mapping[str, Any] = QUICK_START_RUNTIME,
     batch_size: int = 64,
     adapter: str | None = None,
 ) -> TrainedModel:
@@ -250,22 +250,22 @@ def load_run(
     """
     chosen = pick_device(device) if isinstance(device, str) else device
     opened = read_newest(
-        str(path), lambda: load_model(weights_file(str(path), key), chosen, adapter)
+        str(path), lambda: load_model(find_weights_file(str(path), key), chosen, adapter)
     )
     model = opened.model
     spec = opened.told.spec
     autoencoder = build_autoencoder(spec, chosen, encoder)
 
     # how the run sampled and computed, where the weights lie in a run
-    folder = run_folder_of(opened.file)
+    folder = find_run_folder(opened.file)
     config = folder / "config.yaml" if folder else None
     found = read_config(config) if config and config.is_file() else {}
     for name in ("sampling", "runtime"):
         if not isinstance(found.get(name, {}), dict):
             raise UserError(f"{config}: {name} has no keys; restore it.")
-    sampling = typed(SamplingConfig, found.get("sampling", {}), [])
+    sampling = apply_schema(SamplingConfig, found.get("sampling", {}), [])
     asked = found.get("runtime", {}) | {"on_unavailable": "degrade", "parallel": {}} | dict(runtime)
-    settings = typed(
+    settings = apply_schema(
         RuntimeConfig, asked, [f"runtime.{name}={value}" for name, value in runtime.items()]
     )
     settings.check()
@@ -287,6 +287,6 @@ def load_run(
     )
 
 
-def run_folder_of(weights: Path) -> Path | None:
+def find_run_folder(weights: Path) -> Path | None:
     """Returns the run folder that a weights file lies in, or None."""
     return weights.parents[2] if weights.parent.parent.name == "checkpoints" else None

@@ -9,20 +9,20 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from common.errors import UserError
-from training.config.compose import from_words
+from training.config.compose import parse_words
 
 Keys = TypeVar("Keys")
 NUMBER = re.compile(r"[+×-]*[\d–]")
 
 
-def own_and_others(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
+def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
     """Reads the words that set a key of `schema`, and returns the others, which are overrides."""
     own = {field.name for field in fields(cast(Any, schema))}
     others = [word for word in words if "=" in word and word.partition("=")[0] not in own]
-    return from_words(schema, [word for word in words if word not in others], help_text), others
+    return parse_words(schema, [word for word in words if word not in others], help_text), others
 
 
-def put_between(text: str, start: str, end: str, content: str, page: str) -> str:
+def replace_between(text: str, start: str, end: str, content: str, page: str) -> str:
     """Returns the text of `page` with `content` between its marks; ValueError if a mark is gone."""
     if start not in text or end not in text:
         raise UserError(
@@ -32,7 +32,7 @@ def put_between(text: str, start: str, end: str, content: str, page: str) -> str
     return before + start + content + end + rest.partition(end)[2]
 
 
-def table(rows: Sequence[Sequence[object]]) -> str:
+def format_table(rows: Sequence[Sequence[object]]) -> str:
     """Aligns rows as columns, the first row being the heads; columns of numbers to the right."""
     cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]
     columns = []

@@ -24,9 +24,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from common.text import first_line
-from scripts.commands import table
-from training.config.compose import one_sentence
+from common.text import shorten_error
+from scripts.commands import format_table
+from training.config.compose import report_user_errors
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ CLOCKS = {
 }
 """Our name -> nvidia-smi's. Clocks are those of this moment: low on a GPU without work, lowered by
 heat and power."""
-PATIENCE = 10.0
+NVIDIA_SMI_SECONDS = 10.0
 """Seconds that nvidia-smi has."""
 UNKNOWN = "unknown"
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -72,15 +72,15 @@ def main(words: list[str] | None = None) -> int:
     if options.cards:
         if options.measure or options.kernels is not None:
             parser.error("--as measures nothing; leave out --measure and --kernels")
-        with one_sentence():
-            rows = matrix(options.cards)
-        print(json.dumps(rows, indent=1) if options.json else table(rows), flush=True)
+        with report_user_errors():
+            rows = compare_cards(options.cards)
+        print(json.dumps(rows, indent=1) if options.json else format_table(rows), flush=True)
         return 0
     found = examine(options.measure)
     if options.kernels is not None:
-        with one_sentence():
-            found["kernels"] = kernels(options.kernels)
-    print(json.dumps(found, indent=1) if options.json else as_text(found), flush=True)
+        with report_user_errors():
+            found["kernels"] = try_kernels(options.kernels)
+    print(json.dumps(found, indent=1) if options.json else format_findings(found), flush=True)
     return 0
 
 
@@ -91,20 +91,20 @@ def examine(measure: bool = False) -> dict[str, Any]:
 
     device = pick_device("auto")
     found: dict[str, Any] = {
-        "machine": machine(device),
+        "machine": describe_machine(device),
         "versions": describe_environment(device)["versions"],
         "techniques": [],
     }
-    for word, reason in capabilities(device).items():
+    for word, reason in find_capabilities(device).items():
         key, _, value = word.partition("=")
         row = {"key": key, "value": value == "true" or value, "reason": reason, "word": word}
         found["techniques"].append(row | {"available": reason is None})
     if measure:
-        found["rates"] = rates(device)
+        found["rates"] = measure_rates(device)
     return found
 
 
-def ways() -> dict[str, tuple[type[Technique], Value]]:
+def list_ways() -> dict[str, tuple[type[Technique], Value]]:
     """Every technique in every way: the override that asks for it -> its class and its value."""
     from accel.stack import TECHNIQUES
 
@@ -115,13 +115,13 @@ def ways() -> dict[str, tuple[type[Technique], Value]]:
     }
 
 
-def capabilities(device: torch.device) -> dict[str, str | None]:
+def find_capabilities(device: torch.device) -> dict[str, str | None]:
     """Returns the override that asks for a technique, such as runtime.tf32=true, for every one in
     every way, and why it cannot be had here; None if it can."""
-    return {word: kind(value, device).unavailable() for word, (kind, value) in ways().items()}
+    return {word: kind(value, device).unavailable() for word, (kind, value) in list_ways().items()}
 
 
-def matrix(names: Sequence[str]) -> list[list[str]]:
+def compare_cards(names: Sequence[str]) -> list[list[str]]:
     """Rows of a table of techniques and GPUs that are not here, the first row being the heads: who
     has what, and what it takes. ValueError for a GPU that is in no table of ours."""
     import torch
@@ -134,7 +134,7 @@ def matrix(names: Sequence[str]) -> list[list[str]]:
             raise UserError(f"--as {name} is not known; choose one of {', '.join(CARDS)}.")
 
     rows = [["technique", *names, "needs"]]
-    for word, (kind, value) in ways().items():
+    for word, (kind, value) in list_ways().items():
         row = [word]
         notes: dict[str, None] = {}  # a set in order
         for name in names:
@@ -146,21 +146,21 @@ def matrix(names: Sequence[str]) -> list[list[str]]:
     return rows
 
 
-def rates(device: torch.device) -> dict[str, float]:
+def measure_rates(device: torch.device) -> dict[str, float]:
     """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large
     copy."""
     import torch
 
-    from scripts.timing import seconds
+    from scripts.timing import measure_seconds
 
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
-    words = {word for word, reason in capabilities(device).items() if reason is None}
+    words = {word for word, reason in find_capabilities(device).items() if reason is None}
     found: dict[str, float] = {}
 
     def median(run: Callable[[], object]) -> float:
         run()
-        return statistics.median(seconds(run, device) for _ in range(10))
+        return statistics.median(measure_seconds(run, device) for _ in range(10))
 
     before = torch.get_float32_matmul_precision()
     for name, dtype in DTYPES.items():
@@ -177,16 +177,16 @@ def rates(device: torch.device) -> dict[str, float]:
     return found
 
 
-def kernels(words: list[str]) -> list[dict[str, Any]]:
+def try_kernels(words: list[str]) -> list[dict[str, Any]]:
     """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is
     trained or written."""
     from accel.proof import Proof
     from accel.techniques.fused_kernels import FusedKernel
     from training.assemble import assemble
     from training.environment import pick_device
-    from training.weights.adapter_base import settled
+    from training.weights.adapter_base import compose_pretrained
 
-    cfg = settled(words).cfg
+    cfg = compose_pretrained(words).cfg
     stack = assemble(cfg, pick_device(cfg.runtime.device.value)).stack
     rows = []
     for technique in stack.techniques:
@@ -199,12 +199,12 @@ def kernels(words: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> dict[str, Any]:
     """Hardware and drivers as PyTorch, Triton and nvidia-smi see them."""
     import torch
     from torch.utils import collect_env
 
-    from accel.techniques.compilation import cxx_compiler
+    from accel.techniques.compilation import find_cxx_compiler
 
     instructions = {
         "AVX2": torch.cpu._is_avx2_supported(),
@@ -217,7 +217,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_threads": torch.get_num_threads(),
         "cpu_instructions": [name for name, has in instructions.items() if has],
-        "cxx_compiler": cxx_compiler(),
+        "cxx_compiler": find_cxx_compiler(),
         "torch_built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU",
         "gpu": None,
     }
@@ -231,8 +231,8 @@ def machine(device: torch.device) -> dict[str, Any]:
             "compute_capability": f"{properties.major}.{properties.minor}",
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "cudnn": torch.backends.cudnn.version(),
-            **limits(properties, index),
-            **clocks(f"GPU-{properties.uuid}"),
+            **read_limits(properties, index),
+            **read_clocks(f"GPU-{properties.uuid}"),
         }
         return facts
     unseen = "CUDA and sees no GPU: no driver, or none is visible"
@@ -240,7 +240,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     return facts | {"gpu_missing_because": f"this PyTorch is built for {why}"}
 
 
-def limits(properties: Any, index: int) -> dict[str, Any]:
+def read_limits(properties: Any, index: int) -> dict[str, Any]:
     """What one kernel can use of GPU `index`: by Triton's driver, which its compiler goes by, and
     by PyTorch.
 
@@ -266,10 +266,10 @@ def limits(properties: Any, index: int) -> dict[str, Any]:
     except (
         Exception
     ) as error:  # no Triton, no C compiler for its driver, or a driver that is too old
-        return found | dict.fromkeys(of_triton, f"{UNKNOWN}: {first_line(error)}")
+        return found | dict.fromkeys(of_triton, f"{UNKNOWN}: {shorten_error(error)}")
 
 
-def clocks(gpu: str) -> dict[str, Any]:
+def read_clocks(gpu: str) -> dict[str, Any]:
     """Clocks and power limit of a GPU by nvidia-smi; "unknown" where it is absent, fails, hangs or
     does not tell."""
     query = [
@@ -280,14 +280,16 @@ def clocks(gpu: str) -> dict[str, Any]:
     ]
     found: dict[str, Any] = dict.fromkeys(CLOCKS, UNKNOWN)
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=PATIENCE)
+        done = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_SECONDS
+        )
         for name, cell in zip(CLOCKS, done.stdout.split(","), strict=False):
             with suppress(ValueError):
                 found[name] = float(cell)
     return found
 
 
-def as_text(found: dict[str, Any]) -> str:
+def format_findings(found: dict[str, Any]) -> str:
     """The findings as a page of text."""
     lines = ["machine"]
     for key, value in found["machine"].items():

@@ -31,9 +31,9 @@ from annotated_types import Ge
 
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
-from scripts.commands import table
-from training.config.compose import from_words, refuse_drawing, refuse_missing
-from training.config.schema import FdConfig, Positive, Several
+from scripts.commands import format_table
+from training.config.compose import parse_words, refuse_drawing, refuse_missing
+from training.config.schema import EnoughSamples, FdConfig, Positive
 from training.distributed.exit import resumable_command
 
 
@@ -43,7 +43,7 @@ class EvaluateConfig(FdConfig, DrawConfig):
 
     count: Annotated[int, Ge(4)] = 10_000
     batch_size: Positive = 128
-    reference_count: Several = 50_000
+    reference_count: EnoughSamples = 50_000
     out: str | None = None
     """Null: <run_dir>/evaluation/step-<N>-<hash of the protocol>; needed where there is no run."""
 
@@ -54,16 +54,16 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.files import write_json
-    from evaluation.distances import figures, stats_of
+    from evaluation.distances import collect_stats, compute_figures
     from evaluation.evaluator import Evaluator
-    from sampling.load import run_folder_of
+    from sampling.load import find_run_folder
     from training.distributed.ranks import Ranks
     from training.environment import describe_environment
 
     ranks = Ranks.from_environment()
     job = SampleJob(cfg, ranks)
     trained = job.trained
-    run = run_folder_of(trained.file)
+    run = find_run_folder(trained.file)
     if cfg.out is None and run is None:
         raise UserError(
             f"out is not set, and {trained.file} lies in no run; say where: out=<file without "
@@ -82,37 +82,37 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     chunks = job.run(
         out.with_name(out.name + ".parts"),
         compared_by | {"reference": evaluator.source.identity},
-        lambda labels, latents: evaluator.of_latents(latents),
+        lambda labels, latents: evaluator.compute_latent_features(latents),
     )
     result: dict[str, Any] = {}
     if ranks.first:
-        stats = stats_of(map(chunks.read, range(chunks.count)))
+        stats = collect_stats(map(chunks.read, range(chunks.count)))
         result = {
-            "features": figures(stats, evaluator.reference),
+            "features": compute_figures(stats, evaluator.reference),
             "protocol": protocol,
             "environment": describe_environment(trained.device),
             "classes": job.classes(),
         }
         file = out.with_name(out.name + ".json")
         write_json(file, result)
-        print(f"\n{shown(result['features'])}\n{file}", flush=True)
+        print(f"\n{format_figures(result['features'])}\n{file}", flush=True)
     chunks.remove()
     return result
 
 
-def shown(features: Mapping[str, Mapping[str, Any]]) -> str:
+def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the figures as aligned lines, and a sentence where one is refused."""
     columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
     rows: list[tuple[str, ...]] = [("features", *columns)]
     for name, found in features.items():
         rows.append((name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)))
     whys = [f"{name}: {found['why']}" for name, found in features.items() if "why" in found]
-    return "\n".join([table(rows), *whys])
+    return "\n".join([format_table(rows), *whys])
 
 
 def main() -> None:
     with resumable_command():
-        evaluate_run(from_words(EvaluateConfig, sys.argv[1:], __doc__ or ""))
+        evaluate_run(parse_words(EvaluateConfig, sys.argv[1:], __doc__ or ""))
 
 
 if __name__ == "__main__":

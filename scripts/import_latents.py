@@ -29,7 +29,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from training.config.compose import CONF, from_words, from_yaml, one_sentence, refuse_missing
+from training.config.compose import (
+    CONF,
+    parse_words,
+    parse_yaml,
+    refuse_missing,
+    report_user_errors,
+)
 from training.config.schema import Positive, refuse_values
 
 if TYPE_CHECKING:
@@ -38,12 +44,12 @@ if TYPE_CHECKING:
     from torch import Size, Tensor
 
     from data.manifest import Manifest, Shard
-    from encoding.foreign import Foreign
+    from encoding.foreign import ForeignLatents
     from models.images import Autoencoder
 
 MOST_SHARDS = 256
 """All of them are open at once, because samples go to them at random."""
-CHUNK = 256
+CHUNK_SAMPLES = 256
 MOST_CLASSES = 1_000_000
 """The manifest names every class."""
 
@@ -78,7 +84,7 @@ class ImportConfig:
     device: str = "auto"
 
 
-def checked(cfg: ImportConfig) -> ImportConfig:
+def check_config(cfg: ImportConfig) -> ImportConfig:
     hints = {
         "source": "<file or folder of latents>",
         "out": "<new folder>",
@@ -103,16 +109,16 @@ def checked(cfg: ImportConfig) -> ImportConfig:
     refuse_values(cfg)
     if not cfg.scale:
         raise UserError("scale=0 is none that latents were multiplied by; give another number.")
-    class_names(cfg)
+    find_class_names(cfg)
     return cfg
 
 
-def class_names(cfg: ImportConfig) -> list[str] | None:
+def find_class_names(cfg: ImportConfig) -> list[str] | None:
     """The names of the classes, none for classes=none, None if nothing is stated."""
     if cfg.classes is None:
         return None
     if isinstance(cfg.classes, str):
-        names = [] if cfg.classes == "none" else names_in(cfg.classes)
+        names = [] if cfg.classes == "none" else read_class_names(cfg.classes)
         if len(set(names)) < len(names):
             raise UserError(f"classes={cfg.classes} must name each class once, one a line.")
         return names
@@ -124,7 +130,7 @@ def class_names(cfg: ImportConfig) -> list[str] | None:
     return [str(i) for i in range(cfg.classes)]
 
 
-def names_in(file: str) -> list[str]:
+def read_class_names(file: str) -> list[str]:
     """The names of classes in a text file, one a line; ValueError where there are none."""
     remedy = "give a number, none, or a text file with the name of a class a line"
     refuse_missing("classes", file, remedy)
@@ -142,7 +148,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     """Writes shards and manifest, and returns the manifest's path."""
     refuse_missing("source", cfg.source, "name a file or folder of latents")
     from common.files import rename
-    from encoding.foreign import Asked, open_foreign
+    from encoding.foreign import ForeignOptions, open_foreign
     from models.images import Autoencoder
     from training.config.build import build
     from training.environment import pick_device
@@ -150,30 +156,30 @@ def import_latents(cfg: ImportConfig) -> Path:
     out = Path(str(cfg.out)).expanduser()
     if out.is_file() or any(out.glob("*")):
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
-    names = class_names(cfg)
+    names = find_class_names(cfg)
     classes = None if names is None else len(names)
     foreign = open_foreign(
-        str(cfg.source), Asked(cfg.latents_key, cfg.labels_key, cfg.labels, classes)
+        str(cfg.source), ForeignOptions(cfg.latents_key, cfg.labels_key, cfg.labels, classes)
     )
     if not 0 <= round(cfg.held_out * foreign.total) < foreign.total:
         raise UserError(
             f"held_out={cfg.held_out} of {foreign.total} latents leaves none to train on, or is "
             "below 0; give a share from 0 to 1."
         )
-    node = encoder_node(str(cfg.encoder))
+    node = find_encoder_node(str(cfg.encoder))
     autoencoder = build(node, "encoder", kind=Autoencoder).to(pick_device(cfg.device))
     if cfg.shift is None and autoencoder.shift_factor and cfg.scale != 1.0:
         raise UserError(
             f"shift is not set, and this encoder has one ({autoencoder.shift_factor}); say "
             f"whether it was subtracted: shift={autoencoder.shift_factor}, or shift=0."
         )
-    check(cfg, raw(cfg, next(chunks(foreign, names))), autoencoder)
-    print(f"{foreign.what}: {foreign.total} latents", flush=True)
+    check_encoder(cfg, undo_scale(cfg, next(read_chunks(foreign, names))), autoencoder)
+    print(f"{foreign.description}: {foreign.total} latents", flush=True)
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an import that was killed
     try:
         unfinished.mkdir(parents=True)
-        manifest = write(cfg, foreign, autoencoder, node, unfinished)
+        manifest = write_set(cfg, foreign, autoencoder, node, unfinished)
         manifest.write(unfinished)
         rename(unfinished, out)  # in the place of an empty folder, if there is one
     except OSError as error:
@@ -188,14 +194,14 @@ def import_latents(cfg: ImportConfig) -> Path:
     return out / "manifest.json"
 
 
-def encoder_node(name: str) -> dict[str, Any]:
+def find_encoder_node(name: str) -> dict[str, Any]:
     file = CONF / "encoder" / f"{name}.yaml"
     if file.is_file() and name != "local":
-        return from_yaml(file.read_text())
+        return parse_yaml(file.read_text())
     return {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": name}
 
 
-def chunks(foreign: Foreign, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
+def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
     """Yields `latents` (n, C, H, W), `labels` (n,), and `mirrored` where there are some, for n up
     to `CHUNK`; `names` are those of the classes (see `class_names`).
 
@@ -207,10 +213,12 @@ def chunks(foreign: Foreign, names: list[str] | None) -> Iterator[dict[str, Tens
     limit = len(names) if names else min(foreign.total, MOST_CLASSES)
     samples = foreign.samples()
     first = None
-    while group := list(islice(samples, CHUNK)):
+    while group := list(islice(samples, CHUNK_SAMPLES)):
         tensors = []
         for where, parts in group:
-            found = {n: floats(values, where) for n, values in parts.items() if n != "labels"}
+            found = {
+                n: convert_latents(values, where) for n, values in parts.items() if n != "labels"
+            }
             shapes = " and ".join(f"{name} of shape {tuple(found[name].shape)}" for name in found)
             first = first or shapes
             if shapes != first:
@@ -219,13 +227,13 @@ def chunks(foreign: Foreign, names: list[str] | None) -> Iterator[dict[str, Tens
                     "alike, so import each kind as a set of its own."
                 )
             found["labels"] = torch.tensor(
-                0 if names == [] else class_index(parts.get("labels"), limit, where)
+                0 if names == [] else parse_class_index(parts.get("labels"), limit, where)
             )
             tensors.append(found)
         yield {name: torch.stack([found[name] for found in tensors]) for name in tensors[0]}
 
 
-def class_index(label: Any, limit: int, where: str) -> int:
+def parse_class_index(label: Any, limit: int, where: str) -> int:
     """Converts a label to its class index; ValueError for all but whole numbers (3.0 is one) below
     `limit`."""
     label = label.tolist() if hasattr(label, "tolist") else label
@@ -246,7 +254,7 @@ def class_index(label: Any, limit: int, where: str) -> int:
     return int(label)
 
 
-def floats(values: Any, where: str) -> Tensor:
+def convert_latents(values: Any, where: str) -> Tensor:
     """Converts an array to a tensor (C, H, W) in fp32; ValueError for one that holds no latents, or
     NaN or infinity."""
     import torch
@@ -273,7 +281,7 @@ def floats(values: Any, where: str) -> Tensor:
     return found.float()
 
 
-def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
+def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
     """Converts a chunk to the tensors of a block: latents as the encoder gives them, in fp32."""
     assert cfg.scale is not None
     found = {"labels": chunk["labels"]}
@@ -299,9 +307,9 @@ def raw(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
+def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
     """ValueError if the encoder cannot have made these latents."""
-    from common.text import first_line
+    from common.text import shorten_error
 
     latents = chunk["latents"][:4]
     try:
@@ -309,7 +317,7 @@ def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder)
     except RuntimeError as error:
         raise UserError(
             f"encoder={cfg.encoder} cannot decode latents of shape {tuple(latents.shape[1:])} "
-            f"({first_line(error)}); name the encoder that made them, or set moments."
+            f"({shorten_error(error)}); name the encoder that made them, or set moments."
         ) from error
     usual = autoencoder.scaling_factor
     if cfg.check_scale and usual:
@@ -323,14 +331,18 @@ def check(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder)
             )
 
 
-def write(
-    cfg: ImportConfig, foreign: Foreign, autoencoder: Autoencoder, node: dict[str, Any], out: Path
+def write_set(
+    cfg: ImportConfig,
+    foreign: ForeignLatents,
+    autoencoder: Autoencoder,
+    node: dict[str, Any],
+    out: Path,
 ) -> Manifest:
     """Writes the shards to the folder `out` and returns their manifest."""
     import torch
 
     from data.manifest import Manifest
-    from encoding.job import facts
+    from encoding.job import make_manifest_fields
 
     # Of the shards, to which samples go at random, 0 is the held-out one.
     held_out = round(cfg.held_out * foreign.total)
@@ -339,15 +351,15 @@ def write(
     place = order.argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
 
-    names = class_names(cfg)
-    written, sums, labels, shape = write_shards(cfg, chunks(foreign, names), target, out)
+    names = find_class_names(cfg)
+    written, sums, labels, shape = write_shards(cfg, read_chunks(foreign, names), target, out)
     if names is None:
         names = [str(i) for i in range(int(labels.max()) + 1)]
     empty = len(names) - len(labels[target > 0].unique())
     said = f"{len(names)} classes, {empty} of them without a training sample"
     print(said if names else "no labels")
     return Manifest(
-        **facts(autoencoder, node, written, [sums]),
+        **make_manifest_fields(autoencoder, node, written, [sums]),
         height=shape["latents"][2],
         width=shape["latents"][3],
         class_names=names,
@@ -372,7 +384,7 @@ def write_shards(
     """
     import torch
 
-    from encoding.job import ChannelSums, ShardWriter, narrowed
+    from encoding.job import ChannelSums, ShardWriter, cast_tensors
 
     sums = ChannelSums()
     labels = []
@@ -386,7 +398,7 @@ def write_shards(
             files[number] = stack.enter_context(ShardWriter(file, split, cfg.block_size))
         for chunk in latents:
             told = [f"sample {start + i} of {cfg.source}" for i in range(len(chunk["labels"]))]
-            tensors = narrowed(raw(cfg, chunk), cfg.dtype, told)
+            tensors = cast_tensors(undo_scale(cfg, chunk), cfg.dtype, told)
             shape = {name: tensor.shape for name, tensor in tensors.items()}
             labels.append(tensors["labels"])
             goes_to = target[start : start + len(told)]
@@ -401,8 +413,8 @@ def write_shards(
 
 
 def main() -> None:
-    with one_sentence():
-        import_latents(checked(from_words(ImportConfig, sys.argv[1:], __doc__ or "")))
+    with report_user_errors():
+        import_latents(check_config(parse_words(ImportConfig, sys.argv[1:], __doc__ or "")))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from training.config.compose import from_words, one_sentence, refuse_missing
+from training.config.compose import parse_words, refuse_missing, report_user_errors
 
 if TYPE_CHECKING:
     from data.loader import LatentSpec
@@ -41,7 +41,7 @@ class Kind(str, Enum):
     dit = "dit"
 
 
-class Which(str, Enum):
+class WeightsChoice(str, Enum):
     ema = "ema"
     model = "model"
 
@@ -58,7 +58,7 @@ class WeightsConfig:
     sd."""
     statistics: str | None = None
     """Mean and std of the channels, latents_stats.pt; for kind=lightningdit."""
-    weights: Which = Which.ema
+    weights: WeightsChoice = WeightsChoice.ema
     classes: str | None = None
     """A text file with the name of a class a line; null: numbers."""
     head_dim: int | None = None
@@ -103,36 +103,36 @@ def import_weights(cfg: WeightsConfig) -> Path:
     import torch
 
     from common.files import make_folder, rename
-    from encoding.published import DIT, EPSILON, converted, read_checkpoint
-    from training.checkpoint.files import header, write_tensors
+    from encoding.published import DIT_NAME, DIT_REFUSAL, convert_published, read_checkpoint
+    from training.checkpoint.files import make_header, write_tensors
     from training.weights.pretrained import load_pretrained
 
     source = Path(str(cfg.source)).expanduser()
     out = Path(str(cfg.out)).expanduser()
     if out.exists():
         raise UserError(f"out={cfg.out} is there already; choose another file, or delete it.")
-    if cfg.kind is Kind.sit and DIT.search(source.name):
+    if cfg.kind is Kind.sit and DIT_NAME.search(source.name):
         raise UserError(
-            f"source={source}: {EPSILON}. If it is none of DiT's, give the file another name."
+            f"source={source}: {DIT_REFUSAL}. If it is none of DiT's, give the file another name."
         )
     tensors = read_checkpoint(source, cfg.weights.value)
-    if (kind := kind_of(tensors)) != str(cfg.kind and cfg.kind.value):
+    if (kind := detect_kind(tensors)) != str(cfg.kind and cfg.kind.value):
         raise UserError(
             f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
         )
-    found = converted(source, tensors, cfg.head_dim)
+    found = convert_published(source, tensors, cfg.head_dim)
     if cfg.encoder is None and found.channels != SD_CHANNELS:
         raise UserError(
             f"source={source} draws latents of {found.channels} channels, and Stable Diffusion's "
             f"VAE, which kind=sit stands for, makes {SD_CHANNELS}; name the encoder of its "
             "latents by encoder=."
         )
-    spec = spec_of(cfg, found)
+    spec = make_spec(cfg, found)
     described = {"model": found.node, "spec": spec.as_dict(), "step": 0}
     make_folder(out.parent)
     temporary = out.with_name(out.name + ".tmp")
     try:
-        write_tensors(temporary, found.tensors, header(described, cfg.weights.value))
+        write_tensors(temporary, found.tensors, make_header(described, cfg.weights.value))
         model, _ = load_pretrained(temporary, torch.device("cpu"))
         rename(temporary, out)
     finally:
@@ -145,7 +145,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     return out
 
 
-def kind_of(tensors: Mapping[str, Any]) -> str:
+def detect_kind(tensors: Mapping[str, Any]) -> str:
     """Which model a checkpoint holds, "sit" or "lightningdit", as the names of its tensors tell."""
     own = {
         "feat_rope.freqs_cos",
@@ -157,13 +157,13 @@ def kind_of(tensors: Mapping[str, Any]) -> str:
     return "lightningdit" if names & own else "sit"
 
 
-def statistics_of(file: Path, channels: int) -> tuple[list[float], list[float]]:
+def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]]:
     """Mean and std of each channel from LightningDiT's `latents_stats.pt`."""
     import torch
 
-    from encoding.foreign import plain_tensors
+    from encoding.foreign import read_plain_tensors
 
-    found = plain_tensors(file)
+    found = read_plain_tensors(file)
     values = [found.get(name) for name in ("mean", "std")] if isinstance(found, dict) else []
     columns = [
         value.flatten().tolist()
@@ -175,21 +175,21 @@ def statistics_of(file: Path, channels: int) -> tuple[list[float], list[float]]:
     return columns[0], columns[1]
 
 
-def spec_of(cfg: WeightsConfig, found: Published) -> LatentSpec:
+def make_spec(cfg: WeightsConfig, found: Published) -> LatentSpec:
     """The latents that the model knows: their shape, classes, encoder and normalisation."""
     from data.loader import LatentSpec
-    from scripts.import_latents import names_in
+    from scripts.import_latents import read_class_names
 
     mean = [0.0] * found.channels
     std = [1.0 / SD_SCALE] * found.channels
     if cfg.statistics is not None:
-        mean, std = statistics_of(Path(cfg.statistics).expanduser(), found.channels)
-    names = names_in(cfg.classes) if cfg.classes else []
+        mean, std = read_statistics(Path(cfg.statistics).expanduser(), found.channels)
+    names = read_class_names(cfg.classes) if cfg.classes else []
     if len(names) not in (0, found.classes):
         raise UserError(
             f"classes={cfg.classes} names {len(names)} classes, and the model has {found.classes}."
         )
-    node, sha256 = encoder_of(cfg.encoder or "sd")
+    node, sha256 = find_encoder(cfg.encoder or "sd")
     return LatentSpec(
         channels=found.channels,
         height=found.side,
@@ -204,13 +204,13 @@ def spec_of(cfg: WeightsConfig, found: Published) -> LatentSpec:
     )
 
 
-def encoder_of(name: str) -> tuple[dict[str, Any], str | None]:
+def find_encoder(name: str) -> tuple[dict[str, Any], str | None]:
     """The configuration of the encoder, and the hash of its weights where they lie on this disk."""
     from models.images import Autoencoder
-    from scripts.import_latents import encoder_node
+    from scripts.import_latents import find_encoder_node
     from training.config.build import build
 
-    node = encoder_node(name)
+    node = find_encoder_node(name)
     if not os.path.isdir(os.path.expanduser(str(node["path"]))):
         if node.get("revision") is None:
             raise UserError(
@@ -223,8 +223,8 @@ def encoder_of(name: str) -> tuple[dict[str, Any], str | None]:
 
 
 def main() -> None:
-    with one_sentence():
-        import_weights(from_words(WeightsConfig, sys.argv[1:], __doc__ or ""))
+    with report_user_errors():
+        import_weights(parse_words(WeightsConfig, sys.argv[1:], __doc__ or ""))
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.files import write_json
-from scripts.commands import table
+from scripts.commands import format_table
 from tests.harness.kernel_cases import Case, cases
-from training.config.compose import from_words, one_sentence
+from training.config.compose import parse_words, report_user_errors
 
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED_MEMORY_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Compute capability -> KiB of shared memory that a program may have (CUDA C++ Programming Guide,
 table of technical specifications by compute capability)."""
-ARCHITECTURES = tuple(SHARED)
+ARCHITECTURES = tuple(SHARED_MEMORY_KIB)
 
 
 class Resources(NamedTuple):
@@ -52,7 +52,7 @@ class Resources(NamedTuple):
     fp64: int
 
 
-def compiled(case: Case, architecture: int) -> Any:
+def compile_kernel(case: Case, architecture: int) -> Any:
     """Triton's compiled kernel of `case` for sm_<architecture>; needs no GPU. Not while Triton
     interprets."""
     import triton
@@ -73,8 +73,8 @@ def compiled(case: Case, architecture: int) -> Any:
 
 def measure(case: Case, architecture: int) -> Resources:
     """Compiles `case` for sm_<architecture> and reads what it takes."""
-    kernel = compiled(case, architecture)
-    report = disassembled(kernel.asm["cubin"])
+    kernel = compile_kernel(case, architecture)
+    report = disassemble(kernel.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found is not None
 
@@ -93,7 +93,7 @@ def measure(case: Case, architecture: int) -> Resources:
     )
 
 
-def disassembled(cubin: bytes) -> str:
+def disassemble(cubin: bytes) -> str:
     """The resource report and the machine code of a compiled kernel."""
     import triton
 
@@ -119,8 +119,8 @@ class ResourcesConfig:
 def main() -> None:
     import triton
 
-    with one_sentence():
-        cfg = from_words(ResourcesConfig, sys.argv[1:], __doc__ or "")
+    with report_user_errors():
+        cfg = parse_words(ResourcesConfig, sys.argv[1:], __doc__ or "")
         if cfg.arch not in (None, *ARCHITECTURES):
             raise UserError(f"arch={cfg.arch}: choose one of {', '.join(map(str, ARCHITECTURES))}.")
         found = {
@@ -130,7 +130,7 @@ def main() -> None:
             if cfg.like in case.name
         }
         print(
-            table(
+            format_table(
                 [
                     ("kernel", *Resources._fields),
                     *((name, *resources) for name, resources in found.items()),
@@ -150,7 +150,7 @@ def main() -> None:
         write_json(file, tables)
 
 
-def recorded(path: Path) -> dict[str, dict[str, Resources]]:
+def read_recorded(path: Path) -> dict[str, dict[str, Resources]]:
     """Reads the table: version of Triton -> case and architecture -> what its compiler reported."""
     tables = json.loads(path.read_text())
     assert tables.pop("fields").split() == list(Resources._fields)

@@ -30,7 +30,7 @@ from PIL import Image
 from common.errors import UserError
 from common.files import rename, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
-from training.config.compose import from_words, refuse_drawing
+from training.config.compose import parse_words, refuse_drawing
 from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
 
 def main() -> None:
     with resumable_command():
-        sample_run(from_words(SampleConfig, sys.argv[1:], __doc__ or ""))
+        sample_run(parse_words(SampleConfig, sys.argv[1:], __doc__ or ""))
 
 
 if __name__ == "__main__":

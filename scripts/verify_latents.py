@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from training.config.compose import from_words, one_sentence, refuse_no_set, typed
+from training.config.compose import apply_schema, parse_words, refuse_no_set, report_user_errors
 from training.config.schema import PrecomputeConfig
 
 if TYPE_CHECKING:
@@ -70,25 +70,25 @@ def verify(cfg: VerifyConfig) -> list[str]:
         f"shards, {total / 2**30:.2f} GiB"
     )
     if cfg.count and not problems:
-        print(show(cfg, source, manifest))
+        print(write_decoded_grid(cfg, source, manifest))
     return problems
 
 
 def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     """Checks every block of a split as a loader does; then, if all are good, the statistics."""
     from data.blocks import BlockReader, DamagedBlockError
-    from encoding.job import ChannelSums, channel_statistics
+    from encoding.job import ChannelSums, compute_channel_statistics
 
     blocks = BlockReader(source, manifest, split)
     problems = []
     sums = ChannelSums()
     for number in range(len(blocks.places)):
         try:
-            sums.add(blocks.checked(number))
+            sums.add(blocks.read_verified(number))
         except DamagedBlockError as error:
             problems.append(str(error).partition(";")[0])
     if split == "train" and not problems:
-        mean, std = channel_statistics([sums.as_dict()])
+        mean, std = compute_channel_statistics([sums.as_dict()])
         for what, found, said in (("mean", mean, manifest.mean), ("std", std, manifest.std)):
             scale = max(manifest.std)
             if any(abs(a - b) > 1e-5 * scale for a, b in zip(found, said, strict=True)):
@@ -100,14 +100,14 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:
     """Checks size and hash of the files of a local set, and that there are no others."""
-    from common.files import file_sha256, read_object
+    from common.files import hash_file, read_object
 
     problems = []
     known = set()
     for shard in manifest.shards:
         file = folder / shard.file
         known.add(file)
-        if file.is_file() and file_sha256(file) != shard.sha256:
+        if file.is_file() and hash_file(file) != shard.sha256:
             problems.append(f"{file}: size or sha256 differs from the manifest's")
     for sidecar in folder.glob("*.tar.json"):
         try:
@@ -120,19 +120,19 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
     return problems + [f"{file} is not in the manifest" for file in sorted(found - known)]
 
 
-def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
+def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
     """Writes the grid and describes it in a sentence."""
     import numpy as np
     import torch
 
-    from data.manifest import spec_of
+    from data.manifest import make_spec
     from models.images import psnr, to_uint8, write_grid
     from training.environment import pick_device
     from training.weights.pretrained import build_autoencoder
 
     device = pick_device(cfg.device)
-    autoencoder = build_autoencoder(spec_of(manifest, source, "channel"), device, cfg.encoder)
-    latents = first_latents(source, manifest, cfg.count)
+    autoencoder = build_autoencoder(make_spec(manifest, source, "channel"), device, cfg.encoder)
+    latents = read_first_latents(source, manifest, cfg.count)
     with torch.no_grad():
         parts = [autoencoder.decode(part.to(device).float()) for part in latents.split(8)]
     decoded = torch.cat(parts).cpu()
@@ -140,7 +140,7 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
     columns = min(8, len(latents))
     said = ""
     if cfg.source is not None:
-        originals = originals_of(cfg.source, source, manifest, len(latents))
+        originals = read_originals(cfg.source, source, manifest, len(latents))
         pixels = np.stack([to_uint8(originals), pixels], 1).reshape(-1, *pixels.shape[1:])
         columns = 2 * min(4, len(latents))
         said = f", each right of its original, at {psnr(decoded, originals):.1f} dB"
@@ -152,7 +152,7 @@ def show(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
     return f"{out}: the first {len(latents)} training latents decoded{said}"
 
 
-def first_latents(source: Source, manifest: Manifest, count: int) -> Tensor:
+def read_first_latents(source: Source, manifest: Manifest, count: int) -> Tensor:
     import torch
 
     from data.blocks import BlockReader
@@ -162,13 +162,13 @@ def first_latents(source: Source, manifest: Manifest, count: int) -> Tensor:
     return torch.cat([blocks.read(i)["latents"] for i in wanted])[:count]
 
 
-def originals_of(folder: str, source: Source, manifest: Manifest, count: int) -> Tensor:
+def read_originals(folder: str, source: Source, manifest: Manifest, count: int) -> Tensor:
     """The images of the first training latents, in [-1, 1]; ValueError if `folder` has other
     images."""
     import torch
 
-    from common.text import first_line
-    from encoding.encoder import decoding, to_input
+    from common.text import shorten_error
+    from encoding.encoder import make_decoder, to_input
     from encoding.job import plan_shards
     from encoding.sources import list_images
 
@@ -181,10 +181,10 @@ def originals_of(folder: str, source: Source, manifest: Manifest, count: int) ->
         job: dict[str, Any] = json.loads(source.read("job.json"))
         # there were fewer keys once
         own = {key: job[key] for key in job.keys() & PrecomputeConfig.__dataclass_fields__.keys()}
-        was = typed(PrecomputeConfig, own, [])
+        was = apply_schema(PrecomputeConfig, own, [])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{source}/job.json cannot be read ({first_line(error)}); leave source out."
+            f"{source}/job.json cannot be read ({shorten_error(error)}); leave source out."
         ) from error
     images = list_images(folder, was.classes, allow_cut=True)
     if images.sha256() != manifest.source_sha256:
@@ -200,7 +200,7 @@ def originals_of(folder: str, source: Source, manifest: Manifest, count: int) ->
         if split == "train" and entry.key not in skipped
     ]
     pixels = []
-    for item in decoding(used[:count], was):
+    for item in make_decoder(used[:count], was):
         if not isinstance(item, torch.Tensor):
             raise UserError(f"source={folder}: {item}; mend it, or leave source out.")
         pixels.append(item)
@@ -208,8 +208,8 @@ def originals_of(folder: str, source: Source, manifest: Manifest, count: int) ->
 
 
 def main() -> None:
-    with one_sentence():
-        cfg = from_words(VerifyConfig, sys.argv[1:], __doc__ or "")
+    with report_user_errors():
+        cfg = parse_words(VerifyConfig, sys.argv[1:], __doc__ or "")
         if problems := verify(cfg):
             raise UserError(
                 f"path={cfg.path}: {len(problems)} problems, listed above; run "

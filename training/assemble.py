@@ -13,40 +13,40 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.composite_optimizer import Groups
-from accel.counted_rows import AdapterGradients, OptimizerState, promised
+from accel.counted_rows import AdapterGradients, OptimizerState, find_promise
 from accel.ledger import Ledger
-from accel.sharding import world_size
+from accel.sharding import get_world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from common.errors import UserError
 from data.loader import Batch, LatentLoader, LatentSpec
-from models.adapters import passes
+from models.adapters import count_passes
 from models.denoiser import Denoiser
 from models.sampler import check_guidance
 from training.checkpoint.load import (
-    branch_of,
-    identity,
+    find_branch,
+    find_newest_verified,
+    find_weights_file,
     load,
-    newest_verified,
-    verified,
-    weights_file,
+    select_identity,
+    verify,
 )
 from training.checkpoint.save import Checkpoints
-from training.components import build_loader, prove_kernels, spine
+from training.components import build_loader, prove_kernels, to_kwargs
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.distributed.ranks import SINGLE, Ranks
-from training.environment import peak_flops
+from training.environment import find_peak_flops
 from training.goodput import CLOCK
 from training.metrics import Meter
-from training.optimizers import Schedule, parameter_groups
+from training.optimizers import Schedule, make_parameter_groups
 from training.state import TrainState, load_weights
 from training.step import EMA, SpikeGuard, StepOutput, TrainStep
-from training.weights.adapter_base import Base, find_base, load_base, put_on
-from training.weights.pretrained import build_model, weights_for
+from training.weights.adapter_base import Base, add_adapter, find_base, load_base
+from training.weights.pretrained import build_model, fit_weights
 
-SETTINGS = (
+CHANGEABLE_KEYS = (
     *("batch_size", "accumulation_steps", "total_samples", "max_grad_norm", "deterministic"),
     *("optim", "schedule", "ema", "guards", "runtime"),
 )
@@ -68,7 +68,7 @@ def build_optimizer(
     def make(groups: Groups) -> torch.optim.Optimizer:
         return build(node, "optim", groups, kind=torch.optim.Optimizer, **extra)
 
-    return stack.on_optimizer(make)(parameter_groups(model, node.get("weight_decay", 0.0)))
+    return stack.on_optimizer(make)(make_parameter_groups(model, node.get("weight_decay", 0.0)))
 
 
 def build_stack(
@@ -82,7 +82,7 @@ def build_stack(
     whatever the others do. A plan has a `kind` of its own."""
     optimizer = resolve_target(cfg.optim.get("_target_", ""), "optim")
     also: list[Technique] = [
-        OptimizerState(promised(optimizer, cfg.optim.get("momentum", 0.0)), device)
+        OptimizerState(find_promise(optimizer, cfg.optim.get("momentum", 0.0)), device)
     ]
     if cfg.adapter:
         adapter = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
@@ -97,7 +97,7 @@ def build_stack(
     reason = stack.why_apart()
     if reason and not alone:
         mode = cfg.runtime.parallel.mode.value
-        raise UserError(f"runtime.parallel.mode={mode} with {world_size()} processes: {reason}")
+        raise UserError(f"runtime.parallel.mode={mode} with {get_world_size()} processes: {reason}")
     return stack
 
 
@@ -170,7 +170,7 @@ class Parts(NamedTuple):
     weights: Callable[..., str | None] = load_base
 
 
-REAL = Parts()
+REAL_PARTS = Parts()
 
 
 def assemble(
@@ -178,7 +178,7 @@ def assemble(
     device: torch.device,
     ranks: Ranks = SINGLE,
     folder: Path | None = None,
-    parts: Parts = REAL,
+    parts: Parts = REAL_PARTS,
 ) -> Training:
     """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a
     configuration.
@@ -189,7 +189,7 @@ def assemble(
     # What we train, and on what.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
     loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks)
-    loader.patience = 60.0 * cfg.runtime.parallel.timeout_minutes
+    loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
     check_guidance(loader.spec, cfg.sampling.guidance, "sampling.guidance")
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
@@ -203,16 +203,16 @@ def assemble(
         rows = parts.weights(model, loader.spec, base)
         if rows:
             ranks.say(f"the adapter's base is {base.file}{rows}")
-        put_on(model, cfg.adapter, base.new_classes)
+        add_adapter(model, cfg.adapter, base.new_classes)
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
 
     # What changes in a run, and what changes it.
-    ema = EMA(model, **spine(cfg.ema))
-    schedule = Schedule(total_samples=cfg.total_samples, **spine(cfg.schedule))
-    peak = peak_flops(device, stack.precision)
+    ema = EMA(model, **to_kwargs(cfg.ema))
+    schedule = Schedule(total_samples=cfg.total_samples, **to_kwargs(cfg.schedule))
+    peak = find_peak_flops(device, stack.precision)
     meter = Meter(
-        cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, passes(model)
+        cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, count_passes(model)
     )
     spikes = None
     if cfg.guards.spike_sigmas:
@@ -232,7 +232,7 @@ def describe_run(
     `model`, `data`, `objective`, `optimizer` and `adapter` with its base must be equal on resume; a
     change in `settings` is allowed, and said.
     """
-    same = identity(vars(composed.cfg))
+    same = select_identity(vars(composed.cfg))
     if base is not None:
         same["adapter"] = {
             "node": same["adapter"],
@@ -243,14 +243,16 @@ def describe_run(
         **same,
         "base": base and str(base.file),
         "data": {"fingerprint": spec.fingerprint, **same["data"]},
-        "settings": plain({key: node for key, node in composed.source.items() if key in SETTINGS}),
+        "settings": to_json_types(
+            {key: node for key, node in composed.source.items() if key in CHANGEABLE_KEYS}
+        ),
         "spec": spec.as_dict(),
         "choices": composed.choices,
         "ledger": ledger.as_dict(),
     }
 
 
-def plain(node: Any) -> Any:
+def to_json_types(node: Any) -> Any:
     """As JSON would give it back, choices as their names."""
     return json.loads(json.dumps(node, default=lambda choice: choice.value))
 
@@ -267,9 +269,9 @@ def restore(
     ranks = checkpoints.ranks
 
     def find() -> Path | None:
-        branch = branch_of(cfg.resume, checkpoints.folder)
-        own = None if cfg.resume == "never" else newest_verified(checkpoints.folder)
-        return own or (branch and verified(branch))
+        branch = find_branch(cfg.resume, checkpoints.folder)
+        own = None if cfg.resume == "never" else find_newest_verified(checkpoints.folder)
+        return own or (branch and verify(branch))
 
     folder = ranks.agreed(find)
     if folder is not None:
@@ -280,9 +282,9 @@ def restore(
         count = sum(p.numel() for p in state.ema.parameters)
         return f"starting with an adapter of {count} parameters on {described['base']}"
     if cfg.init_from is not None:
-        file = ranks.agreed(lambda: weights_file(str(cfg.init_from), "init_from"))
+        file = ranks.agreed(lambda: find_weights_file(str(cfg.init_from), "init_from"))
         try:
-            tensors, rows = weights_for(state.model, state.loader.spec, file)
+            tensors, rows = fit_weights(state.model, state.loader.spec, file)
         except ValueError as error:
             raise UserError(f"init_from={cfg.init_from}: {error}") from error
         load_weights(state.model, tensors)

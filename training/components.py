@@ -12,12 +12,12 @@ import torch
 from accel.stack import AccelerationStack
 from data.loader import LatentLoader, LatentSpec, LoaderArgs
 from models.denoiser import Denoiser
-from training.config.build import arguments, build, resolve_target
+from training.config.build import build, check_arguments, resolve_target
 from training.distributed.ranks import SINGLE, Ranks
 from training.goodput import CLOCK
 
 
-def spine(node: Any) -> dict[str, Any]:
+def to_kwargs(node: Any) -> dict[str, Any]:
     """A typed node as keyword arguments, choices as plain strings."""
     return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
 
@@ -30,12 +30,12 @@ def build_loader(
     return build(node, "data", batch_size=micro_batch, seed=seed, **where)
 
 
-def latents_of(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
+def foresee_latents(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
     """The spec of the latents that `data` describes, read from as little of them as can be, and the
     bytes that they would take of a device with `memory` bytes."""
     kind = resolve_target(node.get("_target_", ""), "data")
     if issubclass(kind, LatentLoader):
-        settings = arguments(kind, node, "data", LoaderArgs.__annotations__)
+        settings = check_arguments(kind, node, "data", LoaderArgs.__annotations__)
         foreseen = kind.foresee(memory, **settings)
         if foreseen is not None:
             return foreseen

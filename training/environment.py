@@ -31,7 +31,7 @@ from training.config.secrets import redact_words
 from training.distributed.ranks import Ranks
 
 GIB = 2**30
-PACKAGES = (
+REPORTED_PACKAGES = (
     "torch",
     "triton",
     "numpy",
@@ -114,23 +114,23 @@ def set_deterministic(on: bool) -> None:
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Versions, hardware and the state of the code."""
     versions = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in REPORTED_PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    hardware = device_name(device)
+    hardware = get_device_name(device)
     if device.type == "cpu":
-        hardware = f"{cpu_name()}, {torch.get_num_threads()} threads"
+        hardware = f"{read_cpu_name()}, {torch.get_num_threads()} threads"
     program = Path(sys.argv[0])
     argv = [
         str(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program),
         *redact_words(sys.argv[1:]),
     ]
-    return {"versions": versions, "hardware": hardware, "git": git_state(), "argv": argv}
+    return {"versions": versions, "hardware": hardware, "git": read_git_state(), "argv": argv}
 
 
-def cpu_name() -> str:
+def read_cpu_name() -> str:
     """The CPU's name where Linux tells it, otherwise its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
@@ -138,7 +138,7 @@ def cpu_name() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def git_state() -> dict[str, Any] | None:
+def read_git_state() -> dict[str, Any] | None:
     """The commit of the code, and whether files that git knows differ from it; None without git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
@@ -172,7 +172,7 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
         )
 
 
-def card_called(name: str) -> Card | None:
+def match_card(name: str) -> Card | None:
     """The card of a driver's name, such as "NVIDIA H100 80GB HBM3"; None where its rates are not
     known."""
     # other rates than the boards of the same name
@@ -182,7 +182,7 @@ def card_called(name: str) -> Card | None:
     return max(fitting, key=lambda card: len(card.name), default=None)
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
+def find_peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak FLOP/s of `device` for 16-bit products; None where it is not known or products are not
     in 16 bits.
 
@@ -191,11 +191,11 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None
-    card = card_called(torch.cuda.get_device_name(device))
+    card = match_card(torch.cuda.get_device_name(device))
     return card.half if card else None
 
 
-def device_name(device: torch.device) -> str:
+def get_device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from common.terminal import counted
+from common.terminal import show_progress
 from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
 from models.sampler import draw_latents
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_CLASSES = 10
 """Classes in a grid made during training."""
-BUCKETS = 4
+TIME_BUCKETS = 4
 
 
 @CLOCK.spending("evaluation")
@@ -40,20 +40,22 @@ def evaluate(training: Training) -> dict[str, float]:
         return torch.stack(training.step.losses(batch, held_out=True), dim=1).double().cpu()
 
     with training.state.averaged():
-        rows = shared(batches, count, "batches of evaluation", training.ranks, losses)
+        rows = share_work(batches, count, "batches of evaluation", training.ranks, losses)
     if not rows:
         return {}
 
     loss, t = torch.cat(rows).unbind(1)
     result = {"eval_loss": loss.mean().item()}
-    for i in range(BUCKETS):
-        inside = loss[(t * BUCKETS).long().clamp(max=BUCKETS - 1) == i]
+    for i in range(TIME_BUCKETS):
+        inside = loss[(t * TIME_BUCKETS).long().clamp(max=TIME_BUCKETS - 1) == i]
         if len(inside):
-            result[f"eval_loss_t{i / BUCKETS:.2f}_{(i + 1) / BUCKETS:.2f}"] = inside.mean().item()
+            result[f"eval_loss_t{i / TIME_BUCKETS:.2f}_{(i + 1) / TIME_BUCKETS:.2f}"] = (
+                inside.mean().item()
+            )
     return result
 
 
-def shared(
+def share_work(
     items: Iterable[Item], count: int, unit: str, ranks: Ranks, work: Callable[[Item], Result]
 ) -> list[Result]:
     """The results of `work` on `count` items, in their order, in all processes, of which each does
@@ -65,7 +67,7 @@ def shared(
     iterator = iter(items)
     own = []
     rounds = range(0, count, ranks.world_size)
-    for _ in counted(rounds, len(rounds), unit, not ranks.first):
+    for _ in show_progress(rounds, len(rounds), unit, not ranks.first):
         together = list(islice(iterator, ranks.world_size))
         own.append(work(together[min(ranks.rank, len(together) - 1)]))
     turns = zip(*ranks.gathered_objects(own), strict=True)
@@ -73,7 +75,7 @@ def shared(
 
 
 @CLOCK.spending("sampling")
-def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
+def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
     """Writes a grid with one row a class (the first ten, with their names) and `sampling.per_class`
     columns; returns `file`.
 
@@ -96,7 +98,7 @@ def sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Pat
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
     with training.state.averaged():
-        images = shared(parts, len(parts), "batches of the sample grid", ranks, images_at)
+        images = share_work(parts, len(parts), "batches of the sample grid", ranks, images_at)
     if ranks.first:
         note = f"{classes} of {len(spec.names)} classes" if len(spec.names) > classes else ""
         names = spec.names[:classes]

@@ -21,10 +21,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from common.files import write_atomically
-from common.require_python import STARTED
-from common.text import as_json, is_figure
+from common.require_python import PROCESS_START
+from common.text import is_figure, to_json
 
-UNREADABLE = (
+READ_ERRORS = (
     OSError,
     ValueError,
     LookupError,
@@ -34,17 +34,17 @@ UNREADABLE = (
     RecursionError,
 )
 """What reading a file of ours ends with where it is not there, or has values of another type."""
-FILE = "time.json"
+TIME_FILE = "time.json"
 """The account's name in a run folder."""
-MAINTENANCE = ("evaluation", "sampling", "saving", "logging")
-KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE, "redone", "idle")
-EVERY = 5.0
+MAINTENANCE_KINDS = ("evaluation", "sampling", "saving", "logging")
+KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE_KINDS, "redone", "idle")
+WRITE_INTERVAL_SECONDS = 5.0
 """Seconds after which the account is written again."""
-MOST = 512
+MAX_SAVED_STEPS = 512
 """Saved steps of which the account keeps when they were reached."""
-WAITING = 0.1
+DATA_BOUND_SHARE = 0.1
 """Share of a step above which waiting for data counts as what bounds it."""
-BUSY = 0.8
+LAUNCH_BOUND_SHARE = 0.8
 """Share of a step below which the device's work counts as bounded by launches."""
 
 
@@ -148,13 +148,13 @@ class Clock:
     def write(self, file: Path, saved_step: int | None = None, now: bool = True) -> None:
         """Writes the account, of a run that has just saved a step or not; if not `now`, every few
         seconds. A disk that refuses it costs the account."""
-        if not now and time.perf_counter() - self.written < EVERY:
+        if not now and time.perf_counter() - self.written < WRITE_INTERVAL_SECONDS:
             return
         seconds = self.account
         self.written = time.perf_counter()
         if saved_step is not None:
             self.reached[saved_step] = seconds["steps"]
-            self.reached = dict(list(self.reached.items())[-MOST:])
+            self.reached = dict(list(self.reached.items())[-MAX_SAVED_STEPS:])
         found = {
             "first": self.first,
             "last": time.time(),
@@ -162,16 +162,16 @@ class Clock:
             "reached": self.reached,
         }
         with suppress(OSError):
-            write_atomically(file, as_json(found) + "\n")
+            write_atomically(file, to_json(found) + "\n")
 
 
 CLOCK = Clock()
 """The clock of the run that this process is at; of its first one, if that is all it is for, since
 the process began."""
-CLOCK.begin(time.perf_counter() - STARTED)
+CLOCK.begin(time.perf_counter() - PROCESS_START)
 
 
-def bound_of(
+def explain_bound(
     step_ms: float,
     data_ms: float,
     busy_ms: float | None,
@@ -184,13 +184,13 @@ def bound_of(
     `busy_ms` is None without a GPU. Of switches only those are proposed that are `left`: to be had
     here, and not on.
     """
-    if data_ms > WAITING * step_ms:
+    if data_ms > DATA_BOUND_SHARE * step_ms:
         keys = ["data=resident", "more data.num_workers"]
         if "storage" in data:
             keys = ["a larger data.device_memory_gib", "data.storage=int8"]
         reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
         return "data-bound", reason, keys
-    if busy_ms is None or busy_ms >= BUSY * step_ms:
+    if busy_ms is None or busy_ms >= LAUNCH_BOUND_SHARE * step_ms:
         return None
     reason = (
         f"the GPU works for {busy_ms:.2f} ms of a step of {step_ms:.2f} ms and waits for launches "
@@ -199,7 +199,7 @@ def bound_of(
     return "launch-bound", reason, [*left, "a larger batch_size"]
 
 
-def told(seconds: Any) -> str:
+def format_shares(seconds: Any) -> str:
     """The kinds with their shares, largest first, in one line; nothing of what is no account."""
     found = seconds.items() if isinstance(seconds, dict) else ()
     known = {kind: float(s) for kind, s in found if is_figure(s)}

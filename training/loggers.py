@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from common.text import first_line
+from common.text import shorten_error
 from training.config.secrets import redact_words
 
 FINISH_SECONDS = 60.0
@@ -79,7 +79,7 @@ class WandbLogger(NoLogger):
             self.run = begin(self.mode)
         except Exception as error:  # no key, no network, …: an offline run keeps the data
             warnings.warn(
-                f"W&B cannot be reached ({type(error).__name__}: {first_line(error)}); logging "
+                f"W&B cannot be reached ({type(error).__name__}: {shorten_error(error)}); logging "
                 f"offline into {folder}.",
                 stacklevel=2,
             )

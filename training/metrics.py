@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import torch
 from torch import Tensor
 
-from accel.evidence import graphs, reason_of_last_graph
+from accel.evidence import count_graphs, explain_last_graph
 from common.files import rename, write_atomically
-from common.text import as_json, finite, first_line, is_figure
+from common.text import is_figure, replace_non_finite, shorten_error, to_json
 from training.distributed.ranks import SINGLE, Ranks
 from training.goodput import CLOCK
-from training.goodput import told as shares
+from training.goodput import format_shares as shares
 from training.step import StepOutput
 
 if TYPE_CHECKING:
     from training.loggers import NoLogger
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 """The name in a run folder."""
-SUMS = ("loss", "skipped", "backed_off", "in_row")
+WINDOW_SUMS = ("loss", "skipped", "backed_off", "in_row")
 """Device scalars of a window that a checkpoint keeps."""
-TRAINING = ("steps", "data_wait")
+TRAINING_KINDS = ("steps", "data_wait")
 """Kinds of time that count as training."""
 Arguments = ParamSpec("Arguments")
 
@@ -79,7 +79,7 @@ class Meter:
         not summed yet."""
         self.recompiles = 0
         """Graphs that training steps compiled since `start`."""
-        self.first_graph = graphs()
+        self.first_graph = count_graphs()
         self.busy_ms: float | None = None
         """Milliseconds of a step in which the GPU worked, in warm-up."""
         self.reserved_peak = 0
@@ -91,7 +91,7 @@ class Meter:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        self.expected_graphs = graphs()
+        self.expected_graphs = count_graphs()
         CLOCK.switch("steps")
 
     def restart(self) -> None:
@@ -103,14 +103,14 @@ class Meter:
         self.steps = 0
         self.carried = 0
         """Steps of the window that an earlier process took."""
-        self.seconds_before = CLOCK.spent(*TRAINING)
+        self.seconds_before = CLOCK.spent(*TRAINING_KINDS)
         self.wait_before = CLOCK.spent("data_wait")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         # On a GPU by its own clock: the host also waits here while the queue of launches is full,
         # and starves nobody.
-        if on_gpu():
+        if uses_gpu():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
             began.record()
@@ -131,12 +131,12 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Surrounds maintenance. Also a decorator."""
-        if on_gpu():
+        if uses_gpu():
             torch.cuda.synchronize()  # what is queued is training
-        compiled = graphs()
+        compiled = count_graphs()
         with CLOCK.spending("logging"):
             yield
-        self.expected_graphs += graphs() - compiled
+        self.expected_graphs += count_graphs() - compiled
 
     def update(self, output: StepOutput) -> None:
         """Adds one step; device scalars stay on the device."""
@@ -161,13 +161,15 @@ class Meter:
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """This process's sums of the window, where they lie; nothing waits for the device."""
-        return {name: torch.as_tensor(getattr(self, name)) for name in SUMS} | {"steps": self.steps}
+        return {name: torch.as_tensor(getattr(self, name)) for name in WINDOW_SUMS} | {
+            "steps": self.steps
+        }
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only
         new steps."""
         self.restart()
-        for name in SUMS:
+        for name in WINDOW_SUMS:
             dtype = torch.float64 if name == "loss" else torch.float32  # older ones: all in fp32
             setattr(self, name, torch.as_tensor(state[name]).reshape(()).to(dtype))
         self.steps = int(state["steps"])
@@ -181,24 +183,24 @@ class Meter:
         skipped = int(float(self.skipped))
         taken = self.steps - skipped
         self.sum_waits()
-        seconds = max(1e-9, CLOCK.spent(*TRAINING) - self.seconds_before)
+        seconds = max(1e-9, CLOCK.spent(*TRAINING_KINDS) - self.seconds_before)
         samples = (self.steps - self.carried) * self.batch_size
         self.train_seconds += seconds
         self.trained_samples += samples
 
         wait = CLOCK.spent("data_wait") - self.wait_before
-        most = torch.tensor([wait, *peak_memory()], dtype=torch.float64)
+        most = torch.tensor([wait, *read_peak_memory()], dtype=torch.float64)
         most_wait, allocated, reserved = ranks.reduced(most, "max").tolist()
         self.reserved_peak = max(self.reserved_peak, int(reserved))
         busy = (self.busy_ms or 0.0) / 1e3 * (self.steps - self.carried) / seconds
 
-        new = graphs() - self.expected_graphs
+        new = count_graphs() - self.expected_graphs
         if new > 0:
             self.recompiles += new
             self.expected_graphs += new
             warnings.warn(
                 f"{new} graphs were compiled after warm-up, {self.recompiles} by now, and "
-                f"training waited for it: {reason_of_last_graph()}",
+                f"training waited for it: {explain_last_graph()}",
                 stacklevel=2,
             )
 
@@ -220,24 +222,24 @@ class Meter:
             "memory_allocated": int(allocated) or None,
             "memory_reserved": int(reserved) or None,
             "memory_reserved_peak": self.reserved_peak or None,
-            "graphs": graphs() - self.first_graph,
+            "graphs": count_graphs() - self.first_graph,
             "recompiles": self.recompiles,
         }
         self.restart()
         return report
 
 
-def peak_memory() -> tuple[int, int]:
+def read_peak_memory() -> tuple[int, int]:
     """Bytes that the GPU's allocator gave out and held at most since it was asked last, or since
     `Meter.start`; 0 without a GPU."""
-    if not on_gpu():
+    if not uses_gpu():
         return 0, 0
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     return peaks
 
 
-def on_gpu() -> bool:
+def uses_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
@@ -251,14 +253,14 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
         return [], 0, False
     except OSError:
         return [], 1, False
-    found = [as_metrics(line) for line in content.splitlines()]
+    found = [parse_metrics(line) for line in content.splitlines()]
     torn = found[-1:] == [None] and not content.endswith(b"\n")
     return [line for line in found if line is not None], found.count(None), torn
 
 
-def as_metrics(line: bytes) -> dict[str, Any] | None:
+def parse_metrics(line: bytes) -> dict[str, Any] | None:
     try:
-        found = finite(json.loads(line))  # earlier versions wrote NaN
+        found = replace_non_finite(json.loads(line))  # earlier versions wrote NaN
     except (ValueError, RecursionError):
         return None
     whole = isinstance(found, dict) and type(found.get("step")) is int
@@ -292,7 +294,7 @@ class MetricsFile:
                 stacklevel=2,
             )
         if kept or file.exists():
-            write_atomically(file, "".join(f"{as_json(line)}\n" for line in kept))
+            write_atomically(file, "".join(f"{to_json(line)}\n" for line in kept))
         return kept
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -301,13 +303,13 @@ class MetricsFile:
 
         Where it cannot be written a warning says so, once, and the run goes on without.
         """
-        line = finite(metrics)
+        line = replace_non_finite(metrics)
         lost = sum(line[name] is None and metrics[name] is not None for name in line)
         if lost:
             line["not_finite"] = lost
         try:
             with self.file.open("a") as stream:
-                stream.write("\n" * self.torn + as_json(line) + "\n")
+                stream.write("\n" * self.torn + to_json(line) + "\n")
         except OSError as error:
             if not self.torn:
                 warnings.warn(
@@ -342,7 +344,7 @@ class SafeLogger:
             except Exception as error:
                 self.off = True
                 warnings.warn(
-                    f"{self.name} failed ({type(error).__name__}: {first_line(error)}) and is "
+                    f"{self.name} failed ({type(error).__name__}: {shorten_error(error)}) and is "
                     "off; the run folder has all metrics.",
                     stacklevel=2,
                 )
@@ -359,7 +361,7 @@ class SafeLogger:
             self.finish(self.known)
 
 
-def log_line(metrics: Mapping[str, Any], left: str) -> str:
+def format_log_line(metrics: Mapping[str, Any], left: str) -> str:
     """One line of the figures that matter while a run goes on, and the time that is left."""
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
@@ -383,7 +385,7 @@ def log_line(metrics: Mapping[str, Any], left: str) -> str:
     return "  ".join([*parts, left])
 
 
-def summary_table(summary: Mapping[str, Any]) -> str:
+def format_summary(summary: Mapping[str, Any]) -> str:
     """The summary as aligned lines, the ledger left out (it was printed at the start)."""
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
     if "time" in shown:

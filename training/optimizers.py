@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 
-from accel.composite_optimizer import Groups, Members, of_class
-from common.libraries import optional
-from models.adapters import trained
+from accel.composite_optimizer import Groups, Members, select_groups
+from common.libraries import import_optional
+from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
 from training.config.schema import ScheduleKind
 
 
-def parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
+def make_parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups of what is trained: matrices, which decay, and all that the model's
     `no_weight_decay()` names."""
     exempt = model.no_weight_decay()
-    named = trained(model).items()
+    named = find_trained_parameters(model).items()
     groups = [
         {"params": [p for name, p in named if name not in exempt], "weight_decay": weight_decay},
         {"params": [p for name, p in named if name in exempt], "weight_decay": 0.0},
@@ -83,7 +83,7 @@ class LibraryAdamW(Members):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        kind = getattr(optional(self.library, self.wanted_by), type(self).__name__)
+        kind = getattr(import_optional(self.library, self.wanted_by), type(self).__name__)
         made = kind(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(groups, [made])
 
@@ -143,8 +143,8 @@ class Muon(Members):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        matrices = of_class(groups, lambda p: p.ndim == 2)
-        others = of_class(groups, lambda p: p.ndim != 2)
+        matrices = select_groups(groups, lambda p: p.ndim == 2)
+        others = select_groups(groups, lambda p: p.ndim != 2)
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         members: list[torch.optim.Optimizer] = []
         if matrices:

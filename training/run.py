@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from accel.ledger import Ledger, LedgerRow
-from accel.proof import FILE as KERNELS_FILE
+from accel.proof import KERNELS_FILE
 from accel.stack import AccelerationStack
 from common.errors import UserError
 from common.files import (
@@ -24,31 +24,28 @@ from common.files import (
     write_atomically,
     write_json,
 )
-from common.text import finite
+from common.text import replace_non_finite
 from training.assemble import Training
 from training.checkpoint.load import (
     MUST_MATCH,
-    branch_of,
-    complete,
-    description,
-    difference,
-    identity,
-    verified,
+    describe_difference,
+    find_branch,
+    list_complete,
+    read_state_file,
+    select_identity,
+    verify,
 )
 from training.checkpoint.save import Checkpoints
-from training.config.compose import Composed, as_yaml, from_yaml, read_config
+from training.config.compose import Composed, parse_yaml, read_config, to_yaml
 from training.config.schema import TrainConfig
-from training.distributed.exit import EXIT_CODE
+from training.distributed.exit import RESUMABLE_EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
-from training.goodput import CLOCK, MAINTENANCE, UNREADABLE, bound_of
-from training.goodput import FILE as TIME_FILE
-from training.metrics import FILE as METRICS_FILE
-from training.metrics import MetricsFile, SafeLogger, read_metrics, summary_table
+from training.goodput import CLOCK, MAINTENANCE_KINDS, READ_ERRORS, TIME_FILE, explain_bound
+from training.metrics import METRICS_FILE, MetricsFile, SafeLogger, format_summary, read_metrics
 from training.state import TrainState
-from training.tune import FILE as TUNING_FILE
-from training.tune import ledger_row, tuned
+from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
-EARLIER = ("checkpoints/step-*", "summary.json")
+EARLIER_RUN_FILES = ("checkpoints/step-*", "summary.json")
 """What a folder has in which a run was before."""
 
 
@@ -70,7 +67,7 @@ class Run:
         self.ranks, self.device = connect(cfg)
         self.started = time.perf_counter()
         self.folder = self.ranks.agreed(
-            lambda: Path(cfg.run_dir or default_folder(composed.choices)).expanduser()
+            lambda: Path(cfg.run_dir or choose_folder(composed.choices)).expanduser()
         )
         self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self.lock: FolderLock | None = None
@@ -81,14 +78,14 @@ class Run:
         self.stack: AccelerationStack | None = None
         """The techniques of the run, once it is open."""
 
-        earlier = [file for name in EARLIER for file in self.folder.glob(name)]
+        earlier = [file for name in EARLIER_RUN_FILES for file in self.folder.glob(name)]
         if cfg.resume == "never" and earlier:
             raise UserError(
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or "
                 "resume=auto."
             )
-        self.ranks.agreed(lambda: branch_of(cfg.resume, self.folder / "checkpoints"))
-        self.finished = self.ranks.agreed(lambda: finished_summary(cfg, self.folder))
+        self.ranks.agreed(lambda: find_branch(cfg.resume, self.folder / "checkpoints"))
+        self.finished = self.ranks.agreed(lambda: read_finished_summary(cfg, self.folder))
         """The summary, where this folder holds a run that has seen all its samples: there is
         nothing to do."""
         if self.finished is not None:
@@ -124,16 +121,16 @@ class Run:
         it."""
         self.claimed = self.claimed or self.ranks.agreed(self.hold)
         if self.ranks.first:
-            write_json(self.folder / name, finite(content))
+            write_json(self.folder / name, replace_non_finite(content))
 
     @CLOCK.spending("warm_up")
     def tuned(self) -> TrainConfig:
         """The configuration with the techniques that `runtime.tune` found to be fastest; without it
         as composed."""
         if self.cfg.runtime.tune:
-            self.cfg, found = tuned(self.cfg, self.device, self.ranks, self.folder)
+            self.cfg, found = tune_config(self.cfg, self.device, self.ranks, self.folder)
             self.keep(TUNING_FILE, found)
-            self.rows.append(ledger_row(found))
+            self.rows.append(make_ledger_row(found))
         return self.cfg
 
     def checkpoints(self) -> Checkpoints:
@@ -172,7 +169,7 @@ class Run:
         if not self.ranks.first:
             return
         config = self.composed.source
-        write_atomically(self.folder / "config.yaml", as_yaml(config))
+        write_atomically(self.folder / "config.yaml", to_yaml(config))
         hardware = self.environment["hardware"]
         print(
             f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{ledger.line()}\n\n{where}",
@@ -202,7 +199,7 @@ class Run:
             return
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
         data_ms = metrics["data_wait"] * step_ms
-        found = bound_of(step_ms, data_ms, stack.busy_ms, stack.left(), self.cfg.data)
+        found = explain_bound(step_ms, data_ms, stack.busy_ms, stack.left(), self.cfg.data)
         if found is None:
             return
         bound, reason, keys = found
@@ -224,20 +221,20 @@ class Run:
         where = f"run_dir={self.folder} holds a finished run"
         try:
             before = read_config(self.folder / "config.yaml")
-            now = from_yaml(as_yaml(self.composed.source))
+            now = parse_yaml(to_yaml(self.composed.source))
         except (OSError, ValueError):
             before = {}
             now = {}
         for part in MUST_MATCH:
-            other = difference(identity(before)[part], identity(now)[part])
+            other = describe_difference(select_identity(before)[part], select_identity(now)[part])
             if other:
                 raise UserError(f"{where} of another {part}: {other}; use a new run_dir.")
 
-        changed = difference(before, now)
+        changed = describe_difference(before, now)
         note = f" Settings that differ now are not looked at: {changed}." if changed else ""
         self.ranks.say(
             f"{where}, of {self.finished['samples']} samples; nothing is done. A larger "
-            f"total_samples continues it.{note}\n\nsummary\n{summary_table(self.finished)}"
+            f"total_samples continues it.{note}\n\nsummary\n{format_summary(self.finished)}"
         )
         self.ranks.close()
         return self.finished
@@ -252,7 +249,7 @@ class Run:
             f"\nasked to stop at step {state.step}; {kept}. The same command again resumes."
         )
         self.close()
-        raise SystemExit(EXIT_CODE)
+        raise SystemExit(RESUMABLE_EXIT_CODE)
 
     def summarise(self, state: TrainState, ledger: Ledger) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, the files, and the
@@ -267,8 +264,8 @@ class Run:
             rate = meter.trained_samples / meter.train_seconds
         own = CLOCK.seconds
         spent = CLOCK.account
-        checkpoints = complete(self.folder / "checkpoints")
-        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=modified)
+        checkpoints = list_complete(self.folder / "checkpoints")
+        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=get_mtime)
         summary = {
             "loss": latest.get("loss"),
             "eval_loss": latest.get("eval_loss"),
@@ -283,7 +280,7 @@ class Run:
             "seconds": time.perf_counter() - self.started,
             "train_seconds": meter.train_seconds,
             "warm_up_seconds": own["warm_up"],
-            "maintenance_seconds": sum(own[kind] for kind in MAINTENANCE),
+            "maintenance_seconds": sum(own[kind] for kind in MAINTENANCE_KINDS),
             "save_stall_seconds": own["saving"],
             "goodput": spent["steps"] / max(1e-9, sum(spent.values())),
             "time": spent,
@@ -305,7 +302,7 @@ class Run:
         chosen = {"experiment": wanted} | {key: choices.get(key) for key in ("model", "runtime")}
         folders = (self.folder.parent, Path("runs"))
         files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
-        for file in sorted(files, key=modified, reverse=True):
+        for file in sorted(files, key=get_mtime, reverse=True):
             try:
                 summary = read_object(file)
                 then = read_object(file.with_name("environment.json"))
@@ -316,7 +313,7 @@ class Run:
                     for k, row in summary["ledger"].items()
                 ]
                 rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
-            except UNREADABLE:
+            except READ_ERRORS:
                 continue  # not a run of ours
             if same:
                 print(f"latest {wanted} of this model and runtime: {file.parent}, {rate}")
@@ -330,12 +327,12 @@ class Run:
         )
 
 
-def modified(file: Path) -> float:
+def get_mtime(file: Path) -> float:
     """When a file was last changed, in seconds of Unix time."""
     return file.stat().st_mtime
 
 
-def finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
+def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
     """The summary of a run that has seen `total_samples`; None if there is something to do."""
     try:
         summary = read_object(folder / "summary.json")
@@ -344,15 +341,15 @@ def finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
         if not known or summary["samples"] < cfg.total_samples:
             return None
         if cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
-            newest = verified(complete(folder / "checkpoints")[-1])
-            if description(newest)["counters"]["samples"] < cfg.total_samples:
+            newest = verify(list_complete(folder / "checkpoints")[-1])
+            if read_state_file(newest)["counters"]["samples"] < cfg.total_samples:
                 return None
         return summary
-    except UNREADABLE:
+    except READ_ERRORS:
         return None
 
 
-def default_folder(choices: Mapping[str, str]) -> Path:
+def choose_folder(choices: Mapping[str, str]) -> Path:
     """A folder that does not exist yet: `runs/<date>-<time>-<model>-<runtime>`, numbered where two
     start together."""
     chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"

@@ -12,27 +12,27 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from accel.composite_optimizer import Members, parameters_of
-from accel.sharding import cut
+from accel.sharding import shard_like
 from accel.stack import AccelerationStack
 from common.errors import UserError
 from data.loader import LatentLoader
-from models.adapters import layers_of, trained
+from models.adapters import find_adapted_layers, find_trained_parameters
 from models.denoiser import Denoiser
-from training.checkpoint.files import Kept, flat, nested
+from training.checkpoint.files import Layout, flatten, nest
 from training.metrics import Meter
 from training.step import EMA, SpikeGuard
 
 COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
-KEPT = {
-    "model": Kept.whole,
-    "ema": Kept.whole,
-    "optimizer": Kept.shared,
-    "techniques": Kept.shared,
-    "guards": Kept.shared,
-    "loader": Kept.values,
-    "counters": Kept.values,
-    "window": Kept.sums,
-    "rng": Kept.each,
+LAYOUTS = {
+    "model": Layout.whole,
+    "ema": Layout.whole,
+    "optimizer": Layout.shared,
+    "techniques": Layout.shared,
+    "guards": Layout.shared,
+    "loader": Layout.values,
+    "counters": Layout.values,
+    "window": Layout.sums,
+    "rng": Layout.each,
 }
 """The pieces of the state and how a checkpoint keeps each: the format of checkpoints. A new piece
 is one more entry here, and one in each of the methods that save and load."""
@@ -61,7 +61,7 @@ class TrainState:
     """Blocks of the data that others stood in for, of all processes -> their samples."""
     began_at: int = 0
     """The step that this process started or resumed from."""
-    kept = KEPT
+    kept = LAYOUTS
 
     def advance(self, samples: int) -> None:
         self.step += 1
@@ -87,15 +87,15 @@ class TrainState:
         """Leaves by piece and name: references, not copies. Save or copy them before the next
         step."""
         return {
-            "model": saved_weights(self.model),
+            "model": select_saved_weights(self.model),
             "ema": self.ema.state_dict(),
-            "optimizer": dict(flat(self.optimizer.state_dict()["state"])),
-            "techniques": dict(flat(self.stack.state_dict())),
+            "optimizer": dict(flatten(self.optimizer.state_dict()["state"])),
+            "techniques": dict(flatten(self.stack.state_dict())),
             "guards": self.spikes.state_dict() if self.spikes else {},
             "loader": self.loader.state_dict(),
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "window": self.meter.state_dict(),
-            "rng": rng_state(),
+            "rng": read_rng_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class TrainState:
         load_weights(self.model, state["model"])
         self.ema.load_state_dict(state["ema"])
         load_moments(self.optimizer, state["optimizer"])
-        self.stack.load_state_dict(nested(state["techniques"]))
+        self.stack.load_state_dict(nest(state["techniques"]))
         if self.spikes is not None:
             self.spikes.load_state_dict(state["guards"])
         self.loader.load_state_dict(state["loader"])
@@ -147,19 +147,23 @@ class TrainState:
             self.optimizer.zero_grad(set_to_none=True)
 
 
-def saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that a checkpoint keeps: all, or those of an adapter."""
     own = model.state_dict()
-    return {name: own[name] for name in trained(model)} if layers_of(model) else own
+    return (
+        {name: own[name] for name in find_trained_parameters(model)}
+        if find_adapted_layers(model)
+        else own
+    )
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Loads whole tensors into a model, sharded or not; ValueError if they do not fit."""
     own = model.state_dict()
-    frozen = {name: own[name] for name in own.keys() - saved_weights(model).keys()}
+    frozen = {name: own[name] for name in own.keys() - select_saved_weights(model).keys()}
     try:
         model.load_state_dict(
-            frozen | {name: cut(tensor, own.get(name)) for name, tensor in weights.items()}
+            frozen | {name: shard_like(tensor, own.get(name)) for name, tensor in weights.items()}
         )
     except RuntimeError as error:
         raise UserError(f"the checkpoint does not fit this model: {error}") from error
@@ -172,7 +176,7 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
     Hyper-parameters stay as they are. Adam that has not stepped yet is Adam whose moments and step
     count are zero.
     """
-    saved: dict[int, dict[str, Any]] = {int(i): of for i, of in nested(leaves).items()}
+    saved: dict[int, dict[str, Any]] = {int(i): of for i, of in nest(leaves).items()}
     if isinstance(optimizer, Members):
         optimizer.load_state_dict({"state": saved})
         return
@@ -183,19 +187,19 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
         saved = {i: dict.fromkeys(entries, 0.0) for i, entries in own.items()}
     parameters = parameters_of(optimizer)
     for i, entries in saved.items():
-        saved[i] = {name: cut(value, parameters[i]) for name, value in entries.items()}
+        saved[i] = {name: shard_like(value, parameters[i]) for name, value in entries.items()}
 
-    tensors = [value for _, value in flat(own)]
+    tensors = [value for _, value in flatten(own)]
     if saved.keys() != own.keys() or not all(isinstance(value, Tensor) for value in tensors):
         optimizer.load_state_dict(current | {"state": saved})
         return
-    values = dict(flat(saved))
-    for name, tensor in flat(own):
+    values = dict(flatten(saved))
+    for name, tensor in flatten(own):
         value = values[name]
         tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
 
 
-def rng_state() -> dict[str, Tensor]:
+def read_rng_state() -> dict[str, Tensor]:
     """The states of PyTorch's generators: the host's and each GPU's."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"torch": torch.get_rng_state()} | {f"cuda.{i}": state for i, state in enumerate(gpus)}

@@ -28,30 +28,30 @@ from accel.ledger import AUTO, LedgerRow
 from accel.stack import AccelerationStack
 from common import workers
 from common.errors import UserError
-from common.files import ROOT, cache_folder, read_object, write_to_cache
-from common.text import finite
-from training.assemble import plain
-from training.components import latents_of
-from training.config.compose import typed
+from common.files import ROOT, find_cache_folder, read_object, write_to_cache
+from common.text import replace_non_finite
+from training.assemble import to_json_types
+from training.components import foresee_latents
+from training.config.compose import apply_schema
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.distributed.ranks import Ranks
-from training.environment import device_name, memory_of
-from training.goodput import UNREADABLE
+from training.environment import get_device_name, memory_of
+from training.goodput import READ_ERRORS
 
-FILE = "tuning.json"
+TUNING_FILE = "tuning.json"
 """Of a run folder."""
-STEPS = "accumulation_steps"
-TUNER = ["-m", "scripts.plan.tune"]
+STEPS_KEY = "accumulation_steps"
+TUNER_PROGRAM = ["-m", "scripts.plan.tune"]
 """The program that tries candidates, or is one of them: it is told a job in a file, and writes what
 it found beside it."""
-OF_MANY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 """Variables of one process among several; a candidate steps alone."""
-CODE = ("accel", "common", "models", "training", "scripts/plan")
+HASHED_FOLDERS = ("accel", "common", "models", "training", "scripts/plan")
 Changes = Mapping[str, Any]
 """Runtime key, or accumulation_steps -> plain value."""
 
 
-def tuned(
+def tune_config(
     cfg: TrainConfig, device: torch.device, ranks: Ranks, folder: Path | None = None
 ) -> tuple[TrainConfig, dict[str, Any]]:
     """The configuration with the fastest techniques, and what was tried; the run's `folder` or the
@@ -60,23 +60,23 @@ def tuned(
     The first process measures, alone on its device; all take its choice. ValueError if the step
     does not fit.
     """
-    found = ranks.agreed(lambda: choice_of(cfg, device, ranks.world_size, folder))
-    new = changed(cfg, found["changes"])
+    found = ranks.agreed(lambda: find_choice(cfg, device, ranks.world_size, folder))
+    new = apply_changes(cfg, found["changes"])
     ranks.check_batch(new.batch_size, new.accumulation_steps)
     return new, found
 
 
-def choice_of(
+def find_choice(
     cfg: TrainConfig, device: torch.device, processes: int, folder: Path | None
 ) -> dict[str, Any]:
     """`words`, `changes` and `tried` of what was chosen before, or is measured now."""
     deadline = time.monotonic() + cfg.runtime.tune_seconds
-    if folder is not None and (found := read(folder / FILE, cfg, device, processes)):
+    if folder is not None and (found := read_choice(folder / TUNING_FILE, cfg, device, processes)):
         return found
-    spec, resident = latents_of(cfg.data, cfg.seed, memory_of(device))
+    spec, resident = foresee_latents(cfg.data, cfg.seed, memory_of(device))
     latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident)
-    file = cache_folder("tuning") / f"{facts_of(cfg, device, processes, *latents)}.json"
-    if found := read(file, cfg, device, processes):
+    file = find_cache_folder("tuning") / f"{hash_facts(cfg, device, processes, *latents)}.json"
+    if found := read_choice(file, cfg, device, processes):
         return found
 
     print(
@@ -84,9 +84,9 @@ def choice_of(
         file=sys.stderr,
         flush=True,
     )
-    found = measured(
+    found = measure_choice(
         {
-            "cfg": plain(asdict(cfg)),
+            "cfg": to_json_types(asdict(cfg)),
             "spec": spec.as_dict(),
             "resident": resident,
             "device": str(device),
@@ -95,13 +95,13 @@ def choice_of(
         }
     )
     if any(row["step_ms"] for row in found["tried"]):
-        write_to_cache(file, finite(found))
+        write_to_cache(file, replace_non_finite(found))
     return found
 
 
-def measured(job: Mapping[str, Any]) -> dict[str, Any]:
+def measure_choice(job: Mapping[str, Any]) -> dict[str, Any]:
     """What a process of its own finds; ValueError with what it has against the run."""
-    code, found = done_apart(job)
+    code, found = run_apart(job)
     if found is None:
         raise UserError(
             f"runtime.tune=true: the process that tries techniques ended with code {code}; "
@@ -112,7 +112,7 @@ def measured(job: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def done_apart(
+def run_apart(
     job: Mapping[str, Any],
     seconds: float | None = None,
     log: IO[bytes] | None = None,
@@ -123,28 +123,28 @@ def done_apart(
     with tempfile.TemporaryDirectory(prefix="fastlatent-plan-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({**job, "parent": os.getpid()}))
-        command = [sys.executable, *(program or TUNER), str(file)]
-        code = workers.attended(command, seconds, log, without=OF_MANY)
+        command = [sys.executable, *(program or TUNER_PROGRAM), str(file)]
+        code = workers.run_to_end(command, seconds, log, without=RANK_VARIABLES)
         found = file.with_suffix(".found")
         return code, read_object(found) if found.exists() else None
 
 
-def read(
+def read_choice(
     file: Path, cfg: TrainConfig, device: torch.device, processes: int
 ) -> dict[str, Any] | None:
     """A choice that was written down; None where there is none, or it is damaged, or cannot be had
     in this run."""
-    with suppress(*UNREADABLE):
+    with suppress(*READ_ERRORS):
         found = read_object(file)
-        ledger_row(found)
-        return found if can_be_had(cfg, found["changes"], device, processes) else None
+        make_ledger_row(found)
+        return found if is_available(cfg, found["changes"], device, processes) else None
     return None
 
 
-def changed(cfg: TrainConfig, changes: Changes) -> TrainConfig:
+def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
     """The configuration with changes of runtime keys, dotted where they are nested, and of
     accumulation_steps, tuning done; ValueError where they do not go together."""
-    runtime = plain(asdict(cfg.runtime)) | {"tune": False}
+    runtime = to_json_types(asdict(cfg.runtime)) | {"tune": False}
     for key, value in changes.items():
         *outer, last = key.split(".")
         place = runtime
@@ -152,17 +152,17 @@ def changed(cfg: TrainConfig, changes: Changes) -> TrainConfig:
             place = place.setdefault(name, {})
         place[last] = value
 
-    steps = runtime.pop(STEPS, cfg.accumulation_steps)
-    found = replace(cfg, accumulation_steps=steps, runtime=typed(RuntimeConfig, runtime, []))
+    steps = runtime.pop(STEPS_KEY, cfg.accumulation_steps)
+    found = replace(cfg, accumulation_steps=steps, runtime=apply_schema(RuntimeConfig, runtime, []))
     found.check()
     return found
 
 
-def can_be_had(cfg: TrainConfig, changes: Changes, device: torch.device, processes: int) -> bool:
+def is_available(cfg: TrainConfig, changes: Changes, device: torch.device, processes: int) -> bool:
     """Whether a choice is one on this machine: its techniques are to be had, and its keys go
     together."""
     try:
-        new = changed(cfg, changes)
+        new = apply_changes(cfg, changes)
     except ValueError:
         return False
     values = new.runtime.values()
@@ -171,14 +171,14 @@ def can_be_had(cfg: TrainConfig, changes: Changes, device: torch.device, process
     return whole and not stack.reasons.keys() & changes.keys()
 
 
-def facts_of(cfg: TrainConfig, device: torch.device, processes: int, *latents: Any) -> str:
+def hash_facts(cfg: TrainConfig, device: torch.device, processes: int, *latents: Any) -> str:
     """All that a choice depends on, as a hash; `latents` describe those of the run."""
-    folders = [ROOT / part for part in CODE]
+    folders = [ROOT / part for part in HASHED_FOLDERS]
     for name in cfg.extensions:
         spec = find_spec(name)
         folders += map(Path, (spec.submodule_search_locations if spec else None) or [])
     sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
-    machine = (device_name(device), memory_of(device), version("torch"))
+    machine = (get_device_name(device), memory_of(device), version("torch"))
     run = (cfg.model, cfg.objective, cfg.optim, cfg.max_grad_norm, cfg.runtime, cfg.deterministic)
     batch = (cfg.batch_size, cfg.accumulation_steps, processes)
     digest = hashlib.sha256(repr((machine, latents, run, batch)).encode())
@@ -187,7 +187,7 @@ def facts_of(cfg: TrainConfig, device: torch.device, processes: int, *latents: A
     return digest.hexdigest()[:32]
 
 
-def ledger_row(found: Mapping[str, Any]) -> LedgerRow:
+def make_ledger_row(found: Mapping[str, Any]) -> LedgerRow:
     """The row that says what was chosen, and what else was tried."""
 
     def told(row: Mapping[str, Any]) -> str:

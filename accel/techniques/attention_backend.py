@@ -36,7 +36,7 @@ from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.machine import capability_of, is_here
 from accel.technique import Model, Observation, Technique, blocks_of, switches
 from common.errors import UserError
-from common.text import first_line
+from common.text import shorten_error
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
 BACKEND_OF = {
@@ -103,7 +103,7 @@ class AttentionBackend(Technique):
     def unavailable(self) -> str | None:
         on_gpu = self.device.type == "cuda"
         if self.implementation:
-            return without(self.implementation, self.device)
+            return find_implementation_obstacle(self.implementation, self.device)
         if not on_gpu and self.value in ("cudnn", "efficient", "flex"):
             return (
                 f"PyTorch has no {self.value} attention with a backward pass for "
@@ -125,12 +125,12 @@ class AttentionBackend(Technique):
 
     def on_process(self) -> None:
         if not self.implementation:
-            restore()
+            restore_flash()
             return
         try:
             activate_flash_attention_impl(self.implementation.name)
         except (ImportError, OSError, RuntimeError) as error:
-            what = f"{self.implementation.module} does not load ({first_line(error)})"
+            what = f"{self.implementation.module} does not load ({shorten_error(error)})"
             raise UserError(
                 f"runtime.attention={self.value}: {what}; reinstall it or use "
                 "runtime.attention=flash."
@@ -150,7 +150,7 @@ class AttentionBackend(Technique):
         if not self.enabled or self.failure or not refused:
             return None
         self.switch(AUTO)
-        restore()
+        restore_flash()
         self.failure = (
             f"{self.value} attention does not take this model's heads, windows or dtype, so "
             "PyTorch chooses"
@@ -192,18 +192,18 @@ class AttentionBackend(Technique):
         flex_on_device = any("flex_attention" in op for op in evidence.ops)
         total: Counter[str] = Counter()
         for layers, calls in zip(map(len, self.layers), evidence.blocks, strict=False):
-            found = [backends(call.ops, backend_of) for call in calls]
+            found = [count_backends(call.ops, backend_of) for call in calls]
             ran = functools.reduce(Counter.__and__, found) if found else Counter()
             ran = Counter({name: min(n, layers) for name, n in ran.items()})
             if calls and not ran and flex_on_device:  # its kernel has no event on the host
                 ran["flex"] = layers
-            elif calls and all(is_dissolved(call.ops) for call in calls):
+            elif calls and all(may_be_decomposed(call.ops) for call in calls):
                 ran[UNSEEN if evidence.kernels_unseen else "math"] += max(0, layers - ran.total())
             total += ran
         return total
 
 
-def backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[str]:
+def count_backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[str]:
     """Backend -> its calls among these operations."""
     ran: Counter[str] = Counter()
     for op, n in ops.items():
@@ -212,13 +212,13 @@ def backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[str]:
     return ran
 
 
-def restore() -> None:
+def restore_flash() -> None:
     """Puts PyTorch's own kernels in their place."""
     if current_flash_attention_impl():
         restore_flash_attention_impl()
 
 
-def without(wanted: Implementation, device: torch.device) -> str | None:
+def find_implementation_obstacle(wanted: Implementation, device: torch.device) -> str | None:
     """Why an implementation cannot be had on `device`, as a sentence."""
     name = f"FlashAttention-{wanted.name[-1]}"
     instead = "use runtime.attention=flash"
@@ -244,7 +244,7 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def is_dissolved(ops: Counter[str]) -> bool:
+def may_be_decomposed(ops: Counter[str]) -> bool:
     """Whether attention can have run as products and a softmax, into which compiling turns
     `math`."""
     return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION) for op in ops)

@@ -28,7 +28,7 @@ from torch import nn
 from accel.evidence import REGION, Evidence
 from accel.machine import capability_of, is_here
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
-from common.text import first_line
+from common.text import shorten_error
 
 INDUCTOR = "## Call CompiledFxGraph"
 """The profiler begins the name of each call of a graph that Inductor compiled with this."""
@@ -66,7 +66,7 @@ class Compile(Technique):
                 return "Compiling for a GPU needs triton; install it with pip."
             if capability_of(self.device) < (7, 0):
                 return "Compiling for a GPU needs compute capability 7.0 or newer."
-        elif cxx_compiler() is None:
+        elif find_cxx_compiler() is None:
             return (
                 "Compiling for a CPU needs a C++ compiler, such as g++; there is none on the PATH."
             )
@@ -101,7 +101,7 @@ class Compile(Technique):
         self.compiled = ()
         where = traceback.extract_tb(error.__traceback__)[-1]
         self.failure = (
-            f"the compiler failed, so nothing runs compiled: {first_line(error)} (in "
+            f"the compiler failed, so nothing runs compiled: {shorten_error(error)} (in "
             f"{Path(where.filename).name}, {where.name})"
         )
         if self.compile_mode != "default":
@@ -142,7 +142,7 @@ class Compile(Technique):
         return self.backend == "inductor"
 
 
-def cxx_compiler() -> str | None:
+def find_cxx_compiler() -> str | None:
     """Path of the C++ compiler that Inductor needs on a CPU: $CXX, or the first of the usual
     names."""
     names = (os.environ.get("CXX", "c++"), "g++", "clang++")

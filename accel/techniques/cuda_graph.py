@@ -22,10 +22,10 @@ from torch import Tensor
 from accel.composite_optimizer import is_fused
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import UNSEEN
-from accel.sharding import world_size
+from accel.sharding import get_world_size
 from accel.technique import AnyStep, Observation, Technique, TrainingStep
 from common.errors import UserError
-from common.text import first_line
+from common.text import shorten_error
 
 SINGLE_LAUNCHES = ("cudaLaunchKernel", "__cudaLaunchKernel", "cuLaunchKernel")
 """The profiler begins the name of each call that launches one kernel with one of these; CUDA 13
@@ -46,7 +46,7 @@ class CudaGraph(Technique):
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
             return f"CUDA graphs need an NVIDIA GPU; this run is on {self.device.type}."
-        if world_size() > 1:
+        if get_world_size() > 1:
             return (
                 "A step that communicates with other processes is not captured; this run has "
                 "several."
@@ -157,7 +157,7 @@ class CapturedUpdate:
         except Exception as error:
             # PyTorch's context raises before it leaves the stream of the capture
             torch.cuda.set_stream(current)
-            cause = first_line(failure or error)
+            cause = shorten_error(failure or error)
             raise UserError(
                 f"runtime.cuda_graph=true: the step cannot be captured ({cause}); use "
                 "runtime.cuda_graph=false."

@@ -27,18 +27,18 @@ from torch import Tensor, nn
 from accel.evidence import EIGHT_BIT, REGION, BlockEvidence, Evidence
 from accel.machine import capability_of, is_here
 from accel.technique import blocks_of
-from common.libraries import quiet
+from common.libraries import silence_libraries
 
-LEAST = 1024
+MIN_FEATURES = 1024
 """Inputs that a layer must have; of outputs it must have more."""
-MULTIPLE = 16
+SIZE_MULTIPLE = 16
 """Of inputs, outputs and tokens, in 8-bit products on a GPU."""
 BACKWARD = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}
 """Recipe -> 8-bit products in a layer's backward pass; the last computes the weight's gradient in
 bf16."""
 
 
-def unavailable(device: torch.device) -> str | None:
+def find_obstacle(device: torch.device) -> str | None:
     """Why 8-bit products cannot be had on `device`, as a sentence."""
     instead = "use runtime.precision=bf16"
     if device.type != "cuda":
@@ -59,10 +59,10 @@ def is_large(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear:
         return False
     sizes = (layer.in_features, layer.out_features)
-    return sizes[0] >= LEAST and sizes[1] > LEAST and not any(size % MULTIPLE for size in sizes)
+    return sizes[0] >= MIN_FEATURES and sizes[1] > MIN_FEATURES and not any(size % SIZE_MULTIPLE for size in sizes)
 
 
-def narrowed(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
+def cast_input(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
     """Under autocast a layer's input has its dtype. torchao sees to that on a GPU only."""
     kind = inputs[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -86,19 +86,19 @@ class Float8Layers:
             self.exchange(blocks_of(model), ids, getattr(model, "tokens", 1))
 
     def exchange(self, blocks: nn.ModuleList, chosen: set[int], tokens: int) -> None:
-        with quiet():
+        with silence_libraries():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             config: Any = Float8LinearConfig.from_recipe_name(self.recipe)
             # The weight's gradient sums over the tokens of a micro-batch, whose number must be a
             # multiple too.
-            config = replace(config, pad_inner_dim=tokens % MULTIPLE != 0)
+            config = replace(config, pad_inner_dim=tokens % SIZE_MULTIPLE != 0)
             before = set(blocks.modules())
             convert_to_float8_training(
                 blocks, module_filter_fn=lambda m, name: id(m) in chosen, config=config
             )
         for layer in set(blocks.modules()) - before:
-            layer.register_forward_pre_hook(narrowed)
+            layer.register_forward_pre_hook(cast_input)
 
     def observe(self, evidence: Evidence) -> tuple[bool, str]:
         """Whether every large layer ran all its products in 8 bits, forward and backward, and what
@@ -129,5 +129,5 @@ class Float8Layers:
 
     def too_small(self) -> str:
         """Why there is none."""
-        sizes = f"{LEAST:,} inputs, more than {LEAST:,} outputs, both multiples of {MULTIPLE}"
+        sizes = f"{MIN_FEATURES:,} inputs, more than {MIN_FEATURES:,} outputs, both multiples of {SIZE_MULTIPLE}"
         return f"0 of {self.count} layers are large enough for fp8: {sizes}"

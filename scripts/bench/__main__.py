@@ -10,17 +10,17 @@ import scripts.bench
 from common.errors import UserError
 from common.files import ROOT
 from scripts.bench import TABLES, Words
-from training.config.compose import one_sentence
+from training.config.compose import report_user_errors
 
 
 def measure(command: str, words: Words) -> None:
     """Measures the cases of a command and prints its tables; exits with 1 if a case failed."""
-    from scripts.bench.cases import job
+    from scripts.bench.cases import plan_job
     from scripts.bench.publish import texts
-    from scripts.bench.runner import runner_in
+    from scripts.bench.runner import open_runner
 
-    planned = job(command, words, scripts.bench.__doc__ or "")
-    with runner_in(planned.cfg.out) as runner:
+    planned = plan_job(command, words, scripts.bench.__doc__ or "")
+    with open_runner(planned.cfg.out) as runner:
         entries = [entry for entry in runner.run(planned, planned.cfg.again) if entry]
     print("", *texts(command, entries), sep="\n", flush=True)
     failed = [entry["name"] for entry in entries if "error" in entry]
@@ -38,9 +38,9 @@ def main(words: Words) -> None:
     if command in known:
         measure(command, rest)
     elif command == "gpu":
-        from scripts.bench.runner import gpu
+        from scripts.bench.runner import run_queue
 
-        gpu(rest)
+        run_queue(rest)
     elif command == "publish":
         from scripts.bench.publish import publish
 
@@ -53,5 +53,5 @@ def main(words: Words) -> None:
 if __name__ == "__main__":
     # Children are killed, so what they leave to the system is removed without a word.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
-    with one_sentence():
+    with report_user_errors():
         main(sys.argv[1:])

@@ -19,20 +19,26 @@ import torch
 
 from accel.stack import TECHNIQUES
 from common.files import ROOT
-from common.text import first_line
+from common.text import shorten_error
 from scripts import doctor
 from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
-from scripts.commands import table
-from scripts.plan.memory import asked, forecast
-from scripts.timing import fresh_compiler, interleaved, ratios, spread, synchronise
+from scripts.commands import format_table
+from scripts.plan.memory import forecast, make_question
+from scripts.timing import (
+    compute_ratios,
+    disable_compiler_caches,
+    summarise,
+    synchronise,
+    time_in_turn,
+)
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
 from training.config.schema import OnUnavailable
 from training.environment import memory_of, pick_device
 from training.evaluate import evaluate
-from training.failures import lasting_bytes
+from training.failures import count_lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
 PRODUCT = "_product_tflops"
@@ -50,24 +56,24 @@ def device_of(words: Words) -> torch.device:
     return pick_device(values.get("runtime.device", "auto"))
 
 
-def refusals(words: Words, device: torch.device) -> dict[str, str]:
+def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
     """Returns words, such as runtime.tf32=true, that this machine cannot have, and the reasons."""
-    reasons = doctor.capabilities(device)
-    slow = emulated(words, device)
+    reasons = doctor.find_capabilities(device)
+    slow = find_emulated(words, device)
     asked = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
     return {word: reason for word, reason in asked.items() if reason and word not in slow}
 
 
-def emulated(words: Words, device: torch.device) -> Words:
+def find_emulated(words: Words, device: torch.device) -> Words:
     """Returns the words that this CPU computes without instructions for them, since they ask so."""
     if EMULATE not in words or device.type != "cpu":
         return []
     every = {kind.override(value) for kind in TECHNIQUES for value in kind.emulated}
-    reasons = doctor.capabilities(device)
+    reasons = doctor.find_capabilities(device)
     return sorted(word for word in every & {*words} if reasons[word])
 
 
-def result_of(case: Case, cfg: BenchConfig) -> Figures:
+def measure_case(case: Case, cfg: BenchConfig) -> Figures:
     """Measures a case: its figures, or the `reason` or `error` in one sentence why there are none.
 
     The traceback of an error goes to stderr. The device is idle afterwards, and its memory free.
@@ -77,29 +83,29 @@ def result_of(case: Case, cfg: BenchConfig) -> Figures:
         if case.compiles and not cfg.inductor:
             return {"reason": "left out: inductor=false"}
         words = [*case.overrides, *case.needs]
-        for word, reason in refusals(words, device).items():
+        for word, reason in find_refusals(words, device).items():
             if word in case.needs:
                 return {"reason": reason}
         figures = case.measure(case, cfg)
         synchronise(device)
-        slow = emulated(words, device)
+        slow = find_emulated(words, device)
         return figures | {"emulated": slow} if slow else figures
     except torch.OutOfMemoryError as error:
-        return {"error": f"out of memory: {first_line(error)}"}
+        return {"error": f"out of memory: {shorten_error(error)}"}
     except Exception as error:
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {first_line(error)}"}
+        return {"error": f"{type(error).__name__}: {shorten_error(error)}"}
     finally:
-        free()
+        free_memory()
 
 
-def free() -> None:
+def free_memory() -> None:
     """Gives memory back that nothing refers to."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def built(words: Words) -> Loop:
+def build_loop(words: Words) -> Loop:
     """Builds the newcomer's loop where words such as newcomer.storage=files say so, else ours."""
     prefix = "newcomer."
     own = dict(word.removeprefix(prefix).split("=") for word in words if word.startswith(prefix))
@@ -107,12 +113,12 @@ def built(words: Words) -> Loop:
     return NewcomersLoop(rest, **own) if own else Workload(rest)
 
 
-def counted(loop: Loop) -> float | None:
+def count_bytes(loop: Loop) -> float | None:
     """Counts the bytes that a GPU would need for a run, as scripts.plan does, where no allocator
     tells them; None where one does, and for the newcomer's loop."""
     if loop.memory_peak is not None or not isinstance(loop, Workload):
         return None
-    needs = forecast(asked(loop.cfg, memory_of(loop.device))).needs
+    needs = forecast(make_question(loop.cfg, memory_of(loop.device))).needs
     return needs.total - needs.context
 
 
@@ -125,52 +131,52 @@ class Baseline(NamedTuple):
     counted_bytes: float | None
 
 
-KEPT: dict[tuple[str, ...], Baseline] = {}
+BASELINE_CACHE: dict[tuple[str, ...], Baseline] = {}
 """The baseline of the case before: cases that follow each other share it."""
 
 
-def baseline(words: tuple[str, ...], steps: int) -> Baseline:
+def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
     """Builds a baseline and trains it, once for the cases that follow each other."""
-    if words not in KEPT:
-        KEPT.clear()
-        free()
-        loop = built(list(words))
-        KEPT[words] = Baseline(loop, loop.final_loss(steps), counted(loop))
-    return KEPT[words]
+    if words not in BASELINE_CACHE:
+        BASELINE_CACHE.clear()
+        free_memory()
+        loop = build_loop(list(words))
+        BASELINE_CACHE[words] = Baseline(loop, loop.measure_loss(steps), count_bytes(loop))
+    return BASELINE_CACHE[words]
 
 
 def compare(case: Case, cfg: BenchConfig) -> Figures:
     """Trains a configuration and its baseline from the same weights on the same samples, then
     times them in turn; `speed` compares samples a second, since batches may differ. Techniques that
     this machine cannot have are left out."""
-    base, base_loss, base_bytes = baseline(tuple(case.baseline), cfg.loss_steps)
+    base, base_loss, base_bytes = train_baseline(tuple(case.baseline), cfg.loss_steps)
     own = base
     loss = base_loss
     if case.overrides != case.baseline:
-        refused = refusals(case.overrides, base.device)
+        refused = find_refusals(case.overrides, base.device)
         # Beside a newcomer nothing is compiled yet: warm-up takes as long as in a first start.
-        with fresh_compiler() if isinstance(base, NewcomersLoop) else nullcontext():
-            own = built([word for word in case.overrides if word not in refused])
-        loss = own.final_loss(cfg.loss_steps)
+        with disable_compiler_caches() if isinstance(base, NewcomersLoop) else nullcontext():
+            own = build_loop([word for word in case.overrides if word not in refused])
+        loss = own.measure_loss(cfg.loss_steps)
 
     loops = {"base": base} if own is base else {"base": base, "own": own}
     times = time_steps(loops, cfg.steps, cfg.repeats)
     own_ms = times.get("own", times["base"])
     batches = own.cfg.batch_size / base.cfg.batch_size
     return {
-        **spread("baseline_step_ms", times["base"]),
-        **own.figures(own_ms),
-        **spread("speed", [batches * ratio for ratio in ratios(times["base"], own_ms)]),
+        **summarise("baseline_step_ms", times["base"]),
+        **own.describe_steps(own_ms),
+        **summarise("speed", [batches * ratio for ratio in compute_ratios(times["base"], own_ms)]),
         "baseline_memory_reserved_peak": base.memory_peak,
-        "counted_bytes": base_bytes if own is base else counted(own),
+        "counted_bytes": base_bytes if own is base else count_bytes(own),
         "baseline_counted_bytes": base_bytes,
-        "baseline_not_on": base.missing(),
+        "baseline_not_on": base.list_missing(),
         "final_loss": loss,
         "loss_deviation": loss / base_loss - 1.0,
     }
 
 
-def seeds(case: Case, cfg: SeedsConfig) -> Figures:
+def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:
     """Trains a configuration from several seeds: losses with their range, and bytes counted."""
     found: Figures = {"seeds": len(cfg.seeds), "skipped": 0}
     losses: dict[str, list[float]] = {"loss": [], "eval_loss": []}
@@ -184,17 +190,17 @@ def seeds(case: Case, cfg: SeedsConfig) -> Figures:
         losses["loss"].append(late.mean().item())
         losses["eval_loss"].append(evaluate(workload.training)["eval_loss"])
         step_ms += time_steps({"own": workload}, max(1, cfg.steps // 10), cfg.repeats)["own"]
-        found |= workload.figures(step_ms)
-        for kind, size in lasting_bytes(workload.training)._asdict().items():
+        found |= workload.describe_steps(step_ms)
+        for kind, size in count_lasting_bytes(workload.training)._asdict().items():
             found[f"{kind}_bytes_a_parameter"] = size / found["parameters"]
         del workload
 
     for name, values in losses.items():
-        found |= spread(name, values)
+        found |= summarise(name, values)
     return found
 
 
-def planned(case: Case, cfg: BenchConfig) -> Figures:
+def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
     """Measures the memory of a configuration beside what scripts.plan predicts.
 
     Measured is the most that the allocator reserved, on a GPU; the prediction leaves the driver's
@@ -203,17 +209,17 @@ def planned(case: Case, cfg: BenchConfig) -> Figures:
     workload = Workload(case.overrides)
     step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
     memory = memory_of(workload.device)
-    plan = forecast(asked(workload.cfg, memory, gpu=workload.device.type == "cuda"))
+    plan = forecast(make_question(workload.cfg, memory, gpu=workload.device.type == "cuda"))
     predicted = plan.needs.total - plan.needs.context
     measured = workload.memory_peak
-    return workload.figures(step_ms) | {
+    return workload.describe_steps(step_ms) | {
         "predicted_bytes": predicted,
         "phase": plan.phase,
         "memory_error": predicted / measured - 1.0 if measured else None,
     }
 
 
-def saves(case: Case, cfg: BenchConfig) -> Figures:
+def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
     """Measures rounds of steps that begin with a save, in turn with rounds without.
 
     `stall_ms` is how long the call of `save` took; what a background save costs the steps beside
@@ -234,20 +240,20 @@ def saves(case: Case, cfg: BenchConfig) -> Figures:
 
         save_and_run()
         runs = {"own": save_and_run, "base": partial(workload.run, cfg.steps)}
-        taken = interleaved(
+        taken = time_in_turn(
             runs, cfg.repeats, workload.device, prepare=lambda name: checkpoints.finish()
         )
         checkpoints.finish()
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     return {
-        **spread("stall_ms", stall_ms[1:]),
-        **spread("step_ms_without", [1e3 * s / cfg.steps for s in taken["base"]]),
-        **spread("speed", ratios(taken["base"], taken["own"])),
+        **summarise("stall_ms", stall_ms[1:]),
+        **summarise("step_ms_without", [1e3 * s / cfg.steps for s in taken["base"]]),
+        **summarise("speed", compute_ratios(taken["base"], taken["own"])),
         "bytes": size,
     }
 
 
-def machine(case: Case, cfg: BenchConfig) -> Figures:
+def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
     """Examines the machine as scripts.doctor does, with its rates, and how many times those of
     fp32 the products' are."""
     found = doctor.examine(measure=True)
@@ -257,24 +263,24 @@ def machine(case: Case, cfg: BenchConfig) -> Figures:
         for name, rate in rates.items()
         if name.endswith(PRODUCT)
     }
-    return found | rates | times | {"text": doctor.as_text(found)}
+    return found | rates | times | {"text": doctor.format_findings(found)}
 
 
-def with_family(words: Words, family: str) -> Words:
+def replace_family(words: Words, family: str) -> Words:
     """Replaces the model by that of a family in the same size."""
     return [re.sub(r"^model=\w+_", f"model={family}_", word) for word in words]
 
 
-def calibration(case: Case, cfg: BenchConfig) -> Figures:
+def calibrate(case: Case, cfg: BenchConfig) -> Figures:
     """Tries the fused kernels as a run would before its first step, which finds them cached."""
     if device_of(case.overrides).type != "cuda":
         return {"reason": NEEDS_GPU}
-    kernels = doctor.kernels(with_family(case.overrides, case.name))
+    kernels = doctor.try_kernels(replace_family(case.overrides, case.name))
     rows = [(kernel["key"], kernel["on"], kernel["why"]) for kernel in kernels]
-    return {"kernels": kernels, "text": table([(case.name, "on", ""), *rows])}
+    return {"kernels": kernels, "text": format_table([(case.name, "on", ""), *rows])}
 
 
-def gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
+def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
     """Runs tests that need a GPU with pytest, and counts what its report holds.
 
     Warnings fail nothing: which ones a GPU, its driver and its libraries give is not known before.
@@ -286,10 +292,10 @@ def gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
         status = subprocess.run([*PYTEST, f"--junitxml={report}", *case.overrides], cwd=ROOT)
         if not report.is_file():
             raise RuntimeError(f"pytest ended with status {status.returncode}")
-        return outcomes(report)
+        return count_outcomes(report)
 
 
-def outcomes(report: Path) -> Figures:
+def count_outcomes(report: Path) -> Figures:
     """Counts the tests of a JUnit report; an `error` names those that failed."""
     tests = list(ElementTree.parse(report).iter("testcase"))
 

@@ -1,8 +1,9 @@
-"""Makes pages and the tables of README and docs from results: fills results.md.jinja.
+"""Writes the benchmark pages and the tables of README and docs from results, by results.md.jinja.
 
 Results go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, beside those of that month: a
-newer one replaces the one of its name, and an older one keeps the commit that measured it. The
-tables are made from all such files. What has no result says "not measured".
+newer result replaces the one of its name, and an older one keeps the commit that measured it. All
+such files of a card make its page, docs/benchmarks/<card>.md. A table of the docs says "not
+measured" where there is no result; the README leaves such a row out.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from accel.stack import TECHNIQUES
 from common.errors import UserError
 from common.files import write_atomically, write_json
 from scripts.bench import TABLES, Figures, Words
-from scripts.bench.runner import code_hash
-from scripts.commands import put_between, table
-from scripts.doctor import matrix
-from scripts.timing import no_difference
+from scripts.bench.runner import hash_code
+from scripts.commands import format_table, replace_between
+from scripts.doctor import compare_cards
+from scripts.timing import shows_no_difference
 from training.config.compose import read_config
-from training.environment import git_state
+from training.environment import read_git_state
 
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
 PLACES = {
     "front": "README.md",
-    "techniques": "README.md",
+    "techniques": "docs/configuration.md",
     "guides": "docs/techniques.md",
     "hardware": "docs/kernels.md",
     "overview": "docs/benchmarks/README.md",
 }
-"""Part of the template -> the page that has its table."""
+"""Part of the template -> the page that holds its table."""
 FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
 GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
-"""Group -> what guides promise, in rows, and how a GPU settles them."""
+"""Group -> its rows of promises, and the benchmarks by which a GPU settles them."""
 CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
-"""The GPUs of the table of hardware."""
+"""Columns of the table of hardware."""
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -89,7 +90,7 @@ def shown(command: str, entries: Sequence[Figures]) -> list[Figures]:
             if words:
                 remarks.append(f"{what}: {', '.join(sorted(words))}")
         if entry.get(entry["ratio"]) not in (None, 1.0) and not entry["lost"]:
-            remarks.append("no difference" if no_difference(entry, entry["ratio"]) else None)
+            remarks.append("no difference" if shows_no_difference(entry, entry["ratio"]) else None)
         found.append(entry | {"remark": "; ".join(filter(None, remarks))})
     return found
 
@@ -101,7 +102,7 @@ def texts(command: str, entries: Sequence[Figures]) -> Words:
     for entry in shown(command, entries):
         cells = [shown_as(entry, form) for form in columns.values()]
         rows.append((entry["name"], *cells, entry["remark"]))
-    return [table(rows), *(entry["text"] for entry in entries if "text" in entry)]
+    return [format_table(rows), *(entry["text"] for entry in entries if "text" in entry)]
 
 
 class Result(NamedTuple):
@@ -117,7 +118,7 @@ def rank(result: Result) -> tuple[bool, str]:
 
 
 class Page:
-    """The results of one benchmark on one card in one month."""
+    """Results of one benchmark on one card in one month: a section of the card's page."""
 
     def __init__(self, name: str, results: list[Result]) -> None:
         self.name = name
@@ -128,6 +129,8 @@ class Page:
         self.card = card_of(self.newest)
         self.month = self.newest["date"][:7]
         self.stem = f"{name}_{self.card}_{self.month}"
+        self.title = f"{name.replace('_', ' ')}, {self.month}"
+        self.link = f"{self.card}.md#{name.replace('_', '-')}-{self.month}"
         self.command = self.newest["command"].split()[3]
         self.shown = shown(self.command, self.entries)
 
@@ -158,8 +161,8 @@ def collected(folder: Path, docs: Path) -> Iterator[Page]:
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for one in sorted(found, key=lambda one: one["order"]):
         run = one["environment"]
-        if run["code"] == code_hash():  # it may have been measured in a place without git
-            run["git"] = run["git"] or git_state()
+        if run["code"] == hash_code():  # it may have been measured in a place without git
+            run["git"] = run["git"] or read_git_state()
         groups[one["benchmark"], card_of(run), run["date"][:7]].append(Result(one["entry"], run))
 
     for key, results in groups.items():
@@ -174,20 +177,24 @@ def collected(folder: Path, docs: Path) -> Iterator[Page]:
             yield page
 
 
-def write(page: Page, docs: Path) -> None:
-    """Writes a page and its figures; each says what it was measured with unlike the newest."""
+def write_figures(page: Page, docs: Path) -> None:
+    """Writes the JSON of a page; an entry names what it was measured with if the newest differs."""
     entries = []
     for entry, run in page.results:
         other = {key: value for key, value in run.items() if page.newest.get(key) != value}
         entries.append(entry | ({"measured": other} if other else {}))
     kind = TABLES["lists"].get(page.command, "cases")
     found = {"benchmark": page.name, "environment": page.newest, kind: entries}
-    base = docs / page.stem
-    write_json(base.with_suffix(".json"), found)
-    write_atomically(
-        base.with_suffix(".md"), filled("page", page=page, texts=texts(page.command, page.entries))
-    )
-    print(base.with_suffix(".md"))
+    file = docs / f"{page.stem}.json"
+    write_json(file, found)
+    print(file)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Writes a file unless it holds that text already."""
+    if not file.is_file() or file.read_text() != text:
+        write_atomically(file, text)
+        print(file)
 
 
 def tables(pages: Sequence[Page]) -> dict[str, str]:
@@ -198,22 +205,26 @@ def tables(pages: Sequence[Page]) -> dict[str, str]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
     facts = {"of": of, "items": TABLES["queue"], "rows": TABLES["front"], "guides": GUIDES}
-    facts |= {"kinds": TECHNIQUES, "hardware": matrix(CARDS)}
-    return {name: filled(name, no_difference=no_difference, **facts) for name in PLACES}
+    facts |= {"kinds": TECHNIQUES, "hardware": compare_cards(CARDS)}
+    return {name: filled(name, no_difference=shows_no_difference, **facts) for name in PLACES}
 
 
 def publish(folders: Sequence[Path], root: Path) -> None:
-    """Puts the folders' results into the docs below `root`, and makes the tables anew."""
+    """Adds the folders' results to the docs below `root`; writes all pages and tables again."""
     docs = root / "docs" / "benchmarks"
     for folder in folders:
         for page in collected(folder, docs):
-            write(page, docs)
+            write_figures(page, docs)
+
     pages = [page_in(file) for file in sorted(docs.glob("*_????-??.json"))]
+    cards: dict[str, list[Page]] = defaultdict(list)
+    for page in pages:
+        cards[page.card].append(page)
+    for card, sections in cards.items():
+        replace_text(docs / f"{card}.md", filled("card", card=card, pages=sections, texts=texts))
+
     for name, content in tables(pages).items():
         file = root / PLACES[name]
         text = file.read_text()
         start, end = (mark.format(name) for mark in MARKS)
-        changed = put_between(text, start, end, content, PLACES[name])
-        if changed != text:
-            write_atomically(file, changed)
-            print(file)
+        replace_text(file, replace_between(text, start, end, content, PLACES[name]))

@@ -33,14 +33,14 @@ from common import workers
 from common.errors import UserError
 from common.files import ROOT, lock_folder, write_json
 from scripts.bench import TABLES, Case, Figures, Words
-from scripts.bench.cases import Job, job
-from scripts.bench.measure import device_of, result_of
-from training.config.compose import from_words
+from scripts.bench.cases import Job, plan_job
+from scripts.bench.measure import device_of, measure_case
+from training.config.compose import parse_words
 from training.environment import describe_environment
 
-START = 300.0
+START_SECONDS = 300.0
 """Seconds in which a child must be ready to measure."""
-LONGEST = 1e6
+MAX_WAIT_SECONDS = 1e6
 """Seconds that the system can wait."""
 MEASURED = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
 """Folders whose code decides what is measured."""
@@ -50,7 +50,7 @@ SPAWN = get_context("spawn")
 
 
 @cache
-def code_hash() -> str:
+def hash_code() -> str:
     """Hashes the code that is measured, in 16 digits."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in MEASURED for path in (ROOT / folder).rglob("*")):
@@ -59,14 +59,14 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def child(connection: Connection, words: Words, folder: Path) -> None:
+def run_child(connection: Connection, words: Words, folder: Path) -> None:
     """Says what machine this is, then measures the cases that it is sent, as long as its parent
     lives."""
     os.setsid()
     set_start_method(None, force=True)  # its own children begin as those of train.py do
     parent = parent_process()
     assert parent is not None
-    workers.end_with(parent.pid or 0)
+    workers.end_with_parent(parent.pid or 0)
     with (folder / "log.txt").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -78,7 +78,7 @@ def child(connection: Connection, words: Words, folder: Path) -> None:
     while True:
         case, cfg = connection.recv()
         connection.send("measuring")
-        connection.send(result_of(case, cfg))
+        connection.send(measure_case(case, cfg))
 
 
 class Child:
@@ -88,24 +88,24 @@ class Child:
         self.folder = folder
         (folder / "tmp").mkdir(exist_ok=True)
         self.connection, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=child, args=(theirs, words, folder))
+        self.process = SPAWN.Process(target=run_child, args=(theirs, words, folder))
         self.process.start()
         theirs.close()
-        self.machine: Figures = self.sign_of_life()
+        self.machine: Figures = self.await_reply()
 
-    def sign_of_life(self) -> Any:
+    def await_reply(self) -> Any:
         try:
-            return self.receive(START)
+            return self.receive(START_SECONDS)
         except (EOFError, OSError) as error:
             self.end()
             raise UserError(
-                f"no process can measure here: {self.last_words(error)}. Nothing is lost, and the "
+                f"no process can measure here: {self.describe_end(error)}. Nothing is lost, and the "
                 f"same command goes on; {self.folder / 'log.txt'} says more."
             ) from error
 
     def receive(self, limit: float) -> Any:
         """Returns what the child sends; EOFError if it ended, TimeoutError after `limit`."""
-        ready = wait([self.connection, self.process.sentinel], min(limit, LONGEST))
+        ready = wait([self.connection, self.process.sentinel], min(limit, MAX_WAIT_SECONDS))
         if not ready:
             raise TimeoutError(f"not done after {limit:.0f} s")
         if self.connection not in ready:
@@ -116,16 +116,16 @@ class Child:
         """Measures a case; an `error` if that takes longer than `limit` or ends the process."""
         try:
             self.connection.send((case, cfg))
-            self.sign_of_life()
+            self.await_reply()
             return self.receive(limit)
         except (EOFError, OSError) as error:
-            return {"error": self.last_words(error)}
+            return {"error": self.describe_end(error)}
 
-    def last_words(self, error: BaseException) -> str:
+    def describe_end(self, error: BaseException) -> str:
         """Says how the process ended, if it did."""
         if isinstance(error, TimeoutError):
             return str(error)
-        self.process.join(START)
+        self.process.join(START_SECONDS)
         code = self.process.exitcode or 0
         if code < 0:
             return f"the process was ended by {signal.Signals(-code).name}"
@@ -155,7 +155,7 @@ class Runner:
     machine: Figures = field(default_factory=dict)
     """What the first child found."""
 
-    def ready(self, case: Case) -> Child:
+    def find_child(self, case: Case) -> Child:
         """Returns the child at work, or a new one."""
         if not self.child:
             self.child = Child(case.overrides, self.folder)
@@ -175,13 +175,13 @@ class Runner:
         if again not in (None, "all", "failed"):
             raise UserError(f"again={again}: choose all, failed, or leave it out.")
         try:
-            return [self.result(job, case, again) for case in job.cases]
+            return [self.find_result(job, case, again) for case in job.cases]
         finally:
             self.close()
 
-    def result(self, job: Job, case: Case, again: str | None) -> Figures | None:
+    def find_result(self, job: Job, case: Case, again: str | None) -> Figures | None:
         """Returns the result that lies there, or measures the case if that fits the time."""
-        file = self.file_of(job, case)
+        file = self.find_file(job, case)
         if file.is_file() and again != "all":
             old = json.loads(file.read_text())["entry"]
             if again is None or "error" not in old:
@@ -191,7 +191,7 @@ class Runner:
             return None
 
         began = time.time()
-        figures = self.ready(case).measure(case, job.cfg, min(self.limit, left))
+        figures = self.find_child(case).measure(case, job.cfg, min(self.limit, left))
         if "error" in figures or figures.get("not_on"):
             self.close()  # what broke here must break nothing else
             if time.time() >= self.deadline:
@@ -199,7 +199,7 @@ class Runner:
         entry = {"name": case.name, **case.labels, **figures}
         seconds = round(time.time() - began, 2)
         environment = {
-            **self.identity(job, case),
+            **self.describe_identity(job, case),
             "device": self.machine["device"],
             "git": self.machine["git"],
             "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
@@ -213,27 +213,27 @@ class Runner:
         print(f"{job.cfg.name}, {case.name}: {said}", flush=True)
         return entry
 
-    def identity(self, job: Job, case: Case) -> Figures:
+    def describe_identity(self, job: Job, case: Case) -> Figures:
         """Returns what makes a result this case's: another code, machine or key is another."""
         if not self.machine:
-            self.ready(case)
+            self.find_child(case)
         keys = asdict(replace(job.cfg, out="", again=None, name=None))
         return {
             "hardware": self.machine["hardware"],
             "versions": self.machine["versions"],
-            "code": code_hash(),
+            "code": hash_code(),
             "config": [case.overrides, case.baseline, keys],
         }
 
-    def file_of(self, job: Job, case: Case) -> Path:
-        identity = json.dumps(self.identity(job, case), sort_keys=True)
+    def find_file(self, job: Job, case: Case) -> Path:
+        identity = json.dumps(self.describe_identity(job, case), sort_keys=True)
         digest = hashlib.sha256(f"{case.name} {identity}".encode()).hexdigest()[:12]
         plain = re.sub(r"[^\w+-]+", "_", case.name)[:60]
         return self.folder / str(job.cfg.name) / f"{plain}-{digest}.json"
 
 
 @contextmanager
-def runner_in(out: str, limit: float = inf, minutes: float = inf) -> Iterator[Runner]:
+def open_runner(out: str, limit: float = inf, minutes: float = inf) -> Iterator[Runner]:
     """Yields a runner that has a folder to itself; what its children print is in log.txt."""
     folder = Path(out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -260,7 +260,7 @@ class GpuConfig:
     """Seconds after which a case is ended, from the moment at which it is being measured."""
 
 
-def chosen(cfg: GpuConfig) -> dict[str, Words]:
+def choose_items(cfg: GpuConfig) -> dict[str, Words]:
     """Returns the words of each item that is wanted; ValueError for one that there is not."""
     queue = TABLES["queue"]
     for only in cfg.only:
@@ -281,14 +281,14 @@ def chosen(cfg: GpuConfig) -> dict[str, Words]:
     return items
 
 
-def gpu(words: Words) -> None:
+def run_queue(words: Words) -> None:
     """Measures what fits the budget, and says what remains; the same command goes on."""
-    cfg = from_words(GpuConfig, words, scripts.bench.__doc__ or "")
-    items = chosen(cfg)
+    cfg = parse_words(GpuConfig, words, scripts.bench.__doc__ or "")
+    items = choose_items(cfg)
     minutes = 0.0
-    with runner_in(cfg.out, cfg.limit_s, cfg.budget_minutes) as runner:
+    with open_runner(cfg.out, cfg.limit_s, cfg.budget_minutes) as runner:
         for name, item in items.items():
-            planned = job(item[0], [*item[1:], f"name={name}"])
+            planned = plan_job(item[0], [*item[1:], f"name={name}"])
             results = runner.run(planned, cfg.again)
             for case in (case for case, got in zip(planned.cases, results, strict=True) if not got):
                 print(f"remains: {name}, {case.name}, about {case.expected:.0f} s")

@@ -16,21 +16,24 @@ from torch.autograd import DeviceType
 from accel.ledger import Ledger
 from accel.stack import TECHNIQUES, AccelerationStack
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
-from scripts.commands import table
-from scripts.doctor import capabilities
-from scripts.timing import MemoryPeak, interleaved, spread, synchronise
+from scripts.commands import format_table
+from scripts.doctor import find_capabilities
+from scripts.timing import MemoryPeak, summarise, synchronise, time_in_turn
 from training.assemble import assemble
-from training.config.schema import KERNELS
+from training.config.schema import KERNEL_KEYS
 from training.environment import pick_device
-from training.goodput import bound_of
-from training.weights.adapter_base import settled
+from training.goodput import explain_bound
+from training.weights.adapter_base import compose_pretrained
 
-NEVER = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
+NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")
 POINTWISE = ("triton_poi", "triton_red", "triton_per")
 """Inductor's other kernels, though their names may list the products that they stand next to."""
 FASTER_PRODUCTS = ("precision=bf16", "tf32=true")
-LESS_TRAFFIC = (*(f"{key}=true" for key in (*KERNELS, "compile", "fused_adamw")), "precision=bf16")
+LESS_TRAFFIC = (
+    *(f"{key}=true" for key in (*KERNEL_KEYS, "compile", "fused_adamw")),
+    "precision=bf16",
+)
 
 
 class Loop:
@@ -42,7 +45,7 @@ class Loop:
     ledger: Ledger
 
     def __init__(self, overrides: Words) -> None:
-        self.composed = settled(overrides)
+        self.composed = compose_pretrained(overrides)
         self.cfg = self.composed.cfg
         self.device = pick_device(self.cfg.runtime.device.value)
 
@@ -50,28 +53,28 @@ class Loop:
         """Sets this loop's process-wide flags and does what must not be timed, before it runs."""
         self.stack.on_process()
 
-    def one_step(self, comparable: bool = False) -> torch.Tensor:
+    def take_step(self, comparable: bool = False) -> torch.Tensor:
         """Takes a step and returns its loss; a `comparable` step draws the framework's noise."""
         raise NotImplementedError
 
     def run(self, steps: int) -> None:
         """Takes `steps` steps; may return before the device has finished."""
         for _ in range(steps):
-            self.one_step()
+            self.take_step()
 
-    def final_loss(self, steps: int) -> float:
+    def measure_loss(self, steps: int) -> float:
         """Takes `steps` comparable steps and returns the mean loss of their second half."""
         self.stack.on_process()
-        losses = [self.one_step(comparable=True) for _ in range(steps)]
+        losses = [self.take_step(comparable=True) for _ in range(steps)]
         return torch.stack(losses[steps // 2 :]).mean().item()
 
-    def missing(self) -> Words:
+    def list_missing(self) -> Words:
         """Names the techniques that were asked for and are not on."""
         return [row.key for row in self.ledger if row.missing]
 
-    def figures(self, step_ms: Sequence[float]) -> Figures:
+    def describe_steps(self, step_ms: Sequence[float]) -> Figures:
         """Returns what a result says of this loop, whose steps took `step_ms`."""
-        found: Figures = spread("step_ms", step_ms)
+        found: Figures = summarise("step_ms", step_ms)
         samples = self.cfg.batch_size
         return found | {
             "batch_size": samples,
@@ -79,7 +82,7 @@ class Loop:
             "memory_reserved_peak": self.memory_peak,
             "warm_up_s": self.warm_up_seconds,
             "ledger": self.ledger.as_dict(),
-            "not_on": self.missing(),
+            "not_on": self.list_missing(),
         }
 
 
@@ -87,7 +90,7 @@ class Workload(Loop):
     """The framework's own training step, built from overrides, warmed up and observed."""
 
     def __init__(self, overrides: Words) -> None:
-        super().__init__([*overrides, *NEVER])
+        super().__init__([*overrides, *NO_INTERRUPTIONS])
         memory = MemoryPeak(self.device)
 
         torch.manual_seed(self.cfg.seed)
@@ -99,11 +102,11 @@ class Workload(Loop):
         self.warm_up_seconds = time.perf_counter() - began
         self.memory_peak = memory.read()
 
-    def one_step(self, comparable: bool = True) -> torch.Tensor:
+    def take_step(self, comparable: bool = True) -> torch.Tensor:
         return self.training.take_step().loss
 
-    def figures(self, step_ms: Sequence[float]) -> Figures:
-        found = super().figures(step_ms)
+    def describe_steps(self, step_ms: Sequence[float]) -> Figures:
+        found = super().describe_steps(step_ms)
         meter = self.training.state.meter
         flops_a_second = found["samples_per_s"] * meter.train_flops
         model = self.training.model
@@ -122,11 +125,11 @@ def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str,
         loop.run(1)
     device = next(iter(loops.values())).device
     runs = {name: partial(loop.run, steps) for name, loop in loops.items()}
-    taken = interleaved(runs, repeats, device, prepare=lambda name: loops[name].prepare())
+    taken = time_in_turn(runs, repeats, device, prepare=lambda name: loops[name].prepare())
     return {name: [1e3 * s / steps for s in values] for name, values in taken.items()}
 
 
-def times_between(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
+def sum_phases(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
     """Returns milliseconds by phase, from the ends of phases: seconds on the host, or events of a
     GPU that has finished."""
     found = defaultdict(float)
@@ -136,7 +139,7 @@ def times_between(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
     return found
 
 
-def phases_of(workload: Workload, steps: int) -> dict[str, float]:
+def time_phases(workload: Workload, steps: int) -> dict[str, float]:
     """Returns milliseconds a step by phase; a step in one CUDA graph is one phase."""
     training = workload.training
     marks = []
@@ -166,13 +169,13 @@ def phases_of(workload: Workload, steps: int) -> dict[str, float]:
     training.step.mark = lambda phase: None
 
     synchronise(workload.device)
-    found = times_between(marks)
+    found = sum_phases(marks)
     if "forward" not in found:
         found["whole step"] = found.pop("rest")
     return {phase: found[phase] / steps for phase in PHASES if phase in found}
 
 
-def profiled(workload: Workload) -> torch.profiler.profile:
+def profile_step(workload: Workload) -> torch.profiler.profile:
     """Profiles one step."""
     workload.prepare()
     with torch.profiler.profile(acc_events=True) as profiler:
@@ -181,7 +184,7 @@ def profiled(workload: Workload) -> torch.profiler.profile:
     return profiler
 
 
-def busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
+def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
     """Sums a profile: all kernels, or operators on a CPU, and those of them that multiply."""
     total = 0.0
     products = 0.0
@@ -196,7 +199,7 @@ def busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
     return total, products
 
 
-def verdict(
+def find_bound(
     step_ms: float,
     data_ms: float,
     busy: float | None,
@@ -211,7 +214,7 @@ def verdict(
     these are proposed.
     """
     fewer = [kind.override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
-    found = bound_of(step_ms, data_ms, busy, [word for word in fewer if word in left], data)
+    found = explain_bound(step_ms, data_ms, busy, [word for word in fewer if word in left], data)
     if found is not None:
         return found
 
@@ -223,18 +226,22 @@ def verdict(
     return bound, reason, keys or ["a smaller model, a larger patch_size, or a faster device"]
 
 
-def phases(case: Case, cfg: BenchConfig) -> Figures:
+def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
     """Measures the whole step and its phases, and says what bounds it and what to try next."""
     workload = Workload(case.overrides)
-    figures = workload.figures(time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"])
-    found = phases_of(workload, cfg.steps)
+    figures = workload.describe_steps(
+        time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
+    )
+    found = time_phases(workload, cfg.steps)
     cuda = workload.device.type == "cuda"
-    busy, products = busy_ms(profiled(workload).key_averages(), cuda)
+    busy, products = sum_busy_ms(profile_step(workload).key_averages(), cuda)
 
     active = {row.key: row.active for row in workload.ledger}
     on = {kind.override(active[kind.key]) for kind in TECHNIQUES}
-    offered = {word for word, reason in capabilities(workload.device).items() if reason is None}
-    bound, reason, keys = verdict(
+    offered = {
+        word for word, reason in find_capabilities(workload.device).items() if reason is None
+    }
+    bound, reason, keys = find_bound(
         figures["step_ms"],
         found["data"],
         busy if cuda else None,
@@ -243,7 +250,7 @@ def phases(case: Case, cfg: BenchConfig) -> Figures:
         workload.cfg.data,
     )
 
-    text = table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in found.items())])
+    text = format_table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in found.items())])
     return figures | {
         "phases_ms": found,
         "busy_ms": busy,
@@ -253,10 +260,10 @@ def phases(case: Case, cfg: BenchConfig) -> Figures:
     }
 
 
-def profile(case: Case, cfg: BenchConfig) -> Figures:
+def write_profile(case: Case, cfg: BenchConfig) -> Figures:
     """Lists the ops that take most of a step, and writes its trace for https://ui.perfetto.dev."""
     workload = Workload(case.overrides)
-    profiler = profiled(workload)
+    profiler = profile_step(workload)
     cuda = workload.device.type == "cuda"
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
     text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=50)

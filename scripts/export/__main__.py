@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from sampling.draw import ModelConfig
-from training.config.compose import from_words, one_sentence, refuse_no_weights
+from training.config.compose import parse_words, refuse_no_weights, report_user_errors
 from training.config.schema import RuntimeConfig
 
 if TYPE_CHECKING:
     from sampling.load import TrainedModel
 
-PLAIN = asdict(RuntimeConfig())
+PLAIN_RUNTIME = asdict(RuntimeConfig())
 """Runtime keys of a model that is written down: the defaults."""
 
 
@@ -104,30 +104,30 @@ def export(cfg: ExportConfig) -> Path:
     return out
 
 
-def loaded(cfg: ExportConfig) -> TrainedModel:
+def load_trained(cfg: ExportConfig) -> TrainedModel:
     """The model on the CPU in fp32."""
     from sampling.load import load_run
 
-    return load_run(cfg.path, cfg.encoder, "cpu", cfg.key, PLAIN, adapter=cfg.adapter)
+    return load_run(cfg.path, cfg.encoder, "cpu", cfg.key, PLAIN_RUNTIME, adapter=cfg.adapter)
 
 
 def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
     from scripts.export.folder import can_be_included, write_folder
 
-    trained = loaded(cfg)
+    trained = load_trained(cfg)
     include = cfg.include_autoencoder and can_be_included(trained)
     if cfg.include_autoencoder and not include:
         print("the autoencoder is code of your own: it is named and not included", flush=True)
     folder.mkdir()
     write_folder(
-        folder, trained, trained.opened.told.model, card_of(cfg, trained, include), include
+        folder, trained, trained.opened.told.model, make_card(cfg, trained, include), include
     )
 
 
 def write_program(cfg: ExportConfig, file: Path) -> None:
     import torch
 
-    trained = loaded(cfg)
+    trained = load_trained(cfg)
     spec = trained.spec
     model = trained.model
     inputs = (
@@ -161,19 +161,19 @@ def write_program(cfg: ExportConfig, file: Path) -> None:
 
 
 def write_adapter(cfg: ExportConfig, folder: Path) -> None:
-    from training.checkpoint.load import read_newest, weights_file
+    from training.checkpoint.load import find_weights_file, read_newest
     from training.weights.adapter_file import write_peft
 
-    read_newest(cfg.path, lambda: write_peft(weights_file(cfg.path, cfg.key), folder))
+    read_newest(cfg.path, lambda: write_peft(find_weights_file(cfg.path, cfg.key), folder))
 
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:
-    from training.checkpoint.files import header, write_tensors
+    from training.checkpoint.files import make_header, write_tensors
 
-    trained = loaded(cfg)
+    trained = load_trained(cfg)
     told = trained.opened.told
     described = {"model": told.model, "spec": told.spec.as_dict(), "step": told.step}
-    write_tensors(file, trained.model.state_dict(), header(described, "ema"))
+    write_tensors(file, trained.model.state_dict(), make_header(described, "ema"))
 
 
 WRITERS = {
@@ -184,22 +184,22 @@ WRITERS = {
 }
 
 
-def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
+def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
     """Code that opens the folder and draws; only latents where no class of diffusers decodes them
     rightly."""
-    from scripts.export.folder import autoencoder_of, branches_of, can_be_included
+    from scripts.export.folder import can_be_included, find_branches, name_autoencoder
 
     labels = json.dumps(trained.spec.names[:2] or [0], ensure_ascii=False)
     call = f"pipe({labels}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
     vae = ""
     told = ""
-    if not include and can_be_included(trained) and not branches_of(trained):
+    if not include and can_be_included(trained) and not find_branches(trained):
         vae = ", vae=<the autoencoder, opened by diffusers>"
     elif not include:
         last = f'latents = {call}, output_type="latent").images'
         told = (
-            f"\n\nNo class of diffusers computes what the autoencoder ({autoencoder_of(trained)}) "
+            f"\n\nNo class of diffusers computes what the autoencoder ({name_autoencoder(trained)}) "
             "does, and one that opens its files gives wrong colours. `python -m scripts.sample` "
             "draws images with the run."
         )
@@ -211,17 +211,17 @@ def how_to_sample(cfg: ExportConfig, trained: TrainedModel, include: bool) -> st
     return f"```python\n{code}\n```{told}"
 
 
-def card_of(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
+def make_card(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
     """The model card: that of the run where there is one, with code for this folder."""
-    from sampling.load import run_folder_of
+    from sampling.load import find_run_folder
     from scripts.report.history import History
-    from scripts.report.pages import card
+    from scripts.report.pages import render_card
 
-    how = how_to_sample(cfg, trained, include)
+    how = describe_sampling(cfg, trained, include)
     head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'
-    run = run_folder_of(trained.file)
+    run = find_run_folder(trained.file)
     if run and (run / "config.yaml").is_file():
-        return head + card(History(run), how).partition("\n---\n\n")[2]
+        return head + render_card(History(run), how).partition("\n---\n\n")[2]
     return f"{head}# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
 
 
@@ -252,5 +252,5 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence():
-        export(from_words(ExportConfig, sys.argv[1:], __doc__ or ""))
+    with report_user_errors():
+        export(parse_words(ExportConfig, sys.argv[1:], __doc__ or ""))

@@ -13,31 +13,31 @@ from torch import nn
 
 from common.errors import UserError
 from models.autoencoders import PixelAutoencoder
-from sampling.draw import SAMPLER
+from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
-from scripts.export.source import one_file
+from scripts.export.source import join_sources
 from training.checkpoint.files import write_tensors
 from training.config.build import resolve_target
-from training.weights.pretrained import targets
+from training.weights.pretrained import list_targets
 
 MODELLING = "modeling_fastlatent"
 TRANSFORMER = "FastlatentTransformer"
 AUTOENCODING = "modeling_autoencoder"
 AUTOENCODER = "FastlatentAutoencoder"
 PIPELINE = "FastlatentPipeline"
-HERE = "scripts.export.classes."
+CLASSES_MODULE = "scripts.export.classes."
 ORIGIN = (
     ", cut out of the sources of fastlatent by `python -m scripts.export`; Apache-2.0.\n\n"
     "Letters: B samples, C channels, H W latent height and width, L tokens, D width, K heads,\n"
     "P head dim, N state size, E inner width.\n"
 )
 VERSION = {"_diffusers_version": diffusers.__version__}
-AUTO = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
+AUTO_MAP = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
 
 
-def exportable(node: Mapping[str, Any]) -> None:
+def refuse_own_code(node: Mapping[str, Any]) -> None:
     """ValueError for a model with code of somebody's own, which cannot be copied into one file."""
-    for target in targets(node):
+    for target in list_targets(node):
         known = "models." if target != node["_target_"] else "models.denoiser.Denoiser"
         if not str(target).startswith(known):
             raise UserError(
@@ -50,19 +50,19 @@ def write_folder(
     folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool
 ) -> None:
     """Writes all files of the folder. `include`: the autoencoder's too."""
-    exportable(node)
+    refuse_own_code(node)
     write_transformer(folder / "transformer", trained, node)
     # AutoModel looks into the index first.
-    index = {"_class_name": ["pipeline", PIPELINE], **VERSION, **AUTO}
+    index = {"_class_name": ["pipeline", PIPELINE], **VERSION, **AUTO_MAP}
     index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]}
     vae = getattr(trained.autoencoder, "vae", None)
     if vae is not None and include:
         vae.save_pretrained(folder / "vae")
         index["vae"] = ["diffusers", trained.autoencoder.kind]
-        if branches := branches_of(trained):
+        if branches := find_branches(trained):
             write_branches(folder / "vae", vae.config, branches)
             index["vae"] = [AUTOENCODING, AUTOENCODER]
-    source = one_file(f"Draws images with a denoiser of latents{ORIGIN}", HERE + PIPELINE)
+    source = join_sources(f"Draws images with a denoiser of latents{ORIGIN}", CLASSES_MODULE + PIPELINE)
     (folder / "pipeline.py").write_text(source)
     write_json(folder / "model_index.json", index)
     (folder / "README.md").write_text(card)
@@ -86,16 +86,16 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         layer.pop("_partial_", None)
         told[key] = {"name": kind.__name__, **layer}
         kinds.append(f"{kind.__module__}.{kind.__name__}")
-    source = one_file(f"A denoiser of latents{ORIGIN}", *kinds, HERE + TRANSFORMER)
+    source = join_sources(f"A denoiser of latents{ORIGIN}", *kinds, CLASSES_MODULE + TRANSFORMER)
     latents = {
         "mean": spec.mean,
         "std": spec.std,
         "class_names": spec.names,
-        "sampling": {key: getattr(trained.sampling, key) for key in SAMPLER},
-        "autoencoder": autoencoder_of(trained),
-        "global_branches": bool(branches_of(trained)),
+        "sampling": {key: getattr(trained.sampling, key) for key in SAMPLER_KEYS},
+        "autoencoder": name_autoencoder(trained),
+        "global_branches": bool(find_branches(trained)),
     }
-    config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **told, **AUTO}
+    config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **told, **AUTO_MAP}
     part.mkdir()
     (part / f"{MODELLING}.py").write_text(source)
     write_json(part / "config.json", config | {"latents": latents})
@@ -108,11 +108,11 @@ def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, li
     sizes = {key: value for key, value in config.items() if key != added and key[0] != "_"}
     told = {"_class_name": AUTOENCODER, **VERSION, "sizes": sizes, "branches": branches}
     write_json(part / "config.json", told)
-    source = one_file(f"An autoencoder{ORIGIN}", HERE + AUTOENCODER)
+    source = join_sources(f"An autoencoder{ORIGIN}", CLASSES_MODULE + AUTOENCODER)
     (part / f"{AUTOENCODING}.py").write_text(source)
 
 
-def autoencoder_of(trained: TrainedModel) -> str:
+def name_autoencoder(trained: TrainedModel) -> str:
     """What decodes the latents, for whoever has to find it; "" where they are pixels."""
     if isinstance(trained.autoencoder, PixelAutoencoder):
         return ""
@@ -122,7 +122,7 @@ def autoencoder_of(trained: TrainedModel) -> str:
     return Path(path).name if Path(path).is_absolute() else f"{path}, revision {revision}"
 
 
-def branches_of(trained: TrainedModel) -> dict[str, list[int]]:
+def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
     """Blocks of the autoencoder with a global branch of TAEF2 -> (hidden channels, channels) of it.
     diffusers' own classes have none."""
     vae = getattr(trained.autoencoder, "vae", nn.Identity())

@@ -25,8 +25,8 @@ import json
 import sys
 
 from common.errors import UserError
-from scripts.commands import own_and_others
-from training.config.compose import one_sentence
+from scripts.commands import split_words
+from training.config.compose import report_user_errors
 
 
 def main(words: list[str]) -> None:
@@ -45,23 +45,23 @@ def main(words: list[str]) -> None:
 
     # Here, so that help does not wait for torch.
     from scripts.plan import report
-    from scripts.plan.largest import LargestConfig, compare
+    from scripts.plan.largest import LargestConfig, compare_ways
     from scripts.plan.largest import __doc__ as growing
     from scripts.plan.scale import ScaleConfig, scale
     from scripts.plan.scale import __doc__ as scaling
 
     if "=" in command:
-        cfg, overrides = own_and_others(report.PlanConfig, words, __doc__ or "")
-        found = report.planned(cfg, overrides)
-        print(json.dumps(found, indent=1) if cfg.json else report.texts(found))
+        cfg, overrides = split_words(report.PlanConfig, words, __doc__ or "")
+        found = report.plan_run(cfg, overrides)
+        print(json.dumps(found, indent=1) if cfg.json else report.format_plan(found))
     elif command == "scale":
-        print(scale(*own_and_others(ScaleConfig, rest, scaling or "")))
+        print(scale(*split_words(ScaleConfig, rest, scaling or "")))
     elif command == "largest":
-        print(compare(*own_and_others(LargestConfig, rest, growing or "")))
+        print(compare_ways(*split_words(LargestConfig, rest, growing or "")))
     else:
-        print(report.tune(*own_and_others(report.TuneConfig, rest, __doc__ or "")))
+        print(report.tune(*split_words(report.TuneConfig, rest, __doc__ or "")))
 
 
 if __name__ == "__main__":
-    with one_sentence():
+    with report_user_errors():
         main(sys.argv[1:])

@@ -26,12 +26,12 @@ from accel.composite_optimizer import innermost, kept_by, largest_part
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from data.loader import Batch, LatentSpec
-from models.adapters import trained
+from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
 from training.config.schema import ParallelConfig, TrainConfig
-from training.failures import lasting_bytes
-from training.optimizers import parameter_groups
+from training.failures import count_lasting_bytes
+from training.optimizers import make_parameter_groups
 from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")
@@ -57,34 +57,34 @@ class Tracker(TorchDispatchMode):
         self.peaks: dict[Place, Peak] = {}
         self.on_host = False
         """Whether what is made now lies in host memory, and counts as nothing."""
-        self.having_gradients: set[int] = set()
-        self.known: set[int] = set()
+        self.with_gradient: set[int] = set()
+        self.tracked: set[int] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def know(self, tensors: Iterable[Any]) -> None:
+    def track(self, tensors: Iterable[Any]) -> None:
         """Counts tensors as live until they are freed."""
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
-                self.know(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+                self.track(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.known:
+            if storage._cdata not in self.tracked:
                 size = 0 if self.on_host else storage.nbytes()
-                self.known.add(storage._cdata)
+                self.tracked.add(storage._cdata)
                 self.live += size
                 weakref.finalize(storage, self.forget, storage._cdata, size).atexit = False
         if self.live > self.peaks.get(self.place, Peak(-1, 0)).live:
             self.peaks[self.place] = Peak(self.live, self.gradients)
 
     def forget(self, address: int, size: int) -> None:
-        self.known.remove(address)
+        self.tracked.remove(address)
         self.live -= size
 
     @contextmanager
-    def making_on_host(self) -> Iterator[None]:
+    def allocate_on_host(self) -> Iterator[None]:
         """What becomes known inside lies in host memory."""
         self.on_host = True
         try:
@@ -92,37 +92,37 @@ class Tracker(TorchDispatchMode):
         finally:
             self.on_host = False
 
-    def at(self, phase: str, block: int | None = None) -> None:
+    def enter(self, phase: str, block: int | None = None) -> None:
         """What runs from now on runs there."""
         self.place = (phase, block)
-        self.know(())
+        self.track(())
 
     def note_gradient(self, parameter: Tensor) -> None:
         """A hook that PyTorch calls when a gradient has been accumulated."""
         assert parameter.grad is not None
-        if id(parameter) not in self.having_gradients:  # later micro-batches add to it
-            self.having_gradients.add(id(parameter))
+        if id(parameter) not in self.with_gradient:  # later micro-batches add to it
+            self.with_gradient.add(id(parameter))
             self.gradients += parameter.grad.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self.know(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+        self.track(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
         return found
 
 
-def placed(block: nn.Module, index: int, tracker: Tracker) -> Callable[..., Any]:
+def track_block(block: nn.Module, index: int, tracker: Tracker) -> Callable[..., Any]:
     """The call of a block, compiled or not, which tells the tracker when its passes begin."""
     call = block._compiled_call_impl or block._call_impl
 
     def told(*inputs: Tensor) -> Any:
-        tracker.at("forward", index)
+        tracker.enter("forward", index)
         if index == 0 and inputs[0].requires_grad:
-            inputs[0].register_hook(lambda _: tracker.at("embedding"))
+            inputs[0].register_hook(lambda _: tracker.enter("embedding"))
         outputs = call(*inputs)
-        tracker.at("forward")
+        tracker.enter("forward")
         for tensor in outputs:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: tracker.at("backward", index))
+                tensor.register_hook(lambda _: tracker.enter("backward", index))
         return outputs
 
     return told
@@ -135,7 +135,7 @@ class GpuStack(AccelerationStack):
         """A GPU is taken to have each."""
 
 
-def planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
+def build_planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
     """The techniques of one process, whatever the others do, of a GPU or of this CPU; they are set
     to what can be counted on fake tensors."""
     stack = build_stack(cfg, CPU, alone=True, kind=GpuStack if gpu else AccelerationStack)
@@ -145,7 +145,7 @@ def planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
     return stack
 
 
-def blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device) -> Denoiser:
+def build_blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device) -> Denoiser:
     """The model with zeros for weights; with fake ones inside a FakeTensorMode."""
     model = build_on_meta(node, spec)
     for module in model.modules():
@@ -157,21 +157,21 @@ def blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device
     return model
 
 
-def built(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
+def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
     """The parts of a run without its data; fused kernels are taken as proved, and an adapter's base
     stays zero."""
     no_data: Any = SimpleNamespace(spec=spec)
     parts = Parts(
         loader=lambda *_: no_data,
-        model=blank_model,
+        model=build_blank_model,
         kernels=lambda *_: {},
-        stack=lambda cfg, _: planned_stack(cfg, gpu),
+        stack=lambda cfg, _: build_planned_stack(cfg, gpu),
         weights=lambda *_: None,
     )
     return assemble(cfg, CPU, parts=parts)
 
 
-def of_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
+def with_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
     """The configuration of one process with another batch and another number of blocks; a model
     whose depth is no key is counted whole."""
     return replace(
@@ -183,7 +183,7 @@ def of_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int
     )
 
 
-class Passed(NamedTuple):
+class PassBytes(NamedTuple):
     """A forward and backward pass at some depth."""
 
     peaks: dict[Place, Peak]
@@ -192,11 +192,11 @@ class Passed(NamedTuple):
     """Bytes that a micro-batch keeps for its backward pass."""
 
 
-def passed(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Passed:
+def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
     """Counts a forward and backward pass of a micro-batch; the second, if gradients are
     accumulated."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        training = built(cfg, spec, gpu)
+        training = build_without_data(cfg, spec, gpu)
         model = training.model
         step = training.step
         tracker = Tracker()
@@ -217,12 +217,12 @@ def passed(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Passed:
         techniques = training.stack.techniques
         if not any(technique.hides_blocks() for technique in techniques):
             for i, block in enumerate(model.blocks):
-                block._compiled_call_impl = placed(block, i, tracker)
+                block._compiled_call_impl = track_block(block, i, tracker)
         for technique in techniques:
-            technique.to_host = tracker.making_on_host()(technique.to_host)
-        for parameter in trained(model).values():
+            technique.to_host = tracker.allocate_on_host()(technique.to_host)
+        for parameter in find_trained_parameters(model).values():
             parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
-        tracker.know([*model.parameters(), *model.buffers(), *latents, numbers])
+        tracker.track([*model.parameters(), *model.buffers(), *latents, numbers])
         start = tracker.live
         kept = 0.0
 
@@ -230,21 +230,21 @@ def passed(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Passed:
             nonlocal kept
             if phase == "forward":
                 kept = tracker.live - tracker.gradients - start
-                tracker.at("backward")
+                tracker.enter("backward")
             elif phase == "backward":
-                tracker.at("forward")
+                tracker.enter("forward")
 
         step.mark = mark
         with tracker:
             step.accumulate(batches)
-    return Passed(tracker.peaks, kept)
+    return PassBytes(tracker.peaks, kept)
 
 
-def updated(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, float]:
+def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, float]:
     """Counts an update of the optimizer, the second one, which finds its state: the bytes that
     last, by name, those that are `temporary`, and the elements of the largest `part` of the
     parameters."""
-    training = built(cfg, spec, gpu)
+    training = build_without_data(cfg, spec, gpu)
     step = training.step
     optimizer = step.optimizer
     for group in (group for own in innermost(optimizer) for group in own.param_groups):
@@ -255,22 +255,22 @@ def updated(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, float]:
     optimizer.step()
 
     tracker = Tracker()
-    with tracker.making_on_host():
+    with tracker.allocate_on_host():
         for technique in training.stack.techniques:
-            tracker.know(technique.in_host_memory())
+            tracker.track(technique.in_host_memory())
     entries = [value for p in step.parameters for value in kept_by(optimizer, p).values()]
     gradients = [p.grad for p in step.parameters if p.grad is not None]
     state = [value for value in entries if isinstance(value, Tensor)]
-    tracker.know([*step.parameters, *gradients, *state])
+    tracker.track([*step.parameters, *gradients, *state])
     start = tracker.live
-    lasting = lasting_bytes(training)._asdict()
+    lasting = count_lasting_bytes(training)._asdict()
 
     one = torch.ones(())
     with tracker:
-        tracker.at("optimizer")
+        tracker.enter("optimizer")
         step.optimizer_step(gradients, one, one > 0)
     temporary = max(0.0, tracker.peaks["optimizer", None].live - start)
     return lasting | {
         "temporary": temporary,
-        "part": largest_part(parameter_groups(training.model, 0.0)),
+        "part": largest_part(make_parameter_groups(training.model, 0.0)),
     }

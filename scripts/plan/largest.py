@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from common.errors import UserError
-from common.text import first_line
-from scripts.commands import table
-from scripts.plan.memory import Forecast, asked, forecast
-from scripts.plan.scale import known_card
+from common.text import shorten_error
+from scripts.commands import format_table
+from scripts.plan.memory import Forecast, forecast, make_question
+from scripts.plan.scale import find_card
 from training.config.schema import Positive, refuse_values
 from training.environment import GIB, Card
-from training.weights.adapter_base import settled
+from training.weights.adapter_base import compose_pretrained
 
 SHARDED = "runtime=lowmem runtime.parallel.mode=fsdp"
 WAYS = (
@@ -41,7 +41,7 @@ WAYS = (
     f"{SHARDED} runtime.offload_activations=true runtime.parallel.cpu_offload=true",
 )
 HEADS = ("largest", "parameters", "×", "GPUs", "GiB a GPU", "GiB of state on the host", "way")
-MOST = 4096
+MAX_SIZE = 4096
 """Blocks, or steps of the width, beyond which nothing is looked for."""
 
 
@@ -57,7 +57,7 @@ class LargestConfig:
     ways: list[str] = field(default_factory=lambda: list(WAYS))
 
 
-def largest(at: Callable[[int], Forecast], memory: float, start: int, power: int) -> int:
+def find_largest(at: Callable[[int], Forecast], memory: float, start: int, power: int) -> int:
     """The largest n from 1 to `MOST` for which the forecast `at(n)` takes at most `memory` bytes; 0
     if 1 does not fit.
 
@@ -69,30 +69,32 @@ def largest(at: Callable[[int], Forecast], memory: float, start: int, power: int
     while True:
         points.append((n, at(n).needs.total))
         fits = max((tried for tried, size in points if size <= memory), default=0)
-        beyond = min((tried for tried, size in points if size > memory), default=MOST + 1)
+        beyond = min((tried for tried, size in points if size > memory), default=MAX_SIZE + 1)
         if beyond - fits == 1:
             return fits
-        n = crossing(points[-2:], memory, power) if len(points) > 1 else start
+        n = find_crossing(points[-2:], memory, power) if len(points) > 1 else start
         n = min(max(n, fits + 1), beyond - 1)
 
 
-def crossing(points: list[tuple[int, float]], memory: float, power: int) -> int:
+def find_crossing(points: list[tuple[int, float]], memory: float, power: int) -> int:
     """Where the line through two points, over n ** power, reaches the memory; `MOST` if it does not
     rise."""
     (before, less), (latest, size) = points
     rise = (size - less) / (latest**power - before**power)
     if rise <= 0:
-        return MOST
+        return MAX_SIZE
     return int(max(0.0, latest**power + (memory - size) / rise) ** (1 / power))
 
 
-def row_of(cfg: LargestConfig, words: list[str], way: str, card: Card) -> tuple[int, Forecast]:
+def forecast_largest(
+    cfg: LargestConfig, words: list[str], way: str, card: Card
+) -> tuple[int, Forecast]:
     """The largest value of the key that grows, and its forecast."""
-    train = settled([*words, *way.split()]).cfg
+    train = compose_pretrained([*words, *way.split()]).cfg
     sharded = train.runtime.parallel.mode.value in ("fsdp", "hsdp")
     gpus = cfg.gpus if sharded else 1
     train = replace(train, batch_size=train.batch_size * gpus)
-    question = asked(train, card.memory, gpus)
+    question = make_question(train, card.memory, gpus)
     wider = cfg.of == "dim"
     step = train.model["head_dim"] if wider else 1
 
@@ -105,18 +107,18 @@ def row_of(cfg: LargestConfig, words: list[str], way: str, card: Card) -> tuple[
         found[n] = forecast(replace(question, cfg=replace(train, model=model)), like)
         return found[n]
 
-    n = largest(at, card.memory, train.model[cfg.of] // step, power=2 if wider else 1)
+    n = find_largest(at, card.memory, train.model[cfg.of] // step, power=2 if wider else 1)
     if n == 0:
         raise UserError(f"{cfg.of}={step} does not fit.")
     return n * step, found[n]
 
 
-def compare(cfg: LargestConfig, words: list[str]) -> str:
+def compare_ways(cfg: LargestConfig, words: list[str]) -> str:
     """The table of all ways; ValueError for a model that has no such key, and where `words` are no
     run."""
     refuse_values(cfg)
-    card = known_card(cfg.hardware)
-    model = settled(words).cfg.model
+    card = find_card(cfg.hardware)
+    model = compose_pretrained(words).cfg.model
     if cfg.of not in ("depth", "dim") or not {cfg.of, "head_dim"} <= model.keys():
         raise UserError(
             f"of={cfg.of} must be depth or dim, and the model of this run must have that key and "
@@ -129,9 +131,9 @@ def compare(cfg: LargestConfig, words: list[str]) -> str:
     rows: list[tuple[object, ...]] = [HEADS]
     for way in cfg.ways:
         try:
-            size, found = row_of(cfg, words, way, card)
+            size, found = forecast_largest(cfg, words, way, card)
         except (ValueError, ImportError) as error:
-            rows.append((*[None] * 6, f"{way}: {first_line(error)}"))
+            rows.append((*[None] * 6, f"{way}: {shorten_error(error)}"))
             continue
         first = first or found
         row = (
@@ -146,7 +148,7 @@ def compare(cfg: LargestConfig, words: list[str]) -> str:
         rows.append(row)
 
     return (
-        f"{table(rows)}\n\n{cfg.hardware}, {card.memory / GIB:.0f} GiB; counted in "
+        f"{format_table(rows)}\n\n{cfg.hardware}, {card.memory / GIB:.0f} GiB; counted in "
         f"{time.monotonic() - began:.0f} s. Activations that lie on the host are not counted. On a "
         "GPU: not measured yet."
     )

@@ -15,28 +15,36 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel.composite_optimizer import largest_part
+from accel.composite_optimizer import count_largest_part
 from accel.technique import Technique
 from common.errors import UserError
-from common.text import first_line
+from common.text import shorten_error
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
-from scripts.plan.counting import Passed, Peak, Place, of_few_blocks, passed, planned_stack, updated
-from training.components import latents_of
+from scripts.plan.counting import (
+    PassBytes,
+    Peak,
+    Place,
+    build_planned_stack,
+    count_pass,
+    count_update,
+    with_few_blocks,
+)
+from training.components import foresee_latents
 from training.config.schema import TrainConfig
 from training.environment import GIB
-from training.optimizers import parameter_groups
+from training.optimizers import make_parameter_groups
 from training.step import EMA
-from training.weights.adapter_base import find_base, put_on
+from training.weights.adapter_base import add_adapter, find_base
 from training.weights.pretrained import build_on_meta
 
-CONTEXT = 0.6 * GIB
+CONTEXT_BYTES = 0.6 * GIB
 """The driver's context, and the workspaces of cuBLAS and cuDNN."""
-SLACK = 0.04
+ALLOCATOR_SLACK = 0.04
 """Share of the live bytes by which the caching allocator reserves more."""
-AWAY = ("weights", "gradients", "averages", "optimizer")
+OFFLOADED_PARTS = ("weights", "gradients", "averages", "optimizer")
 """What sharding with cpu_offload keeps in host memory."""
-COUNTED: dict[str, Any] = {}
+COUNT_CACHE: dict[str, Any] = {}
 """All passes and updates that this process has counted. Forecasts of other optimizers, batches or
 more processes count few of them again."""
 
@@ -108,13 +116,13 @@ class Forecast:
     period: int
     """Blocks after which the next ones are like the first."""
     depths: list[int]
-    passes: list[Passed]
+    passes: list[PassBytes]
     updates: list[dict[str, float]]
     like: Forecast | None = None
     """That of a narrower model as deep, whose updates stand for this one's by the parameters, for
     an update is counted on real tensors, and a wide one would not fit this machine."""
 
-    def extended(self, values: Sequence[float]) -> float:
+    def extrapolate(self, values: Sequence[float]) -> float:
         """What all blocks take, from what those of the counted models do: a straight line."""
         if len(self.depths) == 1:
             return values[0]
@@ -138,23 +146,23 @@ class Forecast:
     @cached_property
     def kept(self) -> float:
         """Bytes that a micro-batch keeps for its backward pass."""
-        return self.extended([some.kept for some in self.passes])
+        return self.extrapolate([some.kept for some in self.passes])
 
     @cached_property
     def lasting(self) -> dict[str, float]:
         """Bytes from one step to the next, of one GPU's share."""
         shards = self.question.shards
-        found = {name: self.whole(name) / shards for name in (*AWAY, "on_host")}
+        found = {name: self.count_whole(name) / shards for name in (*OFFLOADED_PARTS, "on_host")}
         if self.question.cfg.runtime.parallel.cpu_offload and shards > 1:
-            found["on_host"] += sum(found[name] for name in AWAY)
-            found |= dict.fromkeys(AWAY, 0.0)
+            found["on_host"] += sum(found[name] for name in OFFLOADED_PARTS)
+            found |= dict.fromkeys(OFFLOADED_PARTS, 0.0)
         return found
 
-    def whole(self, name: str) -> float:
+    def count_whole(self, name: str) -> float:
         """The same, or an update's temporary bytes, of a process that has all of the model."""
         if self.like is not None:
-            return self.like.whole(name) * self.parameters / self.like.parameters
-        return self.extended([some[name] for some in self.updates])
+            return self.like.count_whole(name) * self.parameters / self.like.parameters
+        return self.extrapolate([some[name] for some in self.updates])
 
     @property
     def buckets(self) -> float:
@@ -190,8 +198,8 @@ class Forecast:
         batches = max(0, steps - 2) * question.samples * batch
 
         found = {}
-        for phase, peak in self.peaks().items():
-            rest = max(0.0, peak.live - self.whole("weights") - peak.gradients)
+        for phase, peak in self.find_peaks().items():
+            rest = max(0.0, peak.live - self.count_whole("weights") - peak.gradients)
             # Gradients are whole until the last micro-batch, and there are none before the first.
             gradients = peak.gradients / (question.shards if steps == 1 else 1) + self.buckets
             found[phase] = held._replace(
@@ -202,47 +210,49 @@ class Forecast:
 
         # The averages are updated by one fp32 copy of the largest part.
         parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
-        found["optimizer"] = held._replace(workspace=self.update_bytes())
+        found["optimizer"] = held._replace(workspace=self.count_update_bytes())
         found["ema"] = held._replace(workspace=4.0 * max(parts) / question.shards)
 
         # A model that is sharded is built whole on each GPU first.
         if question.shards > 1:
-            found["start"] = Needs(self.whole("weights"), 0.0, 0.0, 0.0, latents=question.resident)
+            found["start"] = Needs(
+                self.count_whole("weights"), 0.0, 0.0, 0.0, latents=question.resident
+            )
         if not question.gpu:
             return found
         return {
-            phase: needs._replace(context=CONTEXT, slack=SLACK * needs.total)
+            phase: needs._replace(context=CONTEXT_BYTES, slack=ALLOCATOR_SLACK * needs.total)
             for phase, needs in found.items()
         }
 
-    def update_bytes(self) -> float:
+    def count_update_bytes(self) -> float:
         """Temporary bytes of the optimizer. An update in parts takes what its largest part does."""
-        part = largest_part(parameter_groups(self.model, 0.0))
+        part = count_largest_part(make_parameter_groups(self.model, 0.0))
         least = [technique.part_bytes(part) for technique in self.techniques]
         in_parts = [size for size in least if size is not None]
         if not in_parts:
-            return self.whole("temporary") / self.question.shards
+            return self.count_whole("temporary") / self.question.shards
         last = (self.like or self).updates[-1]
         return max(*in_parts, last["temporary"] * part / last["part"])
 
-    def peaks(self) -> dict[str, Peak]:
+    def find_peaks(self) -> dict[str, Peak]:
         """Phase -> the most that lives in it: weights, gradients, what is kept, workspace; not the
         rest that lasts."""
         places = [
-            by_role(some.peaks, depth, self.period)
+            group_by_role(some.peaks, depth, self.period)
             for some, depth in zip(self.passes, self.depths, strict=True)
         ]
         found: dict[str, Peak] = {}
         for place in (place for place in places[0] if place in places[-1]):
             phase = place[0]
-            live = self.extended([by[place].live for by in places])
-            gradients = self.extended([by[place].gradients for by in places])
+            live = self.extrapolate([by[place].live for by in places])
+            gradients = self.extrapolate([by[place].gradients for by in places])
             if phase not in found or live > found[phase].live:
                 found[phase] = Peak(live, gradients)
         return found
 
 
-def by_role(found: dict[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
+def group_by_role(found: dict[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
     """The places that models of every depth have: the first `period` blocks, and the last, counted
     from the end."""
     roles: dict[Place, Peak] = {}
@@ -254,9 +264,9 @@ def by_role(found: dict[Place, Peak], depth: int, period: int) -> dict[Place, Pe
     return roles
 
 
-def asked(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
+def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
     """Asks of a run on devices with so many bytes, where its latents may lie."""
-    spec, resident = latents_of(cfg.data, cfg.seed, memory)
+    spec, resident = foresee_latents(cfg.data, cfg.seed, memory)
     return Question(cfg, spec, gpus, resident, gpu)
 
 
@@ -273,25 +283,25 @@ def forecast(question: Question, like: Forecast | None = None) -> Forecast:
         )
     try:
         with torch.random.fork_rng([]):
-            return counted(question, like)
+            return count_run(question, like)
     except (ValueError, ImportError):
         raise
     except Exception as error:
         raise UserError(
             f"model._target_={cfg.model.get('_target_')}: its step cannot be counted "
-            f"without a device ({first_line(error)}); `python -m scripts.bench step` measures it."
+            f"without a device ({shorten_error(error)}); `python -m scripts.bench step` measures it."
         ) from error
 
 
-def counted(question: Question, like: Forecast | None) -> Forecast:
+def count_run(question: Question, like: Forecast | None) -> Forecast:
     """Counts passes, and updates where there is no model `like` this one, at two depths, or at the
     model's own where that is small or no key."""
     cfg = question.cfg
     spec = question.spec
     model = build_on_meta(cfg.model, spec)
     if cfg.adapter:
-        put_on(model, cfg.adapter, find_base(cfg, spec).new_classes)
-    techniques = planned_stack(cfg, question.gpu).techniques
+        add_adapter(model, cfg.adapter, find_base(cfg, spec).new_classes)
+    techniques = build_planned_stack(cfg, question.gpu).techniques
     period = max(technique.period for technique in techniques)
     first = period + model.depth % period
     few = "depth" in cfg.model and model.depth > first + period
@@ -299,17 +309,18 @@ def counted(question: Question, like: Forecast | None) -> Forecast:
 
     def once(count: Callable[[TrainConfig, LatentSpec, bool], Any], cfg: TrainConfig) -> Any:
         key = repr((count.__name__, cfg, spec.as_dict(), question.gpu))
-        if key not in COUNTED:
-            COUNTED[key] = count(cfg, spec, question.gpu)
-        return COUNTED[key]
+        if key not in COUNT_CACHE:
+            COUNT_CACHE[key] = count(cfg, spec, question.gpu)
+        return COUNT_CACHE[key]
 
     # Two micro-batches stand for all, and no optimizer plays a part in a pass.
     plain = replace(cfg, optim={"_target_": "torch.optim.SGD"})
     few_steps = min(2, cfg.accumulation_steps)
     passes = [
-        once(passed, of_few_blocks(plain, depth, question.samples, few_steps)) for depth in depths
+        once(count_pass, with_few_blocks(plain, depth, question.samples, few_steps))
+        for depth in depths
     ]
     updates = []
     if like is None:
-        updates = [once(updated, of_few_blocks(cfg, depth, 1, 1)) for depth in depths]
+        updates = [once(count_update, with_few_blocks(cfg, depth, 1, 1)) for depth in depths]
     return Forecast(question, model, techniques, period, depths, passes, updates, like)

@@ -15,26 +15,32 @@ from accel.stack import TECHNIQUES
 from common.errors import UserError
 from common.files import read_object
 from common.text import is_figure
-from models.adapters import passes
-from scripts.commands import table
-from scripts.plan.memory import CONTEXT, SLACK, Forecast, asked, forecast
-from scripts.plan.savings import changing, cheapest_change, merged, saved_bytes, words_of
-from scripts.plan.scale import Share, known_card
-from training.config.compose import as_yaml
+from models.adapters import count_passes
+from scripts.commands import format_table
+from scripts.plan.memory import ALLOCATOR_SLACK, CONTEXT_BYTES, Forecast, forecast, make_question
+from scripts.plan.savings import (
+    count_savings,
+    find_cheapest_change,
+    format_overrides,
+    make_apply,
+    merge_values,
+)
+from scripts.plan.scale import Share, find_card
+from training.config.compose import to_yaml
 from training.config.schema import Positive, TrainConfig, refuse_values
-from training.config.words import CONF
+from training.config.words import CONF_FOLDER
 from training.distributed.ranks import SINGLE
 from training.environment import (
     GIB,
     Card,
-    card_called,
     describe_environment,
-    device_name,
+    get_device_name,
+    match_card,
     memory_of,
     pick_device,
 )
-from training.tune import STEPS, tuned
-from training.weights.adapter_base import settled
+from training.tune import STEPS_KEY, tune_config
+from training.weights.adapter_base import compose_pretrained
 
 HERE = "here"
 RATES = ("samples_per_s", "rate_of", "mfu")
@@ -67,24 +73,24 @@ class TuneConfig:
     seconds: float = 120.0
 
 
-def chosen_card(hardware: str | None) -> tuple[str, Card]:
+def choose_card(hardware: str | None) -> tuple[str, Card]:
     """The card to plan for, and what the user calls it; of this machine's its own memory counts."""
     device = pick_device("auto")
     name = hardware or (HERE if device.type == "cuda" else "h100")
     if name != HERE:
-        return name, known_card(name)
-    driver = device_name(device)
-    card = card_called(driver) or Card(driver, half=0.0, memory=0.0, intra=0.0, inter=0.0)
+        return name, find_card(name)
+    driver = get_device_name(device)
+    card = match_card(driver) or Card(driver, half=0.0, memory=0.0, intra=0.0, inter=0.0)
     return HERE, card._replace(memory=memory_of(device))
 
 
-def forecast_of(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
+def forecast_run(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
     """The forecast of a run that these words describe."""
-    train = settled([*words]).cfg
-    return forecast(asked(train, card.memory, cfg.gpus, gpu=card.name != "cpu"))
+    train = compose_pretrained([*words]).cfg
+    return forecast(make_question(train, card.memory, cfg.gpus, gpu=card.name != "cpu"))
 
 
-def rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
+def find_rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
     """Samples a second of all GPUs; None where nothing says it, ValueError where that says none."""
     if cfg.mfu is not None:
         if not card.half:
@@ -92,7 +98,7 @@ def rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
                 f"mfu={cfg.mfu} is a share of a peak, and that of {card.name} is not known; give "
                 "samples_per_s."
             )
-        flops = passes(found.model) * found.model.flops_per_sample()
+        flops = count_passes(found.model) * found.model.flops_per_sample()
         return cfg.gpus * cfg.mfu * card.half / flops
     if cfg.rate_of is None:
         return cfg.samples_per_s
@@ -107,7 +113,7 @@ def rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
     return measured
 
 
-def largest_micro_batch(found: Forecast, memory: float) -> int:
+def find_largest_micro_batch(found: Forecast, memory: float) -> int:
     """The most samples of a micro-batch that fit; 0 if one does not. Bytes are a straight line over
     the samples."""
     question = found.question
@@ -125,20 +131,20 @@ def largest_micro_batch(found: Forecast, memory: float) -> int:
     return max(0, int(min(most, 2**20)))
 
 
-def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
+def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
     """Everything that the plan says, ready for JSON; None for what is not known."""
     refuse_values(cfg)
     given = [key for key in RATES if getattr(cfg, key) is not None]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} each say how fast the run is; give one.")
 
-    name, card = chosen_card(cfg.hardware)
-    found = forecast_of(words, cfg, card)
+    name, card = choose_card(cfg.hardware)
+    found = forecast_run(words, cfg, card)
     train = found.question.cfg
     samples = found.question.samples
     peak = found.needs.total
     fits = peak <= card.memory
-    per_second = rate(cfg, found, card)
+    per_second = find_rate(cfg, found, card)
     hours = per_second and train.total_samples / per_second / 3600
     price = cfg.price_per_hour
     return {
@@ -153,28 +159,28 @@ def planned(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "kept_mib_a_block_and_sample": found.kept / (found.model.depth * samples * 2**20),
         "on_host_gib": found.lasting["on_host"] / GIB,
         "micro_batch": samples,
-        "largest_micro_batch": largest_micro_batch(found, card.memory),
+        "largest_micro_batch": find_largest_micro_batch(found, card.memory),
         "samples": train.total_samples,
         "samples_per_s": per_second,
         "hours": hours,
         "cost": None if hours is None or price is None else cfg.gpus * price * hours,
-        "change": None if fits else change_that_fits(found, card.memory),
-        "savings": [] if fits else saved_bytes(found),
-        "not_counted": not_counted(train, found.question.gpu),
+        "change": None if fits else find_change_that_fits(found, card.memory),
+        "savings": [] if fits else count_savings(found),
+        "not_counted": list_not_counted(train, found.question.gpu),
     }
 
 
-def change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None:
+def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None:
     """The cheapest changes that make a run fit, ready for JSON; None if none do."""
-    taken, found = cheapest_change(now, memory, changing(now.question.cfg))
+    taken, found = find_cheapest_change(now, memory, make_apply(now.question.cfg))
     peak = found.needs.total
     if peak > memory:
         return None
     costs = "; ".join(saving.costs for saving in taken)
-    return {"words": words_of(merged(taken)), "costs": costs, "peak_gib": peak / GIB}
+    return {"words": format_overrides(merge_values(taken)), "costs": costs, "peak_gib": peak / GIB}
 
 
-def not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
+def list_not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
     """What the plan does not tell, and the keys of whose techniques; those of a `gpu` only for
     one."""
     values = train.runtime.values()
@@ -186,7 +192,7 @@ def not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
     return found
 
 
-def texts(found: dict[str, Any]) -> str:
+def format_plan(found: dict[str, Any]) -> str:
     """The plan as a table and sentences."""
     parts = found["parts_gib"]
     gpu = parts["context"] > 0.0
@@ -205,7 +211,7 @@ def texts(found: dict[str, Any]) -> str:
         f"micro-batch {found['micro_batch']}, largest that fits {found['largest_micro_batch']}; a "
         f"block keeps {found['kept_mib_a_block_and_sample']:.2f} MiB a sample"
         + (f"; {on_host:.2f} GiB lie in host memory" if on_host else ""),
-        time_and_cost(found),
+        describe_time_and_cost(found),
     ]
     if change := found["change"]:
         lines.append(
@@ -222,19 +228,19 @@ def texts(found: dict[str, Any]) -> str:
             (" ".join(row["words"]), f"{row['bytes'] / GIB:.2f}", row["costs"])
             for row in found["savings"]
         ]
-        lines += ["", table([("each by itself", "saves GiB", "at the cost of"), *rows])]
+        lines += ["", format_table([("each by itself", "saves GiB", "at the cost of"), *rows])]
     lines.append("")
     for why, keys in found["not_counted"].items():
         lines.append(f"not told apart: {', '.join(keys)}: {why}")
     if gpu:
         lines.append(
-            f"assumed: {CONTEXT / GIB:.1f} GiB of context and {SLACK:.0%} lost by the allocator. "
+            f"assumed: {CONTEXT_BYTES / GIB:.1f} GiB of context and {ALLOCATOR_SLACK:.0%} lost by the allocator. "
             "On a GPU: not measured yet."
         )
     return "\n".join(lines).rstrip()
 
 
-def time_and_cost(found: dict[str, Any]) -> str:
+def describe_time_and_cost(found: dict[str, Any]) -> str:
     """The line that says how long the run takes, and what it costs where a price is given."""
     if found["hours"] is None:
         return (
@@ -253,8 +259,8 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
 
     ValueError if nothing was measured, or the file cannot be where it was asked for.
     """
-    composed = settled([*words, f"runtime.tune_seconds={cfg.seconds}"])
-    file = Path(cfg.out).expanduser() if cfg.out else CONF / "runtime" / "tuned.yaml"
+    composed = compose_pretrained([*words, f"runtime.tune_seconds={cfg.seconds}"])
+    file = Path(cfg.out).expanduser() if cfg.out else CONF_FOLDER / "runtime" / "tuned.yaml"
     if not file.parent.is_dir():
         raise UserError(
             f"out={file}: there is no folder {file.parent}; make it, or choose another file."
@@ -266,7 +272,7 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
             "runtime=fast."
         )
     device = pick_device(composed.cfg.runtime.device.value)
-    _, found = tuned(composed.cfg, device, SINGLE)
+    _, found = tune_config(composed.cfg, device, SINGLE)
     tried = found["tried"]
     if not any(row["step_ms"] for row in tried):
         told = "; ".join(f"{row['words']}: {row['refusal']}" for row in tried)
@@ -274,12 +280,12 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
 
     # The choice as a file of conf/runtime.
     runtime = dict(found["changes"])
-    steps = runtime.pop(STEPS, None)
+    steps = runtime.pop(STEPS_KEY, None)
     hardware = describe_environment(device)["hardware"]
     text = f"# The fastest of {len(tried)} on {hardware}, for: {' '.join(words)}\n"
     if steps is not None:
         text += f"# It goes with accumulation_steps={steps}.\n"
-    file.write_text(text + as_yaml({"defaults": [base, "_self_"]} | runtime))
+    file.write_text(text + to_yaml({"defaults": [base, "_self_"]} | runtime))
     rows = [(r["words"], r["step_ms"], r["steps"] or None, r["refusal"] or "") for r in tried]
-    listed = table([("candidate", "ms/step", "steps", ""), *rows])
+    listed = format_table([("candidate", "ms/step", "steps", ""), *rows])
     return f"{listed}\n\n{found['words']}: written to {file}"

@@ -26,43 +26,43 @@ from common.files import read_object, write_atomically
 from data.loader import LatentSpec
 from scripts.plan.memory import Forecast, Question, forecast
 from training.config import build
-from training.config.compose import compose, typed
+from training.config.compose import apply_schema, compose
 from training.config.schema import TrainConfig
-from training.tune import STEPS, changed
+from training.tune import STEPS_KEY, apply_changes
 
-USEFUL = 0.99
+USEFUL_SHARE = 0.99
 """Share of the peak below which a change must bring it."""
-WORTH = 8
+FEW_SAMPLES = 8
 """Samples of a micro-batch below which recomputing is tried first."""
-SMALLER = 20
+SMALLER_RANK = 20
 """The rank of more micro-batches; with few samples in each `MUCH_SMALLER`."""
-MUCH_SMALLER = 50
+MUCH_SMALLER_RANK = 50
 OPTIM = "optim"
 EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
 Apply = Callable[[Mapping[str, Any]], TrainConfig]
 """Makes the configuration that has some changes; ValueError where they do not go with the rest."""
 
 
-def words_of(changes: Mapping[str, Any]) -> list[str]:
+def format_overrides(changes: Mapping[str, Any]) -> list[str]:
     """The overrides that changes amount to, of runtime keys, accumulation_steps or optim."""
     words = [f"{key}={str(value).lower()}" for key, value in changes.items()]
-    return [word if word.startswith((STEPS, OPTIM)) else f"runtime.{word}" for word in words]
+    return [word if word.startswith((STEPS_KEY, OPTIM)) else f"runtime.{word}" for word in words]
 
 
-def changing(cfg: TrainConfig) -> Apply:
+def make_apply(cfg: TrainConfig) -> Apply:
     """Returns the function that applies changes to this configuration."""
 
     def applied(changes: Mapping[str, Any]) -> TrainConfig:
         of_run = {key: value for key, value in changes.items() if key != OPTIM}
         if OPTIM not in changes:
-            return changed(cfg, of_run)
+            return apply_changes(cfg, of_run)
         optim = compose([f"{OPTIM}={changes[OPTIM]}"]).cfg.optim
-        return changed(replace(cfg, optim=optim), of_run)
+        return apply_changes(replace(cfg, optim=optim), of_run)
 
     return applied
 
 
-def savings(question: Question, exact: bool = False) -> list[Saving]:
+def list_savings(question: Question, exact: bool = False) -> list[Saving]:
     """Changes that save memory, the cheapest first; `exact` ones leave what is computed as it
     is."""
     found = [] if exact else [EIGHT_BIT]
@@ -71,18 +71,18 @@ def savings(question: Question, exact: bool = False) -> list[Saving]:
             found += kind.savings
     times = 2
     while question.samples % times == 0:
-        smaller = SMALLER if question.samples // times >= WORTH else MUCH_SMALLER
+        smaller = SMALLER_RANK if question.samples // times >= FEW_SAMPLES else MUCH_SMALLER_RANK
         steps = times * question.cfg.accumulation_steps
-        found.append(Saving({STEPS: steps}, "smaller products", smaller + times.bit_length()))
+        found.append(Saving({STEPS_KEY: steps}, "smaller products", smaller + times.bit_length()))
         times *= 2
 
     # What has one rank is tried together.
     rank = attrgetter("rank")
     together = [list(some) for _, some in groupby(sorted(found, key=rank), rank)]
-    return [some[-1]._replace(values=merged(some)) for some in together]
+    return [some[-1]._replace(values=merge_values(some)) for some in together]
 
 
-def with_change(now: Forecast, values: Mapping[str, Any], applied: Apply) -> Forecast | None:
+def forecast_change(now: Forecast, values: Mapping[str, Any], applied: Apply) -> Forecast | None:
     """The forecast of a run with changes; None where they change nothing, do not go with the rest,
     or save less than a hundredth."""
     try:
@@ -92,26 +92,26 @@ def with_change(now: Forecast, values: Mapping[str, Any], applied: Apply) -> For
         found = forecast(replace(now.question, cfg=cfg))
     except (ValueError, ImportError):  # an optimizer's library may be missing
         return None
-    return found if found.needs.total < USEFUL * now.needs.total else None
+    return found if found.needs.total < USEFUL_SHARE * now.needs.total else None
 
 
-def cheapest_change(
+def find_cheapest_change(
     now: Forecast, memory: float, applied: Apply, exact: bool = False
 ) -> tuple[list[Saving], Forecast]:
     """The changes that save memory, one on top of the other until the run fits, or all, and what
     the run then takes."""
     taken: list[Saving] = []
-    for new in savings(now.question, exact):
+    for new in list_savings(now.question, exact):
         if now.needs.total <= memory:
             break
         tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]
-        if found := with_change(now, merged(tried), applied):
+        if found := forecast_change(now, merge_values(tried), applied):
             taken = tried
             now = found
     return taken, now
 
 
-def saved_bytes(
+def count_savings(
     now: Forecast, barred: Collection[str] = (), until: float = inf
 ) -> list[dict[str, Any]]:
     """What each change saves of a run's peak by itself, most bytes first: its `words`, `bytes` and
@@ -124,17 +124,17 @@ def saved_bytes(
     found = []
 
     # The cheapest are counted first, for the time may be over before the last.
-    for saving in savings(now.question):
+    for saving in list_savings(now.question):
         values = {key: value for key, value in saving.values.items() if key not in barred}
-        if values.get(STEPS, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:
+        if values.get(STEPS_KEY, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:
             continue
-        if other := with_change(now, values, changing(cfg)):
-            row = {"words": words_of(values), "costs": saving.costs}
+        if other := forecast_change(now, values, make_apply(cfg)):
+            row = {"words": format_overrides(values), "costs": saving.costs}
             found.append(row | {"bytes": now.needs.total - other.needs.total})
     return sorted(found, key=lambda row: -row["bytes"])
 
 
-def merged(some: list[Saving]) -> dict[str, Any]:
+def merge_values(some: list[Saving]) -> dict[str, Any]:
     """All that they change, by key."""
     return {key: value for saving in some for key, value in saving.values.items()}
 
@@ -143,13 +143,13 @@ def main(file: Path) -> None:
     """Counts for the run in a job file, and writes beside it what helps: `savings`, as
     `saved_bytes` has them."""
     told = read_object(file)
-    workers.end_with(told["parent"])
+    workers.end_with_parent(told["parent"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    build.admit([f"{build.EXTENSIONS}=[{','.join(told['cfg']['extensions'])}]"])
-    cfg = typed(TrainConfig, told["cfg"], [])
+    build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(told['cfg']['extensions'])}]"])
+    cfg = apply_schema(TrainConfig, told["cfg"], [])
     spec = LatentSpec(**told["spec"])
     now = forecast(Question(cfg, spec, told["processes"], gpu=told["gpu"]))
-    found = saved_bytes(now, told["barred"], told["until"])
+    found = count_savings(now, told["barred"], told["until"])
     write_atomically(file.with_suffix(".found"), json.dumps({"savings": found}))
 
 

@@ -15,22 +15,22 @@ from typing import Annotated, NamedTuple
 from annotated_types import Gt, Le
 
 from common.errors import UserError
-from models.adapters import passes
-from scripts.commands import table
-from scripts.plan.memory import Question, asked, forecast
+from models.adapters import count_passes
+from scripts.commands import format_table
+from scripts.plan.memory import Question, forecast, make_question
 from training.config.schema import ParallelMode, refuse_values
 from training.environment import CARDS, GIB, Card
-from training.weights.adapter_base import settled
+from training.weights.adapter_base import compose_pretrained
 
-PAYS = 0.8
+LEAST_EFFICIENCY = 0.8
 """A way to scale pays as long as N GPUs do at least this share of N times the work of one."""
 WAYS = ("ddp", "fsdp", "hsdp")
 HEADS = ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
 GPUS_A_MACHINE = 8
-BUCKET = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
 """runtime.parallel.bucket_cap_mb."""
-HOP = 1e-6
-MACHINE_HOP = 5e-6
+HOP_SECONDS = 1e-6
+MACHINE_HOP_SECONDS = 5e-6
 """Seconds from GPU to GPU in a machine, and from machine to machine: of the order of NCCL's own
 tables."""
 
@@ -62,7 +62,7 @@ class ScaleConfig:
             )
 
 
-def known_card(hardware: str) -> Card:
+def find_card(hardware: str) -> Card:
     """The card of a name; ValueError for one that is not in the table."""
     if hardware not in CARDS:
         raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
@@ -73,12 +73,14 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     """The table of all ways, and what each is good for."""
     cfg.check()
     assert cfg.mfu is not None
-    card = known_card(cfg.hardware)
-    train = replace(settled(words).cfg, batch_size=cfg.batch_per_gpu, accumulation_steps=1)
-    one = forecast(asked(train, card.memory))
+    card = find_card(cfg.hardware)
+    train = replace(
+        compose_pretrained(words).cfg, batch_size=cfg.batch_per_gpu, accumulation_steps=1
+    )
+    one = forecast(make_question(train, card.memory))
     model = one.model
     parameters = sum(p.numel() for p in model.parameters())
-    flops = passes(model) * model.flops_per_sample()
+    flops = count_passes(model) * model.flops_per_sample()
 
     # What one GPU computes, and what it sends.
     compute = flops * cfg.batch_per_gpu / (card.half * cfg.mfu)
@@ -92,11 +94,11 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
         for gpus in cfg.gpus:
             if way == "hsdp" and (gpus <= GPUS_A_MACHINE or gpus % GPUS_A_MACHINE):
                 continue
-            memory = forecast(on_many(one.question, way, gpus)).needs.total
-            seconds = compute + exposed(way, gpus, step, card)
+            memory = forecast(share_over_gpus(one.question, way, gpus)).needs.total
+            seconds = compute + time_exposed(way, gpus, step, card)
             efficiency = compute / seconds
             fits = memory < card.memory
-            if efficiency < PAYS:
+            if efficiency < LEAST_EFFICIENCY:
                 worse.append(gpus)
             elif fits:
                 good.append(gpus)
@@ -111,7 +113,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
                     "" if fits else "does not fit",
                 )
             )
-        verdicts.append(f"{way}: {verdict(good, worse)}")
+        verdicts.append(f"{way}: {describe_range(good, worse)}")
 
     lines = [
         f"{parameters / 1e6:.0f} M parameters, {flops / 1e9:.0f} GFLOP a sample and step, "
@@ -119,14 +121,14 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
         f"assumed: {cfg.hardware}, MFU {cfg.mfu:.0%} on one GPU, {cfg.batch_per_gpu} samples a "
         f"GPU, {GPUS_A_MACHINE} GPUs a machine; with fsdp {step.scatters} reduce-scatters a step",
         "",
-        table(rows),
+        format_table(rows),
         "",
         *verdicts,
     ]
     return "\n".join(lines)
 
 
-def on_many(one: Question, way: str, gpus: int) -> Question:
+def share_over_gpus(one: Question, way: str, gpus: int) -> Question:
     """A question of one GPU for many, which share the work in this way, as many samples each."""
     parallel = replace(one.cfg.runtime.parallel, mode=ParallelMode(way))
     runtime = replace(one.cfg.runtime, parallel=parallel)
@@ -134,35 +136,37 @@ def on_many(one: Question, way: str, gpus: int) -> Question:
     return replace(one, cfg=cfg, gpus=gpus)
 
 
-def verdict(good: list[int], worse: list[int]) -> str:
+def describe_range(good: list[int], worse: list[int]) -> str:
     """How far a way pays, which is `good` on so many GPUs and scales `worse` on others."""
     if not good:
         return "does not pay, or does not fit, at any of these sizes"
     beyond = [gpus for gpus in worse if gpus > good[0]]
-    stops = f"; at {min(beyond)} it is below {PAYS:.0%}" if beyond else ""
+    stops = f"; at {min(beyond)} it is below {LEAST_EFFICIENCY:.0%}" if beyond else ""
     return f"pays up to {max(good)} GPUs of those asked for{stops}"
 
 
-def bandwidth(gpus: int, card: Card) -> float:
+def find_bandwidth(gpus: int, card: Card) -> float:
     """Across machines each GPU has a network card of its own, and rings go through all of them at
     once."""
     return card.intra if gpus <= GPUS_A_MACHINE else min(card.intra, GPUS_A_MACHINE * card.inter)
 
 
-def gather(size: float, gpus: int, card: Card) -> float:
+def time_gather(size: float, gpus: int, card: Card) -> float:
     """Seconds of an all-gather, or reduce-scatter, of `size` bytes in all: a ring, n-1 hops."""
     if gpus == 1:
         return 0.0
     machines = ceil(gpus / GPUS_A_MACHINE)
-    hops = (gpus - machines) * HOP + (machines - 1) * MACHINE_HOP
-    return (gpus - 1) / gpus * size / bandwidth(gpus, card) + hops
+    hops = (gpus - machines) * HOP_SECONDS + (machines - 1) * MACHINE_HOP_SECONDS
+    return (gpus - 1) / gpus * size / find_bandwidth(gpus, card) + hops
 
 
-def all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> float:
+def time_all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> float:
     """Seconds: every byte passes twice; a tree, 2 log2 n hops a bucket."""
     if gpus == 1:
         return 0.0
-    return 2 * (gpus - 1) / gpus * size / rate + buckets * 2 * ceil(log2(gpus)) * MACHINE_HOP
+    return (
+        2 * (gpus - 1) / gpus * size / rate + buckets * 2 * ceil(log2(gpus)) * MACHINE_HOP_SECONDS
+    )
 
 
 class Step(NamedTuple):
@@ -177,7 +181,7 @@ class Step(NamedTuple):
     """Reduce-scatters of a step with fsdp: one a block, and the root's."""
 
 
-def exposed(way: str, gpus: int, step: Step, card: Card) -> float:
+def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
     """Seconds of communication that nothing hides; `way` is ddp, fsdp or hsdp."""
     if gpus == 1:
         return 0.0
@@ -185,16 +189,16 @@ def exposed(way: str, gpus: int, step: Step, card: Card) -> float:
     backward = 2 * step.compute / 3
     gradients = float(step.width * step.parameters)
     if way == "ddp":
-        buckets = ceil(gradients / BUCKET)
-        reduction = all_reduce(gradients, gpus, bandwidth(gpus, card), buckets)
+        buckets = ceil(gradients / BUCKET_BYTES)
+        reduction = time_all_reduce(gradients, gpus, find_bandwidth(gpus, card), buckets)
         last = reduction / buckets  # has nothing left to hide behind
         return max(0.0, reduction - last - backward) + last
 
     # A pass gathers as often as it reduces.
     calls = step.scatters
     shards = gpus if way == "fsdp" else min(gpus, GPUS_A_MACHINE)
-    one = gather(4.0 * step.parameters / calls, shards, card)
-    reduction = calls * gather(gradients / calls, shards, card)
+    one = time_gather(4.0 * step.parameters / calls, shards, card)
+    reduction = calls * time_gather(gradients / calls, shards, card)
     if way == "hsdp":  # then each part with those of its like, all network cards at once
-        reduction += all_reduce(gradients / shards, gpus // shards, card.inter, calls)
+        reduction += time_all_reduce(gradients / shards, gpus // shards, card.inter, calls)
     return one + max(0.0, calls * one - forward) + max(0.0, calls * one + reduction - backward)

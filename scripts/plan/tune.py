@@ -33,33 +33,33 @@ from accel.techniques.fused_kernels import FusedKernel
 from common import workers
 from common.errors import UserError
 from common.files import read_object, write_atomically
-from common.text import first_line
+from common.text import shorten_error
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
 from scripts import timing
 from scripts.plan.memory import Question, forecast
-from scripts.plan.savings import cheapest_change, merged, words_of
-from training.assemble import Parts, Training, assemble, plain
+from scripts.plan.savings import find_cheapest_change, format_overrides, merge_values
+from training.assemble import Parts, Training, assemble, to_json_types
 from training.config import build
-from training.config.compose import typed
+from training.config.compose import apply_schema
 from training.config.schema import ParallelConfig, TrainConfig
 from training.environment import GIB, memory_of, set_deterministic
-from training.tune import STEPS, can_be_had, changed, done_apart
+from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
 
-GAIN = 0.98
+NEEDED_SHARE = 0.98
 """Share of the best step time so far that a candidate must stay below."""
-PATIENCE = 0.75
+CANDIDATE_SHARE = 0.75
 """Share of the time that is left which a candidate may take, so that one that hangs leaves some."""
-USABLE = 0.95
+USABLE_MEMORY = 0.95
 """Share of the device's memory that a forecast may take."""
-LATE = "the budget was over before it was measured"
-PROBES = 3
+TOO_LATE = "the budget was over before it was measured"
+PROBE_STEPS = 3
 """Steps whose losses and gradient norms are compared with those of the first candidate."""
-TIMED = 16
+MAX_TIMED_STEPS = 16
 """Steps that are timed, at most."""
-AT_A_TIME = 4
+GPU_STEPS_AT_A_TIME = 4
 """Steps of a GPU that are timed as one, so that launches run ahead as they do in training."""
-LEAST = 1e-3
+LEAST_TOLERANCE = 1e-3
 """Relative difference that is always allowed: sums in another order, seen through a few updates."""
 Changes = dict[str, Any]
 """Runtime key, or accumulation_steps -> plain value."""
@@ -70,8 +70,8 @@ class Search:
     devices, until a `deadline` (of time.monotonic)."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
-        self.told = told
-        self.cfg = typed(TrainConfig, told["cfg"], [])
+        self.job = told
+        self.cfg = apply_schema(TrainConfig, told["cfg"], [])
         self.device = torch.device(told["device"])
         self.processes: int = told["processes"]
         self.held: float = told["resident"]
@@ -85,31 +85,31 @@ class Search:
 
     def run(self) -> dict[str, Any]:
         """`words`, `changes` and `tried`: the fastest candidate, and all of them."""
-        best = dict(ChainMap(self.fitting(), *(values[0] for values in self.ways())))
-        fastest = self.step_time(best)
+        best = dict(ChainMap(self.find_fitting(), *(values[0] for values in self.list_ways())))
+        fastest = self.time_candidate(best)
 
         def choose(some: list[Changes]) -> None:
             nonlocal best, fastest
             for values in some:
                 candidate = best | values
                 if self.can_have(candidate):
-                    taken = self.step_time(candidate)
-                    if taken < GAIN * fastest:
+                    taken = self.time_candidate(candidate)
+                    if taken < NEEDED_SHARE * fastest:
                         best, fastest = candidate, taken
 
-        for values in self.ways():
+        for values in self.list_ways():
             choose(values[1:])
-        choose(batches(changed(self.cfg, best)))
-        return {"words": named(best), "changes": best, "tried": self.tried}
+        choose(list_micro_batches(apply_changes(self.cfg, best)))
+        return {"words": describe_changes(best), "changes": best, "tried": self.tried}
 
     @property
-    def left(self) -> float:
-        return self.told["deadline"] - time.monotonic()
+    def seconds_left(self) -> float:
+        return self.job["deadline"] - time.monotonic()
 
     def can_have(self, changes: Mapping[str, Any]) -> bool:
-        return can_be_had(self.cfg, changes, self.device, self.processes)
+        return is_available(self.cfg, changes, self.device, self.processes)
 
-    def fitting(self) -> Changes:
+    def find_fitting(self) -> Changes:
         """What the memory demands, of changes that leave the result as it is. Candidates lack the
         run's latents, and copies that ddp sends. ValueError if nothing makes the step fit."""
         memory = memory_of(self.device)
@@ -117,28 +117,28 @@ class Search:
         def applied(changes: Mapping[str, Any]) -> TrainConfig:
             if not self.can_have(changes):
                 raise UserError(f"{changes} cannot be had here.")
-            return changed(self.cfg, changes)
+            return apply_changes(self.cfg, changes)
 
-        spec = LatentSpec(**self.told["spec"])
+        spec = LatentSpec(**self.job["spec"])
         gpu = self.device.type == "cuda"
-        question = Question(changed(self.cfg, {}), spec, self.processes, self.held, gpu)
+        question = Question(apply_changes(self.cfg, {}), spec, self.processes, self.held, gpu)
         try:
             now = forecast(question)
         except ValueError as error:
             warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
             return {}
-        taken, found = cheapest_change(now, USABLE * memory, applied, exact=True)
+        taken, found = find_cheapest_change(now, USABLE_MEMORY * memory, applied, exact=True)
         needed = found.needs.total
-        if needed > USABLE * memory:
+        if needed > USABLE_MEMORY * memory:
             raise UserError(
                 f"runtime.tune=true: a step needs {needed / GIB:.3g} GiB at least, of "
                 f"{memory / GIB:.3g}; use a smaller model or batch_size, or ask `python -m "
                 "scripts.plan` for what makes it fit."
             )
         self.held += found.buckets
-        return merged(taken)
+        return merge_values(taken)
 
-    def ways(self) -> list[list[Changes]]:
+    def list_ways(self) -> list[list[Changes]]:
         """The values of each technique among which time decides, those to begin with first; a
         technique that the model has no use for has none. What launches less comes first."""
         values = self.cfg.runtime.values()
@@ -154,32 +154,42 @@ class Search:
             for alternatives in together.values()
         ]
 
-    def step_time(self, changes: Changes) -> float:
+    def time_candidate(self, changes: Changes) -> float:
         """Tries a candidate: its median milliseconds a step, infinite if it is refused or was
         tried before."""
-        cfg = changed(self.cfg, changes)
+        cfg = apply_changes(self.cfg, changes)
         if cfg in self.known:
             return math.inf
         self.known.append(cfg)
-        said: dict[str, Any] = {"refusal": LATE}
-        if self.longest < self.left:
+        said: dict[str, Any] = {"refusal": TOO_LATE}
+        if self.longest < self.seconds_left:
             began = time.monotonic()
-            said = self.outcome(cfg, [key for key in changes if key != STEPS])
+            said = self.run_candidate(cfg, [key for key in changes if key != STEPS_KEY])
             self.longest = max(self.longest, time.monotonic() - began)
-        refusal = said["refusal"] or self.difference(said)
+        refusal = said["refusal"] or self.find_difference(said)
         seconds = said.get("seconds") or []
         ms = round(1e3 * statistics.median(seconds), 4) if seconds and not refusal else None
-        row = {"words": named(changes), "step_ms": ms, "steps": len(seconds), "refusal": refusal}
+        row = {
+            "words": describe_changes(changes),
+            "step_ms": ms,
+            "steps": len(seconds),
+            "refusal": refusal,
+        }
         self.tried.append(row)
         return ms or math.inf
 
-    def outcome(self, cfg: TrainConfig, asked: list[str]) -> dict[str, Any]:
+    def run_candidate(self, cfg: TrainConfig, asked: list[str]) -> dict[str, Any]:
         """What the process of a candidate says in the end; `asked` are the keys that must be on."""
-        limit = self.left * (PATIENCE if self.reference else 1.0)
+        limit = self.seconds_left * (CANDIDATE_SHARE if self.reference else 1.0)
         until = time.monotonic() + 0.95 * limit
-        candidate = {"cfg": plain(asdict(cfg)), "asked": asked, "held": self.held, "until": until}
+        candidate = {
+            "cfg": to_json_types(asdict(cfg)),
+            "asked": asked,
+            "held": self.held,
+            "until": until,
+        }
         with tempfile.TemporaryFile() as log:
-            code, found = done_apart({**self.told, **candidate}, limit, log)
+            code, found = run_apart({**self.job, **candidate}, limit, log)
             if found is not None:
                 return found
             if code is None:
@@ -189,7 +199,7 @@ class Search:
         why = f" ({lines[-1][:200]})" if lines else ""
         return {"refusal": f"its process ended{why}"}
 
-    def difference(self, said: dict[str, Any]) -> str | None:
+    def find_difference(self, said: dict[str, Any]) -> str | None:
         """Why its losses are not those of the first candidate; None where they are, within what it
         may differ."""
         self.reference = self.reference or said
@@ -204,21 +214,21 @@ class Search:
         return None
 
 
-def named(changes: Changes) -> str:
+def describe_changes(changes: Changes) -> str:
     """A candidate, as the overrides that it amounts to."""
-    return " ".join(words_of(changes)) or "as given"
+    return " ".join(format_overrides(changes)) or "as given"
 
 
-def batches(cfg: TrainConfig) -> list[Changes]:
+def list_micro_batches(cfg: TrainConfig) -> list[Changes]:
     """Micro-batches of half the size, and of twice it."""
     steps = cfg.accumulation_steps
-    return [{STEPS: 2 * steps}, *([{STEPS: steps // 2}] if steps % 2 == 0 else [])]
+    return [{STEPS_KEY: 2 * steps}, *([{STEPS_KEY: steps // 2}] if steps % 2 == 0 else [])]
 
 
-def prepared(told: Mapping[str, Any]) -> Training:
+def prepare_candidate(told: Mapping[str, Any]) -> Training:
     """A candidate's step, of one of the processes, on normal latents and with weights at which
     every part matters."""
-    cfg = typed(TrainConfig, told["cfg"], [])
+    cfg = apply_schema(TrainConfig, told["cfg"], [])
     spec = LatentSpec(**told["spec"])
 
     def loader(_: Any, seed: int, micro_batch: int, device: torch.device, *_more: Any) -> Any:
@@ -249,36 +259,36 @@ def prepared(told: Mapping[str, Any]) -> Training:
     return training
 
 
-def probed(training: Training, asked: list[str]) -> dict[str, Any]:
+def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
     """Warms up; returns the losses and norms of a few steps, how far they may be off, which
     techniques the model has no use for, and why not to take it: a technique that makes this
     candidate is not on, other than a kernel, without which a run goes on."""
     ledger = training.warm_up()
-    outputs = [training.take_step() for _ in range(PROBES)]
+    outputs = [training.take_step() for _ in range(PROBE_STEPS)]
     techniques = [t for t in training.stack.techniques if t.key in asked]
     needed = {t.key for t in techniques if not isinstance(t, FusedKernel)}
     wrong = [row for row in ledger if row.missing and row.key in needed]
     return {
         "losses": [float(output.loss) for output in outputs],
         "norms": [float(output.grad_norm) for output in outputs],
-        "tolerance": max([LEAST, *(t.loss_rtol for t in techniques if t.enabled)]),
+        "tolerance": max([LEAST_TOLERANCE, *(t.loss_rtol for t in techniques if t.enabled)]),
         "unused": [row.key for row in ledger if row.active == UNUSED],
         "refusal": "; ".join(f"{row.key} is not on: {row.evidence}" for row in wrong) or None,
     }
 
 
-def seconds_of(training: Training, until: float) -> list[float]:
+def time_steps(training: Training, until: float) -> list[float]:
     """Seconds of each step, as many as are timed before `until` (of time.monotonic); one at
     least."""
-    steps = AT_A_TIME if training.device.type == "cuda" else 1
+    steps = GPU_STEPS_AT_A_TIME if training.device.type == "cuda" else 1
     taken: list[float] = []
 
     def run() -> None:
         for _ in range(steps):
             training.take_step()
 
-    while not taken or (len(taken) * steps < TIMED and time.monotonic() < until):
-        taken.append(timing.seconds(run, training.device) / steps)
+    while not taken or (len(taken) * steps < MAX_TIMED_STEPS and time.monotonic() < until):
+        taken.append(timing.measure_seconds(run, training.device) / steps)
     return taken
 
 
@@ -288,15 +298,15 @@ def try_out(told: Mapping[str, Any]) -> dict[str, Any]:
         # In the place of what the run holds besides.
         held = 0 if told["device"] == "cpu" else int(told["held"])
         room = torch.empty(held, dtype=torch.uint8, device=told["device"])
-        training = prepared(told)
-        found = probed(training, told["asked"])
+        training = prepare_candidate(told)
+        found = probe_candidate(training, told["asked"])
         if found["refusal"] is None:
-            found["seconds"] = seconds_of(training, told["until"])
+            found["seconds"] = time_steps(training, told["until"])
         del room
     except torch.OutOfMemoryError:
         return {"refusal": "memory ran out"}
     except Exception as error:
-        return {"refusal": first_line(error)}
+        return {"refusal": shorten_error(error)}
     return found
 
 
@@ -304,8 +314,8 @@ def main(file: Path) -> None:
     """Does the job in a file, a search or one candidate of it, and writes beside it what was found,
     or what stands against the run."""
     told = read_object(file)
-    workers.end_with(told["parent"])
-    build.admit([f"{build.EXTENSIONS}=[{','.join(told['cfg']['extensions'])}]"])
+    workers.end_with_parent(told["parent"])
+    build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(told['cfg']['extensions'])}]"])
     # Techniques that do not go with several processes see in a search that there are some.
     if "asked" not in told and told["processes"] > 1:
         dist.init_process_group("fake", rank=0, world_size=told["processes"], store=FakeStore())

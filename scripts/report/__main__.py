@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import UserError
-from training.config.compose import from_words, one_sentence, refuse_missing
+from training.config.compose import parse_words, refuse_missing, report_user_errors
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
         )
     from common.files import write_atomically
     from scripts.report.history import History
-    from scripts.report.pages import card, page
+    from scripts.report.pages import render_card, render_page
 
     folders = [Path(path).expanduser() for path in given.values() if path]
     alike = len({folder.resolve().name for folder in folders}) < len(folders)
@@ -52,7 +52,7 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
     else:
         html = runs[0].folder / "report.html"
         markdown = runs[0].folder / "model_card.md"
-    texts = {html: page(runs), markdown: card(runs[0])}
+    texts = {html: render_page(runs), markdown: render_card(runs[0])}
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
@@ -67,5 +67,5 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
 
 
 if __name__ == "__main__":
-    with one_sentence():
-        report(from_words(ReportConfig, sys.argv[1:], __doc__ or ""))
+    with report_user_errors():
+        report(parse_words(ReportConfig, sys.argv[1:], __doc__ or ""))

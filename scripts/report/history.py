@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel.ledger import LedgerRow, shown
+from accel.ledger import LedgerRow, format_value
 from common.errors import UserError
-from common.files import file_sha256, read_object
+from common.files import hash_file, read_object
 from common.text import is_figure
-from training.checkpoint.files import flat
-from training.checkpoint.load import complete, description, read_newest
+from training.checkpoint.files import flatten
+from training.checkpoint.load import list_complete, read_newest, read_state_file
 from training.config.compose import read_config
-from training.goodput import told
+from training.goodput import format_shares
 from training.metrics import read_metrics
 from training.weights.pretrained import read_tensors
 
@@ -45,9 +45,9 @@ class History:
             )
         self.folder = folder
         self.name = name or folder.resolve().name
-        self.config = dict(flat(read_config(folder / "config.yaml")))
-        self.environment = dict(flat(self.read("environment.json")))
-        self.protocol = dict(flat(self.read("fd_protocol.json")))
+        self.config = dict(flatten(read_config(folder / "config.yaml")))
+        self.environment = dict(flatten(self.read("environment.json")))
+        self.protocol = dict(flatten(self.read("fd_protocol.json")))
         """What the distances measured during training depend on."""
         try:
             self.ledger = [LedgerRow(key, **row) for key, row in self.read("ledger.json").items()]
@@ -92,20 +92,20 @@ class History:
 
     def read_checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reads the newest checkpoint's state, and what its averages are; both may be empty."""
-        found = complete(self.folder / "checkpoints")
+        found = list_complete(self.folder / "checkpoints")
         if not found:
             return {}, {}
         file = found[-1] / "ema.safetensors"
         parameters = sum(tensor.numel() for tensor in read_tensors(file).values())
-        weights = {"parameters": parameters, "sha256": file_sha256(file)}
-        return dict(flat(description(found[-1]))), weights
+        weights = {"parameters": parameters, "sha256": hash_file(file)}
+        return dict(flatten(read_state_file(found[-1]))), weights
 
     def evaluation(self, file: Path) -> Evaluation | None:
         """Reads a file of `scripts.evaluate`; None for another file."""
         content = read_object(file)
         try:
-            settings = dict(flat(content["protocol"]))
-            weights = f"{settings['weights.kind']} step {text(settings['weights.step'])}"
+            settings = dict(flatten(content["protocol"]))
+            weights = f"{settings['weights.kind']} step {format_cell(settings['weights.step'])}"
             rows = [
                 [self.name, file.name, weights, space, *(found.get(key, "") for key in FIGURES)]
                 for space, found in content["features"].items()
@@ -148,7 +148,7 @@ class History:
         """Returns what a difference between two runs may come from."""
         return {
             "configuration": self.config,
-            "ledger": {r.key: f"{text(r.requested)} → {text(r.active)}" for r in self.ledger},
+            "ledger": {r.key: f"{format_cell(r.requested)} → {format_cell(r.active)}" for r in self.ledger},
             "version": self.part("versions") | self.part("git"),
         }
 
@@ -170,37 +170,37 @@ class History:
             "versions": ", ".join(versions),
             "git commit": f"{get('git.commit')}{changed}" if get("git.commit") else None,
             "command": " ".join(["python", *map(str, argv if isinstance(argv, list) else [])]),
-            "time": told(self.read("time.json").get("seconds")),
+            "time": format_shares(self.read("time.json").get("seconds")),
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
             "finished": "yes" if self.summary else UNFINISHED,
         }
         return {key: value for key, value in found.items() if value not in (None, "")}
 
 
-def text(value: Any) -> str:
+def format_cell(value: Any) -> str:
     """Returns a value as the report shows it."""
     if value is None:
         return "–"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return f"{value:,}" if type(value) is int else shown(value)
+    return f"{value:,}" if type(value) is int else format_value(value)
 
 
-def beside(*trees: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def align_values(*trees: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Returns (key, its value in each flat mapping…) for all keys."""
     keys = dict.fromkeys(key for tree in trees for key in tree)
     return [(key, *(tree.get(key) for tree in trees)) for key in keys]
 
 
-def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Returns (key, both values) for the keys but run_dir in which two flat mappings differ."""
-    return [row for row in beside(first, second) if row[1] != row[2] and row[0] != "run_dir"]
+    return [row for row in align_values(first, second) if row[1] != row[2] and row[0] != "run_dir"]
 
 
-def figures_beside(first: History, second: History) -> list[tuple[Any, ...]]:
+def compare_figures(first: History, second: History) -> list[tuple[Any, ...]]:
     """Returns (key, both figures, second / first) where the figures of two runs differ."""
     rows = []
-    for row in differing(first.numbers(), second.numbers()):
+    for row in find_differences(first.numbers(), second.numbers()):
         one = first.figures.get(row[0])
         other = second.figures.get(row[0])
         rows.append((*row, f"×{other / one:.3f}" if one and other else "–"))
@@ -216,7 +216,7 @@ class Group(NamedTuple):
     """Why they stand apart from the first group."""
 
 
-def by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
+def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
     """Groups what was measured by one protocol.
 
     Weights, floors and the folder of the reference may differ. A member without a protocol stands
@@ -235,8 +235,8 @@ def by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group
             continue
         apart = ""
         if groups:
-            rows = differing(groups[0].protocol, kept)
-            words = [f"{key} ({text(first)} or {text(here)})" for key, first, here in rows]
+            rows = find_differences(groups[0].protocol, kept)
+            words = [f"{key} ({format_cell(first)} or {format_cell(here)})" for key, first, here in rows]
             apart = (
                 "Another protocol, not to be compared with the first: "
                 f"{', '.join(words) or 'neither is recorded'}."

@@ -24,16 +24,16 @@ from PIL import Image
 
 from accel.ledger import COLUMNS
 from common.text import is_figure
-from sampling.draw import SAMPLER
+from sampling.draw import SAMPLER_KEYS
 from scripts.report import history
-from scripts.report.history import HEADS, History, text
-from training.checkpoint.files import flat
-from training.config.compose import as_yaml, compose, from_yaml
+from scripts.report.history import HEADS, History, format_cell
+from training.checkpoint.files import flatten
+from training.config.compose import compose, parse_yaml, to_yaml
 
 MAX_GRIDS = 6
 GRID_WIDTH = 960
 MARKUP = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"})
-RUNS = (
+RUN_STYLES = (
     ("-", ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")),
     ("--", ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309")),
 )
@@ -50,7 +50,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def filled(template: str, shown: Callable[[Any], Any], **content: Any) -> str:
+def fill_template(template: str, shown: Callable[[Any], Any], **content: Any) -> str:
     """Fills a template of this folder; `shown` makes text of what it puts in, which is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -63,24 +63,24 @@ def filled(template: str, shown: Callable[[Any], Any], **content: Any) -> str:
     return environment.get_template(template).render(content, history=history)
 
 
-def page(runs: Sequence[History]) -> str:
+def render_page(runs: Sequence[History]) -> str:
     """Returns the HTML of one run, or of two side by side."""
-    return filled(
+    return fill_template(
         "page.html",
-        text,
+        format_cell,
         runs=runs,
         facts=[run.facts() for run in runs],
         numbers=[run.numbers() for run in runs],
-        defaults=dict(flat(from_yaml(as_yaml(compose([]).source)))),
+        defaults=dict(flatten(parse_yaml(to_yaml(compose([]).source)))),
         training=TRAINING,
-        distance_plots=distance_plots,
-        draw=draw,
+        distance_plots=list_distance_plots,
+        draw=draw_plots,
         columns=COLUMNS,
-        grids=grids,
+        grids=encode_grids,
     )
 
 
-def grids(run: History) -> Iterator[tuple[str, str]]:
+def encode_grids(run: History) -> Iterator[tuple[str, str]]:
     """Yields picture and caption of at most MAX_GRIDS grids: the first, the last, some between."""
     last = len(run.grids) - 1
     samples = {line["step"]: line.get("samples") for line in run.lines}
@@ -91,30 +91,30 @@ def grids(run: History) -> Iterator[tuple[str, str]]:
         stream = io.BytesIO()
         picture.save(stream, "webp", quality=90)
         seen = samples.get(step)
-        told = "" if seen is None else f", {text(seen)} samples seen"
-        yield data_uri("webp", stream), f"step {text(step)}{told}"
+        told = "" if seen is None else f", {format_cell(seen)} samples seen"
+        yield make_data_uri("webp", stream), f"step {format_cell(step)}{told}"
 
 
-def data_uri(kind: str, stream: io.BytesIO) -> str:
+def make_data_uri(kind: str, stream: io.BytesIO) -> str:
     """Returns an image as an address that holds it whole."""
     return f"data:image/{kind};base64,{b64encode(stream.getvalue()).decode()}"
 
 
-def card(run: History, how: str = "") -> str:
+def render_card(run: History, how: str = "") -> str:
     """Returns the model card of a run, which begins with the front matter of the Hugging Face hub.
 
     `how` to sample stands there instead of a command with its weights file.
     """
-    given = [key for key in SAMPLER if f"sampling.{key}" in run.config]
+    given = [key for key in SAMPLER_KEYS if f"sampling.{key}" in run.config]
     words = [f"{key}={run.config[f'sampling.{key}']}" for key in given]
     command = ["python", "-m", "scripts.sample", "weights=ema.safetensors", *words]
     model = run.environment.get("choices.model", "model")
     objective = run.config["objective._target_"].rpartition(".")[2]
     tags = ["fastlatent", "latent-generative-model", model, objective]
     shares = [row[HEADS.index("copied")] for found in run.evaluations for row in found.rows]
-    return filled(
+    return fill_template(
         "card.md",
-        plain,
+        escape_markdown,
         run=run,
         model=model,
         objective=objective,
@@ -125,9 +125,9 @@ def card(run: History, how: str = "") -> str:
     )
 
 
-def plain(value: Any) -> Markup:
+def escape_markdown(value: Any) -> Markup:
     """Returns a value as one line of Markdown that is neither markup nor the end of a cell."""
-    line = escape(" ".join(text(value).split()), quote=False)
+    line = escape(" ".join(format_cell(value).split()), quote=False)
     return Markup(line.translate(MARKUP))
 
 
@@ -170,7 +170,7 @@ TRAINING = (
 )
 
 
-def distance_plots(runs: Sequence[History]) -> list[Plot]:
+def list_distance_plots(runs: Sequence[History]) -> list[Plot]:
     """Plots each distance over samples and over seconds, with the floor that the protocol tells."""
     plots = []
     for key in dict.fromkeys(key for run in runs for key in run.distances):
@@ -183,34 +183,34 @@ def distance_plots(runs: Sequence[History]) -> list[Plot]:
     return plots
 
 
-def draw(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str, str]]:
+def draw_plots(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str, str]]:
     """Returns what each plot shows, in words, and the image as a data URI.
 
     The URI is empty where there is nothing to see.
     """
     drawn = []
     for plot in plots:
-        curves = curves_of(plot, runs)
+        curves = collect_curves(plot, runs)
         title = f"{plot.title} over {plot.over.replace('_', ' ')}"
         if any(any(curve.values) for curve in curves):
-            ends = [f"{c.label} from {text(c.values[0])} to {text(c.values[-1])}" for c in curves]
-            drawn.append((f"{title}: {'; '.join(ends)}", svg(plot, curves)))
+            ends = [f"{c.label} from {format_cell(c.values[0])} to {format_cell(c.values[-1])}" for c in curves]
+            drawn.append((f"{title}: {'; '.join(ends)}", draw_svg(plot, curves)))
         else:
             drawn.append((f"{title}: {'0 throughout' if curves else 'not recorded'}.", ""))
     return drawn
 
 
-def curves_of(plot: Plot, runs: Sequence[History]) -> list[Curve]:
+def collect_curves(plot: Plot, runs: Sequence[History]) -> list[Curve]:
     """Returns the curves that have a finite point."""
     logged = dict.fromkeys(key for run in runs for key in run.latest)
     keys = [key for key in logged if re.fullmatch(plot.keys, key)]
     curves = []
-    for run, (line, shades) in zip(runs, RUNS, strict=False):
+    for run, (line, shades) in zip(runs, RUN_STYLES, strict=False):
         for i, key in enumerate(keys, start=1):
             points = [(x, y * plot.scale) for x, y in run.series(key, plot.over)]
             values = [y for _, y in points if math.isfinite(y)]
             names = [run.name] * (len(runs) > 1)
-            names += [label_of(key)] * (len(keys) > 1 or len(runs) == 1)
+            names += [name_curve(key)] * (len(keys) > 1 or len(runs) == 1)
             shade = shades[max(round(i * len(shades) / len(keys)), 1) - 1]
             look = {"linestyle": line, "color": shade, "marker": "o" if len(points) <= 30 else ""}
             if values:
@@ -218,12 +218,12 @@ def curves_of(plot: Plot, runs: Sequence[History]) -> list[Curve]:
     return curves
 
 
-def label_of(key: str) -> str:
+def name_curve(key: str) -> str:
     part = re.sub(r"^eval_loss_t([\d.]+)_([\d.]+)$", r"t \1 to \2", key)
     return {"eval_loss": "held-out loss", "loss": "training loss"}.get(key, part.replace("_", " "))
 
 
-def svg(plot: Plot, curves: Sequence[Curve]) -> str:
+def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
     """Draws the plot as a data URI."""
     from matplotlib import rc_context  # the card needs none
     from matplotlib.figure import Figure
@@ -257,4 +257,4 @@ def svg(plot: Plot, curves: Sequence[Curve]) -> str:
         axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold")
         axes.legend(frameon=False, fontsize=8, ncols=1 + (len(curves) > 4))
         figure.savefig(stream, format="svg", metadata={"Date": None})
-    return data_uri("svg+xml", stream)
+    return make_data_uri("svg+xml", stream)

@@ -28,7 +28,7 @@ from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.parallel import DataParallel
 from accel.techniques.precision import Precision
 from accel.techniques.residual_in_fp32 import ResidualInFp32
-from accel.techniques.tf32 import Tf32, rounds
+from accel.techniques.tf32 import Tf32, rounds_to_tf32
 from common.files import ROOT
 from data.loader import Batch
 from tests.harness.steps import (
@@ -37,10 +37,10 @@ from tests.harness.steps import (
     allow_any_precision,
     assemble,
     explain_unavailable,
+    find_technique,
     key_of,
     ledger_of,
     name_variant,
-    find_technique,
     tiny_training,
 )
 from tests.harness.words import CPU
@@ -435,7 +435,7 @@ def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
         def elapsed_time(self, later):
             return 250.0
 
-    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr("training.metrics.uses_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronised"))
     meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
@@ -453,7 +453,7 @@ def test_queued_work_is_training_and_a_wait_is_the_devices_own(monkeypatch):
 
 def test_a_window_has_its_own_peak_of_memory_and_the_share_of_its_kernels(monkeypatch):
     peaks = [300, 500, 200]  # bytes in use at most; as many again are held without use
-    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr("training.metrics.uses_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2 * peaks[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.pop(0))
@@ -518,7 +518,7 @@ def test_the_probe_leaves_the_model_as_it_was():
     ],
 )
 def test_tf32_is_what_a_product_shows(rounded, products, convolutions, active, monkeypatch):
-    monkeypatch.setattr("accel.techniques.tf32.rounds", lambda device: rounded)
+    monkeypatch.setattr("accel.techniques.tf32.rounds_to_tf32", lambda device: rounded)
     ran = Counter({("aten::mm", "float"): products, ("aten::convolution", "float"): convolutions})
     row = Tf32(True, torch.device("cuda")).observe(Evidence(products=ran))
     assert row.active == active
@@ -527,7 +527,7 @@ def test_tf32_is_what_a_product_shows(rounded, products, convolutions, active, m
 
 
 def test_a_product_in_fp32_does_not_round():
-    assert rounds(CPU) == (False, False)
+    assert rounds_to_tf32(CPU) == (False, False)
 
 
 def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):
@@ -593,7 +593,7 @@ def test_a_product_counts_once_however_often_it_is_entered():
 def test_tf32_is_measured(asked):
     technique = Tf32(asked, torch.device("cuda"))
     technique.on_process()
-    assert rounds(technique.device) == (asked, asked)
+    assert rounds_to_tf32(technique.device) == (asked, asked)
 
 
 @pytest.mark.gpu

@@ -14,22 +14,28 @@ from torch import nn
 
 from accel import composite_optimizer as members
 from accel import saved_tensors
-from accel.composite_optimizer import COMPENSATION, Members, innermost, kept_by, parts_of
+from accel.composite_optimizer import (
+    COMPENSATION,
+    Members,
+    collect_state,
+    iterate_innermost,
+    split_parts,
+)
 from accel.evidence import Evidence
 from accel.techniques import offload_optimizer
 from accel.techniques.compilation import Compile
 from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.offload_optimizer import HostState, OffloadOptimizer
-from accel.techniques.weights import NarrowLinear, RoundedUpdate, Weights, stochastically_rounded
+from accel.techniques.weights import NarrowLinear, RoundedUpdate, Weights, round_stochastically
 from tests.harness.outcomes import read_outcome
 from tests.harness.sets import kept_at
 from tests.harness.steps import allow_any_precision, tiny_training
 from tests.harness.words import CPU, TINY_RUN
 from train import train
-from training.checkpoint.load import complete
+from training.checkpoint.load import list_complete
 from training.config.compose import compose
-from training.failures import lasting_bytes
+from training.failures import count_lasting_bytes
 
 OPTIMIZERS = {
     "adamw_8bit": "8bit",
@@ -104,7 +110,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(words, tmp_path):
         "save_every=2",
     ]
     train(compose([*common, *words, f"run_dir={tmp_path / 'whole'}", "keep_checkpoints=9"]))
-    middle = complete(tmp_path / "whole" / "checkpoints")[0]
+    middle = list_complete(tmp_path / "whole" / "checkpoints")[0]
     train(compose([*common, *words, f"run_dir={tmp_path / 'resumed'}", f"resume={middle}"]))
     assert middle.name == "step-2"
     assert read_outcome(tmp_path / "resumed").state == read_outcome(tmp_path / "whole").state
@@ -180,7 +186,7 @@ def test_the_bytes_are_those_of_the_tensors():
     training.take_step()
     large = [p.numel() for p in training.model.parameters() if p.numel() >= 4096]
     small = [p.numel() for p in training.model.parameters() if p.numel() < 4096]
-    found = lasting_bytes(training)
+    found = count_lasting_bytes(training)
     assert found.optimizer == sum(2 * n + 8 * -(-n // 256) for n in large) + 8 * sum(small)
     linear = sum(m.weight.numel() for m in training.model.modules() if isinstance(m, nn.Linear))
     assert found.weights == 4 * (sum(large) + sum(small)) - 2 * linear
@@ -192,9 +198,9 @@ def test_offloaded_bytes_are_off_the_device():
     plain = training_of()
     for one in (training, plain):
         one.take_step()
-    large = sum(p.numel() for p in plain.model.parameters() if p.numel() >= offload_optimizer.SMALL)
-    assert lasting_bytes(training).on_host == 8 * large
-    assert lasting_bytes(training).on_device == lasting_bytes(plain).on_device - 8 * large
+    large = sum(p.numel() for p in plain.model.parameters() if p.numel() >= offload_optimizer.MIN_OFFLOADED_ELEMENTS)
+    assert count_lasting_bytes(training).on_host == 8 * large
+    assert count_lasting_bytes(training).on_device == count_lasting_bytes(plain).on_device - 8 * large
     assert kept_at(training, 4) < 0.1 * kept_at(plain, 4)
 
 
@@ -240,7 +246,7 @@ class TestSabotage:
         assert warmed(training)["offload_optimizer"].active is True
         technique = next(t for t in training.stack.techniques if isinstance(t, OffloadOptimizer))
         parameter = training.model.head.weight
-        optimizer = next(o for o in innermost(training.state.optimizer) if parameter in o.state)
+        optimizer = next(o for o in iterate_innermost(training.state.optimizer) if parameter in o.state)
         optimizer.state[parameter]["exp_avg"] = torch.empty(parameter.shape, device="meta").expand(
             64, -1, -1
         )
@@ -293,7 +299,7 @@ class TestSabotage:
         ids=["nearest", "down"],
     )
     def test_weights_that_are_not_rounded_at_random(self, rounded, monkeypatch):
-        monkeypatch.setattr("accel.techniques.weights.stochastically_rounded", rounded)
+        monkeypatch.setattr("accel.techniques.weights.round_stochastically", rounded)
         row = warmed(training_of(weights="bf16"))["weights"]
         assert (row.active, row.missing) == ("mixed", True)
 
@@ -319,8 +325,8 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch):
     """AdamW is elementwise, so its parts end bit for bit where the whole does; 8-bit blocks do not
     cross parameters."""
     expected = training_of()
-    monkeypatch.setattr(members, "PART", 5000)
-    monkeypatch.setattr("accel.techniques.weights.PART", 5000)
+    monkeypatch.setattr(members, "PART_ELEMENTS", 5000)
+    monkeypatch.setattr("accel.techniques.weights.PART_ELEMENTS", 5000)
     found = training_of(offload_optimizer=True)
     assert len(found.state.optimizer.members) > 5
     for _ in range(3):
@@ -329,7 +335,7 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch):
     pairs = zip(expected.model.parameters(), found.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert sum(
-        len(g["params"]) for part in parts_of(expected.state.optimizer.param_groups) for g in part
+        len(g["params"]) for part in split_parts(expected.state.optimizer.param_groups) for g in part
     ) == len(list(expected.model.parameters()))
 
 
@@ -339,7 +345,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
     optimizer = training.state.optimizer
     assert isinstance(optimizer, Members)
     for parameter in training.model.parameters():
-        names = set(kept_by(optimizer, parameter))
+        names = set(collect_state(optimizer, parameter))
         assert names == (
             {"momentum_buffer"} if parameter.ndim == 2 else {"step", "exp_avg", "exp_avg_sq"}
         )
@@ -352,7 +358,7 @@ class TestRounding:
         bits = torch.randint(
             0, 2**16, value.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0)
         )
-        rounded = stochastically_rounded(value, bits).double()
+        rounded = round_stochastically(value, bits).double()
         ulp = 2.0 ** (value[0].double().abs().log2().floor() - 7)
         assert ((rounded.mean(0) - value[0].double()).abs() < 0.02 * ulp).all()
         assert ((rounded - value).abs() < ulp).all()
@@ -364,7 +370,7 @@ class TestRounding:
             [0.0, -0.0, 1.0, -2.5, 3.0e38, float("inf"), -float("inf"), float("nan"), 1e-40]
         )
         exact = exact.bfloat16().float()
-        rounded = stochastically_rounded(exact, torch.full_like(exact, bits, dtype=torch.int32))
+        rounded = round_stochastically(exact, torch.full_like(exact, bits, dtype=torch.int32))
         assert torch.equal(rounded.float().nan_to_num(7.0), exact.nan_to_num(7.0))
 
     @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
@@ -379,7 +385,7 @@ class TestRounding:
             weight.grad = torch.ones_like(weight)
             optimizer.step()
         assert weight.dtype is torch.bfloat16
-        kept = kept_by(optimizer, weight).get("compensation", torch.zeros(1))
+        kept = collect_state(optimizer, weight).get("compensation", torch.zeros(1))
         assert (weight.double() + kept.double()).mean().item() == pytest.approx(0.9, abs=1e-3)
         plain = torch.ones(1, dtype=torch.bfloat16)
         assert all(plain.sub_(1e-4).item() == 1.0 for _ in range(10))

@@ -9,7 +9,7 @@ import torch
 
 from accel import proof
 from tests.harness.steps import tiny_training
-from training.config.schema import KERNELS
+from training.config.schema import KERNEL_KEYS
 
 pytestmark = pytest.mark.gpu
 SCAN = ("fused_add_norm", "fused_scan", "fused_conv")
@@ -36,12 +36,12 @@ def trained(family="mamba", *words, **values):
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("family", USES)
 def test_every_kernel_passes_its_parity_test(family, precision):
-    training = trained(family, **dict.fromkeys(KERNELS, True), precision=precision)
-    rows = {row.key: row for row in training.warm_up() if row.key in KERNELS}
+    training = trained(family, **dict.fromkeys(KERNEL_KEYS, True), precision=precision)
+    rows = {row.key: row for row in training.warm_up() if row.key in KERNEL_KEYS}
     for key in USES[family]:
         assert training.kernels["found"][key]["refusal"] is None
         assert rows[key].active is True, rows[key].evidence
-    assert all(rows[key].active == "unused" for key in set(KERNELS) - set(USES[family]))
+    assert all(rows[key].active == "unused" for key in set(KERNEL_KEYS) - set(USES[family]))
 
 
 def test_an_odd_number_of_heads_compiles():
@@ -55,7 +55,7 @@ def test_an_odd_number_of_heads_compiles():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
-    values = dict.fromkeys(KERNELS, "auto") | {"precision": "bf16", "compile": compiled}
+    values = dict.fromkeys(KERNEL_KEYS, "auto") | {"precision": "bf16", "compile": compiled}
     first = trained(**values)
     for key in USES["mamba"]:
         found = first.kernels["found"][key]
@@ -65,7 +65,7 @@ def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
     assert {row.key: row.active for row in first.warm_up() if row.key in SCAN} == first.kernels[
         "chosen"
     ]
-    monkeypatch.setattr(proof, "tried", None)
+    monkeypatch.setattr(proof, "run_trials", None)
     assert trained(**values).kernels == first.kernels
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from common.files import file_sha256
+from common.files import hash_file
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from encoding.job import ShardWriter
@@ -60,7 +60,7 @@ def test_the_description_of_a_shard_is_true(tmp_path: Path):
     assert (shard.count, shard.bytes, shard.sha256) == (
         11,
         len(content),
-        file_sha256(tmp_path / shard.file),
+        hash_file(tmp_path / shard.file),
     )
     assert [block.samples for block in shard.blocks] == [4, 4, 3]
     payloads = [load(content[block.offset : block.offset + block.size]) for block in shard.blocks]

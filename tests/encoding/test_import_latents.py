@@ -21,11 +21,11 @@ from data.blocks import BlockReader
 from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source
-from encoding.foreign import Asked, open_foreign
-from scripts.import_latents import ImportConfig, checked, import_latents, main
+from encoding.foreign import ForeignOptions, open_foreign
+from scripts.import_latents import ImportConfig, check_config, import_latents, main
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.words import CPU
-from training.config.compose import from_words, one_sentence
+from training.config.compose import parse_words, report_user_errors
 
 COUNT = 30
 SCALE = 0.5
@@ -120,7 +120,7 @@ def run(vae: Path, tmp_path: Path) -> Callable[..., Path]:
         }
         small = {"held_out": 0.2, "shard_size": 7, "block_size": 3, "dtype": "float32"}
         cfg = ImportConfig(**given | small | settings)  # pyright: ignore[reportArgumentType]
-        return import_latents(checked(cfg)).parent
+        return import_latents(check_config(cfg)).parent
 
     return start
 
@@ -525,7 +525,7 @@ def test_a_fault_ends_in_one_sentence_and_leaves_nothing(
 ):
     (tmp_path / "in").mkdir()
     write, sentence = FAULTS[fault]
-    with pytest.raises(SystemExit), one_sentence():
+    with pytest.raises(SystemExit), report_user_errors():
         run(**{"check_scale": False} | write(tmp_path / "in", *samples))
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -607,7 +607,7 @@ def test_names_of_classes_the_pair_of_files_and_encoder_local_can_be_said(
     }
     for file, sentence in sentences.items():
         with pytest.raises(ValueError, match=sentence):
-            checked(from_words(ImportConfig, [*words, f"classes={tmp_path / file}"], ""))
+            check_config(parse_words(ImportConfig, [*words, f"classes={tmp_path / file}"], ""))
 
 
 UNLABELLED = {
@@ -685,5 +685,5 @@ def test_a_damaged_npy_header_shows_no_address_in_memory(tmp_path: Path):
     content = (tmp_path / "latents.npy").read_bytes()
     (tmp_path / "latents.npy").write_bytes(content.replace(b"False", b"xalse"))
     with pytest.raises(ValueError, match="malformed node") as caught:
-        open_foreign(str(tmp_path / "latents.npy"), Asked(classes=0))
+        open_foreign(str(tmp_path / "latents.npy"), ForeignOptions(classes=0))
     assert "0x" not in str(caught.value)

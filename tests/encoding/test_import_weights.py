@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.techniques.fused_kernels import FusedAddNorm
-from sampling.load import SampleStream, labels_in_turn, load_run
-from scripts.import_weights import Kind, WeightsConfig, Which, import_weights
+from sampling.load import SampleStream, deal_labels_in_turn, load_run
+from scripts.import_weights import Kind, WeightsChoice, WeightsConfig, import_weights
 from tests.harness.published_models import Shape, Weights, random_weights, velocity
 from tests.harness.sets import save_tiny_autoencoder
 from tests.harness.words import CPU
 from train import train
 from training.config.compose import compose
-from training.weights.pretrained import build_on_meta, load_pretrained, told_by
+from training.weights.pretrained import build_on_meta, load_pretrained, read_description
 
 SHAPES = {
     "sit": Shape(lightning=False),
@@ -85,7 +85,7 @@ def test_samples_are_those_of_the_published_model(encoder, tmp_path):
     run = load_run(imported(tmp_path, weights, encoder, shape), device="cpu")
     labels = [0, 3, 4]
     sampling = run.settings(solver="euler", steps=5, guidance=1.0)
-    stream = SampleStream(run.forward, run.spec, sampling, labels_in_turn(labels, CPU), 0, 3, CPU)
+    stream = SampleStream(run.forward, run.spec, sampling, deal_labels_in_turn(labels, CPU), 0, 3, CPU)
     _, found = stream.batch(0)
     noiseless = run.settings(solver="euler", steps=1, guidance=1.0)
     zero = SampleStream(
@@ -115,7 +115,7 @@ def test_a_training_checkpoint_gives_its_averages(encoder, tmp_path):
     ema, _ = load_pretrained(imported(tmp_path, content, encoder, shape), CPU)
     (tmp_path / "ours.safetensors").unlink()
     model, spec = load_pretrained(
-        imported(tmp_path, content, encoder, shape, weights=Which.model), CPU
+        imported(tmp_path, content, encoder, shape, weights=WeightsChoice.model), CPU
     )
     assert torch.equal(ema.pos_embed, other["module.pos_embed"])
     assert torch.equal(model.pos_embed, one["pos_embed"])
@@ -261,7 +261,9 @@ def test_layer_norm_of_imported_weights_has_the_kernel(encoder, tmp_path):
 def test_flops_of_imported_models_agree_with_a_counter(shape, encoder, tmp_path):
     file = imported(tmp_path, random_weights(shape), encoder, shape)
     with torch.device("meta"):
-        model = build_on_meta(told_by(file).model, told_by(file).spec).requires_grad_(False)
+        model = build_on_meta(
+            read_description(file).model, read_description(file).spec
+        ).requires_grad_(False)
         x = torch.empty(1, shape.channels, 6, 6)
         t = torch.empty(1)
         y = torch.zeros(1, dtype=torch.long)

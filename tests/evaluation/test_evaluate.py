@@ -15,9 +15,15 @@ from PIL import Image
 
 from common.files import ROOT
 from evaluation import evaluator as comparing
-from evaluation.distances import FeatureStats, distances, figures, floor, frechet
-from evaluation.distances import stats_of as summed
-from evaluation.evaluator import Evaluator, folder_source
+from evaluation.distances import (
+    FeatureStats,
+    compute_distances,
+    compute_figures,
+    compute_floor,
+    frechet_distance,
+)
+from evaluation.distances import collect_stats as summed
+from evaluation.evaluator import Evaluator, make_folder_source
 from models.autoencoders import PixelAutoencoder
 from sampling.load import SampleStream
 from scripts.evaluate import EvaluateConfig, evaluate_run
@@ -85,11 +91,11 @@ def digits(evaluator: Evaluator) -> np.ndarray:
 def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(evaluator):
     """tests/house/test_digits.py finds samples of a trained model between the two."""
     images = digits(evaluator)
-    assert evaluator.source.told["kind"] == "reconstructions"
+    assert evaluator.source.facts["kind"] == "reconstructions"
     assert len(images) == evaluator.source.count == 1617
     noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
-    same = figures(stats_of(evaluator, images), evaluator.reference)
-    other = figures(stats_of(evaluator, noise), evaluator.reference)
+    same = compute_figures(stats_of(evaluator, images), evaluator.reference)
+    other = compute_figures(stats_of(evaluator, noise), evaluator.reference)
     for name in ("encoder", "random"):
         assert abs(same[name]["fd"]) < 1e-6
         assert same[name]["precision"] == same[name]["recall"] == same[name]["copied"] == 1.0
@@ -113,7 +119,7 @@ def test_images_that_are_not_what_was_meant_are_far_away(evaluator):
     for fault, changed in planted.items():
         for name, stats in stats_of(evaluator, changed(digits(evaluator))).items():
             real = evaluator.reference[name]
-            assert frechet(stats.all, real.all) > 1.2 * frechet(*real.halves), (fault, name)
+            assert frechet_distance(stats.all, real.all) > 1.2 * frechet_distance(*real.halves), (fault, name)
 
 
 def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_path):
@@ -141,16 +147,16 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_pat
 
 def test_no_minutes_go_by_without_a_word(evaluator, capsys, monkeypatch, tmp_path):
     """Before features of a reference are made, and then in images; nothing where they are known."""
-    monkeypatch.setattr("common.terminal.EVERY", 0.0)
+    monkeypatch.setattr("common.terminal.LINE_INTERVAL_SECONDS", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    evaluator.reference_stats(SINGLE)
+    evaluator.collect_reference_stats(SINGLE)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == (
         "making features (encoder, random) of 1617 images of the reference; a later run finds "
         f"them in {tmp_path}/fastlatent/references"
     )
     assert second.startswith("64/1617 images, ")
-    evaluator.reference_stats(SINGLE)
+    evaluator.collect_reference_stats(SINGLE)
     assert capsys.readouterr().out == ""
 
 
@@ -306,8 +312,8 @@ def test_a_folder_of_images_is_a_reference_and_is_read_once(
         evaluator, digits(evaluator)[:300]
     )  # the PNGs are those images, no pixel moved
     assert (
-        abs(distances(stats["encoder"], evaluator.reference["encoder"])["fd"])
-        < 3 * floor(stats["encoder"])["floor_fd"]
+        abs(compute_distances(stats["encoder"], evaluator.reference["encoder"])["fd"])
+        < 3 * compute_floor(stats["encoder"])["floor_fd"]
     )
 
 
@@ -320,10 +326,10 @@ def save_flat(folder, count: int) -> None:
 def test_other_pixels_are_another_reference(tmp_path):
     """Also of the same names and sizes; and a folder needs no classes."""
     save_flat(tmp_path / "flat", 9)
-    first = folder_source(str(tmp_path / "flat"), 8, 100).told
-    assert folder_source(str(tmp_path / "flat"), 8, 100).told == first
+    first = make_folder_source(str(tmp_path / "flat"), 8, 100).facts
+    assert make_folder_source(str(tmp_path / "flat"), 8, 100).facts == first
     Image.new("RGB", (8, 8), (99, 0, 0)).save(tmp_path / "flat" / "3.bmp")
-    assert folder_source(str(tmp_path / "flat"), 8, 100).told["sha256"] != first["sha256"]
+    assert make_folder_source(str(tmp_path / "flat"), 8, 100).facts["sha256"] != first["sha256"]
 
 
 def test_one_run_has_distances_of_one_protocol(trained, tmp_path):

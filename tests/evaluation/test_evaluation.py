@@ -14,9 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.files import file_sha256
+from common.files import hash_file
 from evaluation import distances, features
-from evaluation.distances import Moments, frechet, kernel_distance, nearness, squared_mmd, too_few
+from evaluation.distances import (
+    Moments,
+    compare_neighbours,
+    explain_too_few,
+    frechet_distance,
+    kernel_distance,
+    squared_mmd,
+)
 from evaluation.features import (
     Dinov2Features,
     EncoderFeatures,
@@ -99,8 +106,8 @@ def test_frechet_is_the_published_formula_where_the_mean_is_large():
     a = correlated(700)
     b = correlated(900, seed=1)
     right = published(*of_numpy(a), *of_numpy(b))
-    assert frechet(moments(a), moments(b)) == pytest.approx(right, rel=1e-6)
-    assert frechet(moments(b), moments(a)) == pytest.approx(right, rel=1e-6)
+    assert frechet_distance(moments(a), moments(b)) == pytest.approx(right, rel=1e-6)
+    assert frechet_distance(moments(b), moments(a)) == pytest.approx(right, rel=1e-6)
 
     def by_n(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
         return x.numpy().mean(0), np.cov(x.numpy(), rowvar=False, bias=True)
@@ -123,7 +130,7 @@ def test_frechet_is_that_of_torch_fidelity(fidelity):
     b = correlated(900, seed=1)
     statistics = [dict(zip(("mu", "sigma"), of_numpy(x), strict=True)) for x in (a, b)]
     right = fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]
-    assert frechet(moments(a), moments(b)) == pytest.approx(right, rel=1e-6)
+    assert frechet_distance(moments(a), moments(b)) == pytest.approx(right, rel=1e-6)
 
 
 def test_frechet_of_known_gaussians():
@@ -136,16 +143,16 @@ def test_frechet_of_known_gaussians():
 
     a = gaussian([0.0, 3.0, 1.0], [4.0, 0.0, 1.0])
     b = gaussian([1.0, 1.0, 1.0], [9.0, 4.0, 0.0])
-    assert frechet(a, b) == pytest.approx(
+    assert frechet_distance(a, b) == pytest.approx(
         1 + 4 + (2 - 3) ** 2 + (0 - 2) ** 2 + (1 - 0) ** 2, abs=1e-12
     )
-    assert frechet(a, a) == pytest.approx(0.0, abs=1e-7)
-    assert frechet(gaussian([0.0], [0.0]), gaussian([2.0], [0.0])) == 4.0
+    assert frechet_distance(a, a) == pytest.approx(0.0, abs=1e-7)
+    assert frechet_distance(gaussian([0.0], [0.0]), gaussian([2.0], [0.0])) == 4.0
     good = gaussian([0.0, 0.0], [1.0, 1.0])
     broken = gaussian([0.0, 0.0], [1.0, -1e-3])
     for pair in ((good, broken), (broken, good)):
         with pytest.raises(ValueError, match="eigenvalue"):
-            frechet(*pair)
+            frechet_distance(*pair)
 
 
 def test_moments_do_not_depend_on_the_pieces():
@@ -166,8 +173,8 @@ def test_moments_do_not_depend_on_the_pieces():
 
 
 def test_frechet_refuses_what_says_nothing():
-    assert too_few(513, 256) is None
-    assert too_few(512, 256) == (
+    assert explain_too_few(513, 256) is None
+    assert explain_too_few(512, 256) == (
         "fd of 256 features needs more than 512 samples, there are 512; draw more (count=...), "
         "or read kd, which has no such bias."
     )
@@ -271,22 +278,22 @@ def test_precision_and_recall_by_hand():
     fake = torch.tensor([[0.5], [2.5], [19.0], [20.0]])
     for offset in (0.0, 1e6):
         shifted = real.double() + offset, fake.double() + offset
-        assert nearness(*shifted, neighbours=1)[:2] == (0.5, 0.75)
+        assert compare_neighbours(*shifted, neighbours=1)[:2] == (0.5, 0.75)
 
 
 def test_collapse_lowers_recall_and_outliers_precision(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     real = torch.randn(300, 4, generator=draw)
     good = torch.randn(300, 4, generator=draw)
-    precision, recall, *_ = whole = nearness(real, good)
+    precision, recall, *_ = whole = compare_neighbours(real, good)
     assert min(precision, recall) > 0.8
-    collapsed = nearness(real, 0.05 * good)
+    collapsed = compare_neighbours(real, 0.05 * good)
     assert collapsed[0] > precision
     assert collapsed[1] < 0.1
-    outliers = nearness(real, torch.cat((good[:150], 20 + good[150:])))
+    outliers = compare_neighbours(real, torch.cat((good[:150], 20 + good[150:])))
     assert outliers[0] == pytest.approx(precision / 2, abs=0.05)
     monkeypatch.setattr(distances, "CHUNK_ELEMENTS", 7 * 300 + 1)
-    assert nearness(real, good) == whole
+    assert compare_neighbours(real, good) == whole
 
 
 def test_a_memorised_set_is_flagged():
@@ -295,15 +302,15 @@ def test_a_memorised_set_is_flagged():
     draw = torch.Generator().manual_seed(0)
     real = torch.randn(2000, 8, generator=draw)
     fresh = torch.randn(1000, 8, generator=draw)
-    *_, share, expected = nearness(real, fresh)
+    *_, share, expected = compare_neighbours(real, fresh)
     assert expected == 0.05
     assert share == pytest.approx(0.05, abs=0.02)
     fifth = torch.cat((real[:200] + 0.01, fresh[200:]))
-    assert nearness(real, fifth).copied == pytest.approx(0.2 + 0.8 * share, abs=0.01)
-    assert nearness(real + 100.0, real + 100.0).copied == 1.0
-    assert nearness(real, 3.0 * fresh).copied < 0.01
+    assert compare_neighbours(real, fifth).copied == pytest.approx(0.2 + 0.8 * share, abs=0.01)
+    assert compare_neighbours(real + 100.0, real + 100.0).copied == 1.0
+    assert compare_neighbours(real, 3.0 * fresh).copied < 0.01
     twice = torch.cat((real[:500], real[:500], real[500:1000]))
-    assert nearness(twice, torch.cat((real[:250], fresh[:250])))[2:] == pytest.approx(
+    assert compare_neighbours(twice, torch.cat((real[:250], fresh[:250])))[2:] == pytest.approx(
         (0.5, 2 / 3), abs=0.01
     )
 
@@ -458,7 +465,7 @@ def test_dinov2_features(tmp_path):
     images = pictures()
     found = check_space(space, images)
     assert space.dim == 24
-    assert space.describe()["sha256"] == file_sha256(folder / "model.safetensors")
+    assert space.describe()["sha256"] == hash_file(folder / "model.safetensors")
     from transformers import Dinov2Model
 
     x = torch.nn.functional.interpolate(
@@ -514,7 +521,7 @@ def test_inception_that_is_none(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=sentence):
             InceptionFeatures(weights)
-    monkeypatch.setattr(features, "INCEPTION_SHA256", file_sha256(other))
+    monkeypatch.setattr(features, "INCEPTION_SHA256", hash_file(other))
     forget_torch_fidelity()
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
     with pytest.raises(ValueError, match=r"torch_fidelity, which is not installed; pip install"):
@@ -542,7 +549,7 @@ def test_inception_features(fidelity, tmp_path, monkeypatch):
         network = published.FeatureExtractorInceptionV3("any", ["2048"])
     file = tmp_path / "weights.pth"
     torch.save(network.state_dict(), file)
-    monkeypatch.setattr(features, "INCEPTION_SHA256", file_sha256(file))
+    monkeypatch.setattr(features, "INCEPTION_SHA256", hash_file(file))
     images = pictures(2)
     space = InceptionFeatures(str(file))
     found = space(images)
@@ -550,7 +557,7 @@ def test_inception_features(fidelity, tmp_path, monkeypatch):
     assert not found.requires_grad
     torch.testing.assert_close(found, network(images.permute(0, 3, 1, 2))[0])
     torch.testing.assert_close(space(images[:1]), found[:1], rtol=1e-4, atol=1e-6)
-    assert space.describe()["sha256"] == file_sha256(file)
+    assert space.describe()["sha256"] == hash_file(file)
 
 
 # --- By name ---
@@ -593,7 +600,7 @@ def test_a_space_of_ones_own(tmp_path, monkeypatch):
     name = "myspaces.colour.Colour"
     with pytest.raises(ValueError, match="is unknown"):
         built(name)
-    monkeypatch.setattr(build, "admitted", {"myspaces"})
+    monkeypatch.setattr(build, "admitted_packages", {"myspaces"})
     check_space(built(name)[name], pictures())
     for name, sentence in (
         ("myspaces.colour.Other", "no class derived from"),

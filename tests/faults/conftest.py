@@ -36,5 +36,5 @@ def whole(zygote: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody mends the disk while a test waits for it."""
-    monkeypatch.setattr("training.checkpoint.save.PAUSES", (0.01, 0.02))
-    monkeypatch.setattr("training.checkpoint.load.PAUSES", (0.01, 0.02))
+    monkeypatch.setattr("training.checkpoint.save.RETRY_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr("training.checkpoint.load.RETRY_PAUSES", (0.01, 0.02))

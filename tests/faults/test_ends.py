@@ -22,17 +22,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.files import file_sha256
+from common.files import hash_file
 from data.digits import DigitLatents
 from tests.harness.zygote import HANG, Start, read_output
-from training.checkpoint.load import complete
-from training.config.compose import one_sentence
+from training.checkpoint.load import list_complete
+from training.config.compose import report_user_errors
 from training.distributed.exit import StopRequest
-from training.distributed.ranks import Ranks, Together
-from training.failures import failures_explained
+from training.distributed.ranks import JointWork, Ranks
+from training.failures import explain_failures
 
 PATIENCE = 3.0
-Work = Callable[[Together, int], Callable[[], object]]
+Work = Callable[[JointWork, int], Callable[[], object]]
 
 
 def told_by_two(folder: Path, work: Work) -> Iterator[str]:
@@ -43,7 +43,7 @@ def told_by_two(folder: Path, work: Work) -> Iterator[str]:
         ranks = Ranks(rank, 2, rank)
         store = dist.FileStore(str(folder / "store"), 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        together = Together(ranks, timedelta(seconds=PATIENCE))
+        together = JointWork(ranks, timedelta(seconds=PATIENCE))
         try:
             told = repr(together.results(work(together, rank)))
         except Exception as error:
@@ -78,7 +78,7 @@ def told_by_two(folder: Path, work: Work) -> Iterator[str]:
         yield file.read_text() if file.exists() else ""
 
 
-def slow(together: Together, rank: int) -> Callable[[], object]:
+def slow(together: JointWork, rank: int) -> Callable[[], object]:
     def work() -> int:
         for _ in range(int(3 * PATIENCE / 0.5) if rank else 1):
             time.sleep(0.5)
@@ -88,15 +88,15 @@ def slow(together: Together, rank: int) -> Callable[[], object]:
     return work
 
 
-def stopped(together: Together, rank: int) -> Callable[[], object]:
+def stopped(together: JointWork, rank: int) -> Callable[[], object]:
     return (lambda: os.kill(os.getpid(), signal.SIGSTOP)) if rank else (lambda: 0)
 
 
-def stuck(together: Together, rank: int) -> Callable[[], object]:
+def stuck(together: JointWork, rank: int) -> Callable[[], object]:
     return (lambda: time.sleep(HANG)) if rank else (lambda: 0)
 
 
-def full(together: Together, rank: int) -> Callable[[], object]:
+def full(together: JointWork, rank: int) -> Callable[[], object]:
     def work() -> int:
         if rank:
             raise OSError(errno.ENOSPC, "No space left on device", "file")
@@ -105,7 +105,7 @@ def full(together: Together, rank: int) -> Callable[[], object]:
     return work
 
 
-def broken(together: Together, rank: int) -> Callable[[], object]:
+def broken(together: JointWork, rank: int) -> Callable[[], object]:
     def work() -> int:
         if rank:
             raise KeyError("x")
@@ -142,7 +142,7 @@ def test_processes_wait_for_progress_only(work: Work, first: str, second: str, t
     "a disk that hangs in a save of one process", "given up after runtime.parallel.timeout_minutes"
 )
 def test_one_process_waits_for_progress_only():
-    together = Together(Ranks(), timedelta(seconds=0.2))
+    together = JointWork(Ranks(), timedelta(seconds=0.2))
     with pytest.raises(TimeoutError, match=r"process 0 has written nothing for 0 s"):
         together.results(stuck(together, 1))
 
@@ -154,7 +154,7 @@ def test_a_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch):
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
-        with one_sentence(), StopRequest(Ranks()) as stop:
+        with report_user_errors(), StopRequest(Ranks()) as stop:
             os.close(ours)
             os.kill(os.getpid(), signal.SIGHUP)
             print("nobody hears it", flush=True)
@@ -198,12 +198,12 @@ def test_what_nobody_can_read_ends_no_run(
     stdout = open_stdout()
     monkeypatch.setattr("sys.stdout", stdout)
     monkeypatch.setattr("sys.__stderr__", sys.stderr)
-    with one_sentence():
+    with report_user_errors():
         run("save_every=2", "log_every=1", "total_samples=64")
     if stdout is not None:
         stdout.close()
     assert (tmp_path / "run" / "summary.json").exists()
-    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == [
+    assert [folder.name for folder in list_complete(tmp_path / "run" / "checkpoints")] == [
         "step-6",
         "step-8",
     ]
@@ -261,7 +261,7 @@ def test_a_quota(run: Callable[..., dict], tmp_path: Path):
             )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == [
+    assert [folder.name for folder in list_complete(tmp_path / "run" / "checkpoints")] == [
         "step-5",
         "step-10",
     ]
@@ -273,7 +273,7 @@ def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path: Path
     sentence = r"^step 3: a file cannot be written \(No space left on device\); free space"
     with (
         pytest.raises(ValueError, match=sentence),
-        failures_explained(cast(Any, training), tmp_path),
+        explain_failures(cast(Any, training), tmp_path),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -321,7 +321,7 @@ def test_no_room_anywhere_is_one_sentence(
     error: Exception, sentence: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/x")
-    with pytest.raises(SystemExit) as ending, one_sentence():
+    with pytest.raises(SystemExit) as ending, report_user_errors():
         raise error
     told = capsys.readouterr().err
     assert ending.value.code == 1
@@ -344,13 +344,13 @@ def test_host_memory_is_used_up(
         return batch
 
     monkeypatch.setattr(DigitLatents, "__next__", failing)
-    monkeypatch.setattr("training.failures.done_apart", lambda *_: (-9, None))
+    monkeypatch.setattr("training.failures.run_apart", lambda *_: (-9, None))
     with pytest.raises(
         ValueError,
         match=r"out of memory in .* at step 9: .*goes on from step-8; 8 samples after it are",
     ):
         run("total_samples=160", "runtime=eager", "save_every=4")
-    assert complete(tmp_path / "run" / "checkpoints")
+    assert list_complete(tmp_path / "run" / "checkpoints")
 
 
 @pytest.mark.fault(
@@ -382,13 +382,13 @@ def test_a_hostile_state(
 ):
     folder = tmp_path / "run"
     shutil.copytree(whole(), folder)
-    last = complete(folder / "checkpoints")[-1]
+    last = list_complete(folder / "checkpoints")[-1]
     state, manifest = (
         json.loads((last / f"{name}.json").read_text()) for name in ("state", "manifest")
     )
     (last / "state.json").write_text(json.dumps(state | change))
     file = last / "state.json"
-    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": hash_file(file)}
     (last / "manifest.json").write_text(json.dumps(manifest))
     assert zygote(folder, "total_samples=104") == [1]
     (line,) = [line for line in read_output(folder).splitlines() if line.startswith("error: ")]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.digits import DigitLatents
-from training.checkpoint.load import complete, damage
+from training.checkpoint.load import find_damage, list_complete
 
 pytestmark = pytest.mark.gpu
 Run = Callable[..., dict]
@@ -30,9 +30,9 @@ def test_a_save_beside_captured_steps_is_of_its_step(run: Run, tmp_path: Path):
     words = [*LONG, *GRAPH, "deterministic=true"]
     run(*words, "async_checkpoints=true", folder="one")
     run(*words, "async_checkpoints=false", folder="two")
-    for one in complete(tmp_path / "one" / "checkpoints"):
+    for one in list_complete(tmp_path / "one" / "checkpoints"):
         two = tmp_path / "two" / "checkpoints" / one.name
-        assert damage(one) is None
+        assert find_damage(one) is None
         for file in ("model.safetensors", "ema.safetensors", "rank-0-of-1.safetensors"):
             left = load_file(one / file)
             right = load_file(two / file)

@@ -19,10 +19,10 @@ from tests.harness.words import TINY_RUN
 from tests.harness.zygote import HANG
 from train import train
 from training import failures
-from training.checkpoint.files import flat
-from training.checkpoint.load import complete
+from training.checkpoint.files import flatten
+from training.checkpoint.load import list_complete
 from training.checkpoint.save import Checkpoints, Save
-from training.config.compose import compose, one_sentence
+from training.config.compose import compose, report_user_errors
 from training.state import TrainState
 from training.step import SpikeGuard, TrainStep
 
@@ -48,7 +48,7 @@ def nan_at(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> list[dict[
         advance(self, samples)
         kept = {k: v for k, v in self.state_dict().items() if k in ("model", "ema", "optimizer")}
         after.append(
-            {name: leaf.clone() for name, leaf in flat(kept) if isinstance(leaf, torch.Tensor)}
+            {name: leaf.clone() for name, leaf in flatten(kept) if isinstance(leaf, torch.Tensor)}
         )
 
     monkeypatch.setattr(DigitLatents, "__next__", poisoned)
@@ -102,7 +102,7 @@ def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     assert all(0.0 < sample["t"] < 1.0 for sample in dump["samples"])
     assert dump["blocks"]["blocks.0"]["gradient_norm"] == "nan"
     assert dump["blocks"]["blocks.0"]["parameter_norm"] > 0
-    assert [f.name for f in complete(tmp_path / "run" / "checkpoints")][-1] == "step-5"
+    assert [f.name for f in list_complete(tmp_path / "run" / "checkpoints")][-1] == "step-5"
 
 
 @pytest.mark.fault("NaN in a burst of batches", "stops at guards.max_skipped_in_row with a dump")
@@ -234,8 +234,8 @@ def test_out_of_memory(
     saves = {"words": ["optim=adamw_8bit"], "bytes": 3.5 * 2**30}
     canned = {"forward": (-9, None), "optimizer": (0, {"savings": [saves]})}
     if place in canned:
-        monkeypatch.setattr(failures, "done_apart", lambda *_: canned[place])
-    with pytest.raises(SystemExit) as stopped, one_sentence():
+        monkeypatch.setattr(failures, "run_apart", lambda *_: canned[place])
+    with pytest.raises(SystemExit) as stopped, report_user_errors():
         run(*LONG)
     said = capsys.readouterr().err
     assert stopped.value.code == 1
@@ -268,7 +268,7 @@ def test_out_of_memory_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         )
 
     monkeypatch.setattr(TrainStep, "losses", failing)
-    monkeypatch.setattr(failures, "done_apart", lambda *_: (0, {"savings": []}))
+    monkeypatch.setattr(failures, "run_apart", lambda *_: (0, {"savings": []}))
     with pytest.raises(
         ValueError,
         match=r"out of memory in .* at step 0: .* of .* GiB were taken .* use a smaller model",

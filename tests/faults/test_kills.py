@@ -14,7 +14,7 @@ import pytest
 from tests.harness.outcomes import assert_newest_loads, assert_tidy, read_outcome
 from tests.harness.sets import random_samples, save_latent_set
 from tests.harness.zygote import HANG, Start, read_output
-from training.checkpoint.load import complete
+from training.checkpoint.load import list_complete
 
 pytestmark = pytest.mark.timeout(0)  # many runs, each with a limit of its own
 
@@ -182,7 +182,7 @@ def test_a_signal_saves_first(
     assert zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal) == [75], (
         read_output(folder)
     )
-    (saved,) = complete(folder / "checkpoints")
+    (saved,) = list_complete(folder / "checkpoints")
     step = int(saved.name.removeprefix("step-"))
     assert f"asked to stop at step {step}; saved" in read_output(folder)
     assert zygote(folder, *words, f"total_samples={8 * (step + 4)}") == [0]
@@ -198,7 +198,7 @@ def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
         75,
         75,
     ], read_output(folder)
-    (saved,) = complete(folder / "checkpoints")
+    (saved,) = list_complete(folder / "checkpoints")
     assert f"asked to stop at step {saved.name.removeprefix('step-')}" in read_output(folder)
 
 

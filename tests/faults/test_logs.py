@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from common import terminal
-from common.terminal import Progress, counted
+from common.terminal import Progress, show_progress
 from scripts.report.history import History
 from tests.harness.outcomes import read_outcome
 from tests.harness.zygote import Start, read_output
-from training.checkpoint.load import complete
+from training.checkpoint.load import list_complete
 from training.metrics import MetricsFile, read_metrics
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -107,7 +107,7 @@ def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
     assert zygote(folder, "resume=never") == [1]
     assert touched(folder) == before
     assert zygote(folder, "total_samples=112") == [0]
-    assert complete(folder / "checkpoints")[-1].name == "step-14"
+    assert list_complete(folder / "checkpoints")[-1].name == "step-14"
     assert "resumed from" in read_output(folder)
 
 
@@ -152,9 +152,9 @@ def test_the_time_left_is_said_in_plain_lines(
 def test_evaluation_shows_how_far_it_is(
     run: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    monkeypatch.setattr(terminal, "EVERY", 0.0)
+    monkeypatch.setattr(terminal, "LINE_INTERVAL_SECONDS", 0.0)
     run("eval_every=2", "sample_every=2", "save_every=2", "sampling.steps=2")
     told = capsys.readouterr().out
     for unit in ("batches of evaluation", "batches of the sample grid"):
         assert f" {unit}, " in told
-    assert list(counted("abc", 3, "letters", silent=True)) == ["a", "b", "c"]
+    assert list(show_progress("abc", 3, "letters", silent=True)) == ["a", "b", "c"]

@@ -24,8 +24,14 @@ from tests.harness.words import TINY_RUN
 from tests.harness.zygote import HANG, Start, read_output
 from train import train
 from training.checkpoint import save
-from training.checkpoint.files import DTYPES, WHOLE, Staged, write_tensors
-from training.checkpoint.load import belonging, complete, damage, newest_verified, read_back
+from training.checkpoint.files import DTYPE_NAMES, WEIGHTS_FILES, Staged, write_tensors
+from training.checkpoint.load import (
+    find_damage,
+    find_newest_verified,
+    hash_from_disk,
+    list_complete,
+    list_expected_files,
+)
 from training.checkpoint.save import Checkpoints, Save
 from training.config.compose import compose
 from training.distributed.ranks import Ranks
@@ -62,16 +68,16 @@ DAMAGES = {
 def test_damage_is_seen(kind: str, file: str, whole: Callable[..., Path], tmp_path: Path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(whole() / "checkpoints", folder)
-    before, newest = complete(folder)[-2:]
-    assert damage(newest) is None
+    before, newest = list_complete(folder)[-2:]
+    assert find_damage(newest) is None
     DAMAGES[kind](newest / file)
     if kind == "one bit flipped" and file == "manifest.json":
-        assert damage(newest)  # whichever bit: a hash, a size, a name or the JSON is wrong
+        assert find_damage(newest)  # whichever bit: a hash, a size, a name or the JSON is wrong
     with pytest.warns(
         UserWarning, match=r"step-12: .*; moved to step-12\.corrupt, trying the one before"
     ):
-        assert newest_verified(folder) == before
-    assert [f.name for f in complete(folder)][-1] == before.name
+        assert find_newest_verified(folder) == before
+    assert [f.name for f in list_complete(folder)][-1] == before.name
     assert (folder / "step-12.corrupt").is_dir()
 
 
@@ -81,7 +87,7 @@ def test_a_run_goes_on_from_the_one_before(
 ):
     folder = tmp_path / "run"
     shutil.copytree(whole(), folder)
-    flip(complete(folder / "checkpoints")[-1] / "rank-0-of-1.safetensors")
+    flip(list_complete(folder / "checkpoints")[-1] / "rank-0-of-1.safetensors")
     assert zygote(folder) == [0]
     assert (
         "rank-0-of-1.safetensors does not match its sha256; moved to step-12.corrupt"
@@ -150,8 +156,8 @@ def test_a_disk_that_fills_up_in_a_save(
     background: bool, small_disk: Path, whole: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
     # somebody else takes the room that was there
-    monkeypatch.setattr("training.checkpoint.save.MARGIN", 0.0)
-    size = sum(f.stat().st_size for f in complete(whole() / "checkpoints")[-1].iterdir())
+    monkeypatch.setattr("training.checkpoint.save.FREE_SPACE_FACTOR", 0.0)
+    size = sum(f.stat().st_size for f in list_complete(whole() / "checkpoints")[-1].iterdir())
     stages = [0.0, 0.5, 0.9]
     for number, share in enumerate(stages):
         folder = small_disk / f"run-{number}"
@@ -162,7 +168,7 @@ def test_a_disk_that_fills_up_in_a_save(
         ):
             started(folder, f"async_checkpoints={background}")
         assert [f.name for f in (folder / "checkpoints").glob("step-*")] == ["step-2"]
-        assert damage(folder / "checkpoints" / "step-2") is None
+        assert find_damage(folder / "checkpoints" / "step-2") is None
         filler.unlink()
         if number in (0, len(stages) - 1):
             started(folder, f"async_checkpoints={background}")
@@ -189,7 +195,7 @@ def test_the_last_files_of_a_save(
         match=rf"step-4 cannot be saved \(No space.*goes on from step-{newest}; \d+ samples",
     ):
         started(tmp_path / "run")
-    assert damage(tmp_path / "run" / "checkpoints" / f"step-{newest}") is None
+    assert find_damage(tmp_path / "run" / "checkpoints" / f"step-{newest}") is None
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
 
 
@@ -205,7 +211,7 @@ def test_a_full_disk_before_and_beside_saves(small_disk: Path, monkeypatch: pyte
         match=r"step 2: .*/run/environment.json cannot be written \(No space .*goes on from step-2",
     ):
         started(folder)
-    assert damage(folder / "checkpoints" / "step-2") is None
+    assert find_damage(folder / "checkpoints" / "step-2") is None
 
 
 @pytest.mark.fault(
@@ -222,7 +228,7 @@ def test_a_read_only_folder(small_disk: Path):
         started(folder)
     with pytest.raises(OSError, match="Read-only file system"):
         Save(folder / "checkpoints" / "step-1", Staged({}, {}, {}, {}), {}, 0, Ranks()).prepare()
-    assert damage(folder / "kept" / "step-2") is None
+    assert find_damage(folder / "kept" / "step-2") is None
 
 
 @pytest.mark.fault(
@@ -260,7 +266,7 @@ def test_leftovers_go(whole: Callable[..., Path], tmp_path: Path):
     names = sorted(f.name for f in folder.iterdir())
     for name in ("step-14.tmp", "step-2.removed"):
         shutil.copytree(folder / "step-12", folder / name)
-    assert newest_verified(folder) == folder / "step-12"
+    assert find_newest_verified(folder) == folder / "step-12"
     assert sorted(f.name for f in folder.iterdir()) == names
 
 
@@ -273,7 +279,7 @@ def test_what_is_kept(words: list[str], kept: set[int], whole: Callable[..., Pat
     started(folder, *words)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = min((line for line in lines if "eval_loss" in line), key=lambda line: line["eval_loss"])
-    found = {int(f.name.removeprefix("step-")) for f in complete(folder / "checkpoints")}
+    found = {int(f.name.removeprefix("step-")) for f in list_complete(folder / "checkpoints")}
     assert found == kept | {best["step"]}
 
 
@@ -281,13 +287,13 @@ def test_what_is_kept(words: list[str], kept: set[int], whole: Callable[..., Pat
 def test_the_best_one_stays(best_by: str, best: str, whole: Callable[..., Path], tmp_path: Path):
     folder = tmp_path / "checkpoints"
     for step, loss in ((2, float("nan")), (4, 0.1), (6, None), (8, 0.7), (10, None), (12, 0.6)):
-        shutil.copytree(complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
+        shutil.copytree(list_complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
         file = folder / f"step-{step}" / "state.json"
         scores = {"eval_loss": loss, "fd_random": None if loss is None else 1.0 - loss}
         file.write_text(json.dumps(json.loads(file.read_text()) | {"scores": scores}))
-    shutil.copytree(complete(whole() / "checkpoints")[-1], folder / "step-14")
+    shutil.copytree(list_complete(whole() / "checkpoints")[-1], folder / "step-14")
     Checkpoints(folder, keep=2, best_by=best_by).remove_old(folder / "step-14")
-    assert [f.name for f in complete(folder)] == [best, "step-12", "step-14"]
+    assert [f.name for f in list_complete(folder)] == [best, "step-12", "step-14"]
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
@@ -295,14 +301,14 @@ def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
 ):
     folder = tmp_path / "checkpoints"
     for step in (2, 4, 6):
-        shutil.copytree(complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
+        shutil.copytree(list_complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
     flip(folder / "step-6" / "ema.safetensors")
     Checkpoints(folder, keep=1).remove_old(folder / "step-6")
     assert (
         "not removed (step-6 was read back and ema.safetensors does not match its sha256)"
         in capsys.readouterr().out
     )
-    assert len(complete(folder)) == 3
+    assert len(list_complete(folder)) == 3
 
 
 @pytest.mark.fault(
@@ -313,18 +319,18 @@ def test_trouble_with_older_ones_is_a_warning(
 ):
     folder = tmp_path / "checkpoints"
     for step in (2, 4, 6):
-        shutil.copytree(complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
+        shutil.copytree(list_complete(whole() / "checkpoints")[-1], folder / f"step-{step}")
     (folder / "step-2" / "state.json").write_text("{")
     (folder / "step-4" / "state.json").unlink()
     checkpoints = Checkpoints(folder, keep=2)
     monkeypatch.setattr(
-        "training.checkpoint.save.remove", lambda old: old.rename(folder / "step-6")
+        "training.checkpoint.save.remove_checkpoint", lambda old: old.rename(folder / "step-6")
     )
     checkpoints.remove_old(folder / "step-6")
     assert "older checkpoints are not removed" in capsys.readouterr().out
     monkeypatch.undo()
     checkpoints.remove_old(folder / "step-6")
-    assert [f.name for f in complete(folder)] == ["step-4", "step-6"]
+    assert [f.name for f in list_complete(folder)] == ["step-4", "step-6"]
 
 
 @pytest.mark.fault(
@@ -339,21 +345,21 @@ def test_a_bad_sector(
 ):
     folder = tmp_path / "checkpoints"
     shutil.copytree(whole() / "checkpoints", folder)
-    before, newest = complete(folder)[-2:]
+    before, newest = list_complete(folder)[-2:]
     left = [failures]
 
     def read(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
         if file.parent == newest and left[0]:
             left[0] -= 1
             raise OSError(errno.EIO, "Input/output error", str(file))
-        return read_back(file, advance)
+        return hash_from_disk(file, advance)
 
-    monkeypatch.setattr("training.checkpoint.load.read_back", read)
+    monkeypatch.setattr("training.checkpoint.load.hash_from_disk", read)
     if failures == 1:
-        assert newest_verified(folder) == newest
+        assert find_newest_verified(folder) == newest
     else:
         with pytest.warns(UserWarning, match="Input/output error"):
-            assert newest_verified(folder) == before
+            assert find_newest_verified(folder) == before
 
 
 @pytest.mark.fault(
@@ -378,7 +384,7 @@ def test_what_is_read_back_is_not_the_page_cache(tmp_path: Path, monkeypatch: py
         left.append(resident(file))
 
     monkeypatch.setattr(os, "posix_fadvise", advised)
-    read_back(file, lambda: None)
+    hash_from_disk(file, lambda: None)
     assert left == [0]
 
 
@@ -403,18 +409,18 @@ def test_a_manifest_must_name_the_files_that_belong_there(
     name: str, whole: Callable[..., Path], tmp_path: Path
 ):
     folder = tmp_path / "step-12"
-    shutil.copytree(complete(whole() / "checkpoints")[-1], folder)
+    shutil.copytree(list_complete(whole() / "checkpoints")[-1], folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"] = {k: v for k, v in manifest["files"].items() if name not in ("all", k)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert damage(folder) is not None
-    assert "its manifest lacks or adds" in str(damage(folder))
+    assert find_damage(folder) is not None
+    assert "its manifest lacks or adds" in str(find_damage(folder))
 
 
 def test_the_files_of_several_processes_belong_together():
     parts = {f"rank-{rank}-of-3.safetensors" for rank in range(3)}
-    assert belonging(parts) == {*parts, *WHOLE, "state.json"}
-    assert belonging(parts - {"rank-0-of-3.safetensors"}) != {*parts, *WHOLE, "state.json"}
+    assert list_expected_files(parts) == {*parts, *WEIGHTS_FILES, "state.json"}
+    assert list_expected_files(parts - {"rank-0-of-3.safetensors"}) != {*parts, *WEIGHTS_FILES, "state.json"}
 
 
 @pytest.mark.fault(
@@ -462,7 +468,7 @@ def test_a_rename_that_happened_is_no_error(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "replace", answered_wrongly)
     train(compose([*TINY_RUN, "save_every=1", "keep_checkpoints=2", f"run_dir={tmp_path / 'run'}"]))
-    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == [
+    assert [folder.name for folder in list_complete(tmp_path / "run" / "checkpoints")] == [
         "step-1",
         "step-2",
     ]
@@ -489,11 +495,11 @@ def test_a_save_that_failed_after_its_rename_is_tried_again(
 
     monkeypatch.setattr(save, "sync_folder", failing)
     monkeypatch.setattr(save, "rename", renamed_once)
-    monkeypatch.setattr(save, "PAUSES", (0.0,))
+    monkeypatch.setattr(save, "RETRY_PAUSES", (0.0,))
     train(compose([*TINY_RUN, "save_every=1", "total_samples=8", f"run_dir={tmp_path / 'run'}"]))
-    found = complete(tmp_path / "run" / "checkpoints")
+    found = list_complete(tmp_path / "run" / "checkpoints")
     assert [folder.name for folder in found] == ["step-1"]
-    assert damage(found[0]) is None
+    assert find_damage(found[0]) is None
 
 
 @pytest.mark.fault(
@@ -509,7 +515,7 @@ def test_a_file_system_that_flushes_no_folders(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "fsync", refusing)
     train(compose([*TINY_RUN, "save_every=2", f"run_dir={tmp_path / 'run'}"]))
-    assert [folder.name for folder in complete(tmp_path / "run" / "checkpoints")] == ["step-2"]
+    assert [folder.name for folder in list_complete(tmp_path / "run" / "checkpoints")] == ["step-2"]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
@@ -565,7 +571,7 @@ def test_a_disk_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("the disk was asked")
 
     monkeypatch.setattr(Save, "write_files", hang)
-    monkeypatch.setattr("training.checkpoint.save.goes_on", asked)
+    monkeypatch.setattr("training.checkpoint.save.describe_resume", asked)
     words = [
         "runtime.parallel.timeout_minutes=0.02",
         "save_every=4",
@@ -605,7 +611,7 @@ def test_the_stall_is_logged(tmp_path: Path):
 
 def test_the_written_format_is_safetensors(tmp_path: Path):
     """Every dtype and shape, read by the library; the hash is that of the file."""
-    tensors = {str(dtype): torch.arange(6).view(3, 2).to(dtype) for dtype in DTYPES}
+    tensors = {str(dtype): torch.arange(6).view(3, 2).to(dtype) for dtype in DTYPE_NAMES}
     tensors |= {
         "scalar": torch.tensor(2.5),
         "empty": torch.zeros(0, 4),
@@ -618,6 +624,6 @@ def test_the_written_format_is_safetensors(tmp_path: Path):
     assert all(
         torch.equal(found[k], tensors[k]) and found[k].dtype == tensors[k].dtype for k in tensors
     )
-    assert read_back(file, lambda: None) == (described["bytes"], described["sha256"])
+    assert hash_from_disk(file, lambda: None) == (described["bytes"], described["sha256"])
     with pytest.raises(TypeError, match="complex64"):
         write_tensors(file, {"c": torch.zeros(1, dtype=torch.complex64)}, {})

@@ -34,16 +34,16 @@ from tests.harness.fuzz_weights import ON_A_HUB, described_otherwise, descriptio
 from tests.harness.words import TINY_RUN
 from tests.house.test_house import PACKAGES
 from train import train
-from training.checkpoint.files import KEY
-from training.checkpoint.load import complete, verified, weights_file
+from training.checkpoint.files import METADATA_KEY
+from training.checkpoint.load import find_weights_file, list_complete, verify
 from training.config import secrets
 from training.config.build import build
-from training.config.compose import CONF, compose, one_sentence
+from training.config.compose import CONF, compose, report_user_errors
 from training.config.contradictions import check_nccl
-from training.config.secrets import SHAPES, redact_words, redacted, scrubbed
-from training.config.words import not_read
-from training.run import default_folder
-from training.weights.pretrained import build_autoencoder, build_model, load_pretrained, weights_for
+from training.config.secrets import SHAPES, redact, redact_text, redact_words
+from training.config.words import describe_unreadable
+from training.run import choose_folder
+from training.weights.pretrained import build_autoencoder, build_model, fit_weights, load_pretrained
 
 
 class Evil:
@@ -71,7 +71,7 @@ TARGETS = [
     "models.denoiser.inspect.os.system",
     "training.run.subprocess.run",
     "data.source.os.system",
-    "training.config.compose.one_sentence",
+    "training.config.compose.report_user_errors",
     "logging.os.system",
     "models",
     "",
@@ -106,14 +106,14 @@ def test_a_target_that_is_no_name(target: Any):
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_malicious_export(nested: bool, target: str, whole: Callable[..., Path], tmp_path: Path):
-    file = complete(whole() / "checkpoints")[-1] / "ema.safetensors"
+    file = list_complete(whole() / "checkpoints")[-1] / "ema.safetensors"
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
-        told = json.loads(opened.metadata()[KEY])
+        told = json.loads(opened.metadata()[METADATA_KEY])
     (told["model"]["mixer"] if nested else told["model"])["_target_"] = target
     evil = tmp_path / "evil.safetensors"
-    save_file(load_file(file), evil, {KEY: json.dumps(told)})
+    save_file(load_file(file), evil, {METADATA_KEY: json.dumps(told)})
     with pytest.raises(ValueError, match=r"do not trust this file|is not allowed"):
         sample_run(SampleConfig(weights=str(evil), out=str(tmp_path / "out")))
 
@@ -264,7 +264,7 @@ def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(
         model = build_model(told["model"], LatentSpec(**told["spec"]), torch.device("cpu"))
         told["spec"].update(num_classes=10**12, class_names=[])
         (folder / "x.safetensors").write_bytes(described_otherwise(payload, as_json(told)))
-        weights_for(
+        fit_weights(
             model, LatentSpec(**told["spec"] | {"num_classes": 3}), folder / "x.safetensors"
         )
 
@@ -282,14 +282,14 @@ def test_a_pickle_is_never_opened(whole: Callable[..., Path], tmp_path: Path):
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         load_pretrained(tmp_path / "evil.safetensors", torch.device("cpu"))
     with pytest.raises(ValueError, match="neither a"):
-        weights_file(str(tmp_path / "evil.pt"), "init_from")
+        find_weights_file(str(tmp_path / "evil.pt"), "init_from")
     checkpoint = tmp_path / "step-2"
     checkpoint.mkdir()
-    for file in complete(whole() / "checkpoints")[-1].iterdir():
+    for file in list_complete(whole() / "checkpoints")[-1].iterdir():
         (checkpoint / file.name).write_bytes(file.read_bytes())
     (checkpoint / "rank-0-of-1.safetensors").write_bytes(pickle.dumps(Evil(made)))
     with pytest.raises(ValueError, match=r"rank-0-of-1\.safetensors does not match"):
-        verified(checkpoint)
+        verify(checkpoint)
     assert not made.exists()
 
 
@@ -306,7 +306,7 @@ def test_a_manifest_stays_in_its_folder(tmp_path: Path):
     with pytest.raises(
         ValueError, match=r"no usable checkpoint: its manifest lacks or adds \.\./secret"
     ):
-        verified(checkpoint)
+        verify(checkpoint)
 
 
 @pytest.mark.fault(
@@ -344,7 +344,7 @@ def test_a_malicious_tar(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["../../etc/x", "a/b", "a b;rm", "mamba_s"])
 def test_a_default_folder_stays_among_the_runs(name: str):
-    folder = default_folder({"model": name, "runtime": "fast"})
+    folder = choose_folder({"model": name, "runtime": "fast"})
     assert folder.parent == Path("runs")
     assert re.fullmatch(r"[A-Za-z0-9_.-]+", folder.name)
 
@@ -382,11 +382,11 @@ def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_messages_are_scrubbed(capsys):
-    with pytest.raises(SystemExit), one_sentence():
+    with pytest.raises(SystemExit), report_user_errors():
         compose(
             ["data=resident", "data.path=s3://key:hunter2@b/x", "resume=3", "batch_size=-1"]
         ).cfg.check()
-    with pytest.raises(SystemExit), one_sentence():
+    with pytest.raises(SystemExit), report_user_errors():
         train(
             compose(
                 [
@@ -397,17 +397,17 @@ def test_messages_are_scrubbed(capsys):
             )
         )
     assert "hunter2" not in capsys.readouterr().err
-    assert scrubbed("https://u:p@h/x?sig=s&part=1") == "https://<redacted>@h/x?<redacted>"
+    assert redact_text("https://u:p@h/x?sig=s&part=1") == "https://<redacted>@h/x?<redacted>"
     signed = "http://h/set?X-Amz-Signature=hunter2&X-Amz-Credential=hunter2"
     for written in (
-        redacted({"data": {"path": signed}}),
+        redact({"data": {"path": signed}}),
         redact_words([f"data.path={signed}"]),
-        scrubbed(signed),
+        redact_text(signed),
     ):
         assert "hunter2" not in str(written)
         assert "http://h/set?<redacted>" in str(written)
     assert (
-        scrubbed("a plain: text, a@b.c ?x=1, no key: 3") == "a plain: text, a@b.c ?x=1, no key: 3"
+        redact_text("a plain: text, a@b.c ?x=1, no key: 3") == "a plain: text, a@b.c ?x=1, no key: 3"
     )
     assert redact_words(["a={TOKEN:x,b:1}", "token=x", "b=[{my_key: x}]"]) == [
         "a={TOKEN:<redacted>,b:1}",
@@ -525,16 +525,16 @@ TOLD = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_of_a_secret_is_redacted(shape: str):
     for text in TOLD[shape]:
-        for written in (scrubbed(text), str(redacted({"a": [text]})), redact_words([text])[0]):
+        for written in (redact_text(text), str(redact({"a": [text]})), redact_words([text])[0]):
             assert "<redacted>" in written, text
             assert not re.search(r"HUN|TER2|SFVO|dXNl|1234567", written), text
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_row_of_the_table_is_needed(shape: str, monkeypatch: pytest.MonkeyPatch):
-    kept = [ready for name, ready in zip(SHAPES, secrets.READY, strict=True) if name != shape]
-    monkeypatch.setattr(secrets, "READY", kept)
-    assert any(re.search(r"HUN|TER2|SFVO|dXNl|1234567", scrubbed(text)) for text in TOLD[shape])
+    kept = [ready for name, ready in zip(SHAPES, secrets.COMPILED_SHAPES, strict=True) if name != shape]
+    monkeypatch.setattr(secrets, "COMPILED_SHAPES", kept)
+    assert any(re.search(r"HUN|TER2|SFVO|dXNl|1234567", redact_text(text)) for text in TOLD[shape])
 
 
 def test_names_with_a_secret_lose_values_and_no_others():
@@ -543,9 +543,9 @@ def test_names_with_a_secret_lose_values_and_no_others():
         "authToken accesskey "
     )
     names += "GITHUB_PAT creds sas sentry_dsn webhook SLACK_WEBHOOK_URL auth_header"
-    assert set(redacted(dict.fromkeys(names.split(), "x")).values()) == {"<redacted>"}
-    assert scrubbed(f"dapi{'0123456789abcdef' * 2}") == "<redacted>"
-    assert redacted({"ghp_HUNTER2abcdefghijkl": ("sk-HUNTER2abcdefghijkl", 1)}) == {
+    assert set(redact(dict.fromkeys(names.split(), "x")).values()) == {"<redacted>"}
+    assert redact_text(f"dapi{'0123456789abcdef' * 2}") == "<redacted>"
+    assert redact({"ghp_HUNTER2abcdefghijkl": ("sk-HUNTER2abcdefghijkl", 1)}) == {
         "<redacted>": ("<redacted>", 1)
     }
     others = {
@@ -556,7 +556,7 @@ def test_names_with_a_secret_lose_values_and_no_others():
         "token_drop": 0.1,
         "use_auth_token": True,
     }
-    assert redacted(others) == others
+    assert redact(others) == others
     keys = (
         known_keys("train")
         + known_keys("precompute_latents")
@@ -583,7 +583,7 @@ def test_no_sentence_of_ours_is_redacted():
                         for part in node.values
                     ]
                     text = "".join(map(str, parts))
-                    assert scrubbed(text) == text
+                    assert redact_text(text) == text
                     checked += 1
     assert checked > 200
     for advice in (
@@ -598,14 +598,14 @@ def test_no_sentence_of_ours_is_redacted():
             "{token: …, b: 1}",
         ),
         *(
-            not_read("logger.api_key='x"),
+            describe_unreadable("logger.api_key='x"),
             "write logger.key=[…] for a list, logger.key=\"'…'\" for text",
         ),
     ):
-        assert scrubbed(advice) == advice
+        assert redact_text(advice) == advice
         with pytest.raises(ValueError, match="is not of the form key=value") as caught:
             compose(["latents_key"])
-        assert scrubbed(str(caught.value)) == str(caught.value)
+        assert redact_text(str(caught.value)) == str(caught.value)
 
 
 @pytest.mark.fault(
@@ -670,7 +670,7 @@ def test_dependencies_are_past_known_advisories():
 def test_sampling_needs_nothing_but_the_weights(whole: Callable[..., Path], tmp_path: Path):
     """One file, copied away: no run folder, no optimizer, no loop."""
     file = tmp_path / "copied.safetensors"
-    file.write_bytes((complete(whole() / "checkpoints")[-1] / "ema.safetensors").read_bytes())
+    file.write_bytes((list_complete(whole() / "checkpoints")[-1] / "ema.safetensors").read_bytes())
     program = (
         "import sys; from scripts.sample import *; "
         f"sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, "

@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.kernels.operator import OPERATORS
-from scripts.commands import own_and_others, table
+from scripts.commands import format_table, split_words
 from training.config.build import build
-from training.config.compose import compose, one_sentence
-from training.config.schema import KERNELS
+from training.config.compose import compose, report_user_errors
+from training.config.schema import KERNEL_KEYS
 
 BATCHES = (2, 4)
 LATENTS: dict[str, Any] = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
@@ -109,7 +109,7 @@ def uninitialised(build_model: Callable[[], Any]) -> Any:
 def switched(model: nn.Module, off: tuple[str, ...] = ()) -> Any:
     """The fused operators on, except those named."""
     for module in model.modules():
-        for switch in KERNELS:
+        for switch in KERNEL_KEYS:
             if hasattr(module, switch):
                 setattr(module, switch, switch not in off)
     return model
@@ -175,8 +175,8 @@ class TrafficConfig:
 
 
 def main() -> None:
-    with one_sentence():
-        cfg, words = own_and_others(TrafficConfig, sys.argv[1:], __doc__ or "")
+    with report_user_errors():
+        cfg, words = split_words(TrafficConfig, sys.argv[1:], __doc__ or "")
         node = compose(words).cfg.model
         counted = count(lambda: build(node, "model", **LATENTS), tuple(cfg.off))
     tokens = LATENTS["height"] * LATENTS["width"] // node["patch_size"] ** 2
@@ -189,7 +189,7 @@ def main() -> None:
             for calls, moved in zip(*counted[1:], strict=True)
         ]
         rows.append((op, *pairs[0], *pairs[1]))
-    print(table(rows))
+    print(format_table(rows))
     for what, ops in (("products", PRODUCTS), ("everything else", None)):
         calls, moved = counted.sums(ops)
         print(

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from training.config.compose import one_sentence
+from training.config.compose import report_user_errors
 
 GIB = 2**30
 CPU_SECONDS = 5
@@ -155,7 +155,7 @@ def ended(subject: Subject, seed: int, folder: Path, say: Say) -> tuple[str, str
         with (
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(errors),
-            one_sentence(),
+            report_user_errors(),
         ):
             subject(Random(seed), folder, say)
     except SystemExit:

@@ -28,7 +28,7 @@ from encoding.images import DecodedImages
 from encoding.job import plan_shards
 from encoding.sources import list_images
 from models.autoencoders import PixelAutoencoder
-from scripts.import_latents import ImportConfig, checked, import_latents
+from scripts.import_latents import ImportConfig, check_config, import_latents
 from scripts.sample import SampleConfig
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.foreign import COUNT, FORMATS, read_set
@@ -37,8 +37,8 @@ from tests.harness.fuzz_sets import good_set
 from tests.harness.sets import add_member, save_images
 from tests.harness.words import CPU, TINY_RUN
 from training.assemble import assemble
-from training.config.compose import CONF, compose, from_words, from_yaml
-from training.config.explain import flat
+from training.config.compose import CONF, compose, parse_words, parse_yaml
+from training.config.explain import flatten_tree
 from training.config.schema import PrecomputeConfig
 from training.distributed.exit import run_app
 
@@ -179,7 +179,7 @@ def known_keys(config_name: str) -> list[str]:
     """All keys of the default configuration, dotted."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         default = OmegaConf.to_container(hydra_compose(config_name), resolve=False)
-    return [key for key, _ in flat(default) if not key.rpartition(".")[2].isdigit()]
+    return [key for key, _ in flatten_tree(default) if not key.rpartition(".")[2].isdigit()]
 
 
 @cache
@@ -193,7 +193,7 @@ def keys(config_name: str) -> list[str]:
             ("model", "dit_s"),
             ("model", "conv_s"),
         ):
-            node = from_yaml((CONF / group / f"{file}.yaml").read_text())
+            node = parse_yaml((CONF / group / f"{file}.yaml").read_text())
             found += [f"{group}.{key}" for key in node] + [
                 f"{group}.mixer.{key}" for key in node.get("mixer", ())
             ]
@@ -222,8 +222,10 @@ def config(rng: Random, folder: Path, say: Say) -> None:
             for _ in range(rng.choice((1, 2)))
         ]
         say(f"{kind.__name__} {words}")
-        found = from_words(kind, words, "")
-        checked(found) if kind is ImportConfig else found.check() if kind is SampleConfig else None
+        found = parse_words(kind, words, "")
+        check_config(
+            found
+        ) if kind is ImportConfig else found.check() if kind is SampleConfig else None
         return
     command = rng.choice(("train", "train", "train", "precompute_latents"))
     base = [f"source={folder}", f"out={folder}/out"]
@@ -366,7 +368,7 @@ def images(rng: Random, folder: Path, say: Say) -> None:
         source = rng.choice((source, source / "a.tar"))
     cfg = PrecomputeConfig(source=str(source), limit=rng.choice((None, 1, 3)), held_out=0.2)
     found = list_images(source, rng.choice(("given", "none")), rng.random() < 0.3)
-    assert not is_unfit(found.stated(str(source), 1).replace("\n", ""))
+    assert not is_unfit(found.describe(str(source), 1).replace("\n", ""))
     if found.class_names:
         assert all(0 <= entry.label < len(found.class_names) for entry in found.entries)
     plan_shards(found, cfg)
@@ -492,7 +494,7 @@ def foreign(rng: Random, folder: Path, say: Say) -> None:
         "classes": classes,
     }
     with patch("training.config.build.build", lambda *_, **__: Identity()):
-        out = import_latents(checked(ImportConfig(**settings | small | facts))).parent
+        out = import_latents(check_config(ImportConfig(**settings | small | facts))).parent
     assert not (problems := verify(VerifyConfig(path=str(out), count=0))), problems
     apart = ("fast_dit", "edm2", "tars") if kind == "file" else ("fast_dit", "edm2")
     if kind != "values" and write.__name__ in apart:  # a change of one file changes one sample

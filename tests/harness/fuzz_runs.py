@@ -21,8 +21,7 @@ import torch
 from accel.ledger import Ledger
 from accel.proof import FILE as KERNELS
 from accel.proof import Question, prove
-from evaluation.evaluator import PROTOCOL as PROTOCOL_FILE
-from evaluation.evaluator import InRun
+from evaluation.evaluator import PROTOCOL_FILE, TrainingDistances
 from sampling.load import load_run
 from scripts.report.__main__ import ReportConfig, report
 from tests.accel.test_proof import GOOD
@@ -32,13 +31,13 @@ from tests.harness.words import CPU, TINY_RUN
 from tests.scripts.test_report import FIGURES, PROTOCOL
 from train import train
 from training.assemble import Training, assemble, describe_run, restore
-from training.checkpoint.load import load, verified, weights_file
+from training.checkpoint.load import find_weights_file, load, verify
 from training.checkpoint.save import Checkpoints
 from training.config.compose import Composed, compose
-from training.metrics import summary_table
+from training.metrics import format_summary
 from training.run import Run
 from training.step import StepOutput
-from training.weights.pretrained import build_autoencoder, load_pretrained, told_by
+from training.weights.pretrained import build_autoencoder, load_pretrained, read_description
 
 WORDS = [
     *TINY_RUN,
@@ -101,7 +100,7 @@ class Good(NamedTuple):
     composed: Composed
     training: Training
     described: dict[str, Any]
-    distances: InRun
+    distances: TrainingDistances
 
 
 @cache
@@ -120,9 +119,9 @@ def good_run() -> Good:
     training = assemble(composed.cfg, CPU)
     ledger = training.warm_up()
     spec = training.loader.spec
-    with patch("accel.proof.tried", tried):
+    with patch("accel.proof.run_trials", tried):
         files[KERNELS] = as_json(prove(QUESTION, *forward(training))[1])
-    distances = InRun(training, build_autoencoder(spec, CPU))
+    distances = TrainingDistances(training, build_autoencoder(spec, CPU))
     return Good(files, composed, training, describe_run(composed, spec, ledger), distances)
 
 
@@ -175,13 +174,13 @@ def checkpoint(rng: Random, folder: Path, say: Say) -> None:
     state = good.training.state
     say(kind)
     if kind == "weights":
-        file = weights_file(str(folder), "weights")
+        file = find_weights_file(str(folder), "weights")
         load_pretrained(file, CPU)
-        told_by(file)
+        read_description(file)
         return
     saved = Checkpoints(folder / "checkpoints")
     if kind == "load":
-        load(verified(folder / place), state, good.described)
+        load(verify(folder / place), state, good.described)
     elif restore(good.composed.cfg, state, saved, good.described) == "starting from scratch":
         raise AssertionError("a checkpoint is passed over without a word")
     good.training.step.schedule(state.samples)
@@ -217,7 +216,7 @@ def run_folder(rng: Random, folder: Path, say: Say) -> None:
     reader = rng.choice(READERS[name])
     say(f"{name}: {words}; {reader}")
     write(folder / "other", good.files if reader == "report" else {})
-    with patch("accel.proof.tried", tried), patch.dict("os.environ", XDG_CACHE_HOME=str(folder)):
+    with patch("accel.proof.run_trials", tried), patch.dict("os.environ", XDG_CACHE_HOME=str(folder)):
         readers[reader]()
 
 
@@ -228,10 +227,10 @@ def go_on(folder: Path, good: Good, total: int) -> None:
     )
     run = Run(good.composed._replace(cfg=cfg))
     if run.finished:
-        summary_table(run.show_finished())
+        format_summary(run.show_finished())
         return
     run.show_rehearsal()
     run.go_on_from(dataclasses.replace(good.training.state, step=2))
     run.append_metrics({"step": 3, "loss": 1.0})
-    summary_table(run.summarise(good.training.state, Ledger()))
+    format_summary(run.summarise(good.training.state, Ledger()))
     run.close()

@@ -15,19 +15,19 @@ from safetensors.torch import save
 
 from data.loader import LatentSpec
 from models.images import to_uint8
-from sampling.load import draw_latents, numbers_of
+from sampling.load import draw_latents, find_class_numbers
 from tests.harness.fuzz import Say, as_json, at, mutate_bytes, mutate_tree, places
 from tests.harness.fuzz_sets import mutate_header, mutate_tensors
 from tests.harness.words import CPU
-from training.checkpoint.files import KEY, header
+from training.checkpoint.files import METADATA_KEY, make_header
 from training.config.schema import SamplingConfig
 from training.weights.pretrained import (
-    PINNED,
+    PIN,
     build_autoencoder,
     build_model,
+    fit_weights,
     load_pretrained,
-    told_by,
-    weights_for,
+    read_description,
 )
 
 MIXERS: dict[str, dict[str, Any]] = {
@@ -67,21 +67,21 @@ def good_file(mixer: str, encoder: str) -> bytes:
     spec = spec_with(["apple", "pear", "plum"], {"pixels": PIXELS, "hub": ON_A_HUB}[encoder])
     model = build_model(node_of(mixer), spec, CPU)
     described = {"model": node_of(mixer), "spec": spec.as_dict(), "step": 4}
-    return save(model.state_dict(), {"format": "pt", **header(described, "ema")})
+    return save(model.state_dict(), {"format": "pt", **make_header(described, "ema")})
 
 
 def described_otherwise(payload: bytes, text: bytes) -> bytes:
     """The file with another description in its header, whose length is made right."""
     size = struct.unpack("<Q", payload[:8])[0]
     head = json.loads(payload[8 : 8 + size])
-    head.setdefault("__metadata__", {})[KEY] = text.decode(errors="surrogatepass")
+    head.setdefault("__metadata__", {})[METADATA_KEY] = text.decode(errors="surrogatepass")
     encoded = json.dumps(head).encode()
     return struct.pack("<Q", len(encoded)) + encoded + payload[8 + size :]
 
 
 def description_of(payload: bytes) -> Any:
     size = struct.unpack("<Q", payload[:8])[0]
-    return json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][KEY])
+    return json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][METADATA_KEY])
 
 
 def mutate_description(rng: Random, payload: bytes) -> tuple[bytes, str]:
@@ -131,20 +131,20 @@ def weights(rng: Random, folder: Path, say: Say) -> None:
         if rng.random() < 0.25:
             spec = spec_with(["plum", "kiwi"], PIXELS)
             model = build_model(node_of(mixer), spec, CPU)
-            tensors, _ = weights_for(model, spec, file)
+            tensors, _ = fit_weights(model, spec, file)
             model.load_state_dict(tensors)
             return
         model, spec = load_pretrained(file, CPU)
         assert all(tensor.device == CPU for tensor in model.state_dict().values())
-        told_by(file)
+        read_description(file)
         try:
             autoencoder = build_autoencoder(spec, CPU)
         finally:
             sha256 = spec.encoder_sha256
             assert all(
-                PINNED.fullmatch(pin or "") or PINNED.fullmatch(sha256 or "") for pin in asked
+                PIN.fullmatch(pin or "") or PIN.fullmatch(sha256 or "") for pin in asked
             ), asked
-        labels = torch.tensor(numbers_of([0, *spec.names[-1:]], spec)[-1:])
+        labels = torch.tensor(find_class_numbers([0, *spec.names[-1:]], spec)[-1:])
         latents = draw_latents(
             model, spec, labels, torch.zeros(1).long(), 0, SamplingConfig(steps=2, guidance=1.0)
         )

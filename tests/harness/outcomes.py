@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from training.checkpoint.files import assembled, flat
-from training.checkpoint.load import complete, damage, description
+from training.checkpoint.files import assemble_state, flatten
+from training.checkpoint.load import find_damage, list_complete, read_state_file
 from training.distributed.ranks import Ranks
-from training.state import KEPT
+from training.state import LAYOUTS
 
 FOUR_STEPS = [
     "runtime=eager",
@@ -61,13 +61,13 @@ class Outcome:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    last = complete(folder / "checkpoints")[-1]
-    described = description(last)
+    last = list_complete(folder / "checkpoints")[-1]
+    described = read_state_file(last)
     counters = [described["counters"], described["loader"], described["window"]]
     digest = hashlib.sha256(json.dumps(counters).encode())
     for rank in range(described["world_size"]):
-        state = assembled(last, described, KEPT, Ranks(rank, described["world_size"], rank))
-        for name, leaf in sorted(flat(state), key=lambda pair: pair[0]):
+        state = assemble_state(last, described, LAYOUTS, Ranks(rank, described["world_size"], rank))
+        for name, leaf in sorted(flatten(state), key=lambda pair: pair[0]):
             if isinstance(leaf, torch.Tensor):
                 content = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 digest.update(name.encode() + content)
@@ -94,13 +94,13 @@ def read_columns(folder: Path, *names: str) -> list[list[Any]]:
 
 def list_checkpoints(folder: Path) -> list[str]:
     """Names of the complete checkpoints of a run, oldest first."""
-    return [checkpoint.name for checkpoint in complete(folder / "checkpoints")]
+    return [checkpoint.name for checkpoint in list_complete(folder / "checkpoints")]
 
 
 def assert_newest_loads(folder: Path) -> None:
     """The newest complete checkpoint, if there is one, must verify at any moment."""
-    if checkpoints := complete(folder / "checkpoints"):
-        assert damage(checkpoints[-1]) is None
+    if checkpoints := list_complete(folder / "checkpoints"):
+        assert find_damage(checkpoints[-1]) is None
 
 
 def assert_tidy(folder: Path) -> None:

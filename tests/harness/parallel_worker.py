@@ -23,8 +23,8 @@ from accel.techniques.fused_kernels import FusedKernel
 from accel.techniques.offload_activations import OffloadActivations
 from tests.harness.words import TINY_RUN
 from train import train
-from training.config.compose import compose, one_sentence
-from training.distributed.exit import exiting
+from training.config.compose import compose, report_user_errors
+from training.distributed.exit import exit_cleanly
 from training.step import TrainStep
 
 Compile.backend = "aot_eager"
@@ -69,7 +69,7 @@ def main(words: list[str]) -> None:
         kind, rank, step = fault.split(":")
         if os.environ.get("RANK") == rank:
             faulty(kind, int(step))
-    with exiting(), one_sentence():
+    with exit_cleanly(), report_user_errors():
         train(compose([*TINY_RUN, *words]))
 
 

@@ -151,7 +151,7 @@ def always(value: Any) -> Callable[..., Any]:
 
 def pretend_device() -> None:
     """Lets PyTorch's Python side find one H100, and its C++ side count one device."""
-    import torch._subclasses.fake_tensor as fake_tensor
+    import torch._subclasses.fake_tensor
 
     state = torch.zeros(16, dtype=torch.uint8)
     facts = {
@@ -190,7 +190,7 @@ def pretend_launches() -> None:
     page-lock memory."""
     for module in (accel.kernels.counter_noise, accel.techniques.weights):
         module.draw = draw
-    accel.techniques.offload_optimizer.host_tensor = partial(torch.empty_like, device="cpu")
+    accel.techniques.offload_optimizer.make_host_tensor = partial(torch.empty_like, device="cpu")
     models.mixers.attention.attend = attend
     torch._fused_adamw_ = partial(fused_update, 4)
 
@@ -423,7 +423,7 @@ class Generated:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        import torch._inductor.compile_fx as compile_fx
+        import torch._inductor.compile_fx
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.graph import GraphLowering
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from common.files import ROOT
-from scripts.commands import put_between
-from training.environment import cpu_name
+from scripts.commands import replace_between
+from training.environment import read_cpu_name
 
 PAGE = ROOT / "docs" / "reliability.md"
 START = "<!-- faults: made by `make reliability` -->\n"
@@ -43,7 +43,9 @@ class Table:
             print(f"\n{PAGE.name} is left as it was: {', '.join(bad)}: failed or skipped")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             return
-        PAGE.write_text(put_between(PAGE.read_text(), START, END, f"{self.text()}\n", PAGE.name))
+        PAGE.write_text(
+            replace_between(PAGE.read_text(), START, END, f"{self.text()}\n", PAGE.name)
+        )
 
     def text(self) -> str:
         total = sum(counts["passed"] for counts in self.cases.values())
@@ -55,7 +57,7 @@ class Table:
         versions = f"Python {platform.python_version()}, torch {torch.__version__}"
         return "\n".join(
             [
-                f"{total} faults, {time.strftime('%Y-%m-%d')}, {cpu_name()}, {versions}, `make "
+                f"{total} faults, {time.strftime('%Y-%m-%d')}, {read_cpu_name()}, {versions}, `make "
                 "reliability`.",
                 "",
                 "| fault | outcome | times | proved by |",

@@ -14,7 +14,7 @@ from common.files import ROOT
 from scripts.sample import SampleConfig, sample_run
 from train import train
 from training.config import build
-from training.config.compose import compose, from_words, from_yaml
+from training.config.compose import compose, parse_words, parse_yaml
 from training.weights.pretrained import load_pretrained
 
 MIXER = '''
@@ -80,14 +80,14 @@ def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(
     folder = tmp_path / "run"
     summary = train(compose([*SHORT, "extensions=[myproj]", f"run_dir={folder}"]))
     assert summary["steps"] == 2
-    assert from_yaml((folder / "config.yaml").read_text())["extensions"] == ["myproj"]
-    monkeypatch.setattr(build, "admitted", set())  # another process
+    assert parse_yaml((folder / "config.yaml").read_text())["extensions"] == ["myproj"]
+    monkeypatch.setattr(build, "admitted_packages", set())  # another process
     given = [f"run_dir={folder}", "count=2", "steps=2", "device=cpu", f"out={tmp_path / 'samples'}"]
     with pytest.raises(
         ValueError, match=r"myproj\.mixer\.Shuffle.*add extensions=\[myproj\] to the command"
     ):
-        sample_run(from_words(SampleConfig, given, ""))
-    assert sample_run(from_words(SampleConfig, [*given, "extensions=[myproj]"], "")).is_file()
+        sample_run(parse_words(SampleConfig, given, ""))
+    assert sample_run(parse_words(SampleConfig, [*given, "extensions=[myproj]"], "")).is_file()
 
 
 def test_the_commands_take_it_too(myproj, tmp_path):
@@ -101,7 +101,7 @@ def test_the_commands_take_it_too(myproj, tmp_path):
     assert "extensions=[myproj]" in recorded
     assert str(myproj.parent) not in recorded  # folders of this machine are nobody's business
     by_variable = subprocess.run(
-        [*command, "--cfg", "job"], env=environment | {build.ENVIRONMENT: "myproj"}, **how
+        [*command, "--cfg", "job"], env=environment | {build.EXTENSIONS_VARIABLE: "myproj"}, **how
     )
     assert "myproj.mixer.Shuffle" in by_variable.stdout
     refused = subprocess.run(command, env=environment, **how)
@@ -110,7 +110,7 @@ def test_the_commands_take_it_too(myproj, tmp_path):
 
 
 def test_the_environment_variable_names_packages_for_all_commands(myproj, monkeypatch):
-    monkeypatch.setenv(build.ENVIRONMENT, "myproj")
+    monkeypatch.setenv(build.EXTENSIONS_VARIABLE, "myproj")
     assert compose(["model=shuffle"]).cfg.extensions == ["myproj"]
 
 
@@ -119,18 +119,18 @@ def test_a_package_is_not_admitted_by_a_file(myproj, monkeypatch):
     (myproj / "conf" / "experiment" / "sly.yaml").write_text(
         "# @package _global_\n# Names another package.\nextensions: [myproj, json]\n"
     )
-    monkeypatch.setenv(build.ENVIRONMENT, "myproj")
+    monkeypatch.setenv(build.EXTENSIONS_VARIABLE, "myproj")
     with pytest.raises(ValueError, match=r"extensions=\['json'\] comes from a file"):
         compose(["experiment=sly"])
-    assert build.admitted == {"myproj"}
+    assert build.admitted_packages == {"myproj"}
 
 
 @pytest.mark.parametrize("name", ["nowhere_to_be_found", "os.path", "-x"])
 def test_what_is_no_package_is_refused(name, monkeypatch):
-    monkeypatch.setattr(build, "admitted", set())
+    monkeypatch.setattr(build, "admitted_packages", set())
     with pytest.raises(ValueError, match="there is no package"):
         compose([f"extensions=['{name}']"])
-    assert build.admitted == set()
+    assert build.admitted_packages == set()
 
 
 def test_only_classes_that_the_package_itself_defines_are_built(myproj):
@@ -148,7 +148,7 @@ def test_a_weights_file_that_names_a_foreign_package_runs_nothing(myproj, tmp_pa
     train(compose([*SHORT, "extensions=[myproj]", f"run_dir={tmp_path / 'run'}"]))
     for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
         del sys.modules[name]
-    monkeypatch.setattr(build, "admitted", set())
+    monkeypatch.setattr(build, "admitted_packages", set())
     import torch
 
     with pytest.raises(ValueError, match="do not trust this file"):

@@ -25,7 +25,7 @@ from scripts.sample import SampleConfig, sample_run
 from tests.harness.published_models import Shape, random_weights
 from tests.harness.sets import save_images, save_tiny_autoencoder
 from train import train
-from training.config.compose import compose, from_words
+from training.config.compose import compose, parse_words
 
 PUBLISHED = Shape(lightning=False, channels=2, rows=8, classes=4, sigma=True)
 """A SiT of the tiny autoencoder's latents."""
@@ -72,14 +72,14 @@ def test_every_command_is_one_that_this_test_knows():
 def module(name: str, words: list[str]) -> None:
     """`python -m name words`, shrunk."""
     if name == "scripts.sample":
-        npz = sample_run(from_words(SampleConfig, [*words, "steps=2"], ""))
+        npz = sample_run(parse_words(SampleConfig, [*words, "steps=2"], ""))
         assert npz.with_suffix(".png").is_file()
         assert np.load(npz)["arr_0"].shape == (16, 32, 32, 3)
     elif name == "scripts.evaluate":
         few = [*words, "count=20", "steps=1", "batch_size=10"]
-        assert evaluate_run(from_words(EvaluateConfig, few, ""))["features"]["encoder"]["kd"] < 1
+        assert evaluate_run(parse_words(EvaluateConfig, few, ""))["features"]["encoder"]["kd"] < 1
     elif name == "scripts.export":
-        folder = export(from_words(ExportConfig, words, ""))
+        folder = export(parse_words(ExportConfig, words, ""))
         assert (folder / "vae" / "config.json").is_file()
         told = (folder / "README.md").read_text()
         assert re.search(
@@ -94,7 +94,7 @@ def module(name: str, words: list[str]) -> None:
     elif name == "scripts.report":
         there = f"other={next(Path('runs').glob('[0-9]'))}"
         words = [there if word.startswith("other=") else word for word in words]
-        assert all(file.is_file() for file in report(from_words(ReportConfig, words, "")))
+        assert all(file.is_file() for file in report(parse_words(ReportConfig, words, "")))
     elif name == "scripts.plan":
         small = ["data.height=4", "data.width=4", "data.count=2", "model.dim=64", "model.depth=3"]
         plan([*words, *small, *(["gpus=[1,8]"] if words[0] == "scale" else [])])
@@ -156,7 +156,7 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
         elif words[0] == "scripts.import_weights":
             torch.save({"ema": random_weights(PUBLISHED)}, words[1].partition("=")[2])
             local = [f"encoder={encoder}", f"head_dim={PUBLISHED.dim // PUBLISHED.heads}"]
-            assert import_weights(from_words(WeightsConfig, [*words[1:], *local], "")).is_file()
+            assert import_weights(parse_words(WeightsConfig, [*words[1:], *local], "")).is_file()
         else:
             assert program == "-m"
             module(words[0], words[1:])
@@ -182,7 +182,7 @@ def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_c
         )
     )
     assert summary["ledger"]["precision"]["requested"] == "bf16"
-    npz = sample_run(from_words(SampleConfig, [*sampling[2:], "steps=2"], ""))
+    npz = sample_run(parse_words(SampleConfig, [*sampling[2:], "steps=2"], ""))
     assert np.load(npz)["arr_0"].shape == (16, 8, 8, 3)
 
 

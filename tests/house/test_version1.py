@@ -20,7 +20,7 @@ from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.words import CPU
 from train import train
-from training.checkpoint.load import description, other_than, same_set
+from training.checkpoint.load import find_mismatch, is_same_set, read_state_file
 from training.components import build_loader
 from training.config.compose import compose
 
@@ -91,7 +91,7 @@ def test_its_fingerprint_is_that_of_the_same_set_only(version1):
             "data": {"fingerprint": loader.spec.fingerprint, "seed": 0},
             "spec": loader.spec.as_dict(),
         }
-        assert same_set(description(checkpoint), run) is not refused
+        assert is_same_set(read_state_file(checkpoint), run) is not refused
 
 
 def test_its_weights_sample_as_they_did(version1, tmp_path):
@@ -123,6 +123,6 @@ def test_a_key_that_came_later_is_null_for_what_was_before():
     now = {"model": before, "data": {}, "objective": {}, "optimizer": {}, "adapter": {}}
     mixer = {key: value for key, value in before["mixer"].items() if key not in ("window", "shift")}
     then = now | {"model": {**before, "mixer": mixer}}
-    assert other_than(then, now) is None
+    assert find_mismatch(then, now) is None
     now["model"] = compose(["model=dit_xs", "model.mixer.window=2"]).cfg.model
-    assert other_than(then, now) == "model: mixer.window was None, is 2"
+    assert find_mismatch(then, now) == "model: mixer.window was None, is 2"

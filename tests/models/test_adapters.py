@@ -23,7 +23,7 @@ from models.adapters import (
     Lora,
     LoraLinear,
     Prompt,
-    attach_adapter,
+    attach,
     count_passes,
     find_adapted_layers,
     find_trained_parameters,
@@ -103,7 +103,7 @@ def test_an_adapter_starts_as_the_model_and_merges(family, kind, tmp_path):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     arguments = inputs(model)
     plain = model(*arguments)
-    attach_adapter(model, adapter)
+    attach(model, adapter)
     assert torch.equal(model(*arguments), plain)
     assert find_trained_parameters(model)
     assert not any(name in before for name in find_trained_parameters(model))
@@ -114,7 +114,7 @@ def test_an_adapter_starts_as_the_model_and_merges(family, kind, tmp_path):
     moved = model(*arguments)
     assert not torch.allclose(moved, plain, atol=1e-3)
     again, _ = load_pretrained(tmp_path / "base.safetensors", CPU)
-    attach_adapter(again, adapter)
+    attach(again, adapter)
     again.load_state_dict(model.state_dict())
     merge_adapter(again)
     assert again.state_dict().keys() == before.keys()
@@ -633,7 +633,7 @@ def test_a_step_on_frozen_weights_costs_fewer_passes(targets, expected):
     torch.manual_seed(0)
     model = fill_zero_layers(make_denoiser("dit", depth=6))
     assert count_passes(model) == 3.0
-    attach_adapter(model, Lora(rank=1, targets=targets))
+    attach(model, Lora(rank=1, targets=targets))
     assert count_passes(model) == expected
     x, t, y = inputs(model, batch=2)
     with FlopCounterMode(display=False) as counter:

@@ -19,14 +19,14 @@ from data.resident import ChunkedLatents
 from models.sampler import sample
 from sampling import load as sampling
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
-from sampling.load import draw_latents, labels_of_data, load_run, numbers_of
+from sampling.load import deal_labels_of_data, draw_latents, find_class_numbers, load_run
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.harness.sets import random_samples, save_latent_set
 from tests.harness.words import CPU
 from train import train
-from training.checkpoint.load import complete
+from training.checkpoint.load import list_complete
 from training.components import build_loader
-from training.config.compose import compose, from_words
+from training.config.compose import compose, parse_words
 from training.distributed.ranks import SINGLE, Ranks
 from training.weights.adapter_file import load_model
 
@@ -102,7 +102,7 @@ def test_the_sde_draws_the_distribution_of_the_data():
 
 def drawing(trained, *words: str, ranks: Ranks = SINGLE) -> SampleJob:
     return SampleJob(
-        from_words(DrawConfig, [f"run_dir={trained}", "device=cpu", *words], ""), ranks
+        parse_words(DrawConfig, [f"run_dir={trained}", "device=cpu", *words], ""), ranks
     )
 
 
@@ -170,9 +170,9 @@ NAMED = LatentSpec(1, 2, 2, 4, 9, ["apple", "7", "pear", "pear"], [0.0], [1.0])
 
 
 def test_classes_go_by_number_and_by_name():
-    assert numbers_of([3, "apple", "7", np.int64(1)], NAMED) == [3, 0, 1, 1]
+    assert find_class_numbers([3, "apple", "7", np.int64(1)], NAMED) == [3, 0, 1, 1]
     # names nobody gave
-    assert numbers_of(["2", 0], dataclasses.replace(NAMED, class_names=[])) == [2, 0]
+    assert find_class_numbers(["2", 0], dataclasses.replace(NAMED, class_names=[])) == [2, 0]
     for label, said in (
         ("aple", "'aple' is no class of this run; did you mean apple?"),
         (
@@ -185,7 +185,7 @@ def test_classes_go_by_number_and_by_name():
         ("x" * 5000, "x is no class|x{70} is no class"),
     ):
         with pytest.raises(ValueError, match=f"labels: .*{said.replace('?', '[?]')}") as caught:
-            numbers_of([label], NAMED)
+            find_class_numbers([label], NAMED)
         assert len(str(caught.value)) < 300
 
 
@@ -207,7 +207,7 @@ def test_names_are_drawn_and_told(trained, tmp_path):
 @pytest.mark.parametrize("after", [False, True], ids=["before it is read", "after"])
 def test_a_run_that_saves_while_it_is_read(after, trained, tmp_path, monkeypatch):
     shutil.copytree(trained, tmp_path / "live")
-    newest = complete(tmp_path / "live" / "checkpoints")[-1]
+    newest = list_complete(tmp_path / "live" / "checkpoints")[-1]
     opened = []
 
     def removed(file, *arguments):
@@ -233,7 +233,7 @@ def test_labels_of_a_set_in_chunks(tmp_path):
         "device_memory_gib": 5e-6,
     }
     assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
-    forwards, backwards = (labels_of_data(node, 0, 4, CPU) for _ in range(2))
+    forwards, backwards = (deal_labels_of_data(node, 0, 4, CPU) for _ in range(2))
     found = {i: forwards(torch.arange(4 * i, 4 * i + 4)) for i in range(5)}
     assert all(
         torch.equal(backwards(torch.arange(4 * i, 4 * i + 4)), found[i]) for i in (4, 0, 2, 1, 3)

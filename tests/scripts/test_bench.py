@@ -20,13 +20,13 @@ from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from common.files import ROOT
 from scripts.bench import TABLES, data, kernels, measure, runner
 from scripts.bench.__main__ import main as bench
-from scripts.bench.cases import COMMANDS, SETTINGS, Case, job
-from scripts.bench.measure import result_of
-from scripts.bench.newcomer import NewcomersLoop, stream_order
+from scripts.bench.cases import COMMANDS, SETTINGS, Case, plan_job
+from scripts.bench.measure import measure_case
+from scripts.bench.newcomer import NewcomersLoop, yield_order
 from scripts.bench.publish import texts
-from scripts.bench.step import Workload, busy_ms, times_between, verdict
-from scripts.timing import interleaved, no_difference, ratios, spread
-from training.components import latents_of
+from scripts.bench.step import Workload, find_bound, sum_busy_ms, sum_phases
+from scripts.timing import compute_ratios, shows_no_difference, summarise, time_in_turn
+from training.components import foresee_latents
 from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
 
@@ -39,14 +39,15 @@ QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]
 def quick_compiler(monkeypatch):
     monkeypatch.setattr(Compile, "backend", "aot_eager")
     yield
-    measure.KEPT.clear()
+    measure.BASELINE_CACHE.clear()
 
 
 def measured(command: str, tmp_path, *words: str) -> dict[str, dict]:
     """Case -> entry, measured here; none failed, and the table has a figure in every column."""
-    planned = job(command, [*QUICK, f"out={tmp_path}", *words])
+    planned = plan_job(command, [*QUICK, f"out={tmp_path}", *words])
     entries = [
-        {"name": case.name, **case.labels, **result_of(case, planned.cfg)} for case in planned.cases
+        {"name": case.name, **case.labels, **measure_case(case, planned.cfg)}
+        for case in planned.cases
     ]
     assert not [entry for entry in entries if "error" in entry]
     given = {key for entry in entries for key in entry} | {"times_before"}
@@ -58,11 +59,13 @@ def measured(command: str, tmp_path, *words: str) -> dict[str, dict]:
 
 def test_the_setting_of_512_tokens_has_them():
     cfg = compose(SETTINGS["s32x512"]["words"].split()).cfg
-    model = build_on_meta(cfg.model, latents_of(cfg.data, cfg.seed, 2**40)[0])
+    model = build_on_meta(cfg.model, foresee_latents(cfg.data, cfg.seed, 2**40)[0])
     assert (model.tokens, cfg.batch_size) == (kernels.SHAPES["s32x512"][1], 32) == (512, 32)
-    sizes = kernels.sizes_of("s32x512") | {"B": 1}
+    sizes = kernels.find_sizes("s32x512") | {"B": 1}
     for name in ("local_mix", "qk_rope"):  # those that know the grid
-        made = kernels.operators("s32x512", CPU)[name].definition(*kernels.drawn(name, sizes, CPU))
+        made = kernels.make_operators("s32x512", CPU)[name].definition(
+            *kernels.draw_inputs(name, sizes, CPU)
+        )
         assert 512 in tree_leaves(made)[0].shape
 
 
@@ -77,7 +80,7 @@ def test_settings_are_what_they_say(setting):
 
 
 def test_words_are_the_commands_own_or_overrides():
-    planned = job(
+    planned = plan_job(
         "step", ["setting=s32", "steps=7", "runtime=max", "model=dit_s", "out=x", "again=all"]
     )
     cfg = planned.cfg
@@ -95,7 +98,7 @@ def test_words_are_the_commands_own_or_overrides():
         planned.command
         == "python -m scripts.bench step setting=s32 steps=7 runtime=max model=dit_s"
     )
-    overrides = job("step", ["setting=tiny", "data=digits"]).cases[0].overrides
+    overrides = plan_job("step", ["setting=tiny", "data=digits"]).cases[0].overrides
     assert not any(
         word.startswith("data.") for word in overrides
     )  # those were of the data that it replaces
@@ -152,18 +155,18 @@ def test_a_command_prints_its_table_and_fails_with_a_case(tmp_path, monkeypatch,
 
 def test_repeats_are_interleaved_and_turned_round():
     order = []
-    taken = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
+    taken = time_in_turn({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
     assert "".join(order) == "abccba"
     assert {name: len(values) for name, values in taken.items()} == {"a": 2, "b": 2, "c": 2}
-    assert ratios([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]) == [2.0, 2.0, 1.0]
+    assert compute_ratios([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]) == [2.0, 2.0, 1.0]
     ends = {"ms_min": 1.0, "ms_q1": 1.5, "ms": 2.0, "ms_q3": 2.5, "ms_max": 3.0}
-    assert spread("ms", [3.0, 1.0, 2.0]) == ends | {"n": 3}
-    assert spread("ms", [4.0]) == dict.fromkeys(ends, 4.0) | {"n": 1}
+    assert summarise("ms", [3.0, 1.0, 2.0]) == ends | {"n": 3}
+    assert summarise("ms", [4.0]) == dict.fromkeys(ends, 4.0) | {"n": 1}
 
 
 def test_a_ratio_whose_quartiles_straddle_one_is_no_difference():
     for q1, q3, same in ((1.1, 1.2, False), (0.8, 0.9, False), (0.9, 1.1, True), (1.0, 1.0, True)):
-        assert no_difference({"speed_q1": q1, "speed_q3": q3}, "speed") == same
+        assert shows_no_difference({"speed_q1": q1, "speed_q3": q3}, "speed") == same
 
 
 DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"]
@@ -178,8 +181,8 @@ def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     naive = NewcomersLoop(overrides, storage)
     ours = Workload([*overrides, "runtime=eager"])
-    assert math.isclose(naive.final_loss(6), ours.final_loss(6), rel_tol=1e-5)
-    assert naive.final_loss(2) != ours.final_loss(3)
+    assert math.isclose(naive.measure_loss(6), ours.measure_loss(6), rel_tol=1e-5)
+    assert naive.measure_loss(2) != ours.measure_loss(3)
     for a, b in zip(naive.model.parameters(), ours.training.model.parameters(), strict=True):
         assert a.shape == b.shape
 
@@ -187,13 +190,13 @@ def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp
 def test_the_newcomers_order_is_the_streams():
     loader = Workload([*TINY, "runtime=eager"]).training.loader
     ids = [i for _ in range(3) for i in next(loader).ids.tolist()]
-    order = stream_order(loader.spec.count, 0)
+    order = yield_order(loader.spec.count, 0)
     assert ids == [next(order) for _ in ids]
 
 
 def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        measure, "counted", lambda loop: None
+        measure, "count_bytes", lambda loop: None
     )  # counting takes longer than these steps
     found = measured("ladder", tmp_path, "num_workers=0", "loss_steps=2")
     rungs = TABLES["rungs"]
@@ -232,7 +235,7 @@ def test_a_step_is_taken_apart(tmp_path):
 
 def test_a_phase_takes_what_lies_between_its_marks():
     marks = [("start", 0.0), ("forward", 1.0), ("backward", 3.0), ("forward", 3.5)]
-    assert times_between(marks) == {"forward": 1500.0, "backward": 2000.0}
+    assert sum_phases(marks) == {"forward": 1500.0, "backward": 2000.0}
 
 
 def test_products_are_told_from_the_rest_by_name():
@@ -242,7 +245,7 @@ def test_products_are_told_from_the_rest_by_name():
         "aten::mm": 1e3,
         "Memcpy": 4e3,
     }
-    assert busy_ms(
+    assert sum_busy_ms(
         [SimpleNamespace(key=name, self_cpu_time_total=us) for name, us in times.items()], False
     ) == (10, 4)
 
@@ -270,9 +273,9 @@ ALL = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw",
     ],
 )
 def test_the_verdict(step_ms, data_ms, busy, share, bound, first):
-    found, _, keys = verdict(step_ms, data_ms, busy, share, ALL, {})
+    found, _, keys = find_bound(step_ms, data_ms, busy, share, ALL, {})
     assert (found, keys[0]) == (bound, first)
-    _, _, on_already = verdict(step_ms, data_ms, busy, share, set(), {})
+    _, _, on_already = find_bound(step_ms, data_ms, busy, share, set(), {})
     assert on_already
     assert not any(key.startswith("runtime.") for key in on_already)
 
@@ -308,7 +311,7 @@ def test_techniques_are_measured_alone_and_removed(tmp_path):
 
 
 def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
-    found = [case for case in job("techniques", QUICK).cases if case.labels["part"] == "alone"]
+    found = [case for case in plan_job("techniques", QUICK).cases if case.labels["part"] == "alone"]
     exceptions = TABLES["techniques"]
     assert {(case.labels["key"], case.labels["over"]) for case in found} == {
         (kind.key, over)
@@ -326,12 +329,12 @@ def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
 
 
 def test_what_cannot_be_had_is_a_reason_and_what_compiles_can_be_left_out():
-    cfg = job("step", [*QUICK, "inductor=false"]).cfg
+    cfg = plan_job("step", [*QUICK, "inductor=false"]).cfg
     case = Case("x", lambda case, cfg: {"value": 1}, TINY)
-    assert result_of(case, cfg) == {"value": 1}
-    assert "GPU" in result_of(case._replace(needs=["runtime.tf32=true"]), cfg)["reason"]
-    assert "error" not in result_of(case._replace(needs=["runtime.tf32=false"]), cfg)
-    assert result_of(case._replace(needs=["runtime.compile=true"]), cfg) == {
+    assert measure_case(case, cfg) == {"value": 1}
+    assert "GPU" in measure_case(case._replace(needs=["runtime.tf32=true"]), cfg)["reason"]
+    assert "error" not in measure_case(case._replace(needs=["runtime.tf32=false"]), cfg)
+    assert measure_case(case._replace(needs=["runtime.compile=true"]), cfg) == {
         "reason": "left out: inductor=false"
     }
     assert case._replace(overrides=["runtime=max"]).expected > 2 * case.expected
@@ -343,7 +346,7 @@ def test_operators_are_measured_beside_their_definitions(tmp_path, monkeypatch):
     there = [entry for entry in found.values() if "reason" not in entry]
     assert len(there) == len(kernels.INPUTS)  # a CPU has no fused ones
     assert all(entry["us"] > 0 and entry["gb_s"] > 0 and entry["speed"] == 1 for entry in there)
-    assert kernels.bytes_of(kernels.Op(torch.neg, torch.neg), [torch.zeros(4)]) == 5 * 16
+    assert kernels.count_bytes(kernels.Op(torch.neg, torch.neg), [torch.zeros(4)]) == 5 * 16
     now = [0.0]
 
     def clock() -> float:
@@ -359,14 +362,14 @@ def test_operators_are_measured_beside_their_definitions(tmp_path, monkeypatch):
 
     monkeypatch.setattr("scripts.timing.time", SimpleNamespace(perf_counter=clock))
     monkeypatch.setattr(
-        kernels, "operators", lambda setting, device: {"swiglu": kernels.Op(definition, four)}
+        kernels, "make_operators", lambda setting, device: {"swiglu": kernels.Op(definition, four)}
     )
     monkeypatch.setattr(
-        kernels, "measured_rates", lambda device: {"copy_gb_s": 1.0, "fp32_product_tflops": 1.0}
+        kernels, "measure_rates_once", lambda device: {"copy_gb_s": 1.0, "fp32_product_tflops": 1.0}
     )
     monkeypatch.setitem(kernels.OURS, "compiled", lambda op: op.fused)
-    case = Case("x", kernels.kernel, labels={"operator": "swiglu", "way": "compiled"})
-    entry = kernels.kernel(case, job("kernels", QUICK).cfg)
+    case = Case("x", kernels.time_kernel, labels={"operator": "swiglu", "way": "compiled"})
+    entry = kernels.time_kernel(case, plan_job("kernels", QUICK).cfg)
     assert (entry["speed"], entry["forward_speed"]) == pytest.approx((0.25, 0.25), rel=1e-4)
 
 
@@ -396,14 +399,14 @@ def test_other_packages_are_called_for_the_same_work(monkeypatch):
     x, dt, dt_bias, A_log, B_in, C_out, D = (t.detach() for t in ssd_inputs(9))
     B_in[:, :, 1] = 0.0  # nothing comes from behind
     ours = bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D)
-    theirs = kernels.mamba_scan()(x, dt, dt_bias, A_log, B_in, C_out, D)
+    theirs = kernels.make_mamba_scan()(x, dt, dt_bias, A_log, B_in, C_out, D)
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6)
     joined = torch.randn(2, 3, 8)
-    torch.testing.assert_close(kernels.liger_swiglu()(joined), kernels.swiglu(joined))
+    torch.testing.assert_close(kernels.make_liger_swiglu()(joined), kernels.swiglu(joined))
 
 
 def test_mixers_are_compared_at_equal_parameters(tmp_path):
-    families = [case.name for case in job("mixers", [*QUICK, "size=xs"]).cases]
+    families = [case.name for case in plan_job("mixers", [*QUICK, "size=xs"]).cases]
     assert families == ["dit", "conv", "mamba", "mamba1", "ssd_mlp", "zigzag"]
     found = measured("mixers", tmp_path, "size=xs", "batch_size=8", "families=[ssd_mlp]")
     assert list(found) == ["dit", "ssd_mlp"]
@@ -426,8 +429,8 @@ def test_precisions_are_compared_over_seeds_also_without_their_instructions(tmp_
     lacking = "_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"
     for name in lacking:
         monkeypatch.setattr(torch.cpu, name, lambda: False)
-    refused = job("precision", QUICK)
-    assert all("reason" in result_of(case, refused.cfg) for case in refused.cases[1:])
+    refused = plan_job("precision", QUICK)
+    assert all("reason" in measure_case(case, refused.cfg) for case in refused.cases[1:])
 
     words = ["steps=2", "seeds=[0,1]", "runtime.on_unavailable=emulate"]
     found = measured("precision", tmp_path, *words)
@@ -447,14 +450,16 @@ def test_another_batch_is_compared_by_samples(batch, speed, monkeypatch):
     )
     eager = [*TINY, "runtime=eager"]
     case = Case("x", measure.compare, [*eager, f"batch_size={batch}"], eager)
-    found = measure.compare(case, job("step", QUICK).cfg)
+    found = measure.compare(case, plan_job("step", QUICK).cfg)
     assert (found["speed"], found["samples_per_s"]) == (speed, pytest.approx(1e3 * batch / 7.0))
     fewer = found["counted_bytes"] < found["baseline_counted_bytes"]
     assert fewer == (batch < 16)
 
 
 def test_features_are_planned_over_eager_and_can_be_composed():
-    found = [case for case in job("techniques", QUICK).cases if case.labels["part"] == "feature"]
+    found = [
+        case for case in plan_job("techniques", QUICK).cases if case.labels["part"] == "feature"
+    ]
     for name, feature in TABLES["features"].items():
         overs = [case.labels["over"] for case in found if case.labels["key"] == name]
         assert overs == ["fp32", "bf16"] if "over" not in feature else [feature["over"]]
@@ -464,9 +469,9 @@ def test_features_are_planned_over_eager_and_can_be_composed():
     for case in (case for case in found if case.labels["over"] == "fp32"):
         compose([word for word in case.overrides if not word.startswith("newcomer.")])
     loader = next(case for case in found if case.name.startswith("DataLoader, 2 workers × 4"))
-    loop = measure.built([*loader.overrides, "data.count=64"])
+    loop = measure.build_loop([*loader.overrides, "data.count=64"])
     assert (loop.num_workers, loop.prefetch_factor) == (2, 4)
-    assert loop.final_loss(2) > 0
+    assert loop.measure_loss(2) > 0
 
 
 @pytest.mark.slow
@@ -488,9 +493,9 @@ def test_measures_against_too_little_memory_are_counted(tmp_path):
 
 def test_planned_memory_stands_beside_the_measured(tmp_path, monkeypatch):
     monkeypatch.setitem(TABLES, "planned", {"eager": "runtime=eager"})
-    assert job("plan", QUICK).cases[0].overrides[-1] == "runtime=eager"
-    case = job("plan", QUICK).cases[0]
-    found = measure.planned(case, job("plan", QUICK).cfg)
+    assert plan_job("plan", QUICK).cases[0].overrides[-1] == "runtime=eager"
+    case = plan_job("plan", QUICK).cases[0]
+    found = measure.measure_planned(case, plan_job("plan", QUICK).cfg)
     assert found["predicted_bytes"] > 4 * found["parameters"]
     assert (found["memory_reserved_peak"], found["memory_error"]) == (None, None)
 
@@ -514,9 +519,9 @@ def test_saves_say_how_fast_the_steps_still_are(tmp_path, monkeypatch):
 
 def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
     """On planted tests; without a GPU there is a reason."""
-    assert result_of(job("tests", ["select=smoke"]).cases[0], job("tests", []).cfg) == {
-        "reason": "needs an NVIDIA GPU"
-    }
+    assert measure_case(
+        plan_job("tests", ["select=smoke"]).cases[0], plan_job("tests", []).cfg
+    ) == {"reason": "needs an NVIDIA GPU"}
     file = tmp_path / "test_planted.py"
     outcomes = {
         "good": "pass",
@@ -528,7 +533,7 @@ def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
     )
     file.write_text("import pytest\n" + "\n".join(bodies))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = measure.gpu_tests(Case("x", measure.gpu_tests, [str(file)]), None)
+    found = measure.run_gpu_tests(Case("x", measure.run_gpu_tests, [str(file)]), None)
     assert (found["tests"], found["failed"], found["skipped"]) == (3, 1, 1)
     assert found["error"].startswith("1 failed: test_bad: AssertionError: planted")
     assert "test_absent: no such card" in found["text"]
@@ -536,4 +541,4 @@ def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
         measure.subprocess, "run", lambda *given, **more: SimpleNamespace(returncode=4)
     )
     with pytest.raises(RuntimeError, match="pytest ended with status 4"):
-        measure.gpu_tests(Case("x", measure.gpu_tests, [str(file)]), None)
+        measure.run_gpu_tests(Case("x", measure.run_gpu_tests, [str(file)]), None)

@@ -12,13 +12,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel.composite_optimizer import kept_by
+from accel.composite_optimizer import collect_state
 from accel.techniques.compilation import PARTITIONER, Compile
 from data.loader import Batch
 from scripts.plan.memory import Question, forecast
 from training.assemble import assemble
 from training.config.compose import compose
-from training.failures import lasting_bytes
+from training.failures import count_lasting_bytes
 
 CPU = torch.device("cpu")
 LATENTS = [
@@ -83,14 +83,14 @@ def counted_peak(words: list[str]) -> float:
 
     training.step(batches())
     given = batches()
-    states = (kept_by(training.step.optimizer, p) for p in training.step.parameters)
+    states = (collect_state(training.step.optimizer, p) for p in training.step.parameters)
     kept = [t for entries in states for t in entries.values() if isinstance(t, torch.Tensor)]
     of_model = [*training.model.parameters(), *training.model.buffers()]
     with Counter(
         [*of_model, *training.state.ema.averages, *kept, *(t for b in given for t in b)]
     ) as counter:
         training.step(given)
-    return float(counter.peak - lasting_bytes(training).on_host)
+    return float(counter.peak - count_lasting_bytes(training).on_host)
 
 
 def sampled(seed: int) -> list[str]:

@@ -25,13 +25,19 @@ from accel.techniques.parallel import DataParallel
 from scripts.plan import largest, memory
 from scripts.plan.__main__ import main
 from scripts.plan.memory import Forecast, Question
-from scripts.plan.report import PlanConfig, chosen_card, forecast_of, largest_micro_batch, planned
-from scripts.plan.savings import saved_bytes, savings
-from scripts.plan.scale import Step, all_reduce, exposed, gather, on_many
+from scripts.plan.report import (
+    PlanConfig,
+    choose_card,
+    find_largest_micro_batch,
+    forecast_run,
+    plan_run,
+)
+from scripts.plan.savings import count_savings, list_savings
+from scripts.plan.scale import Step, share_over_gpus, time_all_reduce, time_exposed, time_gather
 from tests.harness.sets import kept_at
 from training.assemble import assemble
 from training.config.compose import compose
-from training.environment import CARDS, GIB, card_called
+from training.environment import CARDS, GIB, match_card
 from training.weights.pretrained import build_on_meta
 
 H200 = CARDS["h200"]
@@ -76,11 +82,11 @@ def test_fsdp_reduces_once_a_block_and_once_for_the_rest():
 
 
 def test_a_gather_moves_the_bytes_that_are_not_there_yet():
-    assert gather(1e9, 1, H200) == 0.0
-    assert gather(370e9, 2, H200) == pytest.approx(0.5, rel=1e-4)
-    assert gather(370e9, 8, H200) == pytest.approx(7 / 8, rel=1e-4)
-    assert gather(0.0, 16, H200) == pytest.approx(14 * 1e-6 + 5e-6)
-    assert all_reduce(50e9, 2, 50e9) == pytest.approx(1.0, rel=1e-4)
+    assert time_gather(1e9, 1, H200) == 0.0
+    assert time_gather(370e9, 2, H200) == pytest.approx(0.5, rel=1e-4)
+    assert time_gather(370e9, 8, H200) == pytest.approx(7 / 8, rel=1e-4)
+    assert time_gather(0.0, 16, H200) == pytest.approx(14 * 1e-6 + 5e-6)
+    assert time_all_reduce(50e9, 2, 50e9) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_what_nothing_hides_is_added():
@@ -89,18 +95,20 @@ def test_what_nothing_hides_is_added():
     step = Step(compute=0.01, parameters=648_000_000, width=4, scatters=29)
     large = Step(compute=0.0, parameters=10**9, width=4, scatters=1)
     for way in ("ddp", "fsdp", "hsdp"):
-        assert exposed(way, 1, step, H200) == 0.0
-        fast, slow = (exposed(way, 64, step, card) for card in (H200, H200._replace(inter=1e9)))
+        assert time_exposed(way, 1, step, H200) == 0.0
+        fast, slow = (
+            time_exposed(way, 64, step, card) for card in (H200, H200._replace(inter=1e9))
+        )
         assert 0.0 < fast < slow / 2
-    lone = exposed("hsdp", 64, large, H200._replace(intra=1e18, inter=1e9))
+    lone = time_exposed("hsdp", 64, large, H200._replace(intra=1e18, inter=1e9))
     assert lone == pytest.approx(2 * 7 / 8 * 0.5, rel=1e-3)
     narrow = large._replace(width=2)
-    assert exposed("ddp", 64, narrow, H200) < 0.6 * exposed("ddp", 64, large, H200)
+    assert time_exposed("ddp", 64, narrow, H200) < 0.6 * time_exposed("ddp", 64, large, H200)
 
 
 @cache
 def forecast(*words: str, gpus: int = 1) -> Forecast:
-    return forecast_of([*BASE, *words], PlanConfig(gpus=gpus), CARDS["h100"])
+    return forecast_run([*BASE, *words], PlanConfig(gpus=gpus), CARDS["h100"])
 
 
 CHECKPOINTS = ["runtime.gradient_checkpointing=true"]
@@ -161,19 +169,20 @@ def test_what_is_counted_alike_is_counted_once():
     """Another optimizer, and more processes with as many samples each, change no pass; a key of the
     blocks does."""
     forecast()
-    with patch("scripts.plan.counting.built", side_effect=ValueError("counts")):
+    with patch("scripts.plan.counting.build_without_data", side_effect=ValueError("counts")):
         forecast("batch_size=64", gpus=2)
         with pytest.raises(ValueError, match="counts"):
             forecast("runtime.precision=bf16", "seed=1")
-    passes = len([key for key in memory.COUNTED if key.startswith("('passed'")])
+    passes = len([key for key in memory.COUNT_CACHE if key.startswith("('passed'")])
     forecast("optim=sgd")
-    assert passes == len([key for key in memory.COUNTED if key.startswith("('passed'")])
+    assert passes == len([key for key in memory.COUNT_CACHE if key.startswith("('passed'")])
 
 
 def test_sharding_cuts_the_state():
     one = forecast()
     on_64 = {
-        way: memory.forecast(on_many(one.question, way, 64)) for way in ("ddp", "fsdp", "hsdp")
+        way: memory.forecast(share_over_gpus(one.question, way, 64))
+        for way in ("ddp", "fsdp", "hsdp")
     }
     totals = {way: found.needs.total for way, found in on_64.items()}
     assert totals["fsdp"] < totals["hsdp"] < totals["ddp"] == one.needs.total
@@ -199,9 +208,9 @@ def test_sharding_cuts_the_state():
 def test_one_of_many_processes_counts_as_one_that_is_alone(monkeypatch: pytest.MonkeyPatch):
     """In a process group as in none, where each would have ddp."""
     question = Question(compose(BASE).cfg, forecast().question.spec, gpus=2, gpu=False)
-    monkeypatch.setattr(memory, "COUNTED", {})
+    monkeypatch.setattr(memory, "COUNT_CACHE", {})
     alone = memory.forecast(question).needs
-    monkeypatch.setattr(memory, "COUNTED", {})
+    monkeypatch.setattr(memory, "COUNT_CACHE", {})
     with pretended_processes(2):
         assert memory.forecast(question).needs == alone
 
@@ -213,11 +222,11 @@ def test_kept_bytes_are_those_of_a_real_forward_pass():
 
 def test_the_largest_micro_batch_is_where_the_memory_ends():
     memory = forecast().needs.total + 40e6
-    most = largest_micro_batch(forecast(), memory)
+    most = find_largest_micro_batch(forecast(), memory)
     assert most > 32
     inside, beyond = (forecast(f"batch_size={n}").needs.total for n in (most, most + 2))
     assert inside <= 1.001 * memory < 1.002 * beyond
-    assert largest_micro_batch(forecast(), 1e6) == 0
+    assert find_largest_micro_batch(forecast(), 1e6) == 0
 
 
 def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -232,9 +241,9 @@ def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         == max(found["phases_gib"].values())
     )
     words = [*BASE, "batch_size=256", "hardware=a10"]
-    every = savings(forecast("batch_size=256").question)
+    every = list_savings(forecast("batch_size=256").question)
     few = [saving for saving in every if "accumulation_steps" in saving.values]
-    monkeypatch.setattr("scripts.plan.savings.savings", lambda *_: few)
+    monkeypatch.setattr("scripts.plan.savings.list_savings", lambda *_: few)
     monkeypatch.setitem(CARDS, "a10", CARDS["a10"]._replace(memory=0.7 * GIB))
     main(words)
     said = capsys.readouterr().out
@@ -242,7 +251,7 @@ def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     change = said.partition("cheapest change that fits: ")[2].partition(" (")[0].split()
     assert change[0].startswith("accumulation_steps=")
     assert (
-        forecast_of([*words[:-1], *change], PlanConfig(), CARDS["a10"]).needs.total
+        forecast_run([*words[:-1], *change], PlanConfig(), CARDS["a10"]).needs.total
         <= CARDS["a10"].memory
     )
     monkeypatch.setitem(CARDS, "a10", CARDS["a10"]._replace(memory=0.2 * GIB))
@@ -254,13 +263,13 @@ def test_what_saves_memory_is_tried_from_the_cheapest_on():
     """Kernels together; as many micro-batches as leave samples enough, then recomputing, then
     smaller ones; and what moves losses only where nobody asked for the same ones."""
     question = forecast("batch_size=32").question
-    found = [saving.values for saving in savings(question)]
+    found = [saving.values for saving in list_savings(question)]
     assert set(found[0].values()) == {"auto"}
     steps = [i for i, changes in enumerate(found) if "accumulation_steps" in changes]
     assert [found[i]["accumulation_steps"] for i in steps] == [2, 4, 8, 16, 32]
     recomputing = found.index({"gradient_checkpointing": True, "checkpoint_policy": "blocks"})
     assert steps[1] < recomputing < steps[2]
-    exact = [saving.values for saving in savings(question, exact=True)]
+    exact = [saving.values for saving in list_savings(question, exact=True)]
     assert {"optim": "adamw_8bit"} in found
     assert not any("optim" in changes or "weights" in changes for changes in exact)
 
@@ -272,7 +281,7 @@ def test_what_each_change_saves_is_counted_and_the_most_comes_first(
     kinds = (CheckpointBlocks, DataParallel, OffloadActivations)
     monkeypatch.setattr("scripts.plan.savings.TECHNIQUES", kinds)
     now = forecast("batch_size=256")
-    rows = saved_bytes(now)
+    rows = count_savings(now)
     sizes = [row["bytes"] for row in rows]
     assert sizes == sorted(sizes, reverse=True)
     told = [row["words"][-1].removeprefix("runtime.") for row in rows]
@@ -281,14 +290,14 @@ def test_what_each_change_saves_is_counted_and_the_most_comes_first(
     other = forecast("batch_size=256", *rows[0]["words"])
     assert sizes[0] == pytest.approx(now.needs.total - other.needs.total)
 
-    wide = saved_bytes(forecast("batch_size=2", "model.dim=256", gpus=2))
+    wide = count_savings(forecast("batch_size=2", "model.dim=256", gpus=2))
     assert [row["words"][-1] for row in wide[:2]] == [
         "runtime.parallel.cpu_offload=true",
         "runtime.parallel.mode=fsdp",
     ]
-    rest = saved_bytes(now, barred=["gradient_checkpointing"])
+    rest = count_savings(now, barred=["gradient_checkpointing"])
     assert [row["words"] for row in rest] == [rows[i]["words"] for i in (1, 2)]
-    assert saved_bytes(now, until=0.0) == []
+    assert count_savings(now, until=0.0) == []
 
 
 @pytest.mark.parametrize("power", [1, 2])
@@ -304,7 +313,7 @@ def test_the_largest_size_is_found_in_few_forecasts(power: int, answer: int):
 
     most = at(answer).needs.total + 0.5
     counted.clear()
-    assert largest.largest(at, most, 12, power) == answer
+    assert largest.find_largest(at, most, 12, power) == answer
     assert len(counted) <= 7
 
 
@@ -327,7 +336,7 @@ def test_the_largest_model_fits_and_one_step_more_does_not(
             f"batch_size={32 * gpus}",
         ]
         inside, beyond = (
-            forecast_of([*grown, f"model.depth={size + i}"], PlanConfig(gpus=gpus), card)
+            forecast_run([*grown, f"model.depth={size + i}"], PlanConfig(gpus=gpus), card)
             for i in (0, 1)
         )
         assert inside.needs.total <= card.memory < beyond.needs.total
@@ -360,7 +369,7 @@ def test_hours_and_cost_follow_a_rate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "1.00 hours for 3686400 samples at 1024.0 a second, 4.00 in all" in (
         capsys.readouterr().out
     )
-    by_peak = planned(PlanConfig(hardware="h100", gpus=2, mfu=0.5), BASE)["samples_per_s"]
+    by_peak = plan_run(PlanConfig(hardware="h100", gpus=2, mfu=0.5), BASE)["samples_per_s"]
     flops = 3.0 * forecast().model.flops_per_sample()
     assert by_peak == pytest.approx(2 * 0.5 * 989e12 / flops)
     main(words)
@@ -390,29 +399,29 @@ def test_the_card_of_this_machine_has_its_own_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("scripts.plan.report.memory_of", lambda device: 2**30)
     for name, half in (("NVIDIA H100 PCIe", 756e12), ("Abacus 9000", 0.0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        called, card = chosen_card("here")
+        called, card = choose_card("here")
         assert (called, card.half, card.memory) == ("here", half, 2**30)
-    assert card_called("NVIDIA H100 80GB HBM3") == CARDS["h100"]
-    assert card_called("NVIDIA A100 80GB PCIe") == CARDS["a100_pcie"]
+    assert match_card("NVIDIA H100 80GB HBM3") == CARDS["h100"]
+    assert match_card("NVIDIA A100 80GB PCIe") == CARDS["a100_pcie"]
     for other in (
         "GeForce RTX 4090 Laptop GPU",
         "GeForce RTX 3090 Ti",
         "H100 80GB HBM3 MIG 1g.10gb",
     ):
-        assert card_called(f"NVIDIA {other}") is None
+        assert match_card(f"NVIDIA {other}") is None
 
 
 def test_models_of_other_makes_are_counted_whole_or_refused():
     words = [word for word in BASE if word != "model.depth=6"]
-    of_ours = forecast_of([*words, "model.depth=3"], PlanConfig(), H200).needs.total
+    of_ours = forecast_run([*words, "model.depth=3"], PlanConfig(), H200).needs.total
     own = ["extensions=[tests]", "model._target_=tests.harness.planted_tuning."]
-    fixed = forecast_of([*words, own[0], f"{own[1]}Fixed", "~model.depth"], PlanConfig(), H200)
+    fixed = forecast_run([*words, own[0], f"{own[1]}Fixed", "~model.depth"], PlanConfig(), H200)
     assert fixed.depths == [3]
     assert fixed.needs.total == pytest.approx(of_ours, rel=1e-3)
     with pytest.raises(
         ValueError, match=r"model._target_=tests.harness.planted_tuning.Looking: its step cannot be"
     ):
-        forecast_of([*BASE, own[0], f"{own[1]}Looking"], PlanConfig(), H200)
+        forecast_run([*BASE, own[0], f"{own[1]}Looking"], PlanConfig(), H200)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from common.files import ROOT
 from models.mixers.attention import Attention
 from scripts.bench import TABLES
 from scripts.bench import publish as publisher
-from scripts.bench.cases import job
+from scripts.bench.cases import plan_job
 from scripts.bench.publish import (
     GUIDES,
     PLACES,
@@ -29,8 +29,8 @@ from scripts.bench.publish import (
     tables,
     texts,
 )
-from scripts.bench.runner import code_hash
-from scripts.commands import put_between, table
+from scripts.bench.runner import hash_code
+from scripts.commands import format_table, replace_between
 
 VERSIONS = {"python": "3.12.3", "torch": "2.11.0", "triton": "3.6.0"}
 GPU = {
@@ -202,10 +202,10 @@ def test_a_failure_replaces_no_figures():
 
 def test_a_result_from_a_place_without_git_gets_the_commit_of_its_code(tmp_path, docs, monkeypatch):
     monkeypatch.setattr(
-        "scripts.bench.publish.git_state", lambda: {"commit": "f" * 40, "uncommitted_changes": True}
+        "scripts.bench.publish.read_git_state", lambda: {"commit": "f" * 40, "uncommitted_changes": True}
     )
     rows = [
-        result("saves", {"name": "a"}, git=None, code=code_hash()),
+        result("saves", {"name": "a"}, git=None, code=hash_code()),
         result("step", {"name": "a"}, git=None),
     ]
     publish([folder_of(tmp_path / "out", *rows)], docs)
@@ -313,11 +313,13 @@ def test_a_page_without_its_marks_is_told(docs):
     with pytest.raises(ValueError, match=r"README\.md has lost the lines"):
         publish([], docs)
     with pytest.raises(ValueError, match="x has lost"):
-        put_between("text", "<a>", "<b>", "", "x")
+        replace_between("text", "<a>", "<b>", "", "x")
 
 
 def test_tables_align():
-    lines = table([("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]).splitlines()
+    lines = format_table(
+        [("name", "ms"), ("a", "1.5"), ("longer", "10.25"), ("none", None)]
+    ).splitlines()
     assert lines == ["name       ms", "a         1.5", "longer  10.25", "none        –"]
 
 
@@ -345,7 +347,7 @@ def test_every_case_of_the_guides_is_one_that_its_item_measures():
         if "item" in row:
             command, *words = TABLES["queue"][row["item"]]["words"].split()
             if row["item"] not in cases:
-                cases[row["item"]] = {case.name for case in job(command, words).cases}
+                cases[row["item"]] = {case.name for case in plan_job(command, words).cases}
             assert {*row["cases"].values()} <= cases[row["item"]], row
 
 

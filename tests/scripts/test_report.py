@@ -18,12 +18,12 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from common.files import file_sha256
+from common.files import hash_file
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
-from scripts.report.pages import TRAINING, card, distance_plots, draw, page
-from training.config.compose import as_yaml, compose
+from scripts.report.pages import TRAINING, draw_plots, list_distance_plots, render_card, render_page
+from training.config.compose import compose, to_yaml
 from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"
@@ -72,7 +72,7 @@ def plant(tmp_path: Path) -> Plant:
         folder = tmp_path / name
         (folder / "samples").mkdir(parents=True)
         (folder / "config.yaml").write_text(
-            as_yaml(DEFAULTS | {"run_dir": "/x", "batch_size": 32, "init_from": EVIL})
+            to_yaml(DEFAULTS | {"run_dir": "/x", "batch_size": 32, "init_from": EVIL})
         )
         environment = {
             "versions": {"torch": "2.13.0"},
@@ -231,7 +231,7 @@ def test_page_and_card_show_the_whole_run(
         "1,617 training samples of 2 classes: cat, &lt;script&gt;",
         "| batch (global) | 32 |",
         "weights=ema.safetensors guidance=1.5 'guidance_interval=[0.0, 1.0]' solver=heun steps=20",
-        file_sha256(Path("mine/checkpoints/step-100/ema.safetensors")),
+        hash_file(Path("mine/checkpoints/step-100/ema.safetensors")),
         "| 21.25 | 3.25 | 0.021 | 0.001 |",
         "Protocol: count 1,000",
         "| fd\\_random | 3,200 | 9 |",
@@ -246,29 +246,29 @@ def test_page_and_card_show_the_whole_run(
 def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: Plant):
     run = History(plant("mine"))
     told = (
-        card(run, how="open it in diffusers")
+        render_card(run, how="open it in diffusers")
         .partition("## How to sample\n\n")[2]
         .partition("\n## ")[0]
     )
     weights = "The weights are of step 100; sha256 of that checkpoint's `ema.safetensors`: "
-    weights += f"{file_sha256(run.folder / 'checkpoints/step-100/ema.safetensors')}.\n"
+    weights += f"{hash_file(run.folder / 'checkpoints/step-100/ema.safetensors')}.\n"
     assert told == f"open it in diffusers\n\n{weights}"
     repeats = "how many of the training images the model repeats"
-    assert repeats in card(run)
+    assert repeats in render_card(run)
     result = run.folder / "evaluation/final.json"
     found = json.loads(result.read_text())
     found["features"]["encoder"]["copied"] = 0.05
     write(result, found)
-    assert repeats not in card(History(run.folder))
+    assert repeats not in render_card(History(run.folder))
 
 
 def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant: Plant):
     run = History(plant("mine"))
-    plots = distance_plots([run])
-    assert draw(plots, [run]) == draw(plots, [run])
-    assert draw(plots[:1], [run]) != draw([plots[0]._replace(floor=None)], [run])
+    plots = list_distance_plots([run])
+    assert draw_plots(plots, [run]) == draw_plots(plots, [run])
+    assert draw_plots(plots[:1], [run]) != draw_plots([plots[0]._replace(floor=None)], [run])
     run.lines = [{"samples": i, "loss": 2.0 + math.sin(1.7 * i)} for i in range(20_000)]
-    assert len(draw(TRAINING[:1], [run])[0][1]) < 200_000
+    assert len(draw_plots(TRAINING[:1], [run])[0][1]) < 200_000
 
 
 def test_torn_lines_and_numbers_that_are_none_are_said(plant: Plant):
@@ -309,7 +309,7 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
     """Weights, floors and the reference's place may differ."""
     mine = plant("mine")
     theirs = plant("theirs", reference={"name": "/elsewhere", "sha256": "ab" * 32})
-    (theirs / "config.yaml").write_text(as_yaml(DEFAULTS | {"batch_size": 48}))
+    (theirs / "config.yaml").write_text(to_yaml(DEFAULTS | {"batch_size": 48}))
     write(theirs / "fd_protocol.json", PROTOCOL | {"floors": {"random": {"floor_fd": 3.26}}})
     for name, changes in (
         ("environment.json", {"versions": {"torch": "2.14.0"}}),
@@ -335,7 +335,7 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
 
 
 def test_figures_of_two_protocols_stand_apart(plant: Plant):
-    html = page([History(plant("mine")), History(plant("theirs", steps=50))])
+    html = render_page([History(plant("mine")), History(plant("theirs", steps=50))])
     for name in ("distance", "evaluations"):
         shown = section(html, name)
         said = "Another protocol, not to be compared with the first: steps (20 or 50)."

@@ -23,8 +23,8 @@ from scripts.plan.memory import Question, forecast
 from tests.harness.sets import until_dead
 from train import train
 from training import tune
-from training.assemble import plain
-from training.components import latents_of
+from training.assemble import to_json_types
+from training.components import foresee_latents
 from training.config.compose import compose
 from training.distributed.ranks import SINGLE
 
@@ -60,8 +60,8 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def search_of(cfg: Any, seconds: float = 3600.0) -> tuner.Search:
-    spec, resident = latents_of(cfg.data, cfg.seed, 1e9)
-    told = {"cfg": plain(asdict(cfg)), "spec": spec.as_dict(), "resident": resident}
+    spec, resident = foresee_latents(cfg.data, cfg.seed, 1e9)
+    told = {"cfg": to_json_types(asdict(cfg)), "spec": spec.as_dict(), "resident": resident}
     deadline = time.monotonic() + seconds
     return tuner.Search(told | {"device": "cpu", "processes": 1, "deadline": deadline})
 
@@ -69,9 +69,9 @@ def search_of(cfg: Any, seconds: float = 3600.0) -> tuner.Search:
 def batches(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """In the place of what is tried: so many micro-batches each, in this process."""
     some = [{"accumulation_steps": n} for n in steps]
-    monkeypatch.setattr(tuner.Search, "ways", lambda _: [])
-    monkeypatch.setattr(tuner, "batches", lambda _: some)
-    monkeypatch.setattr(tune, "measured", lambda told: tuner.Search(told).run())
+    monkeypatch.setattr(tuner.Search, "list_ways", lambda _: [])
+    monkeypatch.setattr(tuner, "list_micro_batches", lambda _: some)
+    monkeypatch.setattr(tune, "measure_choice", lambda told: tuner.Search(told).run())
 
 
 def test_the_fastest_that_is_right_is_chosen_and_remembered(
@@ -81,44 +81,44 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(
     monkeypatch.setenv("PLANT", "slow:16,wrong:4")
     batches(monkeypatch, 2, 4)
     cfg = compose(PLANTED).cfg
-    new, found = tune.tuned(cfg, CPU, SINGLE)
+    new, found = tune.tune_config(cfg, CPU, SINGLE)
     assert new.accumulation_steps == 2
     assert not new.runtime.tune
     rows = {row["words"]: row for row in found["tried"]}
     assert rows["as given"]["step_ms"] > 150
     assert "more than 1e-03 apart" in rows["accumulation_steps=4"]["refusal"]
-    row = tune.ledger_row(found)
+    row = tune.make_ledger_row(found)
     assert (row.active, row.missing) == ("accumulation_steps=2", False)
     assert "as given: " in row.evidence
 
-    monkeypatch.setattr(tune, "measured", None)  # what is known is not tried again
-    assert tune.tuned(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(found))
-    (tmp_path / tune.FILE).write_text(
+    monkeypatch.setattr(tune, "measure_choice", None)  # what is known is not tried again
+    assert tune.tune_config(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(found))
+    (tmp_path / tune.TUNING_FILE).write_text(
         json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []})
     )
-    assert tune.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 8
+    assert tune.tune_config(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 8
     wrong = ({"no_such_key": True}, {"compile": "x"}, {"accumulation_steps": 3})
     for content in (
         "{",
         "[]",
         *(json.dumps({"changes": some, "words": "", "tried": []}) for some in wrong),
     ):
-        (tmp_path / tune.FILE).write_text(content)
-        assert tune.tuned(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 2
+        (tmp_path / tune.TUNING_FILE).write_text(content)
+        assert tune.tune_config(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 2
 
 
 def test_a_choice_is_kept_only_for_a_run_that_it_fits(tmp_path: Path):
     """That of another number of processes is none, nor that for other memory or other code."""
     cfg = compose(PLANTED).cfg
-    (tmp_path / tune.FILE).write_text(
+    (tmp_path / tune.TUNING_FILE).write_text(
         json.dumps({"words": "", "changes": {"accumulation_steps": 8}, "tried": []})
     )
-    assert tune.read(tmp_path / tune.FILE, cfg, CPU, 2) is not None
-    assert tune.read(tmp_path / tune.FILE, cfg, CPU, 4) is None
-    facts = tune.facts_of(cfg, CPU, 1, {}, 0.0)
-    assert facts == tune.facts_of(cfg, CPU, 1, {}, 0.0)
-    assert facts != tune.facts_of(cfg, CPU, 1, {"accumulation_steps": 2}, 0.0)
-    assert facts != tune.facts_of(replace(cfg, extensions=[]), CPU, 1, {}, 0.0)
+    assert tune.read_choice(tmp_path / tune.TUNING_FILE, cfg, CPU, 2) is not None
+    assert tune.read_choice(tmp_path / tune.TUNING_FILE, cfg, CPU, 4) is None
+    facts = tune.hash_facts(cfg, CPU, 1, {}, 0.0)
+    assert facts == tune.hash_facts(cfg, CPU, 1, {}, 0.0)
+    assert facts != tune.hash_facts(cfg, CPU, 1, {"accumulation_steps": 2}, 0.0)
+    assert facts != tune.hash_facts(replace(cfg, extensions=[]), CPU, 1, {}, 0.0)
 
 
 ACTOR = """
@@ -143,9 +143,9 @@ def test_whoever_hangs_crashes_or_computes_something_else_costs_itself(
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
     batches(monkeypatch, 2, 4, 8, 16)
-    monkeypatch.setattr(tune, "TUNER", [str(actor)])
-    monkeypatch.setattr(tuner, "PATIENCE", 0.1)
-    monkeypatch.setattr(tuner.Search, "fitting", lambda _: {})
+    monkeypatch.setattr(tune, "TUNER_PROGRAM", [str(actor)])
+    monkeypatch.setattr(tuner, "CANDIDATE_SHARE", 0.1)
+    monkeypatch.setattr(tuner.Search, "find_fitting", lambda _: {})
     found = search_of(compose(PLANTED).cfg, seconds=20.0).run()
     rows = {row["words"]: row for row in found["tried"]}
     assert found["words"] == "accumulation_steps=16"
@@ -157,7 +157,7 @@ def test_whoever_hangs_crashes_or_computes_something_else_costs_itself(
         in (rows["accumulation_steps=8"]["refusal"])
     )
     late = search_of(compose(PLANTED).cfg, seconds=-1.0).run()
-    assert {row["refusal"] for row in late["tried"]} == {tuner.LATE}
+    assert {row["refusal"] for row in late["tried"]} == {tuner.TOO_LATE}
 
 
 STARTS = (
@@ -170,14 +170,14 @@ STARTS = (
 
 def test_a_candidate_ends_with_all_that_it_started(tmp_path: Path):
     command = [sys.executable, "-c", STARTS + "time.sleep(99999)", str(tmp_path / "one")]
-    assert workers.attended(command, 2.0) is None
+    assert workers.run_to_end(command, 2.0) is None
     until_dead(int(told_in(tmp_path)))
 
 
 def test_a_candidate_ends_with_its_parent(tmp_path: Path):
     """Also where the parent has no time to say so."""
     own = STARTS + (
-        "from common.workers import end_with; end_with(int(sys.argv[2])); time.sleep(99999)"
+        "from common.workers import end_with_parent; end_with_parent(int(sys.argv[2])); time.sleep(99999)"
     )
     parent = (
         "import os, subprocess, sys; one = os.path.join(sys.argv[1], "
@@ -203,7 +203,7 @@ def told_in(folder: Path) -> str:
 def test_one_that_exhausts_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PLANT", "memory:8")
     batches(monkeypatch, 2)
-    new, found = tune.tuned(compose(PLANTED).cfg, CPU, SINGLE)
+    new, found = tune.tune_config(compose(PLANTED).cfg, CPU, SINGLE)
     assert new.accumulation_steps == 1
     assert found["tried"][0]["steps"] > 0
     assert found["tried"][1]["refusal"] == "memory ran out"
@@ -224,10 +224,10 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.Mon
     ).cfg
     search = search_of(cfg)
     assert search.held == 2.2 * 64 * 256
-    spec = latents_of(cfg.data, cfg.seed, 1e9)[0]
+    spec = foresee_latents(cfg.data, cfg.seed, 1e9)[0]
 
     def needs(**changes: Any) -> float:
-        question = Question(tune.changed(cfg, changes), spec, 1, search.held, gpu=False)
+        question = Question(tune.apply_changes(cfg, changes), spec, 1, search.held, gpu=False)
         return forecast(question).needs.total
 
     recomputed = {"gradient_checkpointing": True, "checkpoint_policy": "blocks"}
@@ -237,7 +237,9 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.Mon
         (needs(**halves), halves),
         (needs(**recomputed, **halves), recomputed | halves),
     ):
-        monkeypatch.setattr(tuner, "memory_of", lambda _, limit=limit: 1.001 * limit / tuner.USABLE)
+        monkeypatch.setattr(
+            tuner, "memory_of", lambda _, limit=limit: 1.001 * limit / tuner.USABLE_MEMORY
+        )
         assert search.fitting() == wanted
     monkeypatch.setattr(tuner, "memory_of", lambda _: 1e5)
     with pytest.raises(
@@ -248,12 +250,12 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.Mon
 
 def test_what_stands_against_a_run_is_told_by_the_run(monkeypatch: pytest.MonkeyPatch):
     """The whole way: a process tries, and says in a file that the forecast does not fit."""
-    monkeypatch.setattr(tune, "TUNER", ["-c", REFUSES])
+    monkeypatch.setattr(tune, "TUNER_PROGRAM", ["-c", REFUSES])
     with pytest.raises(ValueError, match=r"^too large$"):
-        tune.tuned(compose(PLANTED).cfg, CPU, SINGLE)
-    monkeypatch.setattr(tune, "TUNER", ["-c", "raise SystemExit(3)"])
+        tune.tune_config(compose(PLANTED).cfg, CPU, SINGLE)
+    monkeypatch.setattr(tune, "TUNER_PROGRAM", ["-c", "raise SystemExit(3)"])
     with pytest.raises(ValueError, match=r"runtime.tune=true: the process .* ended with code 3"):
-        tune.tuned(compose(PLANTED).cfg, CPU, SINGLE)
+        tune.tune_config(compose(PLANTED).cfg, CPU, SINGLE)
 
 
 REFUSES = (
@@ -269,9 +271,11 @@ def test_candidates_go_with_the_rest_of_the_configuration():
     def words(*given: str, processes: int = 1) -> set[str]:
         cfg = compose([*SMALL, "runtime=auto", *given]).cfg
         some = [values for way in search_of(cfg).ways() for values in way]
-        some += tuner.batches(cfg)
+        some += tuner.list_micro_batches(cfg)
         return {
-            tuner.named(values) for values in some if tune.can_be_had(cfg, values, CPU, processes)
+            tuner.describe_changes(values)
+            for values in some
+            if tune.is_available(cfg, values, CPU, processes)
         }
 
     assert not any(
@@ -334,11 +338,11 @@ def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PLANT", "")
     (tmp_path / "run").mkdir()
     chosen = {"words": "accumulation_steps=2", "changes": {"accumulation_steps": 2}, "tried": []}
-    (tmp_path / "run" / tune.FILE).write_text(json.dumps(chosen))
+    (tmp_path / "run" / tune.TUNING_FILE).write_text(json.dumps(chosen))
     quiet = ["eval_every=0", "sample_every=0", "log_every=2"]
     summary = train(compose([*run, *quiet]))
     assert summary["ledger"]["tune"]["active"] == "accumulation_steps=2"
-    assert json.loads((tmp_path / "run" / tune.FILE).read_text()) == chosen
+    assert json.loads((tmp_path / "run" / tune.TUNING_FILE).read_text()) == chosen
     longer = train(compose([*run, *quiet, "total_samples=48"]))
     assert longer["ledger"]["tune"] == summary["ledger"]["tune"]
 
@@ -347,9 +351,9 @@ def test_tune_writes_a_runtime_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     chosen = {"compile": True, "compile_scope": "model", "accumulation_steps": 2}
-    row = {"words": tuner.named(chosen), "step_ms": 5.0, "steps": 8, "refusal": None}
-    found = {"words": tuner.named(chosen), "changes": chosen, "tried": [row]}
-    monkeypatch.setattr("training.tune.choice_of", lambda *_: found)
+    row = {"words": tuner.describe_changes(chosen), "step_ms": 5.0, "steps": 8, "refusal": None}
+    found = {"words": tuner.describe_changes(chosen), "changes": chosen, "tried": [row]}
+    monkeypatch.setattr("training.tune.find_choice", lambda *_: found)
     out = tmp_path / "tuned.yaml"
     main(["tune", *SMALL, f"out={out}"])
     assert f"written to {out}" in capsys.readouterr().out
@@ -378,7 +382,7 @@ def test_auto_is_as_fast_as_the_better_preset():
     """
     size = ["model=mamba_xs", "data=digits", "batch_size=64"]
     cfg = compose([*size, "runtime=auto"]).cfg
-    found = tune.tuned(cfg, CPU, SINGLE)[1]
+    found = tune.tune_config(cfg, CPU, SINGLE)[1]
     changes = [] if found["words"] == "as given" else found["words"].split()
     ways = {
         "auto": [*size, *changes],

@@ -23,14 +23,14 @@ from training.config.build import build, resolve_target
 from training.config.compose import (
     CONF,
     compose,
-    from_words,
-    one_sentence,
+    parse_words,
     read_config,
     refuse_paths,
+    report_user_errors,
 )
 from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
-from training.config.secrets import redacted
-from training.config.words import FOREIGN
+from training.config.secrets import redact
+from training.config.words import FOREIGN_KEYS
 from training.distributed.exit import run_app
 
 
@@ -194,13 +194,13 @@ def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, tmp_path, cap
     import torch
 
     from train import train
-    from training.config.compose import one_sentence
+    from training.config.compose import report_user_errors
 
     if words == "runtime.device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
     folder = tmp_path / "run"
-    with pytest.raises(SystemExit) as stopped, one_sentence():
+    with pytest.raises(SystemExit) as stopped, report_user_errors():
         train(compose(["total_samples=64", f"run_dir={folder}", *words.split()]))
     said = capsys.readouterr().err
     assert stopped.value.code == 1
@@ -240,20 +240,20 @@ def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
 )
 def test_a_typo_inside_an_experiment_file_is_refused(content, said, capsys, monkeypatch):
     from train import train
-    from training.config.compose import one_sentence
+    from training.config.compose import report_user_errors
 
     file = CONF / "experiment" / "typo_for_a_test.yaml"
     monkeypatch.setattr(sys, "argv", ["train.py"])
     try:
         file.write_text("# @package _global_\n# A typo.\n" + content)
-        with pytest.raises(SystemExit), one_sentence():
+        with pytest.raises(SystemExit), report_user_errors():
             train(compose(["experiment=typo_for_a_test"]))
     finally:
         file.unlink()
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", FOREIGN)
+@pytest.mark.parametrize("key", FOREIGN_KEYS)
 def test_foreign_spellings_get_ours(key):
     word = key if "=" in key else f"{key}=1"
     with pytest.raises(ValueError, match=f"{word} is not spelled so here; use"):
@@ -275,7 +275,7 @@ def test_our_spellings_in_that_table_are_real():
         "logger": "wandb",
         "adapter": "lora",
     }
-    keys = {ours.partition("=")[0] for ours in FOREIGN.values()}
+    keys = {ours.partition("=")[0] for ours in FOREIGN_KEYS.values()}
     words = [
         f"{key}={values.get(key, 'true' if key.startswith('runtime.') else '64')}"
         for key in sorted(keys)
@@ -329,7 +329,7 @@ def test_secrets_never_reach_what_is_written_down(monkeypatch):
     composed = compose(["logger=wandb", f"logger.entity={secret}", f"run_dir={secret}"])
     assert composed.cfg.run_dir == "hunter2"
     assert "hunter2" not in str(composed.source)
-    assert redacted({"api_key": "x", "tokens": 3, "a": [{"password": "y"}]}) == {
+    assert redact({"api_key": "x", "tokens": 3, "a": [{"password": "y"}]}) == {
         "api_key": "<redacted>",
         "tokens": 3,
         "a": [{"password": "<redacted>"}],
@@ -368,11 +368,11 @@ def test_configuration_files_are_found_from_another_folder(tmp_path: Path):
 
 
 def test_an_error_that_is_not_the_users_keeps_its_traceback():
-    from training.config.compose import one_sentence
+    from training.config.compose import report_user_errors
 
-    with pytest.raises(ValueError, match="negative dimension"), one_sentence():
+    with pytest.raises(ValueError, match="negative dimension"), report_user_errors():
         np.zeros(-1)
-    with pytest.raises(ValueError, match="invalid literal"), one_sentence():
+    with pytest.raises(ValueError, match="invalid literal"), report_user_errors():
         enum.IntEnum("Number", {"one": "not a number"})
 
 
@@ -459,12 +459,12 @@ def test_words_that_hydra_breaks_on(word: str, sentence: str):
 )
 def test_words_that_yaml_breaks_on(word: str, sentence: str):
     with pytest.raises(ValueError, match=r"\w") as caught:
-        from_words(ImportConfig, [word], "")
+        parse_words(ImportConfig, [word], "")
     assert sentence in str(caught.value)
 
 
 def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit), one_sentence():
+    with pytest.raises(SystemExit), report_user_errors():
         compose(["seed=a\nb\x1b[31m"])
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -541,7 +541,7 @@ def test_a_run_may_lie_in_a_folder_of_any_name(run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     run_app(importlib.import_module("train").main)
     assert found == [summary["run_dir"]]
-    assert from_words(ImportConfig, [f"out={summary['run_dir']}"], "").out == summary["run_dir"]
+    assert parse_words(ImportConfig, [f"out={summary['run_dir']}"], "").out == summary["run_dir"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.scripts.test_tuning import SMALL
 from train import train
 from training import goodput
 from training.config.compose import compose
-from training.goodput import Clock, bound_of, told
+from training.goodput import Clock, explain_bound, format_shares
 from training.step import TrainStep
 
 RUN = [
@@ -107,7 +107,7 @@ def test_a_run_and_its_restart_add_up_to_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_time: OwnTime
 ):
     """160 steps, of which the last 80 are lost; a pause; 100 steps from the eightieth on."""
-    monkeypatch.setattr(goodput, "EVERY", 0.0)
+    monkeypatch.setattr(goodput, "WRITE_INTERVAL_SECONDS", 0.0)
     folder = tmp_path / "run"
     began = own_time.now
     first = run(folder, "total_samples=1280", *SLOW)
@@ -118,7 +118,7 @@ def test_a_run_and_its_restart_add_up_to_the_clock(
     assert first["time"]["data_wait"] == pytest.approx(160 * own_time.BATCH, rel=0.01)
     reached = {
         int(step): value
-        for step, value in json.loads((folder / goodput.FILE).read_text())["reached"].items()
+        for step, value in json.loads((folder / goodput.TIME_FILE).read_text())["reached"].items()
     }
     shutil.rmtree(folder / "checkpoints" / "step-160")
     (folder / "summary.json").unlink()
@@ -130,7 +130,7 @@ def test_a_run_and_its_restart_add_up_to_the_clock(
     assert account["redone"] == pytest.approx(80 * own_time.STEP, rel=0.2)
     assert account["warm_up"] > first["time"]["warm_up"]
     assert account["saving"] > first["time"]["saving"] > 0.0
-    shown = told(account)
+    shown = format_shares(account)
     assert "redone" in shown
     assert sum(float(part.split("%")[0]) for part in shown.split(", ")) == pytest.approx(
         100.0, abs=0.5
@@ -142,16 +142,16 @@ def test_a_run_and_its_restart_add_up_to_the_clock(
     ["", "[]", '{"seconds": {}}', '{"first": "x", "last": 0, "seconds": {}, "reached": {}}', NEVER],
 )
 def test_a_damaged_account_begins_anew(tmp_path: Path, content: str):
-    (tmp_path / goodput.FILE).write_text(content)
+    (tmp_path / goodput.TIME_FILE).write_text(content)
     clock = Clock()
     with pytest.warns(UserWarning, match="the account of the run's time begins anew"):
-        clock.resume(tmp_path / goodput.FILE, 5)
+        clock.resume(tmp_path / goodput.TIME_FILE, 5)
     assert clock.account["idle"] == clock.account["redone"] == 0.0
     assert clock.first == clock.began
 
 
 def test_a_clock_that_was_set_back_costs_no_time(tmp_path: Path):
-    file = tmp_path / goodput.FILE
+    file = tmp_path / goodput.TIME_FILE
     Clock().write(file, 3)
     later = json.loads(file.read_text()) | {"last": time.time() + 3600.0}
     file.write_text(json.dumps(later))
@@ -178,13 +178,13 @@ def test_waiting_for_data_is_told_once_with_its_cure(
 
 def test_waiting_for_launches_is_told_with_what_is_left_to_try():
     left = ["runtime.cuda_graph=true"]
-    assert bound_of(10.0, 0.2, 9.0, left, {}) is None
-    assert bound_of(10.0, 0.2, None, left, {}) is None
-    assert bound_of(10.0, 0.2, 5.0, left, {}) == (
+    assert explain_bound(10.0, 0.2, 9.0, left, {}) is None
+    assert explain_bound(10.0, 0.2, None, left, {}) is None
+    assert explain_bound(10.0, 0.2, 5.0, left, {}) == (
         "launch-bound",
         "the GPU works for 5.00 ms of a step of 10.00 ms and waits for launches otherwise",
         ["runtime.cuda_graph=true", "a larger batch_size"],
     )
-    data_bound = bound_of(10.0, 2.0, 5.0, left, {})
+    data_bound = explain_bound(10.0, 2.0, 5.0, left, {})
     assert data_bound is not None
     assert data_bound[:2] == ("data-bound", "20% of the step goes by before a batch is there")

@@ -26,7 +26,7 @@ from tests.harness.zygote import Zygote, read_output
 from training.config.compose import compose
 from training.distributed.ranks import Ranks
 from training.environment import refuse_contradictions
-from training.evaluate import shared
+from training.evaluate import share_work
 
 EXTRAS = [
     "eval_every=2",
@@ -521,7 +521,7 @@ def test_items_are_shared_evenly(count: int, world: int):
     found: list[int] = []
     for rank in range(world):
         ranks = OneOfThem(rank, world, rank)
-        found = shared(range(count), count, "items", ranks, lambda item: item)
+        found = share_work(range(count), count, "items", ranks, lambda item: item)
     assert len({len(hand) for hand in hands}) == 1
     assert found == list(range(count))
 

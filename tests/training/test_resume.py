@@ -20,7 +20,7 @@ from tests.harness.outcomes import read_outcome
 from tests.harness.sets import random_samples, save_latent_set
 from tests.harness.words import TINY_RUN
 from train import train
-from training.checkpoint.load import checkpoints_of, complete, damage
+from training.checkpoint.load import find_checkpoints, find_damage, list_complete
 from training.config.compose import compose
 
 STEPS = 24
@@ -75,7 +75,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, sto
     """As if killed at `stop`: only what a kill there would have left is kept."""
     folder = tmp_path / "resumed"
     shutil.copytree(uninterrupted, folder)
-    for checkpoint in complete(folder / "checkpoints"):
+    for checkpoint in list_complete(folder / "checkpoints"):
         if int(checkpoint.name.removeprefix("step-")) > stop:
             shutil.rmtree(checkpoint)
     train(compose([*WORDS, f"run_dir={folder}", "keep_checkpoints=9"]))
@@ -129,11 +129,11 @@ def test_a_finished_run_is_left_as_it_is(uninterrupted, tmp_path):
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrupted, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(uninterrupted, folder)
-    newest = complete(folder / "checkpoints")[-1]
+    newest = list_complete(folder / "checkpoints")[-1]
     content = bytearray((newest / "ema.safetensors").read_bytes())
     content[-1] ^= 1
     (newest / "ema.safetensors").write_bytes(content)
-    assert "ema.safetensors" in damage(newest)
+    assert "ema.safetensors" in find_damage(newest)
     with pytest.warns(UserWarning, match="ema.safetensors does not match its sha256"):
         train(compose([*WORDS, f"run_dir={folder}"]))
     assert (folder / "checkpoints" / f"{newest.name}.corrupt").is_dir()
@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(uninterrup
 def test_a_half_written_checkpoint_does_not_count(uninterrupted, tmp_path):
     folder = tmp_path / "half"
     shutil.copytree(uninterrupted, folder)
-    newest = complete(folder / "checkpoints")[-1]
+    newest = list_complete(folder / "checkpoints")[-1]
     newest.rename(newest.with_name(newest.name + ".tmp"))
     train(compose([*WORDS, f"run_dir={folder}"]))
     assert read_outcome(folder) == read_outcome(uninterrupted)
@@ -178,7 +178,7 @@ def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
 def test_other_settings_are_allowed_and_said(uninterrupted, tmp_path, capsys):
     folder = tmp_path / "other"
     shutil.copytree(uninterrupted, folder)
-    for checkpoint in complete(folder / "checkpoints"):
+    for checkpoint in list_complete(folder / "checkpoints"):
         if checkpoint.name != "step-20":
             shutil.rmtree(checkpoint)
     words = [word for word in WORDS if not word.startswith(("accumulation_steps", "log_every"))]
@@ -191,7 +191,7 @@ def test_other_settings_are_allowed_and_said(uninterrupted, tmp_path, capsys):
 
 
 def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path):
-    checkpoint = complete(uninterrupted / "checkpoints")[-2]
+    checkpoint = list_complete(uninterrupted / "checkpoints")[-2]
     folder = tmp_path / "branch"
     train(compose([*WORDS, f"run_dir={folder}", f"resume={checkpoint}"]))
     assert read_outcome(folder).state == read_outcome(uninterrupted).state
@@ -200,10 +200,10 @@ def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path)
 def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, tmp_path, capsys):
     words = [*WORDS, f"run_dir={tmp_path / 'branch'}", f"resume={uninterrupted}"]
     train(compose(words))
-    last = complete(uninterrupted / "checkpoints")[-1]
+    last = list_complete(uninterrupted / "checkpoints")[-1]
     assert f"resumed from {last} at step {STEPS}" in capsys.readouterr().out
     for path in (uninterrupted, uninterrupted / "checkpoints", last):
-        assert checkpoints_of(str(path))[-1] == last
+        assert find_checkpoints(str(path))[-1] == last
     shutil.copytree(last, tmp_path / "branch" / "checkpoints" / last.name)
     with pytest.raises(
         ValueError, match=r"resume=/nope is or has no usable checkpoint; name a run folder"
@@ -212,7 +212,7 @@ def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, tmp_pat
 
 
 def test_the_same_command_continues_a_branch(uninterrupted, tmp_path):
-    checkpoint = complete(uninterrupted / "checkpoints")[-2]
+    checkpoint = list_complete(uninterrupted / "checkpoints")[-2]
     folder = tmp_path / "branch"
     words = [*WORDS, f"run_dir={folder}", f"resume={checkpoint}", "total_samples=184"]
     train(compose(words))
@@ -222,7 +222,7 @@ def test_the_same_command_continues_a_branch(uninterrupted, tmp_path):
 
 
 def test_an_older_checkpoint_of_the_same_run_is_refused(uninterrupted):
-    older = complete(uninterrupted / "checkpoints")[0]
+    older = list_complete(uninterrupted / "checkpoints")[0]
     with pytest.raises(ValueError, match=r"holds a later checkpoint, step-24"):
         train(compose([*WORDS, f"run_dir={uninterrupted}", f"resume={older}"]))
 
@@ -231,7 +231,7 @@ def test_an_older_checkpoint_of_the_same_run_is_refused(uninterrupted):
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(uninterrupted, tmp_path):
     folder = tmp_path / "lost"
     shutil.copytree(uninterrupted, folder)
-    for checkpoint in complete(folder / "checkpoints"):
+    for checkpoint in list_complete(folder / "checkpoints"):
         (checkpoint / "ema.safetensors").write_bytes(b"")
     metrics = (folder / "metrics.jsonl").read_text()
     with (

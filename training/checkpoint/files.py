@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accel.sharding import local, rows_of, whole
+from accel.sharding import find_first_row, to_full, to_local
 from common.errors import UserError
-from common.text import first_line
+from common.text import shorten_error
 from training.distributed.ranks import SINGLE, Ranks
 
-WHOLE = ("model.safetensors", "ema.safetensors")
-PART = "rank-{rank}-of-{world_size}.safetensors"
-DTYPES = {
+WEIGHTS_FILES = ("model.safetensors", "ema.safetensors")
+RANK_FILE = "rank-{rank}-of-{world_size}.safetensors"
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -44,16 +44,16 @@ DTYPES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-KEY = "fastlatent"
+METADATA_KEY = "fastlatent"
 """The entry of a header's metadata that describes the model."""
-CHUNK = 1 << 24
+CHUNK_BYTES = 1 << 24
 """Bytes that are hashed and written at a time."""
-FLUSH = 1 << 28
+FLUSH_BYTES = 1 << 28
 """Bytes that may be on their way to the disk: a large file at once would leave nobody told of its
 progress."""
 
 
-class Kept(Enum):
+class Layout(Enum):
     """How a checkpoint keeps a piece of the state."""
 
     whole = auto()
@@ -71,7 +71,7 @@ class Kept(Enum):
     old number."""
 
 
-WITH_NUMBERS = (Kept.values, Kept.sums)
+LAYOUTS_WITH_NUMBERS = (Layout.values, Layout.sums)
 """Pieces whose numbers have an entry of their own in `state.json`."""
 
 
@@ -101,7 +101,7 @@ class Staged(NamedTuple):
 
 
 def stage(
-    state: Mapping[str, Mapping[str, Any]], kept: Mapping[str, Kept], first: bool, copying: bool
+    state: Mapping[str, Mapping[str, Any]], kept: Mapping[str, Layout], first: bool, copying: bool
 ) -> Staged:
     """Takes this process's share of a state to host memory; all processes call it together.
 
@@ -111,7 +111,7 @@ def stage(
     """
 
     def host(path: str, tensor: Tensor) -> Tensor:
-        return host_copy(path, tensor.detach()) if copying else tensor.detach().cpu()
+        return copy_to_host(path, tensor.detach()) if copying else tensor.detach().cpu()
 
     copied = torch.cuda.Event() if copying and torch.cuda.is_initialized() else None
     leaves: dict[str, Any] = {}
@@ -119,31 +119,31 @@ def stage(
     for piece, how in kept.items():
         tensors = {name: leaf for name, leaf in state[piece].items() if isinstance(leaf, Tensor)}
         numbers = {name: leaf for name, leaf in state[piece].items() if name not in tensors}
-        if how in WITH_NUMBERS:
+        if how in LAYOUTS_WITH_NUMBERS:
             staged.values[piece] = numbers
         else:
-            leaves |= flat({piece: numbers})
+            leaves |= flatten({piece: numbers})
 
         for name, leaf in tensors.items():
             path = f"{piece}.{name}"
-            if how is Kept.whole:
+            if how is Layout.whole:
                 # One by one, so that no device holds more than one gathered tensor.
-                tensor = whole(leaf)
+                tensor = to_full(leaf)
                 if first:
                     staged.whole.setdefault(piece, {})[name] = host(path, tensor)
             elif isinstance(leaf, DTensor):
-                start = rows_of(leaf)
+                start = find_first_row(leaf)
                 if start is not None:
                     staged.rows[path] = start
-                    staged.own[path] = host(path, local(leaf))
-            elif first or how is not Kept.shared:
+                    staged.own[path] = host(path, to_local(leaf))
+            elif first or how is not Layout.shared:
                 staged.own[path] = host(path, leaf)
     if copied is not None:
         copied.record()
     return staged
 
 
-def host_copy(path: str, tensor: Tensor) -> Tensor:
+def copy_to_host(path: str, tensor: Tensor) -> Tensor:
     """A copy in host memory, page-locked beside a GPU; PyTorch keeps such memory from one save to
     the next."""
     try:
@@ -151,13 +151,13 @@ def host_copy(path: str, tensor: Tensor) -> Tensor:
     except RuntimeError as error:
         raise UserError(
             f"there is no host memory for a copy of the state, {tensor.nbytes / 2**20:.0f} MiB for "
-            f"{path} ({first_line(error)}); use async_checkpoints=false."
+            f"{path} ({shorten_error(error)}); use async_checkpoints=false."
         ) from error
     return room.copy_(tensor, non_blocking=True)
 
 
-def assembled(
-    folder: Path, values: Mapping[str, Any], kept: Mapping[str, Kept], ranks: Ranks = SINGLE
+def assemble_state(
+    folder: Path, values: Mapping[str, Any], kept: Mapping[str, Layout], ranks: Ranks = SINGLE
 ) -> dict[str, dict[str, Any]]:
     """Reads the files of all processes and returns the state, leaves by piece and name; each tensor
     is whole.
@@ -166,45 +166,47 @@ def assembled(
     """
     parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     for rank in range(values["world_size"]):
-        with safe_open(folder / PART.format(rank=rank, world_size=values["world_size"]), "pt") as f:
+        with safe_open(
+            folder / RANK_FILE.format(rank=rank, world_size=values["world_size"]), "pt"
+        ) as f:
             rows = json.loads(f.metadata()["rows"])
             for path in f.keys():  # noqa: SIM118  # no mapping
                 parts[path].append((rows.get(path, 0), f.get_tensor(path)))
 
     state: dict[str, dict[str, Any]] = {}
     for piece, how in kept.items():
-        if how is Kept.whole:
+        if how is Layout.whole:
             state[piece] = load_file(folder / f"{piece}.safetensors")
         else:
-            state[piece] = dict(values[piece]) if how in WITH_NUMBERS else {}
-    for piece, leaves in nested(values["leaves"]).items():
+            state[piece] = dict(values[piece]) if how in LAYOUTS_WITH_NUMBERS else {}
+    for piece, leaves in nest(values["leaves"]).items():
         state[piece] |= leaves
-    for piece, leaves in nested(parts).items():
-        state[piece] |= {name: joined(of, kept[piece], ranks) for name, of in leaves.items()}
+    for piece, leaves in nest(parts).items():
+        state[piece] |= {name: join_parts(of, kept[piece], ranks) for name, of in leaves.items()}
     return state
 
 
-def joined(parts: list[tuple[int, Tensor]], how: Kept, ranks: Ranks) -> Tensor:
+def join_parts(parts: list[tuple[int, Tensor]], how: Layout, ranks: Ranks) -> Tensor:
     """One tensor of this process from those of all files, each with its first row."""
     tensors = [rows for _, rows in sorted(parts, key=lambda part: part[0])]
-    if how is Kept.each or (how is Kept.sums and len(tensors) == ranks.world_size):
+    if how is Layout.each or (how is Layout.sums and len(tensors) == ranks.world_size):
         return tensors[ranks.rank % len(tensors)]
-    if how is Kept.sums:
+    if how is Layout.sums:
         return torch.stack(tensors).mean(0)
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a tree with dotted names."""
     for key, value in node.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping):
-            yield from flat(value, name)
+            yield from flatten(value, name)
         else:
             yield name, value
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def nest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The leaves whose names are `key.entry`, by key and entry."""
     tree: dict[str, dict[str, Any]] = {}
     for name, leaf in leaves.items():
@@ -229,10 +231,10 @@ def write_tensors(
     digest = hashlib.sha256()
     size = 0
     with file.open("wb") as stream:
-        for part in contents(tensors, metadata):
+        for part in generate_bytes(tensors, metadata):
             digest.update(part)
             size += stream.write(part)
-            if size % FLUSH < len(part):
+            if size % FLUSH_BYTES < len(part):
                 stream.flush()
                 os.fsync(stream.fileno())
             wrote(len(part))
@@ -241,7 +243,7 @@ def write_tensors(
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def contents(
+def generate_bytes(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a file, in order; wide dtypes first, so that every tensor lies aligned."""
@@ -249,24 +251,28 @@ def contents(
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, tensor in ordered:
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise TypeError(f"{name} is of {tensor.dtype}, which safetensors does not hold.")
         offsets = [end, end + tensor.nbytes]
         end = offsets[1]
         shape = list(tensor.shape)
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+        entries[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": shape,
+            "data_offsets": offsets,
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, tensor in ordered:
         content = memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
-        for start in range(0, len(content), CHUNK):
-            yield content[start : start + CHUNK]
+        for start in range(0, len(content), CHUNK_BYTES):
+            yield content[start : start + CHUNK_BYTES]
 
 
-def header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
+def make_header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
     """Metadata for the header of the weights file `kind`, "model" or "ema"."""
     told = {name: described[name] for name in ("model", "spec", "step")}
     if described.get("adapter"):
         told["adapter"] = described["adapter"] | {"base": described["base"]}
-    return {KEY: json.dumps({"weights": kind, **told})}
+    return {METADATA_KEY: json.dumps({"weights": kind, **told})}

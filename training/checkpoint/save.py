@@ -23,23 +23,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from common.files import file_sha256, make_folder, rename, sync_folder, write_json
+from common.files import hash_file, make_folder, rename, sync_folder, write_json
 from common.terminal import Progress
-from common.text import finite
-from training.checkpoint.files import PART, Staged, header, stage, write_tensors
-from training.checkpoint.load import complete, damage, description, goes_on, step_of
-from training.distributed.ranks import SINGLE, Ranks, Together
+from common.text import replace_non_finite
+from training.checkpoint.files import RANK_FILE, Staged, make_header, stage, write_tensors
+from training.checkpoint.load import (
+    describe_resume,
+    find_damage,
+    list_complete,
+    read_state_file,
+    step_of,
+)
+from training.distributed.ranks import SINGLE, JointWork, Ranks
 from training.goodput import CLOCK
 
 if TYPE_CHECKING:
     from training.state import TrainState
 
-FORMAT = 2
-MARGIN = 1.1
+FORMAT_VERSION = 2
+FREE_SPACE_FACTOR = 1.1
 """Free space that is required before a save, as a multiple of the checkpoint's size."""
-PAUSES = (2.0, 10.0, 50.0)
+RETRY_PAUSES = (2.0, 10.0, 50.0)
 """Seconds before a save that failed is tried again."""
-PATIENCE = timedelta(minutes=30)
+STALL_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass
@@ -62,7 +68,7 @@ class Save:
         """Makes an empty folder to write in; OSError where the disk has too little room."""
         make_folder(self.folder.parent)
         free = shutil.disk_usage(self.folder.parent).free
-        needed = MARGIN * self.size
+        needed = FREE_SPACE_FACTOR * self.size
         if free < needed:
             raise OSError(f"it needs {needed / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free")
         shutil.rmtree(self.temporary, ignore_errors=True)
@@ -73,16 +79,18 @@ class Save:
         files: dict[str, Any] = {}
         for kind, tensors in self.staged.whole.items():
             file = self.temporary / f"{kind}.safetensors"
-            files[file.name] = write_tensors(file, tensors, header(self.described, kind), wrote)
+            files[file.name] = write_tensors(
+                file, tensors, make_header(self.described, kind), wrote
+            )
 
-        name = PART.format(rank=self.ranks.rank, world_size=self.ranks.world_size)
+        name = RANK_FILE.format(rank=self.ranks.rank, world_size=self.ranks.world_size)
         rows = {"rows": json.dumps(self.staged.rows)}
         files[name] = write_tensors(self.temporary / name, self.staged.own, rows, wrote)
 
         if self.ranks.first:
             file = self.temporary / "state.json"
-            write_json(file, finite(self.described))
-            files[file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+            write_json(file, replace_non_finite(self.described))
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": hash_file(file)}
         return files
 
     def commit(self, files: dict[str, Any]) -> None:
@@ -92,9 +100,9 @@ class Save:
         with contextlib.suppress(OSError), metrics.open("rb") as stream:
             os.fsync(stream.fileno())
 
-        write_json(self.temporary / "manifest.json", {"format": FORMAT, "files": files})
+        write_json(self.temporary / "manifest.json", {"format": FORMAT_VERSION, "files": files})
         if self.folder.exists():  # the attempt before this one got so far, and then failed
-            remove(self.folder)
+            remove_checkpoint(self.folder)
         rename(self.temporary, self.folder)
         try:
             sync_folder(self.folder.parent)
@@ -120,10 +128,10 @@ class Checkpoints:
     keep_every: int = 0
     best_by: str = "eval_loss"
     in_background: bool = False
-    patience: timedelta = PATIENCE
+    patience: timedelta = STALL_TIMEOUT
 
     def __post_init__(self) -> None:
-        self.together = Together(self.ranks, self.patience)
+        self.together = JointWork(self.ranks, self.patience)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         self.samples = 0
@@ -161,7 +169,7 @@ class Checkpoints:
         self.finish(state.samples)
         staged = stage(state.state_dict(), state.kept, self.ranks.first, self.in_background)
         described = {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "step": state.step,
             "scores": dict(scores or {}),
             "world_size": self.ranks.world_size,
@@ -194,7 +202,7 @@ class Checkpoints:
             ) from failure
         if isinstance(failure, OSError):
             raise UserError(
-                f"{failure}. Free space or mend the folder; {goes_on(self.folder, self.samples)}."
+                f"{failure}. Free space or mend the folder; {describe_resume(self.folder, self.samples)}."
             ) from failure
         if failure is not None:
             raise failure
@@ -229,7 +237,7 @@ class Checkpoints:
         """Writes to the disk until it succeeds, in a thread; all processes keep a failure for
         `finish`."""
         began = time.perf_counter()
-        pauses = list(PAUSES)
+        pauses = list(RETRY_PAUSES)
         try:
             save.staged.wait()
             while problem := self.attempt(save):
@@ -237,7 +245,9 @@ class Checkpoints:
                 if isinstance(problem, TimeoutError):
                     raise TimeoutError(told) from problem
                 if not pauses:
-                    raise OSError(f"{told}; it was tried {1 + len(PAUSES)} times") from problem
+                    raise OSError(
+                        f"{told}; it was tried {1 + len(RETRY_PAUSES)} times"
+                    ) from problem
                 self.ranks.say(f"warning: {told}; it is tried again in {pauses[0]:g} s")
                 time.sleep(pauses.pop(0))
         except BaseException as failure:
@@ -269,29 +279,29 @@ class Checkpoints:
         """Removes the checkpoints that are not to be kept, once the newest one was read back from
         the disk and is as it was meant to be. Trouble is a warning only."""
         try:
-            found = complete(self.folder)
-            scores = {folder: score_of(folder, self.best_by) for folder in found}
+            found = list_complete(self.folder)
+            scores = {folder: read_score(folder, self.best_by) for folder in found}
             known = {folder: score for folder, score in scores.items() if score is not None}
             kept = {*found[-self.keep :], min(known, key=known.__getitem__, default=newest)}
             if self.keep_every:
                 kept |= {folder for folder in found if step_of(folder) % self.keep_every == 0}
             old = [folder for folder in found if folder not in kept]
 
-            problem = damage(newest, self.together.advance) if old else None
+            problem = find_damage(newest, self.together.advance) if old else None
             if problem:
                 raise OSError(f"{newest.name} was read back and {problem}")
             for folder in old:
-                remove(folder)
+                remove_checkpoint(folder)
         except OSError as error:
             print(
                 f"warning: {self.folder}: older checkpoints are not removed ({error}).", flush=True
             )
 
 
-def score_of(folder: Path, name: str) -> float | None:
+def read_score(folder: Path, name: str) -> float | None:
     """A score measured at that step; None if there was none, or none that can be compared."""
     try:
-        told = description(folder)
+        told = read_state_file(folder)
         # older versions wrote `eval_loss` alone, beside the rest
         score = told.get("scores", told)[name]
     except (OSError, ValueError, KeyError):
@@ -299,7 +309,7 @@ def score_of(folder: Path, name: str) -> float | None:
     return score if isinstance(score, float) and math.isfinite(score) else None
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Takes its name away first: half a checkpoint must not look like one."""
     removed = folder.with_name(folder.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from training.config.schema import wanted
-from training.config.words import present_name
+from training.config.schema import describe_bound
+from training.config.words import update_target
 
-EXTENSIONS = "extensions"
-ENVIRONMENT = "FASTLATENT_EXTENSIONS"
+EXTENSIONS_KEY = "extensions"
+EXTENSIONS_VARIABLE = "FASTLATENT_EXTENSIONS"
 """For those who always use the same ones: names separated by commas."""
-admitted: set[str] = set()
+admitted_packages: set[str] = set()
 """The packages that commands of this process have named."""
-PACKAGES = ("accel", "data", "models", "training")
-OUTSIDERS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW", "SGD"))
+TARGET_PACKAGES = ("accel", "data", "models", "training")
+OUTSIDE_TARGETS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW", "SGD"))
 """What a `_target_` may name outside our packages, in full."""
 
 
@@ -42,11 +42,14 @@ def resolve_target(target: str, key: str) -> type:
     """
     refusal = UserError(
         f"{key}._target_={target} is not allowed: it must be a class defined in one of "
-        f"{', '.join(PACKAGES)}, in a package that extensions=[…] on this command line names, or "
-        f"one of {', '.join(OUTSIDERS)}."
+        f"{', '.join(TARGET_PACKAGES)}, in a package that extensions=[…] on this command line names, or "
+        f"one of {', '.join(OUTSIDE_TARGETS)}."
     )
-    module_name, _, name = present_name(str(target)).rpartition(".")
-    if target not in OUTSIDERS and module_name.split(".")[0] not in (*PACKAGES, *admitted):
+    module_name, _, name = update_target(str(target)).rpartition(".")
+    if target not in OUTSIDE_TARGETS and module_name.split(".")[0] not in (
+        *TARGET_PACKAGES,
+        *admitted_packages,
+    ):
         raise refusal
 
     try:
@@ -58,7 +61,7 @@ def resolve_target(target: str, key: str) -> type:
             f"{key}._target_={target} needs the package {error.name}; install it."
         ) from error
     ours = inspect.isclass(found) and found.__module__ == module_name and found.__qualname__ == name
-    if not (ours or target in OUTSIDERS):
+    if not (ours or target in OUTSIDE_TARGETS):
         raise refusal
     return typing.cast(type, found)
 
@@ -83,11 +86,11 @@ def build(
         raise UserError(
             f"{key}._target_={node['_target_']} is no {kind.__name__}, which {key} must be."
         )
-    given = arguments(target, node, key, set(runtime), positional=len(args))
+    given = check_arguments(target, node, key, set(runtime), positional=len(args))
     try:
         return target(*args, **given, **runtime)
     except ValueError as error:
-        if node["_target_"] in OUTSIDERS:
+        if node["_target_"] in OUTSIDE_TARGETS:
             raise UserError(f"{key}: {error}; {target.__name__} refuses that value.") from error
         raise
 
@@ -98,10 +101,10 @@ def build_nested(node: Mapping[str, Any], key: str) -> Any:
     if not node.get("_partial_"):
         return build(rest, key)
     target = resolve_target(node["_target_"], key)
-    return partial(target, **arguments(target, rest, key, partially=True))
+    return partial(target, **check_arguments(target, rest, key, partially=True))
 
 
-def arguments(
+def check_arguments(
     target: type,
     node: Mapping[str, Any],
     key: str,
@@ -136,10 +139,10 @@ def arguments(
             f"{key}.{missing[0]}=<value>."
         )
     hints = typing.get_type_hints(target.__init__, include_extras=True)
-    return {n: argument(value, hints.get(n, Any), f"{key}.{n}") for n, value in given.items()}
+    return {n: check_argument(value, hints.get(n, Any), f"{key}.{n}") for n, value in given.items()}
 
 
-def argument(value: Any, annotation: Any, key: str) -> Any:
+def check_argument(value: Any, annotation: Any, key: str) -> Any:
     """`value` as the annotated type, as JSON has it: whole numbers become floats, and lists tuples.
 
     A node is built. ValueError for a value that the type does not allow.
@@ -152,34 +155,34 @@ def argument(value: Any, annotation: Any, key: str) -> Any:
     try:
         return TypeAdapter(annotation, config=how).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        raise UserError(f"{key}={value} must be {wanted(error.errors()[0])}.") from None
+        raise UserError(f"{key}={value} must be {describe_bound(error.errors()[0])}.") from None
 
 
-def named_by(words: Iterable[str]) -> list[str]:
+def find_extension_names(words: Iterable[str]) -> list[str]:
     """Names in `extensions=[a,b]` among a command's words, and in the environment variable."""
-    start = f"{EXTENSIONS}="
+    start = f"{EXTENSIONS_KEY}="
     given = [word.lstrip("+") for word in words]
     values = [word.removeprefix(start) for word in given if word.startswith(start)]
-    values.append(os.environ.get(ENVIRONMENT, ""))
+    values.append(os.environ.get(EXTENSIONS_VARIABLE, ""))
     names = [name.strip(" []'\"") for name in ",".join(values).split(",")]
     return list(dict.fromkeys(filter(None, names)))
 
 
-def admit(words: Iterable[str]) -> list[str]:
+def admit_extensions(words: Iterable[str]) -> list[str]:
     """Admits the packages that `words` name, and returns overrides that add their `conf` folders to
     the search path.
 
     ValueError if one cannot be imported. Nothing of a package is imported yet.
     """
     folders = []
-    for name in named_by(words):
+    for name in find_extension_names(words):
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
             raise UserError(
-                f"{EXTENSIONS}=[{name}]: there is no package {name} that Python can import; "
+                f"{EXTENSIONS_KEY}=[{name}]: there is no package {name} that Python can import; "
                 "install it, or put the folder that holds it on PYTHONPATH."
             )
-        admitted.add(name)
+        admitted_packages.add(name)
         folders += [Path(place) / "conf" for place in spec.submodule_search_locations]
     places = ",".join(f"'file://{folder.resolve()}'" for folder in folders if folder.is_dir())
     return [f"hydra.searchpath=[{places}]"] if places else []
@@ -188,4 +191,4 @@ def admit(words: Iterable[str]) -> list[str]:
 def is_admitted(target: object) -> bool:
     """Whether `target`, the path of a class, lies in a package that a command of this process has
     named."""
-    return str(target).partition(".")[0] in admitted
+    return str(target).partition(".")[0] in admitted_packages

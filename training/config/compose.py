@@ -26,31 +26,31 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from common.errors import UserError, of_machine
-from common.terminal import advisory_printing
-from common.text import printable
+from common.errors import UserError, describe_machine_fault
+from common.terminal import tolerate_broken_output
+from common.text import escape_unprintable
 from training.config import build
-from training.config.explain import explain, flat
+from training.config.explain import explain, flatten_tree
 from training.config.schema import PrecomputeConfig, SamplingConfig, TrainConfig
-from training.config.secrets import redact_words, redacted, scrubbed
+from training.config.secrets import redact, redact_text, redact_words
 from training.config.words import (
-    CONF,
-    FOREIGN_DRAWING,
-    not_read,
-    present_names,
-    quoted,
+    CONF_FOLDER,
+    FOREIGN_DRAWING_KEYS,
+    describe_unreadable,
+    quote,
     refuse_foreign,
     refuse_form,
     refuse_words,
+    update_targets,
 )
 
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
 """Name of a primary file in conf/ -> what it is checked against."""
-OF_SETS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
+LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
 """Loaders whose `path` is a latent set."""
 
 
-def unlocked(kind: type) -> DictConfig:
+def make_mutable_schema(kind: type) -> DictConfig:
     """The schema of a frozen dataclass, open for merging; `OmegaConf.to_object` gives the frozen
     object."""
     schema = OmegaConf.structured(kind)
@@ -62,7 +62,7 @@ def unlocked(kind: type) -> DictConfig:
 
 
 for name, kind in SCHEMAS.items():  # Hydra's primary files start from them
-    ConfigStore.instance().store(name=f"{name}_schema", node=unlocked(kind))
+    ConfigStore.instance().store(name=f"{name}_schema", node=make_mutable_schema(kind))
 
 
 class Composed(NamedTuple):
@@ -86,61 +86,60 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     words = list(overrides or [])
     refuse_words(words)
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            read = [*map(quoted, words), *build.admit(words)]
+        with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
+            read = [*map(quote, words), *build.admit_extensions(words)]
             full = hydra_compose(config_name, overrides=read, return_hydra_config=True)
         source = OmegaConf.masked_copy(full, [str(key) for key in full if key != "hydra"])
-        return settle(source, full.hydra.runtime.choices, words)
+        return resolve_config(source, full.hydra.runtime.choices, words)
     except Exception as error:
-        if not of_library(error):
+        if not is_library_error(error):
             raise
         raise UserError(explain(error, words, SCHEMAS[config_name])) from error
 
 
-def of_library(error: BaseException) -> bool:
+def is_library_error(error: BaseException) -> bool:
     """Whether Hydra or OmegaConf refused a word, or broke on one."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     broke = frame.f_globals.get("__name__", "").startswith(("hydra.", "omegaconf."))
     return broke or isinstance(error, HydraException | OmegaConfBaseException)
 
 
-def composed_by_hydra(source: DictConfig) -> Composed:
+def compose_from_hydra(source: DictConfig) -> Composed:
     """The same for a function that `hydra.main` called; ValueError, too, for a path that it cannot
     start with."""
-    composed = settle(
+    composed = resolve_config(
         source, HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
     )
     refuse_paths(composed.cfg)
     return composed
 
 
-def settle(source: DictConfig, choices: Mapping[str, Any], overrides: list[str]) -> Composed:
+def resolve_config(
+    source: DictConfig, choices: Mapping[str, Any], overrides: list[str]
+) -> Composed:
     """Resolves, types, freezes and checks; ValueError for extensions that a file names."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
-    named = build.named_by(overrides)
+    named = build.find_extension_names(overrides)
     unasked = [name for name in source.get("extensions") or [] if name not in named]
     if unasked:
         raise UserError(
             f"extensions={unasked} comes from a file, and only the command itself may say whose "
             f"code it runs; put extensions=[{','.join(unasked)}] on the command line, or set "
-            f"{build.ENVIRONMENT}."
+            f"{build.EXTENSIONS_VARIABLE}."
         )
     source["extensions"] = named
-    cfg = typed(kind, source, overrides)
+    cfg = apply_schema(kind, source, overrides)
     cfg.check()
     chosen = {str(k): str(v) for k, v in choices.items() if "hydra/" not in str(k)}
     return Composed(
-        cfg,
-        chosen,
-        redact_words(overrides),
-        redacted(OmegaConf.to_container(source, resolve=False)),
+        cfg, chosen, redact_words(overrides), redact(OmegaConf.to_container(source, resolve=False))
     )
 
 
 def refuse_strange_numbers(node: Any) -> None:
     """ValueError for NaN and infinity, which pass the comparisons of a check, and for whole numbers
     beyond 64 bits."""
-    for key, value in flat(node):
+    for key, value in flatten_tree(node):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={value} is no finite number; give one.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -150,7 +149,7 @@ def refuse_strange_numbers(node: Any) -> None:
 
 
 @contextmanager
-def one_sentence() -> Iterator[None]:
+def report_user_errors() -> Iterator[None]:
     """Turns a mistake in the configuration or the input into one message and exit code 1.
 
     What we tell users is a UserError; any other exception is ours to mend and keeps its traceback,
@@ -159,21 +158,21 @@ def one_sentence() -> Iterator[None]:
     Hydra's own exceptions are explained here as well. What is printed inside may get lost, and ends
     nothing.
     """
-    with advisory_printing():
+    with tolerate_broken_output():
         try:
             yield
         except Exception as error:
-            message = sentence_of(error)
+            message = describe_failure(error)
             if message is None or os.environ.get("FASTLATENT_TRACEBACK") == "1":
                 raise
-            print(f"error: {printable(scrubbed(message))}", file=sys.stderr)
+            print(f"error: {escape_unprintable(redact_text(message))}", file=sys.stderr)
             sys.exit(1)
 
 
-def sentence_of(error: Exception) -> str | None:
+def describe_failure(error: Exception) -> str | None:
     """What a user is told of an exception; None for one that is ours to mend."""
-    by_machine = of_machine(error)
-    if by_machine is None and of_library(error):
+    by_machine = describe_machine_fault(error)
+    if by_machine is None and is_library_error(error):
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
         return explain(error, sys.argv[1:], schema)
     return str(error) if isinstance(error, UserError) else by_machine
@@ -182,20 +181,20 @@ def sentence_of(error: Exception) -> str | None:
 Words = TypeVar("Words")
 
 
-def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
+def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     """A frozen dataclass from `key=value` words, for commands that compose nothing. `--help` prints
     and exits.
 
     Every such command takes `extensions=[…]` too, for models and encoders of the user's own.
     """
     if "-h" in words or "--help" in words:
-        keys = as_yaml(OmegaConf.structured(schema))
-        print(f"{help_text.strip()}\n\nKeys:\n{keys}{build.EXTENSIONS}: []")
+        keys = to_yaml(OmegaConf.structured(schema))
+        print(f"{help_text.strip()}\n\nKeys:\n{keys}{build.EXTENSIONS_KEY}: []")
         sys.exit(0)
     own = {field.name for field in fields(cast(Any, schema))}
     foreign = {
         theirs: ours
-        for theirs, ours in FOREIGN_DRAWING.items()
+        for theirs, ours in FOREIGN_DRAWING_KEYS.items()
         if ours.partition("=")[0] in own - {theirs}
     }
     refuse_form(words, foreign)
@@ -206,20 +205,20 @@ def from_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             for word in words
             if word != "encoder=local"
         ]
-    build.admit(words)
+    build.admit_extensions(words)
 
     given = OmegaConf.create({})
     for word in words:
-        if word.partition("=")[0] == build.EXTENSIONS:
+        if word.partition("=")[0] == build.EXTENSIONS_KEY:
             continue
         try:
             given.merge_with_dotlist([word])
         except Exception as error:  # of YAML and OmegaConf; they name no word
-            raise UserError(not_read(word)) from error
-    return typed(schema, given, words)
+            raise UserError(describe_unreadable(word)) from error
+    return apply_schema(schema, given, words)
 
 
-def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
+def apply_schema(schema: type[Words], given: Any, words: list[str]) -> Words:
     """A frozen dataclass with the values of a mapping; the rest are its defaults.
 
     ValueError, in one sentence, for a key that the schema lacks or a value of another type; `words`
@@ -229,17 +228,17 @@ def typed(schema: type[Words], given: Any, words: list[str]) -> Words:
     try:
         values = OmegaConf.to_container(node, resolve=True)
         refuse_strange_numbers(values)
-        merged = OmegaConf.merge(unlocked(schema), cast("dict[str, Any]", values))
+        merged = OmegaConf.merge(make_mutable_schema(schema), cast("dict[str, Any]", values))
         return cast(Words, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, words, schema)) from error
 
 
-def as_yaml(node: Any) -> str:
+def to_yaml(node: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(node))
 
 
-def from_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Plain containers, with interpolations as they are written."""
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
@@ -248,14 +247,14 @@ def read_config(file: Path) -> dict[str, Any]:
     """Reads a YAML file as plain containers, with the present names of classes; ValueError if it
     holds no configuration, OSError if it cannot be read."""
     try:
-        found = from_yaml(file.read_text())
+        found = parse_yaml(file.read_text())
     except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
         raise UserError(
             f"{file} cannot be read as YAML ({' '.join(str(error).split())[:300]}); restore it."
         ) from error
     if not isinstance(found, dict):
         raise UserError(f"{file} holds no configuration; restore it.")
-    return present_names(found)
+    return update_targets(found)
 
 
 def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
@@ -278,7 +277,7 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
         refuse_missing("fd.reference", cfg.fd.reference, "name a folder of images")
         refuse_missing("fd.inception", cfg.fd.inception, "name the file of its weights")
     data = cfg.data if isinstance(cfg.data, dict) else {}
-    if data.get("_target_") in OF_SETS:
+    if data.get("_target_") in LATENT_SET_LOADERS:
         refuse_no_set("data.path", data.get("path"))
 
 

@@ -12,57 +12,57 @@ from typing import Any
 
 from common.errors import UserError
 
-ON_DEVICE = (None, "torch.optim.Adam", "torch.optim.AdamW")
+DEVICE_OPTIMIZERS = (None, "torch.optim.Adam", "torch.optim.AdamW")
 """Optimizers that decide on the device."""
-SHARDED = ("fsdp", "hsdp")
-MODE = "runtime.parallel.mode={mode}"
+SHARDED_MODES = ("fsdp", "hsdp")
+MODE_TEXT = "runtime.parallel.mode={mode}"
 Rule = tuple[Mapping[str, Any], str]
 """Keys with a value, or some in a tuple, that do not go together, and the sentence for them."""
 
-OVERHEAD = (
+REDUCE_OVERHEAD_TEXT = (
     "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
     "compiled one by one, and cannot be captured; use runtime.compile_scope=model "
     "accumulation_steps=1 runtime.cuda_graph=false, or runtime.cuda_graph=true "
     "runtime.compile_mode=default, which works with all of them."
 )
 REDUCES_OVERHEAD = {"compile": True, "compile_mode": "reduce-overhead"}
-PAIRS: tuple[Rule, ...] = (
+CONTRADICTIONS: tuple[Rule, ...] = (
     (
         {"tune": True, "deterministic": True},
         "runtime.tune=true chooses techniques by their time, so runs differ; write the choice down "
         "with `python -m scripts.plan tune` and use runtime=tuned with deterministic=true.",
     ),
     (
-        {"tune": True, "mode": SHARDED},
-        f"runtime.tune=true does not go with {MODE}: it measures in one process, which holds the "
+        {"tune": True, "mode": SHARDED_MODES},
+        f"runtime.tune=true does not go with {MODE_TEXT}: it measures in one process, which holds the "
         "whole model; use runtime.parallel.mode=ddp, or runtime=production.",
     ),
-    (REDUCES_OVERHEAD | {"cuda_graph": True}, OVERHEAD),
-    (REDUCES_OVERHEAD | {"accumulates": True}, OVERHEAD),
-    (REDUCES_OVERHEAD | {"compile_scope": "blocks"}, OVERHEAD),
+    (REDUCES_OVERHEAD | {"cuda_graph": True}, REDUCE_OVERHEAD_TEXT),
+    (REDUCES_OVERHEAD | {"accumulates": True}, REDUCE_OVERHEAD_TEXT),
+    (REDUCES_OVERHEAD | {"compile_scope": "blocks"}, REDUCE_OVERHEAD_TEXT),
     (
         {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", "deterministic": True},
         "runtime.compile_mode=max-autotune-no-cudagraphs chooses kernels by their time, so runs "
         "differ; use runtime.compile_mode=default with deterministic=true.",
     ),
     (
-        {"mode": SHARDED, "compile": True, "compile_scope": "model"},
-        f"runtime.compile_scope=model does not go with {MODE}, which gathers parameters block by "
+        {"mode": SHARDED_MODES, "compile": True, "compile_scope": "model"},
+        f"runtime.compile_scope=model does not go with {MODE_TEXT}, which gathers parameters block by "
         "block; use runtime.compile_scope=blocks.",
     ),
     (
-        {"mode": SHARDED, "needs_whole": True},
-        f"optim._target_={{optimizer}} does not go with {MODE}, which cuts the optimizer's state "
+        {"mode": SHARDED_MODES, "needs_whole": True},
+        f"optim._target_={{optimizer}} does not go with {MODE_TEXT}, which cuts the optimizer's state "
         "as it cuts parameters; use optim=adamw, or runtime.parallel.mode=ddp.",
     ),
     (
-        {"mode": SHARDED, "weights": "bf16"},
-        f"runtime.weights=bf16 does not go with {MODE}, which shards parameters of one dtype only; "
+        {"mode": SHARDED_MODES, "weights": "bf16"},
+        f"runtime.weights=bf16 does not go with {MODE_TEXT}, which shards parameters of one dtype only; "
         "use runtime.parallel.mode=ddp, or runtime.weights=fp32.",
     ),
     (
-        {"mode": SHARDED, "offload_optimizer": True},
-        f"runtime.offload_optimizer=true does not go with {MODE}, which has an offload of its own; "
+        {"mode": SHARDED_MODES, "offload_optimizer": True},
+        f"runtime.offload_optimizer=true does not go with {MODE_TEXT}, which has an offload of its own; "
         "use runtime.parallel.cpu_offload=true.",
     ),
     (
@@ -75,8 +75,8 @@ PAIRS: tuple[Rule, ...] = (
         "runtime.checkpoint_policy=selective keeps; use runtime.checkpoint_policy=blocks.",
     ),
     (
-        {"cuda_graph": True, "mode": ("ddp", *SHARDED)},
-        f"runtime.cuda_graph=true was never tried with {MODE}; use runtime=production.",
+        {"cuda_graph": True, "mode": ("ddp", *SHARDED_MODES)},
+        f"runtime.cuda_graph=true was never tried with {MODE_TEXT}; use runtime=production.",
     ),
     *(
         (
@@ -105,9 +105,9 @@ def check_pairs(
         "deterministic": deterministic,
         "optimizer": optimizer,
         "needs_whole": str(optimizer).startswith(("torch.optim.Adafactor", "training.optimizers.")),
-        "decides_on_device": optimizer in ON_DEVICE,
+        "decides_on_device": optimizer in DEVICE_OPTIMIZERS,
     }
-    for conditions, sentence in PAIRS:
+    for conditions, sentence in CONTRADICTIONS:
         # A key that there is not is None, which no rule asks for.
         if all(
             values.get(key) in (wanted if isinstance(wanted, tuple) else (wanted,))
@@ -136,7 +136,7 @@ def check_nccl(variables: Iterable[str]) -> None:
     CONF_FILE) are not among them.
     """
     for name in variables:
-        if not name.startswith("NCCL_") or name.removeprefix("NCCL_") not in NCCL.split():
+        if not name.startswith("NCCL_") or name.removeprefix("NCCL_") not in NCCL_VARIABLES.split():
             raise UserError(
                 f"runtime.parallel.nccl.{name} is none of NCCL's variables that may be set "
                 "here, for some load code or write files; set it in the environment of the "
@@ -144,7 +144,7 @@ def check_nccl(variables: Iterable[str]) -> None:
             )
 
 
-NCCL = """
+NCCL_VARIABLES = """
     ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS
     COLLNET_ENABLE COLLNET_NODE_THRESHOLD COMM_BLOCKING CROSS_NIC CTA_POLICY CUMEM_ENABLE
     CUMEM_HOST_ENABLE DEBUG DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS

@@ -126,7 +126,7 @@ class LatentDtype(str, Enum):
 Positive = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 """0 or more."""
-Several = Annotated[int, Ge(8)]
+EnoughSamples = Annotated[int, Ge(8)]
 """So many that a distance can be told."""
 
 
@@ -215,7 +215,7 @@ class RuntimeConfig:
     ) -> None:
         """ValueError for techniques that contradict each other on any machine."""
         self.parallel.check()
-        for key in KERNELS:
+        for key in KERNEL_KEYS:
             if (value := getattr(self, key)) not in (False, True, "auto"):
                 raise UserError(f"runtime.{key}={value} must be false, true or auto.")
         if not CHECKPOINT_POLICY.fullmatch(self.checkpoint_policy):
@@ -231,7 +231,7 @@ class RuntimeConfig:
         return {key: v.value if isinstance(v, Enum) else v for key, v in nodes.items()}
 
 
-KERNELS = tuple(node.name for node in fields(RuntimeConfig) if node.type == "KernelChoice")
+KERNEL_KEYS = tuple(node.name for node in fields(RuntimeConfig) if node.type == "KernelChoice")
 """Runtime keys of our Triton kernels."""
 
 
@@ -295,11 +295,11 @@ class FdConfig:
     (evaluation/evaluator.py)."""
 
     # samples; fd needs more than twice the values of a feature space, kd does not
-    count: Several = 1000
+    count: EnoughSamples = 1000
     # inception, dinov2, or your own class
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     reference: str | None = None  # a folder of images; null: the decoded training latents
-    reference_count: Several = 10_000  # at most so many of them
+    reference_count: EnoughSamples = 10_000  # at most so many of them
     inception: str | None = None  # file of torch-fidelity's Inception weights
     dinov2: str | None = None  # folder or hub id of DINOv2
 
@@ -441,7 +441,7 @@ class PrecomputeConfig:
             )
 
 
-BOUNDS = {
+BOUND_TEXTS = {
     "greater_than_equal": "at least {ge:.0f}",
     "greater_than": "above {gt:.0f}",
     "less_than_equal": "at most {le:.0f}",
@@ -453,7 +453,7 @@ BOUNDS = {
 
 
 @cache
-def adapter_of(kind: type) -> TypeAdapter[Any]:
+def make_type_adapter(kind: type) -> TypeAdapter[Any]:
     """Pydantic's judge of a dataclass, made once for each."""
     from pydantic import TypeAdapter  # here, so that `--help` stays quick
 
@@ -465,16 +465,16 @@ def refuse_values(node: Any, prefix: str = "") -> None:
     from pydantic import ValidationError
 
     try:
-        adapter_of(type(node)).validate_python(asdict(node))
+        make_type_adapter(type(node)).validate_python(asdict(node))
     except ValidationError as error:
         fault = error.errors()[0]
         key = prefix + ".".join(map(str, fault["loc"]))
-        raise UserError(f"{key}={fault['input']} must be {wanted(fault)}.") from None
+        raise UserError(f"{key}={fault['input']} must be {describe_bound(fault)}.") from None
 
 
-def wanted(fault: Mapping[str, Any]) -> str:
+def describe_bound(fault: Mapping[str, Any]) -> str:
     """What a value must be in which pydantic found a fault."""
-    bound: str = BOUNDS.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
+    bound: str = BOUND_TEXTS.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
     return bound.format(**fault.get("ctx", {}))
 
 

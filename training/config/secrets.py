@@ -10,9 +10,9 @@ import re
 from typing import Any, NamedTuple
 
 HIDDEN = "<redacted>"
-PARTS = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+NAME_BOUNDARY = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Between the parts of a name: accessToken, access-token and ACCESS_TOKEN have two."""
-SECRET = re.compile(
+SECRET_NAME = re.compile(
     r".*(password|passwd|passphrase|passcode|secret).*"
     r"|(.*_)?(cred|credential|authorization|bearer|jwt|cookie|webhook|(api|auth|access|private|client)_?(key|token))s?\d*"
     r"(_.*)?"
@@ -20,15 +20,15 @@ SECRET = re.compile(
 )
 """Names of secrets, their parts joined by _: the first wherever they stand, the next as parts, the
 last at the end."""
-OURS = ("latents_key", "labels_key")
+PUBLIC_KEYS = ("latents_key", "labels_key")
 """Settings that name something in a file."""
-NO_SECRET = re.compile(
+EMPTY_VALUE = re.compile(
     r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE
 )
 """What stands where a value would, and holds none."""
-QUOTED = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
+QUOTED_PATTERN = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
 """What ends with a sign: text in quotes, a list, a mapping; these may hold others."""
-VALUE = rf"({QUOTED}|[\[{{].+|\S+)"
+VALUE_PATTERN = rf"({QUOTED_PATTERN}|[\[{{].+|\S+)"
 
 
 class Shape(NamedTuple):
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     decides, and the value."""
 
     before: str
-    value: str = VALUE
+    value: str = VALUE_PATTERN
     named: bool = True
 
 
@@ -63,7 +63,7 @@ SHAPES = {
     "X-Name: value": Shape(r"(\b([A-Za-z]+-[\w-]+):\s*)"),
     "{name: value}": Shape(
         r"([{,\[]\s*['\"]?([\w.-]+)['\"]?\s*:\s*)",
-        rf"({QUOTED}|(?:[^,}}\]]|,(?!\s*['\"]?[\w.-]+['\"]?\s*:))+)",
+        rf"({QUOTED_PATTERN}|(?:[^,}}\]]|,(?!\s*['\"]?[\w.-]+['\"]?\s*:))+)",
     ),
     "name: value, a line": Shape(
         r"((?m:^)[ \t-]*['\"]?([\w.-]+)['\"]?:[ \t]+)", r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)"
@@ -78,43 +78,48 @@ SHAPES = {
     "a private key": Shape(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)", r"([^-]+)", named=False),
 }
 """All shapes that are redacted, one after the other."""
-READY = [(re.compile(shape.before + shape.value), shape.named) for shape in SHAPES.values()]
+COMPILED_SHAPES = [
+    (re.compile(shape.before + shape.value), shape.named) for shape in SHAPES.values()
+]
 
 
 def is_secret(name: str, value: Any) -> bool:
     """Whether `value` must not be written down, for it stands under `name`. A number of tokens may
     be."""
-    joined = "_".join(filter(None, PARTS.split(name))).lower()
-    if name.rpartition(".")[2] in OURS or NO_SECRET.fullmatch(str(value).strip()):
+    joined = "_".join(filter(None, NAME_BOUNDARY.split(name))).lower()
+    if name.rpartition(".")[2] in PUBLIC_KEYS or EMPTY_VALUE.fullmatch(str(value).strip()):
         return False
     number = joined.endswith("tokens") and re.fullmatch(r"\d[\d_.,;]*", str(value))
-    return not number and SECRET.fullmatch(joined) is not None
+    return not number and SECRET_NAME.fullmatch(joined) is not None
 
 
-def redacted(node: Any) -> Any:
+def redact(node: Any) -> Any:
     """The same tree with the values of keys that look like secrets removed."""
     if isinstance(node, dict):
-        return {
-            redacted(k): HIDDEN if is_secret(str(k), v) else redacted(v) for k, v in node.items()
-        }
+        return {redact(k): HIDDEN if is_secret(str(k), v) else redact(v) for k, v in node.items()}
     if isinstance(node, list | tuple):
-        return type(node)(map(redacted, node))
-    return scrubbed(node) if type(node) is str else node
+        return type(node)(map(redact, node))
+    return redact_text(node) if type(node) is str else node
 
 
-def scrubbed(text: str) -> str:
+def redact_text(text: str) -> str:
     """The same text with the value of every one of `SHAPES` redacted."""
-    for pattern, named in READY:
-        text = hidden(pattern, named, text)
+    for pattern, named in COMPILED_SHAPES:
+        text = redact_matches(pattern, named, text)
     return text
 
 
-def hidden(pattern: re.Pattern[str], named: bool, text: str) -> str:
+def redact_matches(pattern: re.Pattern[str], named: bool, text: str) -> str:
     """The same text with the values that a pattern finds redacted; one under another name may hold
     such a value."""
     return pattern.sub(
         lambda m: (
-            m[1] + (HIDDEN if not named or is_secret(m[2], m[3]) else hidden(pattern, named, m[3]))
+            m[1]
+            + (
+                HIDDEN
+                if not named or is_secret(m[2], m[3])
+                else redact_matches(pattern, named, m[3])
+            )
         ),
         text,
     )
@@ -124,6 +129,6 @@ def redact_words(words: list[str]) -> list[str]:
     """`key=value` words with secrets redacted, and without the folders that Hydra searches."""
     parts = [word.partition("=") for word in words if not word.startswith("hydra.searchpath=")]
     return [
-        f"{key}={HIDDEN}" if is_secret(key, value) else scrubbed(f"{key}{equals}{value}")
+        f"{key}={HIDDEN}" if is_secret(key, value) else redact_text(f"{key}{equals}{value}")
         for key, equals, value in parts
     ]

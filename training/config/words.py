@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from common.errors import UserError
 from common.files import ROOT
 
-CONF = ROOT / "conf"
+CONF_FOLDER = ROOT / "conf"
 SPELLINGS = {
     "data={}": "training.loader loader",
     "data=resident data.path=<folder>: latents are made once by precompute_latents.py": (
@@ -82,7 +82,7 @@ SPELLINGS = {
 }
 """Our spelling, with {} where the value goes -> keys, or a key with its value, that people know for
 it from guides and other trainers."""
-DRAWING = {
+DRAWING_SPELLINGS = {
     "guidance={}": "cfg_scale guidance_scale",
     "steps={}": "num_sampling_steps num_inference_steps",
     "count={}": "num_fid_samples num_samples",
@@ -92,11 +92,11 @@ DRAWING = {
     "out={}": "sample_dir output_dir",
 }
 """The same for the commands that draw samples."""
-MOVED = {"training.process.loggers": "training.loggers"}
+MOVED_MODULES = {"training.process.loggers": "training.loggers"}
 """Modules that had another name in a released version -> where they are now; configurations may
 still name them."""
-FLAG = {"false": "false 0 no off none null", "true": "*"}
-VALUES = {
+FLAG_SPELLINGS = {"false": "false 0 no off none null", "true": "*"}
+VALUE_SPELLINGS = {
     "data": {
         "webdataset": "webdataset wds streaming",
         "digits": "digits",
@@ -123,17 +123,21 @@ VALUES = {
             "data.pin_memory",
             "data.persistent_workers",
         ),
-        FLAG,
+        FLAG_SPELLINGS,
     ),
 }
 """Of our keys with few values: each -> others' words for it; * is all the rest."""
-FOREIGN = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
-FOREIGN_DRAWING = {theirs: ours for ours, keys in DRAWING.items() for theirs in keys.split()}
-NO_NAME = re.compile(r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE)
+FOREIGN_KEYS = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
+FOREIGN_DRAWING_KEYS = {
+    theirs: ours for ours, keys in DRAWING_SPELLINGS.items() for theirs in keys.split()
+}
+NOT_A_FILE_NAME = re.compile(
+    r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE
+)
 """What Hydra takes for a value of another type where it expects the name of a file."""
-MOST_BRACKETS = 100
+MAX_BRACKETS = 100
 """No key has as many inside each other; Hydra and OmegaConf recurse into each."""
-LISTED = "`--help` lists the keys"
+HELP_HINT = "`--help` lists the keys"
 HYDRA_FLAG = re.compile(
     "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
 )
@@ -141,13 +145,13 @@ HYDRA_SETTING = re.compile(
     "-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)"
 )
 """Hydra's own words: alone, and with a value in or behind them."""
-CALL = re.compile(
+HYDRA_CALL = re.compile(
     r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)",
     re.S,
 )
-OPEN = "runtime.parallel.nccl"
+OPEN_MAPPING = "runtime.parallel.nccl"
 """The mapping whose keys are not ours: Hydra wants a + in front of what is new in it."""
-KINDS = {
+TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -155,29 +159,29 @@ KINDS = {
     dict: "a mapping such as {NAME: value}",
     NoneType: "null",
 }
-UNREAD = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
+NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 """What Hydra reads in quotes only."""
 
 
-def present_name(target: str) -> str:
+def update_target(target: str) -> str:
     """The path of a class, with the name that its module has now."""
     module, _, name = target.rpartition(".")
-    return f"{MOVED[module]}.{name}" if module in MOVED else target
+    return f"{MOVED_MODULES[module]}.{name}" if module in MOVED_MODULES else target
 
 
-def present_names(node: Any) -> Any:
+def update_targets(node: Any) -> Any:
     """The same tree with every `_target_` by its present name."""
     if not isinstance(node, dict):
         return node
     return {
-        key: present_name(str(value)) if key == "_target_" else present_names(value)
+        key: update_target(str(value)) if key == "_target_" else update_targets(value)
         for key, value in node.items()
     }
 
 
-def spelled(ours: str, value: str) -> str:
+def spell_ours(ours: str, value: str) -> str:
     """Our words `ours` with their value, as we spell it where there are few."""
-    choices = VALUES.get(ours.partition("=")[0], {})
+    choices = VALUE_SPELLINGS.get(ours.partition("=")[0], {})
     known = (
         name for name, others in choices.items() if others == "*" or value.lower() in others.split()
     )
@@ -187,15 +191,17 @@ def spelled(ours: str, value: str) -> str:
 def refuse_words(words: list[str]) -> None:
     """ValueError for a spelling of other trainers, for a group without a choice, and for what Hydra
     breaks on."""
-    refuse_form(words, FOREIGN)
+    refuse_form(words, FOREIGN_KEYS)
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
-        nameless = NO_NAME.fullmatch(value) and not (key == "experiment" and value == "null")
-        if nameless and key and "." not in key and (CONF / key).is_dir():
+        nameless = NOT_A_FILE_NAME.fullmatch(value) and not (
+            key == "experiment" and value == "null"
+        )
+        if nameless and key and "." not in key and (CONF_FOLDER / key).is_dir():
             raise UserError(
-                f"{key}={value}: a run needs one; choose one of {', '.join(choices_of(key))}."
+                f"{key}={value}: a run needs one; choose one of {', '.join(list_choices(key))}."
             )
-    refuse_foreign(words, FOREIGN)
+    refuse_foreign(words, FOREIGN_KEYS)
 
 
 def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
@@ -204,7 +210,7 @@ def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
         key, equals, value = word.lstrip("+~").partition("=")
         ours = foreign.get(f"{key}={value}") or foreign.get(key)
         if equals and ours:
-            raise UserError(f"{key}={value} is not spelled so here; use {spelled(ours, value)}.")
+            raise UserError(f"{key}={value} is not spelled so here; use {spell_ours(ours, value)}.")
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
@@ -212,9 +218,9 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
     for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
         if not word.strip():
             raise UserError("one word of the command is empty; give key=value.")
-        if word.count("[") + word.count("{") > MOST_BRACKETS:
+        if word.count("[") + word.count("{") > MAX_BRACKETS:
             raise UserError(
-                f"{word[:60]}…: more than {MOST_BRACKETS} brackets; no key takes so many."
+                f"{word[:60]}…: more than {MAX_BRACKETS} brackets; no key takes so many."
             )
         key, equals, value = word.partition("=")
         name = key.strip(" -").replace("-", "_")
@@ -235,12 +241,12 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
             fault = ": keys are given as key=value, without dashes"
         ours = f"{name}={value.strip() or '<value>'}"
         if name in foreign:
-            ours = spelled(foreign[name], value or "true")
+            ours = spell_ours(foreign[name], value or "true")
         named = re.fullmatch(r"[a-z_][\w.]+", name)
-        raise UserError(f"{word}{fault}; {f'write {ours}' if named else LISTED}.")
+        raise UserError(f"{word}{fault}; {f'write {ours}' if named else HELP_HINT}.")
 
 
-def overrides_of(words: list[str]) -> list[str]:
+def select_overrides(words: list[str]) -> list[str]:
     """The words of a command without Hydra's own flags and their values."""
     return [
         word
@@ -251,11 +257,11 @@ def overrides_of(words: list[str]) -> list[str]:
     ]
 
 
-def quoted(word: str) -> str:
+def quote(word: str) -> str:
     """An override as Hydra can read it: signs that it does not know go into quotes, as in
     `run_dir=läufe/ä`."""
     key, _, value = word.partition("=")
-    if key.startswith(OPEN):
+    if key.startswith(OPEN_MAPPING):
         word = f"++{word}"
         key = f"++{key}"
     if word.startswith("-") or not value.isprintable() or re.search(r"['\"\\]", value):
@@ -263,12 +269,12 @@ def quoted(word: str) -> str:
     if value[:1] in ("[", "{"):
         entry = r"[^\[\]{},:\s][^\[\]{},:]*" if value[0] == "{" else r"[^\[\]{},\s][^\[\]{},]*"
         return f"{key}=" + re.sub(entry, lambda m: m[0] if m[0].isascii() else f"'{m[0]}'", value)
-    if "," in value or not UNREAD.search(value) or CALL.fullmatch(value):
+    if "," in value or not NEEDS_QUOTES.search(value) or HYDRA_CALL.fullmatch(value):
         return word
     return f"{key}='{value.strip()}'"
 
 
-def not_read(word: str) -> str:
+def describe_unreadable(word: str) -> str:
     """A sentence without the value, which may hold a secret between signs that no redaction
     expects."""
     name, _, value = word.partition("=")
@@ -280,30 +286,30 @@ def not_read(word: str) -> str:
     )
 
 
-def nearest(name: str, known: list[str]) -> str:
+def suggest_key(name: str, known: list[str]) -> str:
     """The fix for an unknown key: the one that was probably meant, or where to look."""
     variable = re.search(r"NCCL_\w+$", name)
     if variable:
-        return f"did you mean {OPEN}.{variable[0]}?"
+        return f"did you mean {OPEN_MAPPING}.{variable[0]}?"
     public = [key for key in known if not re.search(r"(^|\.)_", key)]
     nested = [key for key in public if key.endswith(f".{name}")]
     close = nested or difflib.get_close_matches(name, public, n=1)
     return f"did you mean {close[0]}?" if close else "`--help` lists all keys."
 
 
-def choices_of(group: str) -> list[str]:
+def list_choices(group: str) -> list[str]:
     """The files of a group of our own."""
-    files = (CONF / group).glob("*.yaml") if group.isidentifier() else ()
+    files = (CONF_FOLDER / group).glob("*.yaml") if group.isidentifier() else ()
     return sorted(file.stem for file in files)
 
 
-def as_given(key: str, words: list[str]) -> str:
+def find_given_word(key: str, words: list[str]) -> str:
     """`key=value` as it was typed, or the key alone if it came from a file."""
     given = (word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key)
-    return next(given, key).removeprefix("++" if key.startswith(OPEN) else "")
+    return next(given, key).removeprefix("++" if key.startswith(OPEN_MAPPING) else "")
 
 
-def must_be(schema: type, key: str) -> str:
+def describe_type(schema: type, key: str) -> str:
     """What the value of a key of `schema` must be, with the default as the example; empty for a key
     of a component."""
     *above, last = key.split(".")
@@ -317,15 +323,15 @@ def must_be(schema: type, key: str) -> str:
     if is_dataclass(default):
         return f"set key by key, such as {key}.{fields(default)[0].name}=<value>"
     either = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = " or ".join(map(kind_of, either))
+    kinds = " or ".join(map(name_type, either))
     plain = default is None or isinstance(default, bool | Enum) or default == {}
     return kinds if plain else f"{kinds}, such as {str(default).translate({39: None, 32: None})}"
 
 
-def kind_of(hint: Any) -> str:
+def name_type(hint: Any) -> str:
     """A type as people call it."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(choice.value for choice in hint)}"
     if get_origin(hint) is list:
-        return f"a list, each entry {kind_of(get_args(hint)[0])}"
-    return KINDS.get(get_origin(hint) or hint, "a value")
+        return f"a list, each entry {name_type(get_args(hint)[0])}"
+    return TYPE_NAMES.get(get_origin(hint) or hint, "a value")

@@ -18,23 +18,23 @@ from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from common.terminal import advisory_printing
-from training.config.build import admit
-from training.config.compose import one_sentence
-from training.config.words import overrides_of, quoted, refuse_words
+from common.terminal import tolerate_broken_output
+from training.config.build import admit_extensions
+from training.config.compose import report_user_errors
+from training.config.words import quote, refuse_words, select_overrides
 
 if TYPE_CHECKING:
     from training.distributed.ranks import Ranks
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """The last is what Slurm can be told to send some time before the end (`--signal=USR1@120`)."""
-EXIT_CODE = 75
+RESUMABLE_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: the same command again goes on."""
 group_joined = False
 """`Ranks.connect` sets it: this process belongs to a process group."""
 
 
-class Asked(IntEnum):
+class Request(IntEnum):
     """What the processes ask each other for, the strongest wins."""
 
     nothing = 0
@@ -80,20 +80,20 @@ class StopRequest:
         if self.answer is not None and kind is None:
             self.answer()
 
-    def asked(self) -> Asked:
+    def asked(self) -> Request:
         """To be called once a step, by all processes."""
-        own = Asked.look if any(bad() for bad in self.also) else Asked.nothing
+        own = Request.look if any(bad() for bad in self.also) else Request.nothing
         if self.name:
-            own = Asked.stop
+            own = Request.stop
         if self.ranks.world_size == 1:
             return own
-        strongest = self.answer() if self.answer else Asked.nothing
+        strongest = self.answer() if self.answer else Request.nothing
         self.answer = self.ranks.highest(own)
-        return Asked(strongest)
+        return Request(strongest)
 
 
 @contextmanager
-def exiting() -> Iterator[None]:
+def exit_cleanly() -> Iterator[None]:
     """Runs the block and exits with its code; with a process group it skips the interpreter's
     finalisation.
 
@@ -119,7 +119,7 @@ def exiting() -> Iterator[None]:
     if isinstance(code, str):
         print(code, file=sys.stderr)
     atexit._run_exitfuncs()
-    with advisory_printing():  # flushes what was printed
+    with tolerate_broken_output():  # flushes what was printed
         pass
     os._exit(code if isinstance(code, int) else int(code is not None))
 
@@ -128,7 +128,7 @@ def exiting() -> Iterator[None]:
 def resumable_command() -> Iterator[None]:
     """Surrounds a command that goes on where it stopped: mistakes and Ctrl-C become one sentence
     and an exit code."""
-    with exiting(), one_sentence():
+    with exit_cleanly(), report_user_errors():
         try:
             yield
         except KeyboardInterrupt:
@@ -138,13 +138,15 @@ def resumable_command() -> Iterator[None]:
 
 def run_app(app: Callable[[], None]) -> None:
     """Runs a `hydra.main` function as a command: mistakes become one sentence and exit code 1."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise, so that `one_sentence` can translate
-    with exiting(), one_sentence():
-        refuse_words(overrides_of(sys.argv[1:]))
-        sys.argv[1:] = map(quoted, sys.argv[1:])
+    os.environ["HYDRA_FULL_ERROR"] = (
+        "1"  # makes Hydra raise, so that `report_user_errors` can translate
+    )
+    with exit_cleanly(), report_user_errors():
+        refuse_words(select_overrides(sys.argv[1:]))
+        sys.argv[1:] = map(quote, sys.argv[1:])
         overrides = (
             i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-")
         )
         place = next(overrides, len(sys.argv))  # Hydra takes overrides in one stretch only
-        sys.argv[place:place] = admit(sys.argv[1:])
+        sys.argv[place:place] = admit_extensions(sys.argv[1:])
         app()

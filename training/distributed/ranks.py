@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UserError
-from common.text import first_line
+from common.text import shorten_error
 from training.distributed import exit
 
-LONGEST_WAIT = timedelta(days=7)
+ENCODING_TIMEOUT = timedelta(days=7)
 """For ranks that encode at different speed."""
-ROUND = 1.0
+EXCHANGE_SECONDS = 1.0
 """Seconds between two exchanges of how far each process is, while they work together."""
 Result = TypeVar("Result")
 
@@ -132,7 +132,7 @@ class Ranks:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise UserError(
                 f"rank {self.rank} cannot reach the others at {where} within {timeout} "
-                f"({first_line(error)}); check MASTER_ADDR, MASTER_PORT and that all ranks run."
+                f"({shorten_error(error)}); check MASTER_ADDR, MASTER_PORT and that all ranks run."
             ) from error
 
     def agreed(self, choose: Callable[[], Result]) -> Result:
@@ -184,7 +184,7 @@ class Ranks:
     def wait_for_all(self) -> None:
         """Returns once every process has come here."""
         if self.world_size > 1:
-            self.connect(torch.device("cpu"), LONGEST_WAIT, {})
+            self.connect(torch.device("cpu"), ENCODING_TIMEOUT, {})
             dist.barrier()
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class Share(NamedTuple):
     failure: BaseException | None = None
 
 
-class Together:
+class JointWork:
     """Runs a function in every process, each in a thread of its own, and gives all of them all
     results.
 
@@ -233,13 +233,13 @@ class Together:
         self.advance()
         # In a thread that nobody has to wait for: a disk may hang.
         thread = threading.Thread(
-            target=lambda: found.append(share_of(work)),
+            target=lambda: found.append(run_share(work)),
             name=threading.current_thread().name,
             daemon=True,
         )
         thread.start()
         while True:
-            thread.join(min(ROUND, self.patience / 4))
+            thread.join(min(EXCHANGE_SECONDS, self.patience / 4))
             own = found[0] if found else Share(still=time.monotonic() - self.advanced)
             try:
                 shares = self.ranks.gathered_objects(own, self.group)
@@ -261,7 +261,7 @@ class Together:
                 return [share.result for share in shares]
 
 
-def share_of(work: Callable[[], Any]) -> Share:
+def run_share(work: Callable[[], Any]) -> Share:
     """Does the work, whatever it ends with."""
     try:
         return Share(ended=True, result=work())

@@ -12,24 +12,24 @@ from typing import Any
 from torch import nn
 
 from common.errors import UserError
-from common.files import file_sha256
+from common.files import hash_file
 from data.loader import LatentSpec
 from models.adapters import Adapter, attach
-from training.checkpoint.load import checkpoints_of, weights_file
+from training.checkpoint.load import find_checkpoints, find_weights_file
 from training.config.build import build
 from training.config.compose import Composed, compose
 from training.config.schema import TrainConfig
 from training.distributed.ranks import SINGLE, Ranks
 from training.weights.pretrained import (
     Description,
-    described,
+    build_described,
+    fit_weights,
+    read_description,
     read_tensors,
-    refuse_strangers,
-    told_by,
-    weights_for,
+    refuse_foreign_targets,
 )
 
-CLOSE = 1e-6
+STATISTICS_TOLERANCE = 1e-6
 """Relative difference of statistics that are the same, written down by two programs."""
 
 
@@ -44,10 +44,10 @@ class Base:
 
     @cached_property
     def sha256(self) -> str:
-        return file_sha256(self.file)
+        return hash_file(self.file)
 
 
-def with_model(composed: Composed) -> Composed:
+def insert_pretrained(composed: Composed) -> Composed:
     """The configuration with the model of `init_from`, where it says model=pretrained, and its
     normalisation.
 
@@ -58,11 +58,11 @@ def with_model(composed: Composed) -> Composed:
     node = dict(composed.cfg.model or {})
     if node.pop("of", None) is None:
         return composed
-    if (own := own_checkpoint(cfg)) is not None:
-        refuse_strangers(own, told := told_by(own))
+    if (own := find_own_checkpoint(cfg)) is not None:
+        refuse_foreign_targets(own, told := read_description(own))
     else:
-        file, told = model_in(str(cfg.init_from))
-        with described(file, told, read_tensors(file).values()):
+        file, told = read_base_model(str(cfg.init_from))
+        with build_described(file, told, read_tensors(file).values()):
             pass
     given = {"model": told.model | node, "data": dict(cfg.data)}
     if cfg.data.get("normalisation") == "channel":
@@ -70,33 +70,33 @@ def with_model(composed: Composed) -> Composed:
     return composed._replace(cfg=replace(cfg, **given), source=composed.source | given)
 
 
-def settled(words: list[str]) -> Composed:
+def compose_pretrained(words: list[str]) -> Composed:
     """`compose`, with model=pretrained read from its file."""
-    return with_model(compose(words))
+    return insert_pretrained(compose(words))
 
 
-def own_checkpoint(cfg: TrainConfig) -> Path | None:
+def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
     """The weights in the newest checkpoint that a run goes on from, and that can be read; None for
     one that starts."""
     if cfg.resume == "never":
         return None
-    found = checkpoints_of(cfg.run_dir) if cfg.run_dir else []
+    found = find_checkpoints(cfg.run_dir) if cfg.run_dir else []
     if not found and cfg.resume != "auto":
-        found = checkpoints_of(cfg.resume)
+        found = find_checkpoints(cfg.resume)
     for folder in reversed(found):
         try:
-            told_by(folder / "ema.safetensors")
+            read_description(folder / "ema.safetensors")
         except ValueError:  # `restore` tells of the damage, and takes the one before
             continue
         return folder / "ema.safetensors"
     return None
 
 
-def model_in(init_from: str) -> tuple[Path, Description]:
+def read_base_model(init_from: str) -> tuple[Path, Description]:
     """The file that `init_from` means, and what its header says; ValueError if it holds an
     adapter."""
-    file = weights_file(init_from, "init_from").resolve()
-    if (told := told_by(file)).adapter is not None:
+    file = find_weights_file(init_from, "init_from").resolve()
+    if (told := read_description(file)).adapter is not None:
         raise UserError(
             f"init_from={init_from} is an adapter, not a model; merge it first: python -m "
             "scripts.export run_dir=<its run> format=weights out=<file>.safetensors."
@@ -104,15 +104,17 @@ def model_in(init_from: str) -> tuple[Path, Description]:
     return file, told
 
 
-def file_of_base(cfg: TrainConfig) -> Path:
+def find_base_file(cfg: TrainConfig) -> Path:
     """The file of `init_from`; where that names a run that has trained on, the one that this run
     started with."""
-    if (own := own_checkpoint(cfg)) is not None and (note := told_by(own).adapter) is not None:
+    if (own := find_own_checkpoint(cfg)) is not None and (
+        note := read_description(own).adapter
+    ) is not None:
         kept = Path(note.base)
         run = Path(str(cfg.init_from)).expanduser().resolve()
-        if run in kept.parents and kept.is_file() and file_sha256(kept) == note.base_sha256:
+        if run in kept.parents and kept.is_file() and hash_file(kept) == note.base_sha256:
             return kept
-    return model_in(str(cfg.init_from))[0]
+    return read_base_model(str(cfg.init_from))[0]
 
 
 def refuse_other_encoder(given: str, then: LatentSpec, now: LatentSpec) -> None:
@@ -143,13 +145,16 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
 
     ValueError if it was trained on other latents: made by another encoder, or normalised otherwise.
     """
-    file = ranks.agreed(lambda: file_of_base(cfg))
+    file = ranks.agreed(lambda: find_base_file(cfg))
     given = f"init_from={cfg.init_from}"
-    told = told_by(file)
+    told = read_description(file)
     refuse_other_encoder(given, told.spec, spec)
     # Of another number of channels the weights do not fit, which `load_base` says.
     pairs = zip(told.spec.mean + told.spec.std, spec.mean + spec.std, strict=False)
-    if not all(math.isclose(then, now, rel_tol=CLOSE, abs_tol=CLOSE) for then, now in pairs):
+    if not all(
+        math.isclose(then, now, rel_tol=STATISTICS_TOLERANCE, abs_tol=STATISTICS_TOLERANCE)
+        for then, now in pairs
+    ):
         raise UserError(
             f"{given} was trained on latents normalised otherwise than the data's; use "
             "model=pretrained, which takes the normalisation from there as well."
@@ -161,7 +166,7 @@ def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
     """Loads the weights of a base into a new model; rows of the label table go by the names of
     classes. Says, to end a sentence, which rows were lost."""
     try:
-        tensors, said = weights_for(model, spec, base.file)
+        tensors, said = fit_weights(model, spec, base.file)
     except ValueError as error:
         raise UserError(
             f"init_from: {error} Use model=pretrained, which builds the model of the file."
@@ -170,6 +175,6 @@ def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
     return said
 
 
-def put_on(model: nn.Module, node: dict[str, Any], new_classes: bool) -> None:
+def add_adapter(model: nn.Module, node: dict[str, Any], new_classes: bool) -> None:
     """Freezes the model and puts the adapter on that the configuration node describes."""
     attach(model, build(node, "adapter", kind=Adapter), new_classes)

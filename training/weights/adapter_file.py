@@ -21,32 +21,32 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import file_sha256, make_folder, read_object, write_json
+from common.files import hash_file, make_folder, read_object, write_json
 from common.text import is_figure
-from models.adapters import PromptedLabels, merge, trained
+from models.adapters import PromptedLabels, find_trained_parameters, merge_adapter
 from models.denoiser import Denoiser
 from models.layers import LabelEmbedding
-from training.checkpoint.files import KEY, write_tensors
-from training.checkpoint.load import weights_file
-from training.weights.adapter_base import put_on
+from training.checkpoint.files import METADATA_KEY, write_tensors
+from training.checkpoint.load import find_weights_file
+from training.weights.adapter_base import add_adapter
 from training.weights.pretrained import (
     AdapterNote,
     Description,
+    build_described,
     build_model,
-    described,
-    description_in,
+    find_description,
+    fit_weights,
     load_pretrained,
+    read_description,
     read_tensors,
     refuse_misfit,
-    told_by,
-    weights_for,
 )
 
-CONFIG = "adapter_config.json"
-TENSORS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-PROMPT = "prompt_embeddings"
-NO_MATTER = {
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+PROMPT_KEY = "prompt_embeddings"
+HARMLESS_KEYS = {
     "peft_type",
     "r",
     "lora_alpha",
@@ -69,11 +69,11 @@ NO_MATTER = {
 }
 """Keys of PEFT's configuration that change nothing of what a trained LoRA computes. Any other must
 be off."""
-STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+KNOWN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Ways to start a LoRA that leave the base's weights as they are."""
 
 
-class Opened(NamedTuple):
+class OpenedModel(NamedTuple):
     """A model that was read from its file, in evaluation mode, with its adapter merged in."""
 
     model: Denoiser
@@ -86,20 +86,20 @@ class Opened(NamedTuple):
     """The hash of that file."""
 
 
-def load_model(file: Path, device: torch.device, adapter: str | None = None) -> Opened:
+def load_model(file: Path, device: torch.device, adapter: str | None = None) -> OpenedModel:
     """`load_pretrained`, with the adapter merged in that `file` is, or that `adapter` names for the
     model in `file`.
 
     ValueError if the adapter was trained on another model, or does not fit.
     """
     if adapter is not None:
-        found = Path(adapter).expanduser() / TENSORS
+        found = Path(adapter).expanduser() / TENSORS_FILE
         return load_adapted(
-            found if found.is_file() else weights_file(adapter, "adapter"), file, device
+            found if found.is_file() else find_weights_file(adapter, "adapter"), file, device
         )
-    told = told_by(file)
+    told = read_description(file)
     if (note := told.adapter) is None:
-        return Opened(load_pretrained(file, device)[0], told, file, file_sha256(file))
+        return OpenedModel(load_pretrained(file, device)[0], told, file, hash_file(file))
     if not (base := Path(note.base)).is_file():
         raise UserError(
             f"{file} is an adapter on {base}, which is not there; use weights=<that file> "
@@ -108,60 +108,62 @@ def load_model(file: Path, device: torch.device, adapter: str | None = None) -> 
     return load_adapted(file, base, device)
 
 
-def load_adapted(file: Path, base: Path, device: torch.device) -> Opened:
-    below = told_by(base)
+def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
+    below = read_description(base)
     tensors = read_tensors(file)
-    told = description_in(file) or told_by_peft(file, below, tensors)
+    told = find_description(file) or read_peft_description(file, below, tensors)
     note = told.adapter
     if note is None or below.adapter is not None:
         wrong = f"{base} is an adapter" if note else f"{file} is a model"
         raise UserError(f"{wrong}; name a model by weights= and an adapter by adapter=.")
-    if note.base_sha256 and note.base_sha256 != (found := file_sha256(base)):
+    if note.base_sha256 and note.base_sha256 != (found := hash_file(base)):
         raise UserError(
             f"{file} was trained on other weights (sha256 {note.base_sha256[:12]}…) than {base} "
             f"has ({found[:12]}…); use those."
         )
 
     # On the meta device, which allocates nothing: whether the tensors, by our names, fit.
-    with described(file, told, [*read_tensors(base).values(), *tensors.values()]) as model:
-        put_on(model, note.node, note.labels)
-    own = trained(model)
-    names = {peft_name(name): name for name in own}
+    with build_described(file, told, [*read_tensors(base).values(), *tensors.values()]) as model:
+        add_adapter(model, note.node, note.labels)
+    own = find_trained_parameters(model)
+    names = {to_peft_name(name): name for name in own}
     tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
     refuse_misfit(file, "the adapter that it describes", tensors, own)
 
     model = build_model(told.model, told.spec, device)
-    model.load_state_dict(weights_for(model, told.spec, base)[0])
-    put_on(model, note.node, note.labels)
+    model.load_state_dict(fit_weights(model, told.spec, base)[0])
+    add_adapter(model, note.node, note.labels)
     model.load_state_dict(model.state_dict() | tensors)
-    merge(model)
+    merge_adapter(model)
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             raise UserError(
                 f"{file} makes {name} of the model not finite; use another checkpoint of the "
                 "adapter."
             )
-    return Opened(model.eval(), told, file, file_sha256(file))
+    return OpenedModel(model.eval(), told, file, hash_file(file))
 
 
-def peft_name(name: str) -> str:
+def to_peft_name(name: str) -> str:
     """What PEFT calls a parameter of ours."""
     if name.endswith(".prompt"):
-        return PROMPT
+        return PROMPT_KEY
     return (
-        PREFIX
+        PEFT_PREFIX
         + name.replace(".base_layer.", ".")
         + (".weight" if name.endswith((".lora_A", ".lora_B")) else "")
     )
 
 
-def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) -> Description:
+def read_peft_description(
+    file: Path, below: Description, tensors: Mapping[str, Tensor]
+) -> Description:
     """What PEFT's own file tells of a LoRA on the model `below`; ValueError for what this version
     does not compute."""
-    config = read_object(file.with_name(CONFIG))
+    config = read_object(file.with_name(CONFIG_FILE))
     if config.get("peft_type", "LORA") != "LORA":
         raise UserError(
-            f"{file.with_name(CONFIG)}: peft_type={str(config['peft_type'])[:80]} is not read; "
+            f"{file.with_name(CONFIG_FILE)}: peft_type={str(config['peft_type'])[:80]} is not read; "
             "LORA is."
         )
     figures = ("r", "lora_alpha")
@@ -169,14 +171,16 @@ def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) 
     odd += [
         key
         for key, value in config.items()
-        if key not in NO_MATTER and value not in (None, False, "none", {}, [])
+        if key not in HARMLESS_KEYS and value not in (None, False, "none", {}, [])
     ]
-    if config.get("init_lora_weights") not in STARTS:  # the others change the base
+    if config.get("init_lora_weights") not in KNOWN_STARTS:  # the others change the base
         odd += ["init_lora_weights"]
     if odd:
         told = str(config.get(odd[0]))[:80]
-        raise UserError(f"{file.with_name(CONFIG)}: {odd[0]}={told} is not read; plain LoRA is.")
-    factor = re.compile(re.escape(PREFIX) + r"(.+)\.lora_A\.weight")
+        raise UserError(
+            f"{file.with_name(CONFIG_FILE)}: {odd[0]}={told} is not read; plain LoRA is."
+        )
+    factor = re.compile(re.escape(PEFT_PREFIX) + r"(.+)\.lora_A\.weight")
     layers = [found[1] for found in map(factor.fullmatch, tensors) if found]
     node = {
         "_target_": "models.adapters.Lora",
@@ -190,7 +194,7 @@ def told_by_peft(file: Path, below: Description, tensors: Mapping[str, Tensor]) 
 def write_peft(file: Path, folder: Path) -> None:
     """Writes the adapter in a checkpoint's `file` to a new folder, as PEFT does. ValueError if it
     holds none."""
-    told = told_by(file)
+    told = read_description(file)
     tensors = read_tensors(file)
     if (note := told.adapter) is None:
         raise UserError(
@@ -199,7 +203,7 @@ def write_peft(file: Path, folder: Path) -> None:
         )
     prompts = [name.removesuffix(".prompt") for name in tensors if name.endswith(".prompt")]
     for name in prompts:
-        tensors = without_mlp(name, tensors)
+        tensors = replace_mlp(name, tensors)
         note = replace(note, node=note.node | {"hidden": 0})
     layers = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
     config: dict[str, Any] = {
@@ -217,15 +221,17 @@ def write_peft(file: Path, folder: Path) -> None:
         for name in tensors
         if ".table." in name
     ]
-    header = {KEY: json.dumps(asdict(replace(told, adapter=note)))}
+    header = {METADATA_KEY: json.dumps(asdict(replace(told, adapter=note)))}
     make_folder(folder)
     write_tensors(
-        folder / TENSORS, {peft_name(name): tensor for name, tensor in tensors.items()}, header
+        folder / TENSORS_FILE,
+        {to_peft_name(name): tensor for name, tensor in tensors.items()},
+        header,
     )
-    write_json(folder / CONFIG, config | {"modules_to_save": whole or None})
+    write_json(folder / CONFIG_FILE, config | {"modules_to_save": whole or None})
 
 
-def without_mlp(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def replace_mlp(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with the vectors of the prompt `name` in the place of the MLP that computes them,
     if it has one."""
     own = {

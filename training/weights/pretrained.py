@@ -22,22 +22,22 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accel.sharding import whole
-from common.errors import UserError, first_fault
-from common.text import first_line
-from data.loader import Count, LatentSpec, wrong_lengths
+from accel.sharding import to_full
+from common.errors import UserError, describe_first_fault
+from common.text import shorten_error
+from data.loader import Count, LatentSpec, find_wrong_lengths
 from models.denoiser import Denoiser
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
-from training.checkpoint.files import KEY
+from training.checkpoint.files import METADATA_KEY
 from training.config.build import build, is_admitted
 
-LONGEST = 2**24
+MAX_DESCRIPTION_CHARS = 2**24
 """Characters of a description; more would take memory before anything of it can be checked."""
-SLACK = 4
+MODEL_SIZE_FACTOR = 4
 """So many times the tensors and the values of a file its model may have while it is built; in the
 end, as many."""
-PINNED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+PIN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """A commit, or a hash of weights."""
 
 
@@ -69,31 +69,35 @@ class Description:
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
+def explain_read_errors(file: Path) -> Iterator[None]:
     """ValueError where the block cannot read `file` as safetensors."""
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read as safetensors ({first_line(error)}).") from error
+        raise UserError(
+            f"{file} cannot be read as safetensors ({shorten_error(error)})."
+        ) from error
 
 
-def description_in(file: Path) -> Description | None:
+def find_description(file: Path) -> Description | None:
     """What the header of a weights file says, checked; None if the file is none of ours. ValueError
     for a false one."""
-    with reading(file), safe_open(file, "pt") as opened:
-        text = (opened.metadata() or {}).get(KEY)
+    with explain_read_errors(file), safe_open(file, "pt") as opened:
+        text = (opened.metadata() or {}).get(METADATA_KEY)
     if text is None:
         return None
     refusal = f"{file}: the description in its header"
-    if len(text) > LONGEST:
-        raise UserError(f"{refusal} has {len(text)} characters; more than {LONGEST} are not read.")
+    if len(text) > MAX_DESCRIPTION_CHARS:
+        raise UserError(
+            f"{refusal} has {len(text)} characters; more than {MAX_DESCRIPTION_CHARS} are not read."
+        )
     try:
         told = TypeAdapter(Description).validate_json(text, strict=True)
     except ValidationError as error:
         raise UserError(
-            f"{refusal} {first_fault(error, 'description of a model')}; use another copy."
+            f"{refusal} {describe_first_fault(error, 'description of a model')}; use another copy."
         ) from error
-    faults = wrong_lengths(told.spec)
+    faults = find_wrong_lengths(told.spec)
     classes = len(told.spec.class_names)
     if classes not in (0, told.spec.num_classes):
         faults.append(
@@ -104,9 +108,9 @@ def description_in(file: Path) -> Description | None:
     return told
 
 
-def told_by(file: Path) -> Description:
+def read_description(file: Path) -> Description:
     """The same for a file that must be one of ours."""
-    if (told := description_in(file)) is None:
+    if (told := find_description(file)) is None:
         raise UserError(
             f"{file} does not say which model it holds; name a file of a checkpoint of ours."
         )
@@ -121,9 +125,9 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     and of packages that this command has admitted itself; nothing is allocated before its shapes
     are those of the tensors that are there.
     """
-    told = told_by(file)
+    told = read_description(file)
     tensors = read_tensors(file)
-    with described(file, told, tensors.values()) as model:
+    with build_described(file, told, tensors.values()) as model:
         own = model.state_dict()
     refuse_misfit(file, "the model that it describes", tensors, own)
     model = model.to_empty(device=device)
@@ -132,9 +136,9 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     return model.eval(), told.spec
 
 
-def refuse_strangers(file: Path, told: Description) -> None:
+def refuse_foreign_targets(file: Path, told: Description) -> None:
     """ValueError if a description names a class that is no part of a model of ours."""
-    for name in targets([told.model, told.adapter and told.adapter.node]):
+    for name in list_targets([told.model, told.adapter and told.adapter.node]):
         if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
             raise UserError(
                 f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do "
@@ -144,29 +148,34 @@ def refuse_strangers(file: Path, told: Description) -> None:
 
 
 @contextmanager
-def described(file: Path, told: Description, tensors: Collection[Tensor]) -> Iterator[Denoiser]:
+def build_described(
+    file: Path, told: Description, tensors: Collection[Tensor]
+) -> Iterator[Denoiser]:
     """The model that a file describes, on the meta device; with what the block adds to it, not much
     larger than `tensors`. ValueError if it names classes that are none of ours, or cannot be
     built."""
-    refuse_strangers(file, told)
+    refuse_foreign_targets(file, told)
     try:
-        with at_most(SLACK * len(tensors), SLACK * sum(tensor.numel() for tensor in tensors)):
+        with limit_parameters(
+            MODEL_SIZE_FACTOR * len(tensors),
+            MODEL_SIZE_FACTOR * sum(tensor.numel() for tensor in tensors),
+        ):
             yield build_on_meta(told.model, told.spec)
     except Exception as error:  # whatever a class makes of values that nobody has checked
         raise UserError(
-            f"{file} describes a model that cannot be built: {first_line(error)[:600]}"
+            f"{file} describes a model that cannot be built: {shorten_error(error)[:600]}"
         ) from error
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a weights file, on the host and mapped rather than read; ValueError if it is
     damaged."""
-    with reading(file):
+    with explain_read_errors(file):
         return load_file(file)
 
 
 @contextmanager
-def at_most(tensors: int, values: int) -> Iterator[None]:
+def limit_parameters(tensors: int, values: int) -> Iterator[None]:
     """ValueError as soon as modules built in the block have more parameters, or more values in
     them, than so many."""
     left = [tensors, values]
@@ -201,7 +210,7 @@ def refuse_misfit(
             )
 
 
-def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
+def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
     """Reads the tensors of `file` for a `model` of the classes of `spec`; also says, to end a
     sentence, what is lost.
 
@@ -209,7 +218,7 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     keep the rows that the model has. ValueError if another tensor does not fit, and for rows
     without names if their number differs. All processes call it together: the model may be sharded.
     """
-    told = description_in(file)
+    told = find_description(file)
     tensors = read_tensors(file)
     own = model.state_dict()
     said = ""
@@ -227,7 +236,7 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
         shape = tensors[name].shape if name in tensors else None
         if shape != (len(then) + 1, own[name].shape[1]):
             continue
-        tensors[name], kept = relabelled(whole(own[name]).detach(), tensors[name], then, now)
+        tensors[name], kept = reorder_labels(to_full(own[name]).detach(), tensors[name], then, now)
         few = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
         said = (
             f"; kept {len(kept)} of {len(then)} rows of the label table by the names of their "
@@ -238,7 +247,7 @@ def weights_for(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     return tensors, said
 
 
-def relabelled(
+def reorder_labels(
     own: Tensor, found: Tensor, then: Sequence[str], now: Sequence[str]
 ) -> tuple[Tensor, list[str]]:
     """A label table with the rows of `found` for classes of equal names and for the null label, the
@@ -260,14 +269,14 @@ def is_part_of_model(target: Any) -> bool:
     return str(target).startswith("models.") or is_admitted(target)
 
 
-def targets(node: Any) -> Iterator[Any]:
+def list_targets(node: Any) -> Iterator[Any]:
     """Every `_target_` in a configuration tree."""
     if isinstance(node, Mapping):
         for key, value in node.items():
-            yield from [value] if key == "_target_" else targets(value)
+            yield from [value] if key == "_target_" else list_targets(value)
     elif isinstance(node, list):
         for value in node:
-            yield from targets(value)
+            yield from list_targets(value)
 
 
 def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
@@ -291,14 +300,14 @@ def build_autoencoder(
     """The autoencoder that made the latents, or the same one at `path`; ValueError if its weights
     are others."""
     node = spec.encoder if path is None else spec.encoder | {"path": path}
-    named = list(targets(node))  # by whoever made the latents or the weights
+    named = list(list_targets(node))  # by whoever made the latents or the weights
     if len(named) != 1 or not is_part_of_model(named[0]):
         raise UserError(
             f"the latents name {str(named)[:200]} as their encoder, which is none; do not trust "
             "where they are from."
         )
     place = node.get("path")
-    pinned = any(PINNED.fullmatch(str(pin)) for pin in (spec.encoder_sha256, node.get("revision")))
+    pinned = any(PIN.fullmatch(str(pin)) for pin in (spec.encoder_sha256, node.get("revision")))
     is_here = not isinstance(place, str) or os.path.exists(os.path.expanduser(place))
     if path is None and not pinned and not is_here:
         raise UserError(

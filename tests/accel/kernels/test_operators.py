@@ -26,7 +26,7 @@ from accel.saved_tensors import keeping
 from accel.techniques import gradient_checkpointing
 from models.mixers.attention import axial_rotations
 from tests.accel.kernels.test_selective_scan import scan_inputs
-from training.config.schema import KERNELS
+from training.config.schema import KERNEL_KEYS
 
 CHECKS = ("test_schema", "test_faketensor")
 
@@ -400,7 +400,7 @@ def fused(family: str, on: bool) -> tuple[Any, ...]:
 
     model, step, _, loader = assemble(family)
     for module in model.modules():
-        for switch in KERNELS:
+        for switch in KERNEL_KEYS:
             if hasattr(module, switch):
                 setattr(module, switch, on)
     return model, step, loader
@@ -469,7 +469,7 @@ def test_operators_survive_compiling_and_checkpointing():
     recomputed = through(inputs, lambda f: lambda *t: checkpoint(f, *t, use_reentrant=False))
 
     def selectively(f):
-        return gradient_checkpointing.recomputed(f, context_fn=gradient_checkpointing.contexts)
+        return gradient_checkpointing.recompute(f, context_fn=gradient_checkpointing.make_contexts)
 
     selective = through(inputs, selectively)
     with keeping(nn.Module()) as kept:
