@@ -19,27 +19,27 @@ from torch.distributed.tensor import DTensor
 from common.errors import UserError
 
 Groups = list[dict[str, Any]]
-Make = Callable[[Groups], torch.optim.Optimizer]
-TABLES = frozenset({"qmap", "qmap1", "qmap2"})
+MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
+LIBRARY_TABLES = frozenset({"qmap", "qmap1", "qmap2"})
 """Constants that libraries keep beside each 8-bit state: the same in every run, so not part of
 one."""
 COMPENSATION = "compensation"
 """What Kahan's rounding keeps beside the optimizer's own tensors (accel/techniques/weights.py)."""
-DECIDING = ("grad_scale", "found_inf")
+DEVICE_DECISIONS = ("grad_scale", "found_inf")
 """Attributes by which a fused optimizer scales and skips on the device."""
-PART = 2**24
+PART_ELEMENTS = 2**24
 """Elements after which a part ends: 64 MiB of fp32, and the last parameter."""
 
 
-def parts_of(groups: Groups) -> list[Groups]:
+def split_parts(groups: Groups) -> list[Groups]:
     """Parameter groups cut into parts of about `PART` elements, each again a list of groups; their
     order is kept."""
     parts: list[Groups] = []
-    size = PART
+    size = PART_ELEMENTS
     for group in groups:
         own: list[Tensor] | None = None
         for parameter in group["params"]:
-            if size >= PART:
+            if size >= PART_ELEMENTS:
                 parts.append([])
                 size = 0
                 own = None
@@ -51,16 +51,16 @@ def parts_of(groups: Groups) -> list[Groups]:
     return parts
 
 
-def largest_part(groups: Groups) -> int:
+def count_largest_part(groups: Groups) -> int:
     """Elements of the largest part."""
-    return max(sum(p.numel() for p in parameters_in(part)) for part in parts_of(groups))
+    return max(sum(p.numel() for p in list_parameters(part)) for part in split_parts(groups))
 
 
-def parameters_in(groups: Groups) -> list[Tensor]:
+def list_parameters(groups: Groups) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def of_class(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
+def select_groups(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
     """The groups with the parameters that are `wanted`; those without any are left out."""
     found = [group | {"params": [p for p in group["params"] if wanted(p)]} for group in groups]
     return [group for group in found if group["params"]]
@@ -82,7 +82,7 @@ class Members(torch.optim.Optimizer):
     ) -> None:
         self.members = list(members)
         self.stand_ins = stand_ins
-        self.numbered = parameters_in(groups)
+        self.numbered = list_parameters(groups)
         if any(isinstance(p, DTensor) for p in self.numbered):
             raise UserError(
                 f"{type(self).__name__} keeps a state that cannot be cut over several processes; "
@@ -92,7 +92,7 @@ class Members(torch.optim.Optimizer):
         fused = all(member.defaults.get("fused") for member in self.members)
         members_groups = [group for member in self.members for group in member.param_groups]
         super().__init__(members_groups, self.members[0].defaults | {"fused": fused})
-        self.owner = {p: m for m in self.members for p in parameters_in(m.param_groups)}
+        self.owner = {p: m for m in self.members for p in list_parameters(m.param_groups)}
 
     def around(self, _member: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """What surrounds the update of one member's parameters."""
@@ -107,7 +107,7 @@ class Members(torch.optim.Optimizer):
         `found_inf`."""
         assert closure is None
         for member in self.members:
-            for name in DECIDING:
+            for name in DEVICE_DECISIONS:
                 if hasattr(self, name):
                     setattr(member, name, getattr(self, name))
             with self.around(member):
@@ -122,7 +122,7 @@ class Members(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`state`: number of a parameter -> `kept_by`. Hyper-parameters are left out: the
         configuration has them."""
-        kept = {i: kept_by(self, p) for i, p in enumerate(self.numbered)}
+        kept = {i: collect_state(self, p) for i, p in enumerate(self.numbered)}
         return {"state": {i: entries for i, entries in kept.items() if entries}, "param_groups": []}
 
     @torch.no_grad()
@@ -134,14 +134,14 @@ class Members(torch.optim.Optimizer):
         use for is zero.
         """
         saved = state_dict["state"]
-        owner, key, _ = located(self, self.numbered[0])
+        owner, key, _ = locate_state(self, self.numbered[0])
         if saved and not owner.state.get(key):
             self.make_state()
         for i, parameter in enumerate(self.numbered):
             entries = saved.get(i, {})
-            owner, key, ours = located(self, parameter)
+            owner, key, ours = locate_state(self, parameter)
             holds_a_state = bool(entries.keys() - ours)
-            for name, current in kept_by(self, parameter).items():
+            for name, current in collect_state(self, parameter).items():
                 if holds_a_state and name not in entries and name not in ours:
                     raise UserError(
                         f"the optimizer's state has no {name} for parameter {i}; it is another's."
@@ -160,7 +160,7 @@ class Members(torch.optim.Optimizer):
         rates = [group["lr"] for group in self.param_groups]
         grads = [parameter.grad for parameter in self.numbered]
         own = vars(self)
-        scale = {name: own.pop(name) for name in DECIDING if name in own}
+        scale = {name: own.pop(name) for name in DEVICE_DECISIONS if name in own}
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for parameter in self.numbered:
@@ -174,7 +174,7 @@ class Members(torch.optim.Optimizer):
         own.update(scale)
 
 
-def located(
+def locate_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor
 ) -> tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]:
     """The innermost optimizer that updates a parameter, the tensor by which it knows it, and what
@@ -188,29 +188,29 @@ def located(
     return optimizer, parameter, ours
 
 
-def kept_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+def collect_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Returns the state of one parameter by name: plain tensors, which are written in place, and
     numbers. A tensor of a library's class comes as its parts, under a name for each."""
-    owner, key, ours = located(optimizer, parameter)
-    return dict(plain(owner.state.get(key, {}))) | ours
+    owner, key, ours = locate_state(optimizer, parameter)
+    return dict(flatten_state(owner.state.get(key, {}))) | ours
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters that an optimizer updates."""
     if isinstance(optimizer, Members):
         return optimizer.numbered
-    return parameters_in(optimizer.param_groups)
+    return list_parameters(optimizer.param_groups)
 
 
-def plain(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten_state(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The entries, with a library's tensors in their parts and without its tables."""
     for name, value in entries.items():
         library = hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
         parts = value.__tensor_flatten__()[0] if library else ()
         for part in parts:
-            if part not in TABLES:
+            if part not in LIBRARY_TABLES:
                 yield f"{name}_{part}", getattr(value, part)
-        if not library and name not in TABLES:
+        if not library and name not in LIBRARY_TABLES:
             yield name, value
 
 
@@ -219,15 +219,15 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.defaults.get("fused"))
 
 
-def nbytes_of(value: Tensor) -> int:
+def count_bytes(value: Tensor) -> int:
     """Bytes of a tensor; of a library's tensor class those of its parts."""
-    return sum(t.nbytes for _, t in plain({"": value}))
+    return sum(t.nbytes for _, t in flatten_state({"": value}))
 
 
-def innermost(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+def iterate_innermost(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """The optimizers that update parameters themselves."""
     if isinstance(optimizer, Members):
         for member in optimizer.members:
-            yield from innermost(member)
+            yield from iterate_innermost(member)
     else:
         yield optimizer

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel.composite_optimizer import COMPENSATION, is_fused, kept_by, parameters_of
+from accel.composite_optimizer import COMPENSATION, collect_state, is_fused, parameters_of
 from accel.evidence import Evidence
-from accel.sharding import local, world_size
-from accel.technique import AnyStep, Model, Observation, Technique, switches
+from accel.sharding import get_world_size, to_local
+from accel.technique import AnyStep, Model, Observation, Technique, find_switches
 
-SMALL = 4096
+MIN_NARROW_ELEMENTS = 4096
 """Elements below which the libraries keep moments in fp32."""
 NARROW = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
@@ -35,13 +35,13 @@ class Promise(NamedTuple):
 
     def holds_for(self, parameter: Tensor) -> bool:
         if self.form in ("8bit", "4bit", "fp8"):
-            return parameter.numel() >= SMALL and parameter.numel() % self.block == 0
+            return parameter.numel() >= MIN_NARROW_ELEMENTS and parameter.numel() % self.block == 0
         if self.form == "factored":
             return parameter.ndim > 1
         return parameter.ndim == 2 or self.form != "momentum"
 
 
-def promised(kind: type, momentum: float = 0.0) -> Promise:
+def find_promise(kind: type, momentum: float = 0.0) -> Promise:
     """Returns the form of state that an optimizer class keeps; SGD has a moment with `momentum`."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
@@ -50,7 +50,7 @@ def promised(kind: type, momentum: float = 0.0) -> Promise:
     return Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
 
 
-def form_of(kept: Mapping[str, Any], size: int) -> str:
+def name_form(kept: Mapping[str, Any], size: int) -> str:
     """Names the form of the state `kept` for one parameter of `size` elements."""
     tensors = [t for name, t in kept.items() if isinstance(t, Tensor) and name != COMPENSATION]
     for dtype, name in NARROW.items():
@@ -88,23 +88,23 @@ class OptimizerState(Technique):
         others: Counter[str] = Counter()
         total = size = 0
         for parameter in parameters_of(optimizer):
-            kept = kept_by(optimizer, parameter)
+            kept = collect_state(optimizer, parameter)
             counts = meant if self.promise.holds_for(parameter) else others
-            counts[form_of(kept, parameter.numel())] += 1
+            counts[name_form(kept, parameter.numel())] += 1
             total += sum(t.nbytes for t in kept.values() if isinstance(t, Tensor))
             size += parameter.numel()
         note = f"{meant[self.promise.form]} of {meant.total()} parameters keep {self.promise.form}"
         if wrong := meant - Counter({self.promise.form: meant.total()}):
-            note += f" ({counted(wrong)})"
+            note += f" ({format_counts(wrong)})"
         if others:
-            note += f"; {others.total()} smaller or of another shape: {counted(others)}"
+            note += f"; {others.total()} smaller or of another shape: {format_counts(others)}"
         note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
         note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
         right = meant[self.promise.form] == meant.total()
         return Observation(self.promise.form if right else "mixed", note)
 
 
-def counted(forms: Counter[str]) -> str:
+def format_counts(forms: Counter[str]) -> str:
     return ", ".join(f"{n} {form}" for form, n in forms.items())
 
 
@@ -141,7 +141,7 @@ class AdapterGradients(Technique):
         update = self.step.optimizer_step
 
         def looking(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
-            self.steps.append({name: moves(p.grad) for name, p, _ in self.parameters()})
+            self.steps.append({name: flag_nonzero(p.grad) for name, p, _ in self.parameters()})
             self.taken.append(taken)
             update(grads, norm, taken)
 
@@ -151,7 +151,7 @@ class AdapterGradients(Technique):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
         """Name, parameter, and what an adapter calls it, of all that the adapted layers train."""
         names = {module: name for name, module in self.model.named_modules()}
-        for layer in switches(self.model, "base_layer"):
+        for layer in find_switches(self.model, "base_layer"):
             for own, parameter in layer.named_parameters():
                 if not own.startswith("base_layer."):
                     yield f"{names[layer]}.{own}", parameter, own
@@ -201,12 +201,12 @@ class AdapterGradients(Technique):
         for step in self.steps:
             none = torch.full((), -1.0, device=self.device)
             flags = torch.stack([none if flag is None else flag.to(none) for flag in step.values()])
-            if world_size() > 1:
+            if get_world_size() > 1:
                 dist.all_reduce(flags, dist.ReduceOp.MAX)
             found.append(flags)
         return found
 
 
-def moves(gradient: Tensor | None) -> Tensor | None:
+def flag_nonzero(gradient: Tensor | None) -> Tensor | None:
     """1 if a value is other than zero; on the device, so that nothing waits."""
-    return None if gradient is None else (local(gradient) != 0).any().float()
+    return None if gradient is None else (to_local(gradient) != 0).any().float()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.saved_tensors import keeping
+from accel.saved_tensors import count_saved
 
 CPU = torch.device("cpu")
 EIGHT_BIT = "aten::_scaled_mm"
@@ -154,7 +154,7 @@ class BlockProbe(nn.Module):
             given[tensor.untyped_storage()._cdata] += tensor.nbytes
         with (
             torch.profiler.record_function(f"{BLOCK} {self.index}"),
-            keeping(self.block, given) as kept,
+            count_saved(self.block, given) as kept,
         ):
             outputs = self.block(*inputs)
         note = BlockEvidence(
@@ -178,7 +178,7 @@ def has_fine_bits(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def probed(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[None]:
+def probe_blocks(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[None]:
     """Every block writes to its own list in `notes` inside."""
     own = list(blocks)
     notes[:] = [[] for _ in own]
@@ -191,7 +191,7 @@ def probed(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[
             blocks[i] = block
 
 
-def tell_calls(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
+def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
     """Gives each call of a block the host's events that began during it."""
     calls = [event for event in events if event.name().startswith(BLOCK)]
     starts = [call.start_ns() for call in calls]
@@ -203,7 +203,7 @@ def tell_calls(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
             notes[i].ops[event.name()] += 1
 
 
-def profiled_events(run: Callable[[], object], device: torch.device) -> list[Any]:
+def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
     """The profiler's events of one call of `run`, those of the host and those of `device`, as
     recorded.
 
@@ -221,7 +221,7 @@ def profiled_events(run: Callable[[], object], device: torch.device) -> list[Any
     return list(profiler.kineto_results.events())
 
 
-def kernels_of(events: Iterable[Any]) -> list[Any]:
+def select_kernels(events: Iterable[Any]) -> list[Any]:
     """Returns the events of the device: kernels, copies and fills.
 
     The profiler also repeats the host's annotations on the device, around their kernels; these are
@@ -231,7 +231,7 @@ def kernels_of(events: Iterable[Any]) -> list[Any]:
     return [event for event in device if not event.is_user_annotation()]
 
 
-def on_host(events: Iterable[Any]) -> list[Any]:
+def select_host_events(events: Iterable[Any]) -> list[Any]:
     """Events of the host in the order in which they began, an outer one before those in it."""
     found = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
     return sorted(
@@ -239,7 +239,7 @@ def on_host(events: Iterable[Any]) -> list[Any]:
     )
 
 
-def products_of(events: list[Any]) -> Counter[tuple[str, str]]:
+def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
     """(Op name, dtype) -> number of products among the host's events.
 
     Of an op inside one of the same name (a dispatch mode or autocast enters it twice) the inner one
@@ -291,38 +291,38 @@ def observe_step(
     before: graphs are counted since dynamo's counters were last cleared.
     """
     evidence = Evidence(blocks_uncompiled=hidden)
-    with probed(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
-        events = profiled_events(run, device)
-    host = on_host(events)
-    kernels = kernels_of(events)
+    with probe_blocks(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
+        events = record_events(run, device)
+    host = select_host_events(events)
+    kernels = select_kernels(events)
     evidence.ops.update(event.name() for event in (*host, *kernels))
-    evidence.products = products_of(host)
-    evidence.compiled_calls = compiled_calls(host)
+    evidence.products = count_products(host)
+    evidence.compiled_calls = count_compiled_calls(host)
     evidence.kernels_unseen = device.type == "cuda" and not kernels
     if kernels:
         evidence.busy_ms = sum(kernel.duration_ns() for kernel in kernels) / 1e6
-    evidence.graphs = graphs()
+    evidence.graphs = count_graphs()
     evidence.graph_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     if blocks and hidden:
-        with torch.compiler.set_stance("force_eager"), probed(blocks, evidence.blocks):
-            host = on_host(profiled_events(run, device))
-    tell_calls(evidence.blocks, host)
+        with torch.compiler.set_stance("force_eager"), probe_blocks(blocks, evidence.blocks):
+            host = select_host_events(record_events(run, device))
+    assign_ops(evidence.blocks, host)
     return evidence
 
 
 def observe_ops(run: Callable[[], object], device: torch.device = CPU) -> Counter[str]:
     """Profiler event name -> how often it ran in one call of `run`."""
-    events = profiled_events(run, device)
-    return Counter(event.name() for event in (*on_host(events), *kernels_of(events)))
+    events = record_events(run, device)
+    return Counter(event.name() for event in (*select_host_events(events), *select_kernels(events)))
 
 
 def observe_kernels(run: Callable[[], object], device: torch.device) -> set[str]:
     """Names of the device's kernels in one call of `run`; copies and fills left out."""
-    names = {kernel.name() for kernel in kernels_of(profiled_events(run, device))}
+    names = {kernel.name() for kernel in select_kernels(record_events(run, device))}
     return {name for name in names if not name.startswith(("Memcpy", "Memset"))}
 
 
-def compiled_calls(host: list[Any]) -> int:
+def count_compiled_calls(host: list[Any]) -> int:
     """Calls of compiled functions among the host's events; those inside an optimizer's step or
     FlexAttention not."""
     others = [event for event in host if event.name().startswith((UPDATE, FLEX))]
@@ -330,12 +330,12 @@ def compiled_calls(host: list[Any]) -> int:
     return sum(not any(contains(other, region) for other in others) for region in regions)
 
 
-def graphs() -> int:
+def count_graphs() -> int:
     """Graphs that this process has compiled since dynamo's counters were last cleared."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def reason_of_last_graph() -> str:
+def explain_last_graph() -> str:
     """Why the newest graph was compiled: the first guard that failed, or that its code was new."""
     found = torch._dynamo.utils.get_compilation_metrics()
     reason = found[-1].recompile_reason if found else None

@@ -36,7 +36,7 @@ class LedgerRow:
         )
 
 
-def shown(value: bool | str) -> str:
+def format_value(value: bool | str) -> str:
     """A value as a person reads it."""
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
@@ -67,7 +67,12 @@ class Ledger(list[LedgerRow]):
         """A table for the terminal; a row that was asked for and is not on starts with an
         exclamation mark."""
         cells = [COLUMNS] + [
-            (("! " if r.missing else "  ") + r.key, shown(r.requested), shown(r.active), r.evidence)
+            (
+                ("! " if r.missing else "  ") + r.key,
+                format_value(r.requested),
+                format_value(r.active),
+                r.evidence,
+            )
             for r in self
         ]
         widths = [max(len(row[i]) for row in cells) for i in range(3)]

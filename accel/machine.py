@@ -28,7 +28,7 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
 
 
 @contextmanager
-def pretending(capability: Capability) -> Iterator[list[str]]:
+def pretend_gpu(capability: Capability) -> Iterator[list[str]]:
     """Has techniques answer for a GPU of this compute capability; yields what they need beside it,
     which is taken as given."""
     pretended = Pretended(capability, [])
@@ -45,7 +45,7 @@ def capability_of(device: torch.device) -> Capability:
     return pretended.capability if pretended else torch.cuda.get_device_capability(device)
 
 
-def is_here(need: str, found: bool) -> bool:
+def is_available(need: str, found: bool) -> bool:
     """Returns `found`, whether this machine has what a technique needs beside the GPU. A pretended
     machine is taken to have it, and the need is noted."""
     pretended = PRETENDED.get()

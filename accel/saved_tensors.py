@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-LEAST_MOVED = 2**20
+MIN_MOVED_BYTES = 2**20
 """Bytes below which a tensor is not worth a copy of its own to the host."""
 
 
 @dataclass
-class Kept:
+class SavedCounter:
     """Counts what forward passes of `module` keep for their backward passes."""
 
     module: nn.Module
@@ -53,14 +53,14 @@ class Kept:
         leaves = [leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
         if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in leaves):
             self.left[storage._cdata] = size
-            if min(tensor.nbytes, size) >= LEAST_MOVED:
+            if min(tensor.nbytes, size) >= MIN_MOVED_BYTES:
                 self.large_left[storage._cdata] = size
 
 
 # The hooks on tensors that a forward pass saves. PyTorch calls the innermost pair only, so `pack`
 # is in all of them: a technique may move what is saved, and any number of counters may look on.
 MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
-COUNTERS: list[Kept] = []
+COUNTERS: list[SavedCounter] = []
 CACHES: list[list[Any]] = []
 """A list for each counter. Selective checkpointing adds its caches to the last; no hook sees their
 content."""
@@ -76,7 +76,9 @@ def pack(tensor: Tensor) -> Any:
 
 
 @contextmanager
-def moved(pack_one: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+def move_saved(
+    pack_one: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Iterator[None]:
     """Keeps `pack_one(tensor)` in the place of each tensor saved inside; the backward pass gets
     `unpack` of that."""
     MOVES.append((pack_one, unpack))
@@ -88,12 +90,14 @@ def moved(pack_one: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) ->
 
 
 @contextmanager
-def keeping(module: nn.Module, given: Mapping[int, int] = MappingProxyType({})) -> Iterator[Kept]:
+def count_saved(
+    module: nn.Module, given: Mapping[int, int] = MappingProxyType({})
+) -> Iterator[SavedCounter]:
     """Counts what forward passes of `module` inside keep; complete when the context has been left.
 
     Of storages whose addresses are `given`, only so many bytes count.
     """
-    kept = Kept(module, given)
+    kept = SavedCounter(module, given)
     caches: list[Any] = []
     CACHES.append(caches)
     COUNTERS.append(kept)

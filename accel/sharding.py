@@ -10,44 +10,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-NORM_PART = 2**18
+MAX_NORM_ELEMENTS = 2**18
 """Values of which PyTorch's norm on the CPU is right to 4 digits; of `dit_xl`'s largest matrix it
 is 3% too small."""
 
 
-def world_size() -> int:
+def get_world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def is_first() -> bool:
-    return world_size() == 1 or dist.get_rank() == 0
+def is_first_rank() -> bool:
+    return get_world_size() == 1 or dist.get_rank() == 0
 
 
-def gathered(item: Any) -> list[Any]:
+def gather_objects(item: Any) -> list[Any]:
     """The items of all processes, in order."""
-    found: list[Any] = [item] * world_size()
-    if world_size() > 1:
+    found: list[Any] = [item] * get_world_size()
+    if get_world_size() > 1:
         dist.all_gather_object(found, item)
     return found
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def to_full(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered, on every process; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def storages_of(module: nn.Module) -> set[int]:
+def find_storages(module: nn.Module) -> set[int]:
     """The addresses of the storages of its parameters, as they are now, and of its buffers."""
     tensors = (*module.parameters(), *module.buffers())
-    return {local(tensor.detach()).untyped_storage()._cdata for tensor in tensors}
+    return {to_local(tensor.detach()).untyped_storage()._cdata for tensor in tensors}
 
 
-def gathered_storages(model: nn.Module) -> set[int]:
+def find_gathered_storages(model: nn.Module) -> set[int]:
     """The addresses of the storages in which FSDP2 gathers parameters, for it takes the same ones
     each time; none without it. Gathers one part of the model after the other, so all processes call
     this."""
@@ -59,7 +59,7 @@ def gathered_storages(model: nn.Module) -> set[int]:
     for part in model.modules():
         if isinstance(part, fsdp.FSDPModule):
             part.unshard()
-            found |= storages_of(part)
+            found |= find_storages(part)
             part.reshard()
     return found
 
@@ -69,28 +69,30 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     parts."""
     parts: list[Tensor] = []
     for t in tensors:
-        large = t.device.type == "cpu" and not isinstance(t, DTensor) and t.numel() > NORM_PART
-        parts += t.reshape(-1).split(NORM_PART) if large else [t]
+        large = (
+            t.device.type == "cpu" and not isinstance(t, DTensor) and t.numel() > MAX_NORM_ELEMENTS
+        )
+        parts += t.reshape(-1).split(MAX_NORM_ELEMENTS) if large else [t]
     # PyTorch's would be rounded to their dtype
     if any(t.dtype in (torch.bfloat16, torch.float16) for t in parts):
         return torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
         )
-    return whole(torch.nn.utils.get_total_norm(parts)) if parts else torch.zeros(())
+    return to_full(torch.nn.utils.get_total_norm(parts)) if parts else torch.zeros(())
 
 
-def part_of(tensor: Tensor, like: Tensor) -> Tensor:
+def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This process's part of a whole tensor, cut as `like` is; of one that is cut already, its
     part."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
-        return local(tensor)
-    shape, offset = extent(like)
+        return to_local(tensor)
+    shape, offset = locate_shard(like)
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, min(start, tensor.shape[dim]), length)
     return tensor
 
 
-def extent(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
+def locate_shard(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
     """The shape of this process's part of a sharded tensor, and where it begins."""
     from torch.distributed.tensor import _utils
 
@@ -98,7 +100,7 @@ def extent(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
     return _utils.compute_local_shape_and_global_offset(tensor.shape, *where)
 
 
-def rows_of(tensor: DTensor) -> int | None:
+def find_first_row(tensor: DTensor) -> int | None:
     """The first row of this process's part of a tensor sharded by rows; None if another process has
     the same part."""
     coordinate = cast("list[int]", tensor.device_mesh.get_coordinate())
@@ -107,21 +109,21 @@ def rows_of(tensor: DTensor) -> int | None:
         assert copied or placement.is_shard(0)
         if copied and place:
             return None
-    return extent(tensor)[1][0]
+    return locate_shard(tensor)[1][0]
 
 
-def cut(tensor: Any, like: Any) -> Any:
+def shard_like(tensor: Any, like: Any) -> Any:
     """A whole tensor as a sharded one such as `like`; anything else as it is."""
     alike = isinstance(tensor, Tensor) and isinstance(like, DTensor) and tensor.shape == like.shape
     if not alike:
         return tensor
-    part = part_of(tensor, like).to(like.device, copy=True)
+    part = slice_like(tensor, like).to(like.device, copy=True)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
 
 
-def replicated_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
+def replicate_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
     """A scalar as a replicated DTensor on the mesh of sharded `tensors`, so that one operation
     takes both."""
     like = tensors[0]
@@ -131,9 +133,9 @@ def replicated_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
     return DTensor.from_local(scalar, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def agreed(flag: bool, device: torch.device) -> bool:
+def is_true_on_any_rank(flag: bool, device: torch.device) -> bool:
     """True if any process says so."""
-    if world_size() == 1:
+    if get_world_size() == 1:
         return flag
     votes = torch.tensor(float(flag), device=device)
     dist.all_reduce(votes, dist.ReduceOp.MAX)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.composite_optimizer import Make
+from accel.composite_optimizer import MakeOptimizer
 from accel.evidence import observe_ops, observe_step
 from accel.ledger import AUTO, Ledger, LedgerRow
 from accel.proof import Question, prove
-from accel.sharding import agreed, world_size
+from accel.sharding import get_world_size, is_true_on_any_rank
 from accel.technique import AnyStep, Model, Technique
 from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.compilation import Compile
@@ -67,7 +67,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
     CudaGraph,
 )
 
-ELSEWHERE = "another process failed in warm-up; its message says why"
+FAILED_ELSEWHERE = "another process failed in warm-up; its message says why"
 SAME_BYTES = (
     "off here: it chooses algorithms by their time, and work that goes on after a stop must end "
     "with the same bytes"
@@ -178,7 +178,7 @@ class AccelerationStack:
     def why_apart(self) -> str | None:
         """Why several processes would train apart from each other, as a sentence; None if they
         would not."""
-        if world_size() == 1 or self.values[DataParallel.key] != DataParallel.off:
+        if get_world_size() == 1 or self.values[DataParallel.key] != DataParallel.off:
             return None
         alone = "Each would train a model of its own; use auto, or start one process."
         return self.reasons.get(DataParallel.key, alone)
@@ -248,7 +248,7 @@ class AccelerationStack:
     def optimizer_kwargs(self) -> dict[str, Any]:
         return dict(pair for t in self.techniques for pair in t.optimizer_kwargs().items())
 
-    def on_optimizer(self, make: Make) -> Make:
+    def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         """The later a technique stands in the tuple, the closer it is to the optimizer itself."""
         for technique in reversed(self.techniques):
             make = technique.on_optimizer(make)
@@ -290,10 +290,10 @@ class AccelerationStack:
                 run()
             except Exception as error:
                 failure = error
-            if not agreed(failure is not None, self.device):
+            if not is_true_on_any_rank(failure is not None, self.device):
                 return
 
-            failure = failure or RuntimeError(ELSEWHERE)
+            failure = failure or RuntimeError(FAILED_ELSEWHERE)
             undone = filter(None, (t.recover(failure) for t in reversed(self.techniques)))
             sentence = next(undone, None)
             if sentence is None or self.strict:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from accel.composite_optimizer import Make
+    from accel.composite_optimizer import MakeOptimizer
     from accel.evidence import Evidence
 
 
@@ -61,7 +61,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return cast("nn.ModuleList", model.blocks)
 
 
-def switches(module: nn.Module, key: str) -> list[nn.Module]:
+def find_switches(module: nn.Module, key: str) -> list[nn.Module]:
     """The modules in it that have an attribute `key`, by which they choose how they compute."""
     return [m for m in module.modules() if hasattr(m, key)]
 
@@ -171,7 +171,7 @@ class Technique(ABC):
         """Arguments for the optimizer's constructor."""
         return {}
 
-    def on_optimizer(self, make: Make) -> Make:
+    def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         """Wraps what builds the optimizer from parameter groups."""
         return make
 

@@ -174,39 +174,39 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
     if not found:
         raise UserError(adapter.misses)
     for name, adapted in found.items():
-        exchange(model, name, adapted)
+        replace_layer(model, name, adapted)
 
 
-def layers_of(model: nn.Module) -> dict[str, Adapted]:
+def find_adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The adapted layers of a model, by name; none of a model without an adapter."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Adapted)}
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def find_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that training changes, and that a checkpoint keeps: all, or those that an
     adapter brought."""
-    adapted = bool(layers_of(model))
+    adapted = bool(find_adapted_layers(model))
     return {name: p for name, p in model.named_parameters() if p.requires_grad or not adapted}
 
 
-def passes(model: nn.Module) -> float:
+def count_passes(model: nn.Module) -> float:
     """What a training step costs, in forward passes: three; with frozen weights, one and the share
     of the blocks, taken as alike, that the gradients come through, which is from the first one on
     that trains."""
-    if not layers_of(model):
+    if not find_adapted_layers(model):
         return 3.0
-    blocks = [re.match(r"blocks\.(\d+)\.", name) for name in trained(model)]
+    blocks = [re.match(r"blocks\.(\d+)\.", name) for name in find_trained_parameters(model)]
     depth = len(cast("Any", model).blocks)
     return 2.0 - min(int(found[1]) if found else 0 for found in blocks) / depth
 
 
-def merge(model: nn.Module) -> None:
+def merge_adapter(model: nn.Module) -> None:
     """Adds the adapter to the weights, for good: the model computes the same to rounding, as fast
     as without it."""
-    for name, layer in layers_of(model).items():
-        exchange(model, name, layer.merged())
+    for name, layer in find_adapted_layers(model).items():
+        replace_layer(model, name, layer.merged())
 
 
-def exchange(model: nn.Module, name: str, layer: nn.Module) -> None:
+def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     cast("Any", model.get_submodule(parent)).register_module(own, layer)

@@ -150,7 +150,9 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     try:
         tensors = load_file(folder / WEIGHTS_FILE)
     except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS_FILE} is damaged ({error}); download it again.") from error
+        raise UserError(
+            f"{folder / WEIGHTS_FILE} is damaged ({error}); download it again."
+        ) from error
     pools = (
         sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
         if kind == "AutoencoderTiny"

@@ -54,7 +54,7 @@ def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
     return scaled.permute(0, 2, 3, 1).cpu().numpy()
 
 
-def shown(latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B c H W"]:
+def select_rgb(latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B c H W"]:
     """Latents that are pixels: one or three channels as they are, of any other number the first."""
     return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
@@ -90,10 +90,10 @@ def write_grid(
     factor = max(1, -(-SMALLEST_TILE // height))
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = ImageOps.scale(picture, factor, Image.Resampling.NEAREST)
-    (lettered(picture, names, note) if names else picture).save(path)
+    (add_captions(picture, names, note) if names else picture).save(path)
 
 
-def lettered(picture: Image, names: Sequence[str], note: str) -> Image:
+def add_captions(picture: Image, names: Sequence[str], note: str) -> Image:
     """The picture with the name of each of its rows on the left, and a note below."""
     from PIL import Image, ImageDraw, ImageFont
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 
 
-def heads_of(width: int, head_dim: int, what: str) -> int:
+def count_heads(width: int, head_dim: int, what: str) -> int:
     """Number of heads of `head_dim` in `width`; ValueError if they do not fit."""
     if width % head_dim:
         raise UserError(

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 Velocity = Callable[[Tensor, float], Tensor]
 SOLVERS = ("euler", "heun", "ab2", "sde")
-FARTHEST = 1 << 40
+STEP_STRIDE = 1 << 40
 """Positions of samples lie below it: the step of a solver that adds noise is counted above."""
 
 
-def shifted(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
+def shift_times(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
     """Timestep shift `t' = s·t / (1 + (s - 1)·t)`: s > 1 spends more of [0, 1] on noise (Esser et
     al. 2024, eq. 23)."""
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
-def guided_velocity(
+def make_guided_velocity(
     model: Callable[..., Tensor],
     labels: Int[Tensor, "B"],
     null_label: int,
@@ -92,7 +92,7 @@ def sample(
         raise UserError(f"solver={solver} is unknown; choose {', '.join(SOLVERS)}.")
     if solver == "sde" and fresh is None:
         raise UserError("solver=sde needs noise for its steps; give `fresh`.")
-    times = shifted(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
+    times = shift_times(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
     before: tuple[float, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(times)):
@@ -133,11 +133,11 @@ def draw_latents(
     shape = (spec.channels, spec.height, spec.width)
 
     def fresh(step: int) -> Tensor:
-        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
+        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, shape)
 
     noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
     low, high = sampling.guidance_interval
-    velocity = guided_velocity(model, labels, spec.num_classes, sampling.guidance, (low, high))
+    velocity = make_guided_velocity(model, labels, spec.num_classes, sampling.guidance, (low, high))
     return spec.denormalise(
         sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)
     )

@@ -116,7 +116,9 @@ class SampleJob:
         self.trained = load_run(
             cfg.path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
-        given = {name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None}
+        given = {
+            name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None
+        }
         sampling = self.trained.settings(**given)
         self.labels, dealt = self.chosen_labels()
         """`balanced`, `data`, or numbers of classes."""

@@ -33,7 +33,9 @@ from training.environment import pick_device
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder
 
-QUICK_START_RUNTIME = MappingProxyType({kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start})
+QUICK_START_RUNTIME = MappingProxyType(
+    {kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start}
+)
 """Runtime values that spare a few samples a long first step."""
 
 
@@ -51,7 +53,9 @@ def find_class_numbers(labels: Sequence[int | str], spec: LatentSpec) -> list[in
             whole = isinstance(label, Integral) and not isinstance(label, bool)
             fits = [int(label)] if whole and label in spec.labels else []
         if len(fits) != 1:
-            raise UserError(f"labels: {repr(label)[:80]} is {explain_unclear_label(label, fits, spec.names)}")
+            raise UserError(
+                f"labels: {repr(label)[:80]} is {explain_unclear_label(label, fits, spec.names)}"
+            )
         found += fits
     return found
 

@@ -21,7 +21,7 @@ from common.files import ROOT
 from precompute_latents import precompute
 from tests.harness.sets import Job, save_images, save_tiny_autoencoder
 from tests.harness.steps import allow_any_precision
-from tests.harness.words import TINY_JOB
+from tests.harness.words import TINY_JOB, TINY_RUN
 from tests.harness.zygote import Zygote
 from train import train
 from training.config import build

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
 from common.errors import UserError
-from models.sampler import shifted
+from models.sampler import shift_times
 
 if TYPE_CHECKING:
     from data.loader import Batch
@@ -66,7 +66,9 @@ class FlowMatching:
         noise = counter_normal(seed, purpose, position, latents.shape[1:])
         purpose = Purpose.EVAL_TIME if held_out else Purpose.TIME
         normal = counter_normal(seed, purpose, position, (1,)).squeeze(1)
-        t = shifted(torch.sigmoid(self.logit_mean + self.logit_std * normal), self.timestep_shift)
+        t = shift_times(
+            torch.sigmoid(self.logit_mean + self.logit_std * normal), self.timestep_shift
+        )
         extra = {}
         if not held_out:
             drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accel.composite_optimizer import is_fused, parts_of
-from accel.sharding import local, part_of, replicated_like, total_norm
+from accel.composite_optimizer import is_fused, split_parts
+from accel.sharding import to_local, slice_like, replicate_like, total_norm
 from common.errors import UserError
 from data.loader import Batch
-from models.adapters import trained
+from models.adapters import find_trained_parameters
 from training.config.schema import TrainConfig
 from training.optimizers import Schedule
 
@@ -55,7 +55,7 @@ class EMA:
             )
         self.half_life_samples = half_life_samples
         self.ramp = ramp
-        named = trained(model)
+        named = find_trained_parameters(model)
         self.names = list(named)
         self.parameters = list(named.values())
         self.averages = [p.detach().float().clone() for p in self.parameters]
@@ -64,7 +64,7 @@ class EMA:
         average_of = dict(zip(self.parameters, self.averages, strict=True))
         self.parts = [
             [(p, average_of[p]) for group in part for p in group["params"]]
-            for part in parts_of([{"params": self.parameters}])
+            for part in split_parts([{"params": self.parameters}])
         ]
         """Parameters with their averages, cut so that an update, while the gradients live, needs
         little more memory."""
@@ -80,8 +80,8 @@ class EMA:
         # Not _foreach_lerp_: it takes one weight as a host number only, which would wait for the
         # device.
         for part in self.parts:
-            averages = [local(average) for _, average in part]
-            moves = torch._foreach_sub([local(p.detach()) for p, _ in part], averages)
+            averages = [to_local(average) for _, average in part]
+            moves = torch._foreach_sub([to_local(p.detach()) for p, _ in part], averages)
             torch._foreach_mul_(moves, weight)
             torch._foreach_add_(averages, moves)
 
@@ -122,7 +122,7 @@ class EMA:
                 f"{sorted(state.keys() ^ own.keys())[:5]}."
             )
         for name, average in own.items():
-            local(average).copy_(part_of(state[name], average))
+            to_local(average).copy_(slice_like(state[name], average))
 
 
 class SpikeGuard:
@@ -283,9 +283,9 @@ class TrainStep:
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale
         if is_fused(self.optimizer):
-            self.optimizer.grad_scale = replicated_like(divisor, grads)  # pyright: ignore[reportAttributeAccessIssue]
-            self.optimizer.found_inf = replicated_like((~taken).float(), grads)  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.grad_scale = replicate_like(divisor, grads)  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.found_inf = replicate_like((~taken).float(), grads)  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
         elif bool(taken):
-            torch._foreach_div_([local(g) for g in grads], divisor)
+            torch._foreach_div_([to_local(g) for g in grads], divisor)
             self.optimizer.step()

@@ -14,7 +14,7 @@ import torch
 
 from accel.evidence import NO_KERNEL_SEEN, Evidence, observe_kernels
 from accel.ledger import UNSEEN, UNUSED
-from accel.machine import is_here
+from accel.machine import is_available
 from accel.technique import Observation, Technique
 
 CONVOLUTION = "aten::cudnn_convolution"
@@ -34,7 +34,7 @@ class CudnnBenchmark(Technique):
 
     def unavailable(self) -> str | None:
         found = torch.backends.cudnn.is_available()
-        if self.device.type != "cuda" or not is_here("cuDNN", found):
+        if self.device.type != "cuda" or not is_available("cuDNN", found):
             return (
                 "The cuDNN autotuner needs cuDNN on an NVIDIA GPU; this run is on "
                 f"{self.device.type}."

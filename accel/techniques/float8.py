@@ -59,7 +59,11 @@ def is_large(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear:
         return False
     sizes = (layer.in_features, layer.out_features)
-    return sizes[0] >= MIN_FEATURES and sizes[1] > MIN_FEATURES and not any(size % SIZE_MULTIPLE for size in sizes)
+    return (
+        sizes[0] >= MIN_FEATURES
+        and sizes[1] > MIN_FEATURES
+        and not any(size % SIZE_MULTIPLE for size in sizes)
+    )
 
 
 def cast_input(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:

@@ -19,9 +19,9 @@ import torch
 
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
-from accel.machine import capability_of, is_here
+from accel.machine import capability_of, is_available
 from accel.proof import Proof
-from accel.technique import Model, Observation, Saving, Technique, blocks_of, switches
+from accel.technique import Model, Observation, Saving, Technique, blocks_of, find_switches
 
 
 class FusedKernel(Technique):
@@ -41,7 +41,7 @@ class FusedKernel(Technique):
 
     def asks_for_proof(self, model: torch.nn.Module) -> bool:
         """Whether the key is wanted and the model has something that it exchanges."""
-        return self.enabled and bool(switches(blocks_of(model), self.key))
+        return self.enabled and bool(find_switches(blocks_of(model), self.key))
 
     def settle(self, proof: Proof) -> None:
         """Takes the decision that was asked for."""
@@ -51,7 +51,7 @@ class FusedKernel(Technique):
     def unavailable(self) -> str | None:
         if self.device.type != "cuda":
             return f"The Triton kernels need an NVIDIA GPU; this run is on {self.device.type}."
-        if not is_here("triton", importlib.util.find_spec("triton") is not None):
+        if not is_available("triton", importlib.util.find_spec("triton") is not None):
             return "The Triton kernels need triton; install it with pip."
         if capability_of(self.device) < (8, 0):
             return "The Triton kernels need compute capability 8.0 or newer."
@@ -64,7 +64,7 @@ class FusedKernel(Technique):
         self.settle(Proof(True, "assumed"))
 
     def on_model(self, model: Model) -> Model:
-        self.switches = switches(blocks_of(model), self.key)
+        self.switches = find_switches(blocks_of(model), self.key)
         for module in self.switches:
             setattr(module, self.key, self.proof is not None and self.proof.on)
         return model

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from accel.evidence import BlockEvidence, Evidence, probed
+from accel.evidence import BlockEvidence, Evidence, probe_blocks
 from accel.saved_tensors import CACHES
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
@@ -34,8 +34,8 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
 """"selective" keeps the results of these products, of ops whose names start so, and of the scan."""
 SCANS = ("fastlatent::ssd", "fastlatent::selective_scan")
-DOES = {"blocks": "recompute", "selective": "recompute all but products"}
-EVERY = "every_"
+BEHAVIOURS = {"blocks": "recompute", "selective": "recompute all but products"}
+EVERY_PREFIX = "every_"
 """The prefix of policies that recompute one block in n; n follows it."""
 
 
@@ -45,7 +45,7 @@ class CheckpointBlocks(Technique):
     options: ClassVar = {"checkpoint_policy": "blocks"}
     examples = tuple(
         {"gradient_checkpointing": True, "checkpoint_policy": policy}
-        for policy in (*DOES, f"{EVERY}2")
+        for policy in (*BEHAVIOURS, f"{EVERY_PREFIX}2")
     )
     loss_rtol = 0.0
     changes_kernels = "time"
@@ -61,7 +61,7 @@ class CheckpointBlocks(Technique):
 
     @property
     def period(self) -> int:
-        _, every, n = self.checkpoint_policy.partition(EVERY)
+        _, every, n = self.checkpoint_policy.partition(EVERY_PREFIX)
         return int(n) if every and self.enabled else 1
 
     def on_model(self, model: Model) -> Model:
@@ -72,16 +72,16 @@ class CheckpointBlocks(Technique):
                 "ignore", message="A saved_tensors_hooks context", category=FutureWarning
             )
             self.blocks = blocks_of(model)
-            how = {"context_fn": contexts} if self.checkpoint_policy == "selective" else {}
+            how = {"context_fn": make_contexts} if self.checkpoint_policy == "selective" else {}
             for block in list(self.blocks)[:: self.period]:
-                block.forward = recomputed(block.forward, **how)
+                block.forward = recompute(block.forward, **how)
         return model
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         hidden = evidence.compiled_calls and not evidence.blocks_uncompiled
         if self.blocks and self.checkpoint_policy == "selective" and hidden:
             self.uncompiled = calls = []
-            with torch.compiler.set_stance("force_eager"), probed(self.blocks, calls):
+            with torch.compiler.set_stance("force_eager"), probe_blocks(self.blocks, calls):
                 run()
 
     # What would still say "on" if this did nothing? The wrapped forward would, so the row compares
@@ -102,7 +102,7 @@ class CheckpointBlocks(Technique):
 
         # The note says what each block kept, and of which operations.
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
-        does = DOES.get(policy, f"do as asked (one in {self.period} recomputes)")
+        does = BEHAVIOURS.get(policy, f"do as asked (one in {self.period} recomputes)")
         note = f"{evidence.share(found)} {does}; each kept {kept[0]:.2f} to "
         note += f"{kept[-1]:.2f} MiB for backward and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
@@ -112,7 +112,7 @@ class CheckpointBlocks(Technique):
         return Observation(all(found), note)
 
 
-def contexts() -> tuple[Any, Any]:
+def make_contexts() -> tuple[Any, Any]:
     """The contexts of the first forward pass of a block and of its repetition under "selective"."""
     first, again = create_selective_checkpoint_contexts(decide)
     if CACHES and not torch.compiler.is_compiling():
@@ -146,7 +146,7 @@ def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) 
     )
 
 
-def recomputed(forward: Callable, **how: Any) -> Callable:
+def recompute(forward: Callable, **how: Any) -> Callable:
     """A block's forward pass that keeps its inputs and runs again in the backward pass."""
 
     # Our own closure, not functools.partial: a partial in place of `forward` breaks

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel import saved_tensors
 from accel.evidence import Evidence
-from accel.sharding import gathered_storages, storages_of
+from accel.sharding import find_gathered_storages, find_storages
 from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 
@@ -63,12 +63,12 @@ class OffloadActivations(Technique):
             @functools.wraps(forward)
             def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
                 if self.gathered is None:
-                    self.gathered = gathered_storages(self.model)
-                self.own = self.gathered | storages_of(self.model)
+                    self.gathered = find_gathered_storages(self.model)
+                self.own = self.gathered | find_storages(self.model)
                 self.copies = {}
                 self.moved = 0
                 try:
-                    with saved_tensors.moved(self.pack, unpack):
+                    with saved_tensors.move_saved(self.pack, unpack):
                         return forward(*args, **kwargs)
                 finally:
                     self.copies.clear()
@@ -78,7 +78,7 @@ class OffloadActivations(Technique):
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        small = tensor.nbytes < saved_tensors.LEAST_MOVED or 0 in tensor.stride()
+        small = tensor.nbytes < saved_tensors.MIN_MOVED_BYTES or 0 in tensor.stride()
         if small or tensor.device.type != self.device.type or storage._cdata in self.own:
             return tensor.detach()
         # A reference to the storage that does not keep its memory, and whose address nothing else
@@ -107,7 +107,7 @@ class OffloadActivations(Technique):
         found = evidence.where(lambda call: call.trains and not call.left)
         kept = sum(call.saved_bytes for call in calls)
         left = sum(call.left for call in calls)
-        least = saved_tensors.LEAST_MOVED
+        least = saved_tensors.MIN_MOVED_BYTES
         note = f"{evidence.share(found)} keep nothing of {least} bytes or more on the device: of "
         note += f"{kept / 2**20:.1f} MiB kept for the backward pass {left / 2**20:.1f} stay there"
         note += f"; a forward pass copied {self.moved / 2**20:.3f} MiB to the host"

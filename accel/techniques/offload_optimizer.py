@@ -16,19 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.composite_optimizer import Groups, Make, Members, innermost, kept_by, nbytes_of, parts_of
+from accel.composite_optimizer import (
+    Groups,
+    MakeOptimizer,
+    Members,
+    collect_state,
+    count_bytes,
+    iterate_innermost,
+    split_parts,
+)
 from accel.evidence import Evidence
 from accel.technique import Observation, Saving, Technique
 
-SMALL = 4096
+MIN_OFFLOADED_ELEMENTS = 4096
 """Elements below which a tensor stays on the device: step counts, scales, moments of vectors."""
 
 
 class HostState(Members):
     """Updates part by part; between two updates what a part keeps lies in host memory."""
 
-    def __init__(self, groups: Groups, make: Make) -> None:
-        super().__init__(groups, [make(part) for part in parts_of(groups)])
+    def __init__(self, groups: Groups, make: MakeOptimizer) -> None:
+        super().__init__(groups, [make(part) for part in split_parts(groups)])
         self.device = self.numbered[0].device
         self.host: dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]] = {}
         """Optimizer -> (parameter, name) -> what it keeps, in host memory."""
@@ -42,22 +50,22 @@ class HostState(Members):
     @contextmanager
     def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """The member finds its state on the device inside; after, it lies in host memory again."""
-        for optimizer in innermost(member):
+        for optimizer in iterate_innermost(member):
             for key, value in self.host.get(optimizer, {}).items():
                 parameter, name = key
                 on_device = value.to(self.device, copy=True, non_blocking=True)
                 optimizer.state[parameter][name] = on_device
-                self.moved += nbytes_of(on_device)
+                self.moved += count_bytes(on_device)
         yield
-        for optimizer in innermost(member):
+        for optimizer in iterate_innermost(member):
             host = self.host.setdefault(optimizer, {})
             for parameter, entries in optimizer.state.items():
                 for name, value in entries.items():
-                    if isinstance(value, Tensor) and value.numel() >= SMALL:
+                    if isinstance(value, Tensor) and value.numel() >= MIN_OFFLOADED_ELEMENTS:
                         if (parameter, name) not in host:
-                            host[parameter, name] = host_tensor(value)
+                            host[parameter, name] = make_host_tensor(value)
                         entries[name] = host[parameter, name].copy_(value, non_blocking=True)
-                        self.moved += nbytes_of(value)
+                        self.moved += count_bytes(value)
 
     def wait(self) -> None:
         """Waits for the copies, which the step has only queued."""
@@ -65,7 +73,7 @@ class HostState(Members):
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def host_tensor(value: Tensor) -> Tensor:
+def make_host_tensor(value: Tensor) -> Tensor:
     """Room in host memory, page-locked where a GPU copies to it; a library's tensor class is not
     page-locked."""
     if value.is_cuda and not hasattr(value, "__tensor_flatten__"):
@@ -85,7 +93,7 @@ class OffloadOptimizer(Technique):
     )
     states: Sequence[HostState] = ()
 
-    def on_optimizer(self, make: Make) -> Make:
+    def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         if not self.enabled:
             return make
 
@@ -112,8 +120,8 @@ class OffloadOptimizer(Technique):
             t
             for state in self.states
             for p in state.numbered
-            for t in kept_by(state, p).values()
-            if isinstance(t, Tensor) and t.numel() >= SMALL
+            for t in collect_state(state, p).values()
+            if isinstance(t, Tensor) and t.numel() >= MIN_OFFLOADED_ELEMENTS
         ]
         away = [t for t in kept if t.device.type == "cpu"]
         moved = sum(state.moved for state in self.states)

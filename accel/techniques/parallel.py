@@ -23,11 +23,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel.evidence import Evidence
-from accel.machine import is_here
-from accel.sharding import world_size
+from accel.machine import is_available
+from accel.sharding import get_world_size
 from accel.technique import AnyStep, Model, Observation, Saving, Technique, blocks_of
 
-BUFFERS = (
+SYNC_BUFFERS_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
     else "broadcast_buffers"  # before torch 2.13
@@ -67,16 +67,16 @@ class DataParallel(Technique):
 
     def __init__(self, value: Any, device: torch.device, **options: Any) -> None:
         if value == "auto":
-            value = "ddp" if world_size() > 1 else "none"
+            value = "ddp" if get_world_size() > 1 else "none"
         super().__init__(value, device, **options)
 
     def unavailable(self) -> str | None:
         started = dist.is_available() and dist.is_initialized()
-        if not is_here("several processes", started):
+        if not is_available("several processes", started):
             return "There is one process only; start several with torchrun."
         degree = self.option["shard_degree"]
-        if self.value == "hsdp" and world_size() % (degree or 1):
-            return f"shard_degree={degree} does not divide {world_size()} processes."
+        if self.value == "hsdp" and get_world_size() % (degree or 1):
+            return f"shard_degree={degree} does not divide {get_world_size()} processes."
         if self.value == "ddp" and self.travels_narrow and self.device.type != "cuda":
             return (
                 "Gradients of ddp travel in bf16 over NCCL only, which needs NVIDIA GPUs; use "
@@ -96,7 +96,7 @@ class DataParallel(Technique):
         return self.enabled and self.value != "ddp"
 
     def mesh(self) -> DeviceMesh:
-        world = world_size()
+        world = get_world_size()
         device = self.device.type
         if self.value == "fsdp":
             return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
@@ -135,7 +135,7 @@ class DataParallel(Technique):
     def on_step(self, step: AnyStep) -> AnyStep:
         if self.value == "ddp":
             how = {name: self.option[name] for name in ("bucket_cap_mb", "gradient_as_bucket_view")}
-            how[BUFFERS] = False  # our buffers never change
+            how[SYNC_BUFFERS_ARGUMENT] = False  # our buffers never change
             devices = [torch.cuda.current_device()] if self.device.type == "cuda" else None
             self.wrapped = nn.parallel.DistributedDataParallel(
                 self.model, device_ids=devices, **how
@@ -178,7 +178,7 @@ class DataParallel(Technique):
             for what in COLLECTIVES
         }
         counts = ", ".join(f"{n} {COLLECTIVES[what]}" for what, n in found.items() if n)
-        note = f"{counts or 'no collectives'} in one step of {world_size()} processes"
+        note = f"{counts or 'no collectives'} in one step of {get_world_size()} processes"
         if not self.enabled:
-            return Observation(self.off if world_size() == 1 else "not synchronised", note)
+            return Observation(self.off if get_world_size() == 1 else "not synchronised", note)
         return Observation(str(self.value) if found[REDUCTIONS[str(self.value)]] else False, note)

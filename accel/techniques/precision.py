@@ -33,19 +33,19 @@ from accel.technique import AnyStep, Model, Observation, Saving, Technique, Trai
 from accel.techniques import float8
 from accel.techniques.compilation import INDUCTOR
 
-GROWTH = 2.0
-BACKOFF = 0.5
-INTERVAL = 2000
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+SCALE_GROWTH = 2.0
+SCALE_BACKOFF = 0.5
+STEPS_TO_GROWTH = 2000
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Autocast's."""
-NAMES = {
+DTYPE_NAMES = {
     "bf16": ("BFloat16", "torch.bfloat16"),
     "fp16": ("Half", "torch.float16"),
     "fp32": ("float", "torch.float32"),
     "fp64": ("double", "torch.float64"),
     "fp8": ("Float8_e4m3fn", "Float8_e5m2"),
 }
-TEMPLATES = "triton_tem_fused"
+TEMPLATE_PREFIX = "triton_tem_fused"
 """How kernels for a GPU begin that Inductor makes for products in the place of a library's."""
 
 
@@ -78,7 +78,7 @@ class Precision(Technique):
 
     def unavailable(self) -> str | None:
         if self.value == "fp8":
-            return float8.unavailable(self.device)
+            return float8.find_obstacle(self.device)
         if self.device.type == "cuda":
             major = 8 if self.value == "bf16" else 7
             if capability_of(self.device)[0] >= major:
@@ -106,7 +106,7 @@ class Precision(Technique):
     def autocast(self) -> torch.amp.autocast:
         """The context in which the forward pass runs."""
         return torch.amp.autocast(
-            self.device.type, DTYPES.get(str(self.value)), enabled=self.enabled
+            self.device.type, AUTOCAST_DTYPES.get(str(self.value)), enabled=self.enabled
         )
 
     def on_layers(self, model: nn.Module) -> None:
@@ -166,17 +166,19 @@ class Precision(Technique):
         weights = evidence.dtypes(WEIGHT_PRODUCTS)
         dtypes = evidence.dtypes()
         calls = [call for calls in evidence.blocks for call in calls]
-        branches = Counter(name_of(str(call.branch_dtype)) for call in calls)
+        branches = Counter(name_dtype(str(call.branch_dtype)) for call in calls)
         # Whether a library computed products of each block, which the profiler sees.
         seen = all(any(op in call.ops for op in WEIGHT_PRODUCTS) for call in calls)
         unseen = any(
-            op.startswith(TEMPLATES) or (op.startswith(INDUCTOR) and not seen)
+            op.startswith(TEMPLATE_PREFIX) or (op.startswith(INDUCTOR) and not seen)
             for op in evidence.ops
         )
         if not weights and not (unseen and branches):
             return Observation(False, "no matrix product ran")
-        name = name_of(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
-        right = sum(n for dtype, n in dtypes.items() if name_of(dtype) == name)
+        name = (
+            name_dtype(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
+        )
+        right = sum(n for dtype, n in dtypes.items() if name_dtype(dtype) == name)
         meant = 0 if name == "fp32" or self.wide_weights else dtypes["float"] - weights["float"]
         note = f"{right} of {dtypes.total()} products in {name}"
         if meant:
@@ -187,7 +189,7 @@ class Precision(Technique):
             note += f"; in fp32 are products of weights: {shown}"
         if unseen:
             share = evidence.share(
-                evidence.where(lambda call: name_of(str(call.branch_dtype)) == name)
+                evidence.where(lambda call: name_dtype(str(call.branch_dtype)) == name)
             )
             note += (
                 f"; others in Inductor's own kernels, which do not tell; {share} returned {name}"
@@ -199,10 +201,10 @@ class Precision(Technique):
         return Observation(name if complete else "mixed", note)
 
 
-def name_of(dtype: str) -> str:
+def name_dtype(dtype: str) -> str:
     """`precision`'s name for a dtype of the profiler's or of PyTorch's; the dtype where it has
     none."""
-    return next((name for name, dtypes in NAMES.items() if dtype in dtypes), dtype)
+    return next((name for name, dtypes in DTYPE_NAMES.items() if dtype in dtypes), dtype)
 
 
 class LossScaler:
@@ -221,7 +223,9 @@ class LossScaler:
 
     def update(self, found_inf: Tensor) -> None:
         """`found_inf` is 1.0 after a step whose scaled gradients were not finite."""
-        torch._amp_update_scale_(self.scale, self.good_steps, found_inf, GROWTH, BACKOFF, INTERVAL)
+        torch._amp_update_scale_(
+            self.scale, self.good_steps, found_inf, SCALE_GROWTH, SCALE_BACKOFF, STEPS_TO_GROWTH
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "good_steps": self.good_steps}
@@ -246,17 +250,17 @@ class WideWeightProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = plain_tensors((args, kwargs))
+        given = find_plain_tensors((args, kwargs))
         named = [self.names.get(storage_of(tensor)) for tensor in given]
-        if str(func).startswith(AS_PRODUCTS):
-            wide = all(tensor.dtype is torch.float32 for tensor in plain_tensors(made))
+        if str(func).startswith(DISPATCHED_PRODUCTS):
+            wide = all(tensor.dtype is torch.float32 for tensor in find_plain_tensors(made))
             self.found |= {name for name in named if name and wide}
         elif named and None not in named:
-            self.names |= {storage_of(tensor): str(named[0]) for tensor in plain_tensors(made)}
+            self.names |= {storage_of(tensor): str(named[0]) for tensor in find_plain_tensors(made)}
         return made
 
 
-AS_PRODUCTS = tuple(f"{name.replace('::', '.')}." for name in PRODUCTS)
+DISPATCHED_PRODUCTS = tuple(f"{name.replace('::', '.')}." for name in PRODUCTS)
 """How PyTorch calls products where they are dispatched: aten.mm.default."""
 
 
@@ -264,6 +268,6 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def plain_tensors(tree: Any) -> list[Tensor]:
+def find_plain_tensors(tree: Any) -> list[Tensor]:
     """The tensors in a tree that are no subclass: others may have no storage."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]

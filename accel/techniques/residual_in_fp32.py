@@ -28,7 +28,7 @@ class ResidualInFp32(Technique):
     # to 16 bits on its way, so the row asks for finer bits.
     def observe(self, evidence: Evidence) -> Observation:
         wide = evidence.where(lambda call: call.residual_dtype == torch.float32)
-        whole = unrounded(evidence)
+        whole = find_unrounded(evidence)
         found = [a and b for a, b in zip(wide, whole, strict=True)]
         note = f"{evidence.share(found)} passed the residual on in fp32, unrounded"
         if not all(whole):
@@ -36,7 +36,7 @@ class ResidualInFp32(Technique):
         return Observation(bool(found) and all(found), note)
 
 
-def unrounded(evidence: Evidence) -> list[bool]:
+def find_unrounded(evidence: Evidence) -> list[bool]:
     """For each block, whether the stream kept its bits on the way there and through it: what has
     bits that no 16-bit format has, and then has none, was rounded on the way."""
     found = [True] * len(evidence.blocks)

@@ -49,7 +49,7 @@ class Tf32(Technique):
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no product here rounds to TF32")
-        product, convolution = rounds(self.device)
+        product, convolution = rounds_to_tf32(self.device)
         products = evidence.dtypes()["float"]
         convolutions = evidence.dtypes(["aten::convolution"])["float"]
         does = {True: "rounds to TF32", False: "keeps fp32"}
@@ -67,7 +67,7 @@ class Tf32(Technique):
 
 
 @torch.no_grad()
-def rounds(device: torch.device) -> tuple[bool, bool]:
+def rounds_to_tf32(device: torch.device) -> tuple[bool, bool]:
     """Whether a matrix product and a convolution that multiply 1 + 2⁻¹², which TF32 does not have,
     by 1 give 1."""
     value = 1.0 + 2.0**-12

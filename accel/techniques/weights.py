@@ -27,20 +27,20 @@ from torch import Tensor, nn
 
 from accel.composite_optimizer import (
     COMPENSATION,
-    PART,
+    PART_ELEMENTS,
     Groups,
-    Make,
+    MakeOptimizer,
     Members,
     parameters_of,
-    parts_of,
+    split_parts,
 )
 from accel.evidence import Evidence
 from accel.kernels.counter_noise import Purpose, draw
 from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
-DRAW = 19.0
+DRAW_BYTES = 19.0
 """Bytes an element that drawing the bits of stochastic rounding takes; as counted."""
-FEW = 2**18
+MAX_COUNTED_DRAW = 2**18
 """Elements drawn at a time where bytes are counted on few blocks: what random bits take does not
 grow with the model, so `part_bytes` reckons it."""
 
@@ -62,14 +62,16 @@ class RoundedUpdate(Members):
     one step.
     """
 
-    def __init__(self, groups: Groups, make: Make, rounding: str, at_once: int = PART) -> None:
+    def __init__(
+        self, groups: Groups, make: MakeOptimizer, rounding: str, at_once: int = PART_ELEMENTS
+    ) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
         # Not the parameters' own data exchanged for the while: that would lose the hooks by which
         # ddp sees gradients.
         stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}
         parts = [
             [group | {"params": [stand_ins.get(p, p) for p in group["params"]]} for group in part]
-            for part in parts_of(groups)
+            for part in split_parts(groups)
         ]
         super().__init__(groups, [make(part) for part in parts], stand_ins)
         self.narrow: dict[Tensor, Any] = {stand_in: p for p, stand_in in stand_ins.items()}
@@ -179,10 +181,10 @@ class RoundedUpdate(Members):
             halves = torch.stack((words & 0xFFFF, words >> 16), dim=1).view(-1)[:size].int()
             parts = halves.split([len(narrow) for narrow, _ in taken])
             for (narrow, wide), bits in zip(taken, parts, strict=True):
-                narrow.copy_(stochastically_rounded(wide, bits))
+                narrow.copy_(round_stochastically(wide, bits))
 
 
-def stochastically_rounded(wide: Tensor, bits: Tensor) -> Tensor:
+def round_stochastically(wide: Tensor, bits: Tensor) -> Tensor:
     """fp32 rounded to bf16, up with the probability of its distance from below; `bits` int32 in [0,
     2¹⁶), same shape.
 
@@ -206,17 +208,17 @@ class Weights(Technique):
     rounding: str
     linears: Sequence[nn.Linear] = ()
     parameters: Sequence[Tensor] = ()
-    at_once = PART
+    at_once = PART_ELEMENTS
     update: RoundedUpdate | None = None
 
     def without_device(self) -> None:
-        self.at_once = FEW
+        self.at_once = MAX_COUNTED_DRAW
 
     def part_bytes(self, part: int) -> float | None:
         if not self.enabled:
             return None
         drawn = self.rounding == "stochastic"
-        return 4.0 * part + DRAW * min(part, PART) if drawn else 0.0
+        return 4.0 * part + DRAW_BYTES * min(part, PART_ELEMENTS) if drawn else 0.0
 
     def on_model(self, model: Model) -> Model:
         self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -227,7 +229,7 @@ class Weights(Technique):
             linear.weight.data = linear.weight.data.bfloat16()
         return model
 
-    def on_optimizer(self, make: Make) -> Make:
+    def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         if not self.enabled:
             return make
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accel.kernels.attend import attend
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
-from models.layers import Layer, axial_angles, heads_of
+from models.layers import Layer, axial_angles, count_heads
 
 
 def axial_rotations(
@@ -32,7 +32,7 @@ def axial_rotations(
     return torch.stack((angles.cos(), angles.sin())).float()
 
 
-def window_spans(side: int, window: int, offset: int) -> list[int]:
+def split_into_windows(side: int, window: int, offset: int) -> list[int]:
     """Tokens of each window along a side of the grid. The first window holds `window - offset` of
     them, and the last what is left."""
     edges = [0, *range(window - offset, side, window), side]
@@ -83,7 +83,7 @@ class Attention(Layer):
                 f"model.mixer.shift={shift} must be at least 0 and below model.mixer.window="
                 f"{window}; null moves the windows of odd layers by half of that."
             )
-        self.heads = heads_of(dim, head_dim, what="dim")
+        self.heads = count_heads(dim, head_dim, what="dim")
         self.rope_base = rope_base
         if rope_base is not None and head_dim % 4:
             raise UserError(f"model.head_dim={head_dim} must be a multiple of 4 for 2-D RoPE.")
@@ -105,7 +105,7 @@ class Attention(Layer):
         if window is not None:
             moved = window // 2 if shift is None else shift
             offset = moved if layer % 2 else 0
-            self.spans = [window_spans(side, window, offset) for side in grid]
+            self.spans = [split_into_windows(side, window, offset) for side in grid]
         numbers = None if window is None else torch.empty(grid[0] * grid[1], dtype=torch.int32)
         self.register_buffer("windows", numbers, persistent=False)
 

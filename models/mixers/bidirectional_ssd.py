@@ -19,7 +19,7 @@ from accel.kernels.bidirectional_ssd import (
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
-from models.layers import Layer, heads_of, refuse_below_one
+from models.layers import Layer, count_heads, refuse_below_one
 
 
 def init_steps(dt_bias: Tensor) -> None:
@@ -52,7 +52,7 @@ class BidirectionalSSD(Layer):
         super().__init__()
         refuse_below_one({"mixer.expand": expand, "mixer.state_dim": state_dim})
         self.inner = expand * dim
-        self.heads = heads_of(self.inner, head_dim, what="expand·dim")
+        self.heads = count_heads(self.inner, head_dim, what="expand·dim")
         self.head_dim = head_dim
         self.state_dim = state_dim
         self.grid = grid

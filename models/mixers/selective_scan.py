@@ -16,7 +16,7 @@ from accel.kernels.selective_scan import fused_selective_scan, selective_scan
 from accel.kernels.swiglu import silu_product
 from models.layers import Layer, refuse_below_one
 from models.mixers.bidirectional_ssd import init_steps
-from models.mixers.zigzag_ssd import zigzag_path
+from models.mixers.zigzag_ssd import make_zigzag_path
 
 TAPS = 4
 """Taps of the convolution: a token and the three before it."""
@@ -46,7 +46,7 @@ class SelectiveScan(Layer):
     ) -> None:
         super().__init__()
         refuse_below_one({"mixer.expand": expand, "mixer.state_dim": state_dim})
-        path = zigzag_path(grid, layer // 2)
+        path = make_zigzag_path(grid, layer // 2)
         self.order = path.flip(0) if layer % 2 else path
         self.inner = expand * dim
         self.state_dim = state_dim

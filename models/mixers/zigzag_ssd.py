@@ -17,7 +17,7 @@ PATHS = 4
 here."""
 
 
-def zigzag_path(grid: tuple[int, int], layer: int) -> Int[Tensor, "L"]:
+def make_zigzag_path(grid: tuple[int, int], layer: int) -> Int[Tensor, "L"]:
     """Token at each step of the path of `layer`: by rows and by columns in turn, first from the one
     and then from the other end of its first row, each row of the path running against the one
     before, so that neighbours on the path are neighbours on the grid."""
@@ -51,4 +51,4 @@ class ZigzagSSD(BidirectionalSSD):
         eps: float = 1e-6,
     ) -> None:
         super().__init__(dim, head_dim, (1, grid[0] * grid[1]), expand, state_dim, eps)
-        self.order = zigzag_path(grid, layer % PATHS)
+        self.order = make_zigzag_path(grid, layer % PATHS)

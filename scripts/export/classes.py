@@ -21,8 +21,8 @@ from common.errors import UserError
 from models.autoencoders import add_global_branch
 from models.block import Norm
 from models.denoiser import Denoiser
-from models.images import shown, to_uint8
-from models.sampler import FARTHEST, guided_velocity, sample
+from models.images import select_rgb, to_uint8
+from models.sampler import STEP_STRIDE, make_guided_velocity, sample
 
 
 class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
@@ -64,13 +64,13 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             depth=depth,
             head_dim=head_dim,
             patch_size=patch_size,
-            mixer=layer(mixer),
+            mixer=make_layer(mixer),
             mlp_ratio=mlp_ratio,
             drop_path=drop_path,
             eps=eps,
             norm=norm,
             time_scale=time_scale,
-            **({"mlp": layer(mlp)} if mlp else {}),
+            **({"mlp": make_layer(mlp)} if mlp else {}),
         )
         with torch.no_grad():
             self.init_buffers()  # which no file holds
@@ -86,7 +86,7 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             return super().forward(x.float(), t, y, drop_uniforms).float()
 
 
-def layer(node: dict[str, Any]) -> Callable[..., nn.Module]:
+def make_layer(node: dict[str, Any]) -> Callable[..., nn.Module]:
     """What builds a layer: the class called "name", which stands in the same exported file, with
     the other values as arguments."""
     arguments = {key: value for key, value in node.items() if key != "name"}
@@ -156,11 +156,11 @@ class FastlatentPipeline(DiffusionPipeline):
         if output_type != "latent":
             check_decoder(self.vae, facts)
         asked = [class_labels] if isinstance(class_labels, int | str) else class_labels
-        drawn = self.drawn(numbers_of(asked, facts["class_names"]), how, seed, latents)
+        drawn = self.drawn(find_class_numbers(asked, facts["class_names"]), how, seed, latents)
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
         if self.vae is None:
-            decoded = shown(drawn)
+            decoded = select_rgb(drawn)
         else:
             decoded = self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
         images = to_uint8(decoded)
@@ -179,14 +179,16 @@ class FastlatentPipeline(DiffusionPipeline):
         position = torch.arange(len(labels), device=device)
 
         def fresh(step: int) -> Tensor:
-            return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * FARTHEST, shape)
+            return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, shape)
 
         if latents is None:
             noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
         else:
             noise = latents.to(device)
         low, high = how["guidance_interval"]
-        velocity = guided_velocity(model, label, model.num_classes, how["guidance"], (low, high))
+        velocity = make_guided_velocity(
+            model, label, model.num_classes, how["guidance"], (low, high)
+        )
         found = sample(velocity, noise, how["steps"], how["solver"], how["shift"], fresh)
         facts = model.config.latents
         std = torch.tensor(facts["std"], device=device).view(-1, 1, 1)
@@ -209,7 +211,7 @@ def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
         raise UserError(f"there is no vae to decode with; load {needed} and give it as vae=.")
 
 
-def numbers_of(labels: Sequence[int | str], names: list[str]) -> list[int]:
+def find_class_numbers(labels: Sequence[int | str], names: list[str]) -> list[int]:
     """Classes as their numbers; ValueError for one that the model does not know. Without classes
     every label is 0."""
     count = max(1, len(names))

@@ -62,7 +62,9 @@ def write_folder(
         if branches := find_branches(trained):
             write_branches(folder / "vae", vae.config, branches)
             index["vae"] = [AUTOENCODING, AUTOENCODER]
-    source = join_sources(f"Draws images with a denoiser of latents{ORIGIN}", CLASSES_MODULE + PIPELINE)
+    source = join_sources(
+        f"Draws images with a denoiser of latents{ORIGIN}", CLASSES_MODULE + PIPELINE
+    )
     (folder / "pipeline.py").write_text(source)
     write_json(folder / "model_index.json", index)
     (folder / "README.md").write_text(card)

@@ -19,8 +19,8 @@ import textwrap
 from functools import cache
 from pathlib import Path
 
-OURS = ("common", "accel", "models", "scripts")
-UNUSED = ("flops", "flops_per_sample", "no_weight_decay")
+OWN_PACKAGES = ("common", "accel", "models", "scripts")
+TRAINING_METHODS = ("flops", "flops_per_sample", "no_weight_decay")
 """Methods that only training calls."""
 
 
@@ -37,7 +37,7 @@ class Cut(ast.NodeTransformer):
     switches."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
-        return None if node.name in UNUSED else self.generic_visit(node)
+        return None if node.name in TRAINING_METHODS else self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -54,7 +54,7 @@ class Cut(ast.NodeTransformer):
         return None if is_off(node.target) else self.generic_visit(node)
 
 
-def kept_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
+def keep_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
     """The lines of a statement without what is cut, and the lines from `start` on before it.
 
     They are as they stand in `lines`; only a statement that itself changes is written anew.
@@ -69,13 +69,13 @@ def kept_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
     end = node.body[0].lineno - 1
     found = lines[start:end]
     for statement in node.body:
-        found += kept_lines(lines, statement, end)
+        found += keep_lines(lines, statement, end)
         end = statement.end_lineno or end
     return found
 
 
 @cache
-def statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
+def read_statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
     """The lines of a module, and its statements at the top by the names that they define."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
@@ -104,7 +104,7 @@ class File:
 
     def add(self, module: str, name: str) -> None:
         """Adds what a name stands for in a module, after all that it needs."""
-        lines, found = statements(module)
+        lines, found = read_statements(module)
         node = found.get(name)
         if isinstance(node, ast.Import | ast.ImportFrom):
             self.add_import(node, name)
@@ -117,7 +117,7 @@ class File:
                     self.add(module, part.id)
             decorators = getattr(node, "decorator_list", [])
             start = min(part.lineno for part in [node, *decorators]) - 1
-            text = "\n".join(kept_lines(lines, node, start))
+            text = "\n".join(keep_lines(lines, node, start))
             self.parts.append(f"# From {module.replace('.', '/')}.py\n{text}")
 
     def add_import(self, node: ast.Import | ast.ImportFrom, name: str) -> None:
@@ -125,7 +125,7 @@ class File:
         alias = next(alias for alias in node.names if name in (alias.asname, alias.name))
         if isinstance(node, ast.Import):
             self.imports.add(ast.unparse(ast.Import([alias])))
-        elif (package := str(node.module)).split(".")[0] in OURS:
+        elif (package := str(node.module)).split(".")[0] in OWN_PACKAGES:
             self.add(package, alias.name)
         elif package == "jaxtyping":  # which the reader need not have
             self.imports.add(f"from typing import Annotated as {name}")
@@ -133,7 +133,7 @@ class File:
             self.imports.add(ast.unparse(ast.ImportFrom(package, [alias], 0)))
 
 
-def one_file(docstring: str, *kinds: str) -> str:
+def join_sources(docstring: str, *kinds: str) -> str:
     """The source of classes of this package, each as <module>.<name>, with all that they need."""
     file = File()
     for kind in kinds:

@@ -148,7 +148,9 @@ class History:
         """Returns what a difference between two runs may come from."""
         return {
             "configuration": self.config,
-            "ledger": {r.key: f"{format_cell(r.requested)} → {format_cell(r.active)}" for r in self.ledger},
+            "ledger": {
+                r.key: f"{format_cell(r.requested)} → {format_cell(r.active)}" for r in self.ledger
+            },
             "version": self.part("versions") | self.part("git"),
         }
 
@@ -236,7 +238,9 @@ def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list
         apart = ""
         if groups:
             rows = find_differences(groups[0].protocol, kept)
-            words = [f"{key} ({format_cell(first)} or {format_cell(here)})" for key, first, here in rows]
+            words = [
+                f"{key} ({format_cell(first)} or {format_cell(here)})" for key, first, here in rows
+            ]
             apart = (
                 "Another protocol, not to be compared with the first: "
                 f"{', '.join(words) or 'neither is recorded'}."

@@ -193,7 +193,10 @@ def draw_plots(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str
         curves = collect_curves(plot, runs)
         title = f"{plot.title} over {plot.over.replace('_', ' ')}"
         if any(any(curve.values) for curve in curves):
-            ends = [f"{c.label} from {format_cell(c.values[0])} to {format_cell(c.values[-1])}" for c in curves]
+            ends = [
+                f"{c.label} from {format_cell(c.values[0])} to {format_cell(c.values[-1])}"
+                for c in curves
+            ]
             drawn.append((f"{title}: {'; '.join(ends)}", draw_svg(plot, curves)))
         else:
             drawn.append((f"{title}: {'0 throughout' if curves else 'not recorded'}.", ""))

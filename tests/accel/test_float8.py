@@ -65,7 +65,7 @@ def test_the_layers_of_the_blocks_are_exchanged_and_nothing_else():
 
 def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
     """By the true limits; sizes as (outputs, inputs)."""
-    monkeypatch.setattr(float8, "LEAST", 1024)
+    monkeypatch.setattr(float8, "MIN_FEATURES", 1024)
     taken = {}
     for name in ("dit_s", "dit_b", "dit_l", "dit_xl", "mamba_l", "mamba_xl"):
         with torch.device("meta"):
@@ -178,7 +178,7 @@ def test_a_conversion_that_misses_layers_is_seen(monkeypatch):
 
 def test_a_model_without_a_large_layer_says_so_or_stops(monkeypatch):
     monkeypatch.setattr(Precision, "unavailable", lambda self: None)
-    monkeypatch.setattr(float8, "LEAST", 1024)
+    monkeypatch.setattr(float8, "MIN_FEATURES", 1024)
     row = ledger_of("dit", **EIGHT)["precision"]
     assert (row.active, row.missing) == ("bf16", True)
     assert row.evidence.startswith(
@@ -246,7 +246,7 @@ def test_where_nothing_trains_the_forward_pass_is_all():
 def test_what_fp8_needs_is_said_in_a_sentence(device, capability, package, sentence, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if package else None)
-    found = float8.unavailable(torch.device(device))
+    found = float8.find_obstacle(torch.device(device))
     assert found == sentence if sentence is None else found.endswith(sentence)
 
 

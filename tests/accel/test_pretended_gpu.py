@@ -15,7 +15,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import accel.kernels
-from accel.evidence import FLEX, BlockEvidence, Evidence, observe_step, profiled_events
+from accel.evidence import FLEX, BlockEvidence, Evidence, observe_step, record_events
 from accel.kernels.add_norm import fused_add_norm
 from accel.kernels.counter_noise import Purpose
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
@@ -132,13 +132,13 @@ def test_the_profiler_is_asked_for_a_gpus_kernels(monkeypatch):
         return own(**how)
 
     monkeypatch.setattr(torch.autograd.profiler, "profile", recorder)
-    profiled_events(lambda: None, CUDA)
-    profiled_events(lambda: None, CPU)
+    record_events(lambda: None, CUDA)
+    record_events(lambda: None, CPU)
     assert asked == [activities, {torch.profiler.ProfilerActivity.CPU}]
 
 
 def observed_as(events, monkeypatch, device=CUDA) -> Evidence:
-    monkeypatch.setattr("accel.evidence.profiled_events", lambda run, device: events)
+    monkeypatch.setattr("accel.evidence.record_events", lambda run, device: events)
     return observe_step(lambda: None, None, device)
 
 

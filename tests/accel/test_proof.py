@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from accel import proof, trial
-from accel.parity import Comparing
-from accel.proof import Question, judged, merged
+from accel.parity import ComparingMode
+from accel.proof import Question, judge, merge_findings
 from accel.stack import AccelerationStack
 from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.fused_kernels import FusedKernel
@@ -52,7 +52,7 @@ def trials(monkeypatch):
             for key in keys
         }
 
-    monkeypatch.setattr(proof, "tried", tried)
+    monkeypatch.setattr(proof, "run_trials", tried)
     return asked
 
 
@@ -81,7 +81,7 @@ def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
     assert all(word in why for word in ("error", "definition", "ms a block against", "MB a sample"))
     assert kept["chosen"] == {"fused_scan": True}
     assert capfd.readouterr().err.count("Trying fused_scan") == 1
-    monkeypatch.setattr(proof, "tried", None)  # the next run asks the cache
+    monkeypatch.setattr(proof, "run_trials", None)  # the next run asks the cache
     assert proved()[:2] == (on, why)
 
 
@@ -96,7 +96,7 @@ def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
 )
 def test_a_kernel_that_is_not_its_definition_is_refused(fault, word, monkeypatch):
     monkeypatch.setenv("PLANT", fault)
-    comparing = Comparing()
+    comparing = ComparingMode()
     block = PlantedModel().blocks[0]
     trial.switch(block, "fused_scan", True)
     inputs = [
@@ -104,7 +104,7 @@ def test_a_kernel_that_is_not_its_definition_is_refused(fault, word, monkeypatch
         for shape in ((4, 5, 16), (4, 16), (4, 5, 16), (4, 3, 16))
     ]
     with comparing:
-        trial.forward_and_backward(block, tuple(inputs), torch.autocast("cpu", enabled=False))
+        trial.run_both_passes(block, tuple(inputs), torch.autocast("cpu", enabled=False))
     first, second = comparing.comparisons
     assert word in first.refusal()
     assert second.output == "planted_backward[0]"
@@ -124,17 +124,17 @@ def test_a_kernel_that_is_not_its_definition_is_refused(fault, word, monkeypatch
 def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
     monkeypatch.setenv("PLANT", fault)
     if fault == "hang":
-        read = proof.read
+        read = proof.read_findings
 
         def impatient(file: Path) -> dict:
             state = read(file)
             return state | ({"patience": 2.0} if state.get("doing") == "its parity test" else {})
 
-        monkeypatch.setattr(proof, "read", impatient)
+        monkeypatch.setattr(proof, "read_findings", impatient)
     chosen, why, _ = proved()
     assert chosen is on
     assert word in why
-    monkeypatch.setattr(proof, "tried", lambda *a: {"fused_scan": dict(GOOD)})
+    monkeypatch.setattr(proof, "run_trials", lambda *a: {"fused_scan": dict(GOOD)})
     passing = fault in ("crash", "hang")  # may have come from outside: the next run tries again
     assert proved()[0] is (True if passing else on)
 
@@ -151,7 +151,7 @@ def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
                 {
                     "doing": "nothing more",
                     "key": None,
-                    "found": {"a": GOOD, "b": proof.failed("x"), "c": GOOD},
+                    "found": {"a": GOOD, "b": proof.make_failure("x"), "c": GOOD},
                 },
                 "ended",
             ),
@@ -163,9 +163,9 @@ def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
         jobs.append(json.loads((folder / "job.json").read_text())["found"])
         return next(starts)
 
-    monkeypatch.setattr(proof, "attended", attended)
+    monkeypatch.setattr(proof, "watch_trial", attended)
     question = Question({key: "auto" for key in "abc"}, {}, 8, CPU)
-    found = proof.tried(question, [], list("abc"), list("abc"))
+    found = proof.run_trials(question, [], list("abc"), list("abc"))
     assert jobs[0] == {}
     assert (
         jobs[1]["b"]["refusal"]
@@ -176,7 +176,7 @@ def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
 
 def test_a_device_that_admits_no_second_process_is_a_reason(monkeypatch):
     monkeypatch.setattr(
-        proof, "attended", lambda folder: ({}, "ended with code 1 (CUDA error: device busy)")
+        proof, "watch_trial", lambda folder: ({}, "ended with code 1 (CUDA error: device busy)")
     )
     on, why, _ = proved()
     assert not on
@@ -223,7 +223,7 @@ def test_nothing_is_launched_that_was_not_proved():
 
 def test_on_unavailable_error_accepts_a_measured_off_and_no_failed_parity(monkeypatch):
     slow = GOOD | {"times": {"on": 2.0, "off": 1.0}}
-    monkeypatch.setattr(proof, "tried", lambda *a: {"fused_scan": slow})
+    monkeypatch.setattr(proof, "run_trials", lambda *a: {"fused_scan": slow})
     assert not proved(on_unavailable="error")[0]
     monkeypatch.setattr(
         proof, "tried", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
@@ -254,7 +254,7 @@ def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch, trials):
     ],
 )
 def test_a_kernel_is_chosen_unless_it_is_slower_by_three_per_cent(on, off, chosen, word):
-    found = judged(GOOD | {"times": {"on": on, "off": off}}, timed=True)
+    found = judge(GOOD | {"times": {"on": on, "off": off}}, timed=True)
     assert found.on is chosen
     assert found.why.startswith("error 3e-03 (definition 4e-03), ")
     assert word in found.why
@@ -286,18 +286,18 @@ def test_parity_alone_is_shared_by_runs_that_differ_in_time_only(trials):
 def test_ranks_that_disagree_come_to_one_answer(monkeypatch):
     """Parity by AND, times by MAX."""
     slow = GOOD | {"times": {"on": 3.0, "off": 2.0}, "error": 5e-3}
-    both = merged([{"a": GOOD}, {"a": slow}])["a"]
+    both = merge_findings([{"a": GOOD}, {"a": slow}])["a"]
     assert both["times"] == {"on": 3.0, "off": 2.9}
     assert both["error"] == 5e-3
     refused = GOOD | {"refusal": "ssd[0] is not finite"}
-    assert not judged(merged([{"a": GOOD}, {"a": refused}])["a"], timed=True).on
+    assert not judge(merge_findings([{"a": GOOD}, {"a": refused}])["a"], timed=True).on
     out_of_memory = GOOD | {"times": {"on": 0.4, "off": None}}
-    assert merged([{"a": GOOD}, {"a": out_of_memory}])["a"]["times"]["off"] is None
+    assert merge_findings([{"a": GOOD}, {"a": out_of_memory}])["a"]["times"]["off"] is None
 
 
 def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trials):
     proved()
-    monkeypatch.setattr(proof, "gathered", lambda item: [item, item])
+    monkeypatch.setattr(proof, "gather_objects", lambda item: [item, item])
     proved()
     assert len(trials) == 1
 
@@ -308,7 +308,7 @@ def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trial
             else [item] * 2
         )
 
-    monkeypatch.setattr(proof, "gathered", with_another)
+    monkeypatch.setattr(proof, "gather_objects", with_another)
     proved()
     assert len(trials) == 2
 
@@ -318,7 +318,7 @@ def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trial
 
 def resumed(folder: Path, kept: dict) -> None:
     folder.mkdir(exist_ok=True)
-    (folder / proof.FILE).write_text(json.dumps(kept))
+    (folder / proof.KERNELS_FILE).write_text(json.dumps(kept))
 
 
 def test_a_resumed_run_keeps_its_choice(tmp_path, trials, monkeypatch):
@@ -390,7 +390,7 @@ def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path, monkeypatch
         patched.setattr(Training, "warm_up", warm_up)
         with pytest.raises(StoppedError):
             train.train(compose(words))
-    file = tmp_path / "run" / proof.FILE
+    file = tmp_path / "run" / proof.KERNELS_FILE
     kept = json.loads(file.read_text())
     assert kept["chosen"] == {"fused_scan": True}
     file.write_text(json.dumps(kept | {"chosen": {"fused_scan": False}}))

@@ -27,9 +27,9 @@ from common.files import write_json
 from data.manifest import read_manifest
 from data.resident import InMemoryLatents, ResidentLatents
 from encoding.images import DecodedImages, collate, decode_image
-from encoding.job import claim, finished, job_description
+from encoding.job import claim_folder, describe_job, read_finished
 from encoding.sources import list_images
-from models.autoencoders import WEIGHTS, DiffusersAutoencoder
+from models.autoencoders import WEIGHTS_FILE, DiffusersAutoencoder
 from models.images import psnr
 from precompute_latents import precompute
 from tests.harness.sets import Job
@@ -90,7 +90,7 @@ def test_the_manifest_says_what_was_done(job: Job, photos: Path, vae: Path):
     assert (manifest.scaling_factor, manifest.shift_factor) == (0.5, 0.25)
     assert manifest.encoder["path"] == str(vae)
     assert manifest.encoder_class == "AutoencoderKL"
-    assert manifest.encoder_sha256 == hashlib.sha256((vae / WEIGHTS).read_bytes()).hexdigest()
+    assert manifest.encoder_sha256 == hashlib.sha256((vae / WEIGHTS_FILE).read_bytes()).hexdigest()
     assert manifest.source == str(photos)
 
 
@@ -182,9 +182,9 @@ def test_samples_are_the_same_each_time_and_at_any_batch_size(job: Job):
 def test_a_damaged_image_does_not_move_the_draws_of_others(job: Job, more_photos: Path):
     """A draw belongs to the image's place in the list, which is also what no other image shares."""
     settings = ["kind=sample", "dtype=float32", "held_out=0", "batch_size=20", "shard_size=20"]
-    intact = load_set(job(*settings, source=more_photos)).train.floating()
+    intact = load_set(job(*settings, source=more_photos)).train.as_floating()
     (more_photos / "cat" / "004.jpg").write_bytes(b"no image at all")
-    rest = load_set(job(*settings, source=more_photos, out="rest")).train.floating()
+    rest = load_set(job(*settings, source=more_photos, out="rest")).train.as_floating()
     distance = (rest.flatten(1)[:, None] - intact.flatten(1)[None]).abs().amax(2)
     assert len(rest) == 19
     assert distance.amin(1).max() < 1e-3
@@ -234,9 +234,9 @@ def test_other_encoder_weights_do_not_decode(
 ):
     moved = Path(shutil.copytree(vae, tmp_path / "vae"))
     folder = job(f"encoder.path={moved}")
-    content = bytearray((moved / WEIGHTS).read_bytes())
+    content = bytearray((moved / WEIGHTS_FILE).read_bytes())
     content[-1] ^= 1
-    (moved / WEIGHTS).write_bytes(content)
+    (moved / WEIGHTS_FILE).write_bytes(content)
     with pytest.raises(ValueError, match=f"{moved} has other weights"):
         run("data=resident", f"data.path={folder}", "sample_every=1")
 
@@ -545,7 +545,7 @@ def test_a_shard_with_a_broken_sidecar_is_encoded_again(job: Job):
     expected = contents(folder)
     sidecar = folder / "train-00001.tar.json"
     whole = sidecar.read_bytes()
-    assert finished(folder, "train-00001.tar") is not None
+    assert read_finished(folder, "train-00001.tar") is not None
     broken = (
         b"",
         b"{",
@@ -563,7 +563,7 @@ def test_a_shard_with_a_broken_sidecar_is_encoded_again(job: Job):
         whole.replace(b"0", b"1", 1),
     ):
         sidecar.write_bytes(content)
-        assert finished(folder, "train-00001.tar") is None
+        assert read_finished(folder, "train-00001.tar") is None
     assert contents(job()) == expected
 
 
@@ -574,7 +574,7 @@ def test_a_broken_job_file_is_a_sentence(tmp_path: Path, content: bytes):
         ValueError,
         match=r"job\.json is broken, so nothing says which job this folder belongs to; cho",
     ):
-        claim(tmp_path, {})
+        claim_folder(tmp_path, {})
 
 
 # Refusals
@@ -616,9 +616,7 @@ def test_what_images_are_taken_for_is_part_of_the_job(photos: Path, change: str)
     words = [f"source={photos}", "out=x", "encoder.path=x"]
     listed = list_images(photos)
     one, other = (compose(given, "precompute_latents").cfg for given in (words, [*words, change]))
-    assert job_description(listed, one, None, "fp32") != job_description(
-        listed, other, None, "fp32"
-    )
+    assert describe_job(listed, one, None, "fp32") != describe_job(listed, other, None, "fp32")
 
 
 def test_changed_images_are_another_job(job: Job, more_photos: Path):
@@ -631,9 +629,9 @@ def test_changed_images_are_another_job(job: Job, more_photos: Path):
 def test_changed_weights_are_another_job(job: Job, vae: Path, tmp_path: Path):
     job()
     other = Path(shutil.copytree(vae, tmp_path / "vae"))
-    content = bytearray((other / WEIGHTS).read_bytes())
+    content = bytearray((other / WEIGHTS_FILE).read_bytes())
     content[-1] ^= 1
-    (other / WEIGHTS).write_bytes(content)
+    (other / WEIGHTS_FILE).write_bytes(content)
     with pytest.raises(ValueError, match="encoder_sha256 was"):
         job(f"encoder.path={other}")
 
@@ -746,9 +744,9 @@ def test_the_autotuner_is_told_what_lets_it_on(job: Job, capsys, monkeypatch):
 
 def test_a_job_of_an_earlier_version_goes_on_with_the_same_bytes(tmp_path: Path):
     write_json(tmp_path / "job.json", {"seed": 0})
-    claim(tmp_path, {"seed": 0, "same_bytes": True})
+    claim_folder(tmp_path, {"seed": 0, "same_bytes": True})
     with pytest.raises(UserError, match="same_bytes was True, is False"):
-        claim(tmp_path, {"seed": 0, "same_bytes": False})
+        claim_folder(tmp_path, {"seed": 0, "same_bytes": False})
 
 
 def test_a_resolution_that_the_encoder_does_not_divide_is_refused(job: Job):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from accel.saved_tensors import keeping
+from accel.saved_tensors import count_saved
 from data.loader import Batch
 from data.manifest import Manifest, Shard
 from encoding.job import ShardWriter
@@ -239,7 +239,7 @@ def kept_at(training: Training, samples: int) -> int:
     latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
     numbers = torch.arange(samples, device=device)
     batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
-    with torch.compiler.set_stance("force_eager"), keeping(training.model) as kept:
+    with torch.compiler.set_stance("force_eager"), count_saved(training.model) as kept:
         losses, _ = training.step.losses(batch)
     del losses
     return sum(kept.left.values())

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.parity import Comparing
-from accel.proof import recorded
-from accel.technique import switches
+from accel.parity import ComparingMode
+from accel.proof import record_uses
+from accel.technique import find_switches
 from accel.techniques.precision import Precision
-from accel.trial import forward_and_backward, random_inputs, switch
+from accel.trial import run_both_passes, draw_inputs, switch
 from tests.harness.steps import tiny_training
 from tests.harness.words import CPU
 
@@ -31,17 +31,17 @@ def test_every_operator_of_a_block_is_compared_and_passes(family, precision):
     t = torch.full((2,), 0.5)
     labels = torch.zeros(2, dtype=torch.int64)
     with torch.no_grad(), autocast():
-        use = recorded(model, lambda: model(torch.zeros(2, 1, 8, 8), t, labels))[-1]
+        use = record_uses(model, lambda: model(torch.zeros(2, 1, 8, 8), t, labels))[-1]
     assert use.inputs[0][2] == {"fp16": "float16", "fp32": "float32"}[precision]
     assert use.inputs[2][2] == "float32"
-    of_family = [key for key in OPERATORS if switches(use.block, key)]
+    of_family = [key for key in OPERATORS if find_switches(use.block, key)]
     for keys in (*([key] for key in of_family), of_family):
-        comparing = Comparing()
-        inputs = random_inputs(use.inputs, 3, CPU, seed=1)
+        comparing = ComparingMode()
+        inputs = draw_inputs(use.inputs, 3, CPU, seed=1)
         for key in of_family:
             switch(use.block, key, key in keys)
         with comparing:
-            forward_and_backward(use.block, inputs, autocast())
+            run_both_passes(use.block, inputs, autocast())
         forward = set().union(*(OPERATORS[key] for key in keys))
         backward = {name for op in forward for name in BACKWARD.get(op, {f"{op}_backward"})}
         assert {c.output.partition("[")[0] for c in comparing.comparisons} == forward | backward

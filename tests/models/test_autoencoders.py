@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from encoding.images import decode_image
-from models.autoencoders import WEIGHTS, DiffusersAutoencoder, PixelAutoencoder
+from models.autoencoders import WEIGHTS_FILE, DiffusersAutoencoder, PixelAutoencoder
 from models.images import psnr
 from tests.harness.sets import TINY, save_tiny_autoencoder
 
@@ -41,9 +41,9 @@ def images(count: int = 2, side: int = 16) -> Tensor:
 
 
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / WEIGHTS)
+    tensors = load_file(folder / WEIGHTS_FILE)
     edit(tensors)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 # What is computed
@@ -97,7 +97,7 @@ def test_frozen_and_described(saved: dict[str, Path], kind: str):
     )
     assert (
         autoencoder.weights_sha256
-        == hashlib.sha256((saved[kind] / WEIGHTS).read_bytes()).hexdigest()
+        == hashlib.sha256((saved[kind] / WEIGHTS_FILE).read_bytes()).hexdigest()
     )
 
 
@@ -140,10 +140,10 @@ def refusal(path: Path | str, **arguments: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_missing_tensor_is_refused(folder: Callable[[str], Path], kind: str):
     broken = folder(kind)
-    names = sorted(load_file(broken / WEIGHTS))
+    names = sorted(load_file(broken / WEIGHTS_FILE))
     edit_tensors(broken, lambda tensors: tensors.pop(names[3]))
     message = refusal(broken)
-    assert f"{broken / WEIGHTS} does not fit {kind}" in message
+    assert f"{broken / WEIGHTS_FILE} does not fit {kind}" in message
     assert names[3] in message
 
 
@@ -152,35 +152,35 @@ def test_an_extra_tensor_is_refused(folder: Callable[[str], Path], kind: str):
     broken = folder(kind)
     edit_tensors(broken, lambda tensors: tensors.update({"encoder.junk.weight": torch.zeros(2)}))
     message = refusal(broken)
-    assert f"{broken / WEIGHTS} does not fit {kind}" in message
+    assert f"{broken / WEIGHTS_FILE} does not fit {kind}" in message
     assert "encoder.junk.weight" in message
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_shape_is_refused(folder: Callable[[str], Path], kind: str):
     broken = folder(kind)
-    name = sorted(load_file(broken / WEIGHTS))[3]
+    name = sorted(load_file(broken / WEIGHTS_FILE))[3]
     edit_tensors(broken, lambda tensors: tensors.update({name: torch.zeros(3)}))
     message = refusal(broken)
-    assert f"{broken / WEIGHTS} does not fit {kind}" in message
+    assert f"{broken / WEIGHTS_FILE} does not fit {kind}" in message
     assert name in message
 
 
 def test_pickled_weights_are_not_read(folder: Callable[[str], Path]):
     broken = folder("AutoencoderKL")
-    torch.save(load_file(broken / WEIGHTS), broken / "diffusion_pytorch_model.bin")
-    (broken / WEIGHTS).unlink()
+    torch.save(load_file(broken / WEIGHTS_FILE), broken / "diffusion_pytorch_model.bin")
+    (broken / WEIGHTS_FILE).unlink()
     message = refusal(broken)
     assert f"encoder.path={broken}" in message
-    assert f"{broken / WEIGHTS} does not exist" in message
+    assert f"{broken / WEIGHTS_FILE} does not exist" in message
 
 
 def test_truncated_weights_are_refused(folder: Callable[[str], Path]):
     broken = folder("AutoencoderKL")
-    content = (broken / WEIGHTS).read_bytes()
-    (broken / WEIGHTS).write_bytes(content[: len(content) // 2])
+    content = (broken / WEIGHTS_FILE).read_bytes()
+    (broken / WEIGHTS_FILE).write_bytes(content[: len(content) // 2])
     message = refusal(broken)
-    assert str(broken / WEIGHTS) in message
+    assert str(broken / WEIGHTS_FILE) in message
     assert "damaged" in message
 
 
@@ -257,13 +257,13 @@ def test_taef2_reconstructs_photos_and_plain_diffusers_does_not(assets: Path):
 def test_taef2_weights_must_fit_too(assets: Path, tmp_path: Path, damage: str):
     source = assets / "vae" / "taef2"
     shutil.copy(source / "config.json", tmp_path)
-    tensors = load_file(source / WEIGHTS)
+    tensors = load_file(source / WEIGHTS_FILE)
     name = next(name for name in tensors if ".pool.3." in name)
     if damage == "missing":
         del tensors[name]
     else:
         tensors |= {f"{name}.junk" if damage == "extra" else name: torch.zeros(3)}
-    save_file(tensors, tmp_path / WEIGHTS)
+    save_file(tensors, tmp_path / WEIGHTS_FILE)
     message = refusal(tmp_path)
-    assert f"{tmp_path / WEIGHTS} does not fit AutoencoderTiny" in message
+    assert f"{tmp_path / WEIGHTS_FILE} does not fit AutoencoderTiny" in message
     assert name in message

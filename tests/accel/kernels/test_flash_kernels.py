@@ -39,7 +39,7 @@ def planted(monkeypatch):
     monkeypatch.setattr(
         attention._registry, "_FLASH_ATTENTION_IMPLS", {"FA3": Handle, "FA4": Handle}
     )
-    monkeypatch.setattr(attention_backend, "without", lambda wanted, device: None)
+    monkeypatch.setattr(attention_backend, "find_implementation_obstacle", lambda wanted, device: None)
     yield
     attention.restore_flash_attention_impl(_raise_warn=False)
     assert Handle.active == 0

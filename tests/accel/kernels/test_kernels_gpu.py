@@ -23,7 +23,7 @@ from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.selective_scan import fused_selective_scan
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu
-from accel.parity import Comparing
+from accel.parity import ComparingMode
 from common.files import ROOT
 from models.mixers.attention import Attention, axial_rotations
 from scripts.bench.kernels import swiglu
@@ -261,7 +261,7 @@ def test_mamba_ssm_s_selective_scan_passes_its_parity_test(dtype):
     pytest.importorskip("mamba_ssm.ops.selective_scan_interface")
     inputs = [t.detach().cuda() for t in scan_inputs(256, torch.float32, channels=64)]
     inputs = [t.to(dtype if t.ndim == 3 else t.dtype).requires_grad_() for t in inputs]
-    with Comparing() as comparing:
+    with ComparingMode() as comparing:
         fused_selective_scan(*inputs).sum().backward()
     assert [c.refusal() for c in comparing.comparisons] == [None] * 8
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from accel.evidence import BlockEvidence, Evidence
 from accel.kernels import selective_scan_cuda
 from accel.kernels.selective_scan import fused_selective_scan, scanned, selective_scan
-from accel.parity import Comparing
+from accel.parity import ComparingMode
 from accel.proof import Proof
 from accel.techniques.compilation import PARTITIONER
 from accel.techniques.fused_kernels import FusedScan
@@ -163,7 +163,7 @@ def package(monkeypatch):
 def test_the_kernel_of_mamba_ssm_is_called_as_it_asks_and_passes_its_parity_test(dtype, package):
     inputs = scan_inputs(9, torch.float32)
     inputs = [t.detach().to(dtype if t.ndim == 3 else t.dtype).requires_grad_() for t in inputs]
-    comparing = Comparing()
+    comparing = ComparingMode()
     with comparing:
         both_ways(fused_selective_scan, inputs)
     assert [c.refusal() for c in comparing.comparisons] == [None] * 8
@@ -174,7 +174,7 @@ def test_a_kernel_with_one_decay_a_channel_is_refused(package, monkeypatch):
         return selective_scan_fn(*inputs[:2], inputs[2][:, :1].expand_as(inputs[2]), *inputs[3:])
 
     monkeypatch.setattr(package, "selective_scan_fn", per_channel)
-    comparing = Comparing()
+    comparing = ComparingMode()
     with comparing:
         both_ways(fused_selective_scan, scan_inputs(9, torch.float32))
     assert comparing.comparisons[0].refusal()
