@@ -1,68 +1,442 @@
-"""Random mutants of all that is read: each is used right, or refused in one sentence, in 1 GiB and
-5 s."""
+"""Mutants of everything that the commands read: each is used right, or refused in one sentence, in
+1 GiB and 5 s."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
-from collections import Counter
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load
 
-from tests.harness.fuzz import Subject, tried
-from tests.harness.fuzz_inputs import config, foreign, images, lines
-from tests.harness.fuzz_runs import checkpoint, good_run, run_folder
-from tests.harness.fuzz_sets import block, manifest, shard
-from tests.harness.fuzz_weights import weights
+from data.loader import LatentTensors, draw_samples
+from data.manifest import make_spec, read_manifest
+from data.resident import ResidentLatents
+from data.source import open_source
+from data.streamed import StreamedLatents
+from encoding.images import DecodedImages
+from encoding.job import plan_shards
+from encoding.sources import list_images
+from models.autoencoders import PixelAutoencoder
+from models.images import to_uint8
+from sampling.load import draw_latents, find_class_numbers
+from scripts.import_latents import ImportConfig, check_config, import_latents
+from scripts.report.__main__ import ReportConfig, report
+from scripts.verify_latents import VerifyConfig, verify
+from tests.harness.foreign import FORMATS
+from tests.harness.limits import is_unfit, run_limited
+from tests.harness.mutants import (
+    Draw,
+    mutate_file,
+    mutate_safetensors,
+    mutate_tensor,
+    mutate_tree,
+)
+from tests.harness.payloads import as_json, make_weights, read_description, with_description
+from tests.harness.sets import random_samples, save_images, save_latent_set, write_tar
+from tests.harness.words import CPU, TINY_RUN
+from tests.harness.zygote import Start, read_output
+from training.assemble import assemble
+from training.config.compose import compose
+from training.config.explain import flatten_tree
+from training.config.schema import PrecomputeConfig, SamplingConfig
+from training.distributed.exit import run_app
+from training.weights.pretrained import build_autoencoder, fit_weights, load_pretrained
 
-FEW: dict[Subject, int] = {
-    **{manifest: 8, block: 8, shard: 8, config: 8, lines: 12, images: 20, foreign: 12, weights: 12},
-    **{checkpoint: 6, run_folder: 4},
+Case = Callable[[], object]
+Subject = Callable[[Draw, Path], Case]
+
+
+def hash_bytes(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def break_set(draw: Draw, folder: Path) -> Case:
+    """Changes a latent set, then mostly makes its hashes, sizes and counts right, so that a reader
+    gets to the change."""
+    shards = [("train", 8, 0), ("train", 5, 1), ("held_out", 6, 2)]
+    parts = [(split, random_samples(count, seed, (2, 2, 2))) for split, count, seed in shards]
+    save_latent_set(folder, parts)
+    tree = json.loads((folder / "manifest.json").read_text())
+    kind = draw(st.sampled_from(("manifest", "block", "shard")))
+    shard = draw(st.sampled_from(tree["shards"]))
+    file = folder / shard["file"]
+    if kind == "manifest":
+        tree = mutate_tree(draw, tree)
+    elif kind == "shard":
+        mutate_file(draw, file)
+    else:
+        number = draw(st.integers(0, len(shard["blocks"]) - 1))
+        content = file.read_bytes()
+        offset, size, *_ = shard["blocks"][number]
+        payload = mutate_safetensors(draw, content[offset : offset + size])
+        file.write_bytes(content[:offset] + payload + content[offset + size :])
+        shard["blocks"][number][1] = len(payload)
+        for block in shard["blocks"][number + 1 :]:
+            block[0] += len(payload) - size
+    if kind == "block" or draw(st.booleans()):
+        # What the mutation has removed cannot be made right.
+        with suppress(Exception):
+            settle(folder, tree)
+    (folder / "manifest.json").write_bytes(as_json(tree))
+    shared = {"on_corrupt": draw(st.sampled_from(("error", "skip")))}
+    cases = [
+        partial(use_loader, folder, ResidentLatents, **shared),
+        partial(use_loader, folder, ResidentLatents, device_memory_gib=1.2e-6, **shared),
+        partial(use_loader, folder, StreamedLatents, window=4, num_workers=0, **shared),
+        partial(verify_set, folder),
+    ]
+    return draw(st.sampled_from(cases))
+
+
+def settle(folder: Path, tree: Any) -> None:
+    for shard in tree["shards"]:
+        content = (folder / shard["file"]).read_bytes()
+        shard |= {"bytes": len(content), "sha256": hash_bytes(content)}
+        for block in shard["blocks"]:
+            block[3] = hash_bytes(content[block[0] : block[0] + block[1]])
+        shard["count"] = sum(block[2] for block in shard["blocks"])
+    for split, key in (("train", "count"), ("held_out", "held_out")):
+        tree[key] = sum(shard["count"] for shard in tree["shards"] if shard["split"] == split)
+
+
+def verify_set(folder: Path) -> None:
+    assert not any(map(is_unfit, verify(VerifyConfig(path=str(folder), count=0))))
+
+
+def use_loader(folder: Path, kind: Any, on_corrupt: str, **options: Any) -> None:
+    """An epoch must have each sample once, with its own latents, finite, and a label of a class."""
+    loader = kind(
+        path=str(folder), batch_size=5, seed=0, device=CPU, on_corrupt=on_corrupt, **options
+    )
+    manifest = read_manifest(str(folder))
+    normalise = make_spec(manifest, open_source(str(folder)), "channel").normaliser(CPU)
+    splits = {
+        "train": [next(loader) for _ in range(-(-manifest.count // 5))],
+        "held_out": list(loader.held_out(4)),
+    }
+    for split, batches in splits.items():
+        rows = read_rows(folder, split)
+        ids = set()
+        for batch in batches:
+            originals = [rows[id_] for id_ in batch.ids.tolist()]
+            tensors = {key: torch.cat([row[key] for row in originals]) for key in originals[0]}
+            latents = tensors["latents"]
+            if split == "train":
+                latents = draw_samples(LatentTensors(**tensors), 0, batch.position)
+            assert torch.equal(batch.latents, normalise(latents))
+            assert batch.latents.isfinite().all()
+            assert torch.equal(batch.labels, tensors["labels"])
+            assert batch.labels.min() >= 0
+            assert batch.labels.max() < max(1, len(manifest.class_names))
+            ids.update(batch.ids.tolist())
+        count = manifest.count if split == "train" else manifest.held_out
+        assert on_corrupt == "skip" or len(ids) == count
+
+
+def read_rows(folder: Path, split: str) -> dict[int, dict[str, torch.Tensor]]:
+    """Tensors by id of each sample whose block has its hash, read without the project's code."""
+    rows = {}
+    first = 0
+    for shard in json.loads((folder / "manifest.json").read_text())["shards"]:
+        if shard["split"] != split:
+            continue
+        for offset, size, samples, sha256 in shard["blocks"]:
+            with suppress(OSError, SafetensorError, IndexError):
+                content = (folder / shard["file"]).read_bytes()[offset:][:size]
+                if hash_bytes(content) == sha256:
+                    tensors = load(content)
+                    for i in range(samples):
+                        rows[first + i] = {name: t[i : i + 1] for name, t in tensors.items()}
+            first += samples
+    return rows
+
+
+MIXERS = {
+    "models.mixers.attention.Attention": {},
+    "models.mixers.convolution.Convolution": {},
+    "models.mixers.zigzag_ssd.ZigzagSSD": {"expand": 2, "state_dim": 8},
+    "models.mixers.selective_scan.SelectiveScan": {"expand": 2, "state_dim": 8},
 }
-"""Cases of each in `make test`."""
+
+
+def break_weights(draw: Draw, folder: Path) -> Case:
+    """Changes a weights file, or what its header says of the model."""
+    mixer = draw(st.sampled_from([*MIXERS]))
+    payload = make_weights(mixer, draw(st.booleans()), **MIXERS[mixer])
+    if draw(st.booleans()):
+        payload = mutate_safetensors(draw, payload)
+    else:
+        payload = with_description(payload, mutate_tree(draw, read_description(payload)))
+    file = folder / "ema.safetensors"
+    file.write_bytes(payload)
+    return partial(draw(st.sampled_from((sample_from, start_from))), file)
+
+
+def sample_from(file: Path) -> None:
+    model, spec = load_pretrained(file, CPU)
+    with patch("huggingface_hub.snapshot_download", side_effect=OSError("there is no network")):
+        autoencoder = build_autoencoder(spec, CPU)
+    labels = torch.tensor(find_class_numbers([0, *spec.names[-1:]], spec)[-1:])
+    numbers = torch.zeros(1).long()
+    cfg = SamplingConfig(steps=2, guidance=1.0)
+    to_uint8(autoencoder.decode(draw_latents(model, spec, labels, numbers, 0, cfg)))
+
+
+def start_from(file: Path) -> None:
+    model, spec = load_pretrained(file, CPU)
+    tensors, _ = fit_weights(model, spec, file)
+    model.load_state_dict(tensors)
+
+
+TEXTS = st.text(max_size=9) | st.sampled_from(
+    (
+        "null",
+        "[]",
+        "{a:{b:[1,{c:2}]}}",
+        "{_target_:os.system}",
+        "'",
+        "\\'",
+        "a,b",
+        "${seed}",
+        "${oc.env:NOPE}",
+        "${${seed}}",
+        "range(3)",
+        "2020-01-01",
+        "os.system",
+        "\udc80",
+        "[" * 5000,
+        "9" * 400,
+        "1e308",
+        "-1e308",
+        "1e-320",
+        "nan",
+        "inf",
+        str(2**63),
+    )
+)
+NUMBERS = st.sampled_from(("-1", "0", "1", "3", "7", "16", "0.5", "1.5"))
+KEYS = sorted(key for key, _ in flatten_tree(compose(["data=synthetic", "model=mamba_xs"]).source))
+
+
+def break_configuration(draw: Draw, folder: Path) -> Case:
+    """Overrides of keys that a run has, and all that is built of them before the first step."""
+    words = [*TINY_RUN, "runtime=eager", "data=synthetic"]
+    words.append(f"model={draw(st.sampled_from(('dit', 'conv', 'mamba', 'zigzag')))}_xs")
+    for _ in range(draw(st.integers(1, 2))):
+        words.append(f"{draw(st.sampled_from(KEYS))}={draw(NUMBERS | TEXTS)}")
+    return lambda: assemble(compose(words).cfg, CPU)
+
+
+def break_command(draw: Draw, folder: Path) -> Case:
+    """Words of a command line that are split, lost, quoted or begin with dashes."""
+    commands = {
+        "train": ["experiment=fastrun", "optim.betas=[0.9,0.95]", "run_dir=läufe/ä"],
+        "precompute_latents": [f"source={folder}", f"out={folder}/out", "encoder=sd"],
+        "scripts.sample": [f"run_dir={folder}", "labels=[0,1]", "out=über/x"],
+        "scripts.evaluate": [f"run_dir={folder}", "features=[encoder,random]", "count=8"],
+        "scripts.verify_latents": [f"path={folder}", "count=0"],
+        "scripts.import_latents": [f"source={folder}", f"out={folder}/out", "encoder=x"],
+    }
+    name = draw(st.sampled_from([*commands]))
+    words = commands[name]
+    place = draw(st.integers(0, len(words) - 1))
+    key, _, value = words[place].partition("=")
+    text = draw(TEXTS)
+    changes = (
+        [],
+        [text],
+        [f"{key}={text}"],
+        [f"{key}{text}={value}"],
+        [f"{key}={value[:2]}{text}{value[2:]}"],
+        [f"--{key}", value],
+        [f"{key} = {value}"],
+        [f"{key}='{value}"],
+    )
+    words[place : place + 1] = draw(st.sampled_from(changes))
+    return partial(run_command, name, words)
+
+
+def run_command(name: str, words: list[str]) -> None:
+    module = import_module(name)
+    with (
+        patch.object(sys, "argv", [name, *words]),
+        patch.dict(os.environ, HYDRA_MAIN_MODULE="__main__"),
+    ):
+        if name.startswith("scripts."):
+            module.main()
+        else:
+            with patch.object(module, name.partition("_")[0]):
+                run_app(module.main)
+
+
+NAMES = ("x.jpg", ".jpg", "a.b.png", "a\nb.jpg", "ñ漢.png", "\udcff.jpg", "x.txt", "train")
+
+
+def break_images(draw: Draw, folder: Path) -> Case:
+    """Changes an image of a folder or of a tar, its name, or what lies beside it."""
+    source = save_images(folder / "photos", ("cat", "dog"), 3)
+    files = sorted(source.rglob("*.*"))
+    contents = {file.read_bytes() for file in files}
+    file = draw(st.sampled_from(files))
+    other = file.with_name(draw(st.sampled_from(NAMES)))
+    kind = draw(st.sampled_from(("bytes", "name", "link", "tar")))
+    if kind == "bytes":
+        mutate_file(draw, file)
+    elif kind == "name":
+        file.rename(other)
+    elif kind == "link":
+        other.symlink_to(draw(st.sampled_from(("nowhere", file.name, ".", "/proc/self/mem"))))
+    else:
+        members = {f"{i}{file.suffix}": file.read_bytes() for i, file in enumerate(files)}
+        members |= {f"{i}.cls": draw(st.just(b"0") | st.binary()) for i in range(len(files))}
+        source = write_tar(folder / "a.tar", members)
+        mutate_file(draw, source)
+    return partial(use_images, source, contents)
+
+
+def use_images(source: Path, contents: set[bytes]) -> None:
+    """Whatever is listed must decode if it is one of the good files, or give a sentence."""
+    images = list_images(source)
+    plan_shards(images, PrecomputeConfig(source=str(source), held_out=0.2))
+    for entry, item in zip(images.entries, DecodedImages(images.entries, 8), strict=False):
+        if isinstance(item, torch.Tensor):
+            assert item.shape == (3, 8, 8)
+            continue
+        assert isinstance(item, str)
+        assert not is_unfit(item)
+        assert Path(entry.file).read_bytes()[entry.offset :][: entry.size] not in contents
+
+
+class Encoder(PixelAutoencoder):
+    """An encoder that needs no files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+def break_foreign(draw: Draw, folder: Path) -> Case:
+    """Latents and labels of another tool with other values, or with a file changed."""
+    source = folder / "source"
+    source.mkdir()
+    tensors = [random_samples(30, 0, (2, 8, 8))[name] for name in ("latents", "labels")]
+    changed = draw(st.sampled_from((0, 1, None)))
+    if changed is not None:
+        tensors[changed] = mutate_tensor(draw, tensors[changed])
+    # Some of these values cannot be written in some formats.
+    words = {}
+    with suppress(IndexError, TypeError, RuntimeError, ValueError):
+        words = draw(st.sampled_from(FORMATS))(source, *tensors)
+    files = sorted(file for file in source.rglob("*") if file.is_file())
+    if changed is None:
+        mutate_file(draw, draw(st.sampled_from(files)))
+    return partial(import_set, folder / "out", words)
+
+
+def import_set(out: Path, words: dict[str, Any]) -> None:
+    options = {"out": str(out), "encoder": "x", "scale": 1.0, "device": "cpu", "shard_size": 7}
+    with patch("training.config.build.build", lambda *_, **__: Encoder()):
+        import_latents(check_config(ImportConfig(**options | words)))
+    assert verify(VerifyConfig(path=str(out), count=0)) == []
+
+
+SUBJECTS = {
+    break_set: 24,
+    break_weights: 16,
+    break_configuration: 12,
+    break_command: 16,
+    break_images: 16,
+    break_foreign: 12,
+}
+"""Examples of each in `make test`."""
 MANY = 300
-BY_SUBJECT = pytest.mark.parametrize("subject", FEW, ids=lambda subject: subject.__name__)
-
-
-def seeds(default: range) -> range:
-    """FUZZ_SEEDS=first or first:end, if it is set."""
-    first, _, end = os.environ.get("FUZZ_SEEDS", "").partition(":")
-    return range(int(first), int(end or int(first) + 1)) if first else default
-
-
-def fuzz(subject: Subject, chosen: range, folder: Path) -> None:
-    """Tries a subject with each seed, and shows what went wrong."""
-    if subject in (checkpoint, run_folder):
-        good_run()
-    found = []
-    endings = Counter()
-    for seed in chosen:
-        case = folder / str(seed)
-        case.mkdir()
-        ending = tried(subject, seed, case)
-        endings[ending.ending] += 1
-        if not ending.good:
-            found.append(
-                f"{subject.__name__} seed {seed}: {ending.words}\n{ending.ending}: {ending.text}"
-            )
-        shutil.rmtree(case)
-    print(f"{subject.__name__}: {dict(endings)}")
-    if found:
-        pytest.fail(
-            "\n\n".join([f"{len(found)} of {len(chosen)} cases", *found[:20]]), pytrace=False
-        )
-
-
-@pytest.mark.fault(
+FAULT = pytest.mark.fault(
     "a mutant of an input at random", "used right, or refused in one sentence, within 1 GiB and 5 s"
 )
-@BY_SUBJECT
+
+
+def draw_examples(test: Callable[[Draw], None], count: int) -> None:
+    """Calls the test with `count` series of draws, always the same."""
+    run = settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[*HealthCheck],
+    )(given(st.data())(lambda data: test(data.draw)))
+    run()
+
+
+def fuzz(subject: Subject, folder: Path, count: int) -> None:
+    def test(draw: Draw) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        ending = run_limited(subject(draw, folder))
+        assert ending.right, f"{ending.kind}: {ending.text}"
+
+    draw_examples(test, count)
+
+
+@FAULT
+@pytest.mark.parametrize("subject", SUBJECTS)
 def test_few_mutants(subject: Subject, tmp_path: Path):
-    fuzz(subject, seeds(range(FEW[subject])), tmp_path)
+    fuzz(subject, tmp_path, SUBJECTS[subject])
 
 
 @pytest.mark.slow
-@BY_SUBJECT
+@pytest.mark.parametrize("subject", SUBJECTS)
 def test_many_mutants(subject: Subject, tmp_path: Path):
-    fuzz(subject, seeds(range(FEW[subject], MANY)), tmp_path)
+    fuzz(subject, tmp_path, MANY)
+
+
+RUN_FILES = (
+    *("config.yaml", "environment.json", "ledger.json", "summary.json", "metrics.jsonl"),
+    *("checkpoints/step-12/state.json", "checkpoints/step-12/rank-0-of-1.safetensors"),
+    *("checkpoints/step-12/model.safetensors", "checkpoints/step-12/manifest.json"),
+)
+
+
+@FAULT
+@pytest.mark.parametrize("count", [10, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_mutants_of_a_finished_run(
+    count: int, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+):
+    """The same command goes on from them, or says why not; a report reads them."""
+    folder = tmp_path / "run"
+
+    def test(draw: Draw) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole(), folder)
+        Path(f"{folder}.log").unlink(missing_ok=True)
+        file = folder / draw(st.sampled_from(RUN_FILES))
+        mutate_file(draw, file)
+        sealed = file.parent / "manifest.json"
+        if sealed.exists() and sealed != file:
+            manifest = json.loads(sealed.read_text())
+            content = file.read_bytes()
+            manifest["files"][file.name] = {"bytes": len(content), "sha256": hash_bytes(content)}
+            sealed.write_text(json.dumps(manifest))
+        (code,) = zygote(folder, "total_samples=104", environment={"LIMITED": "20"})
+        lines = read_output(folder).splitlines()
+        assert code in (0, 1), lines
+        assert len([line for line in lines if line.startswith("error: ")]) == code, lines
+        assert "Traceback (most recent call last):" not in lines
+        ending = run_limited(lambda: report(ReportConfig(str(folder))))
+        assert ending.right, f"{ending.kind}: {ending.text}"
+
+    draw_examples(test, count)

@@ -1,10 +1,9 @@
-"""A training process of the tests: `train.py`, with a quick compiler and, where it is asked for, a
-fault.
+"""A training process of the tests: `train.py` with a quick compiler, changed by its environment.
 
 FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), hang.
-With ANY_PRECISION a CPU may have any; with OFFLOADS it copies what is kept for the backward pass.
-With KERNELS_ON_RANK fused kernels may be asked for, and can
-run in that process alone, in Triton's interpreter.
+ANY_PRECISION allows 8 and 16 bits on a CPU, OFFLOADS the copies of saved tensors to the host.
+KERNELS_ON_RANK allows fused kernels, and only that process can run them, in Triton's interpreter.
+LIMITED is the processor time in seconds that the process may take, with 1 GiB of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from accel import saved_tensors
 from accel.techniques.compilation import Compile
 from accel.techniques.fused_kernels import FusedKernel
 from accel.techniques.offload_activations import OffloadActivations
+from tests.harness.limits import set_limits
 from tests.harness.words import TINY_RUN
 from train import train
 from training.config.compose import compose, report_user_errors
@@ -30,8 +30,8 @@ from training.step import TrainStep
 Compile.backend = "aot_eager"
 
 
-def faulty(kind: str, step: int) -> None:
-    """Makes the step fail; warm-up has three of its own, which do not count."""
+def plant_fault(kind: str, step: int) -> None:
+    """Makes a training step fail; steps of the warm-up do not count."""
     losses = TrainStep.losses
     calls = iter(range(10**6))
 
@@ -52,6 +52,8 @@ def faulty(kind: str, step: int) -> None:
 
 def main(words: list[str]) -> None:
     torch.set_num_threads(1)
+    if seconds := os.environ.get("LIMITED"):
+        set_limits(int(seconds))
     if os.environ.get("ANY_PRECISION"):
         import pytest
 
@@ -68,7 +70,7 @@ def main(words: list[str]) -> None:
     if fault := os.environ.get("FAULT"):
         kind, rank, step = fault.split(":")
         if os.environ.get("RANK") == rank:
-            faulty(kind, int(step))
+            plant_fault(kind, int(step))
     with exit_cleanly(), report_user_errors():
         train(compose([*TINY_RUN, *words]))
 

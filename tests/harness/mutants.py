@@ -1,0 +1,131 @@
+"""Mutants of good inputs, drawn by hypothesis."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+from tests.harness.payloads import DEEP, as_json, read_header, with_header
+
+Draw = Callable[[st.SearchStrategy], Any]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+EDGES = (
+    -1,
+    10**6,
+    2**31,
+    2**40,
+    2**63,
+    10**400,
+    1e-320,
+    1e38,
+    "",
+    "../x",
+    "\x1b[31m",
+    "\ud800",
+    "float32",
+    "x" * 10_000,
+    [1] * 1000,
+    DEEP,
+)
+VALUES = st.sampled_from(EDGES) | st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
+TENSOR_CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float64": torch.Tensor.double,
+    "float16": torch.Tensor.half,
+    "int64": torch.Tensor.long,
+    "bool": torch.Tensor.bool,
+    "complex": lambda t: t.to(torch.complex64),
+    "one NaN": lambda t: t.double().index_fill(0, torch.tensor(0), torch.nan).to(t.dtype),
+    "times -1": lambda t: -t,
+    "times 10000": lambda t: t * 10_000,
+    "no sample": lambda t: t[:0],
+    "one sample fewer": lambda t: t[1:],
+    "one dimension more": lambda t: t[None],
+    "transposed": lambda t: t.transpose(0, -1),
+    "flat": torch.Tensor.flatten,
+    "a number": lambda t: t.flatten()[0],
+}
+
+
+def list_paths(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Path of every value in a JSON tree, without its root."""
+    keys = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    for key in keys:
+        yield (*above, key)
+        yield from list_paths(tree[key], (*above, key))
+
+
+def follow(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def mutate_tree(draw: Draw, good: Any) -> Any:
+    """A copy of a JSON tree with one to three changes, each depth as likely as any other."""
+    tree = copy.deepcopy(good)
+    for _ in range(draw(st.integers(1, 3))):
+        paths = list(list_paths(tree))
+        if not paths:
+            break
+        depth = draw(st.integers(1, max(map(len, paths))))
+        level = [path for path in paths if len(path) == depth]
+        *above, key = draw(st.sampled_from(level))
+        parent = follow(tree, above)
+        kind = draw(st.sampled_from(("value", "near", "copy", "delete")))
+        if kind == "delete":
+            del parent[key]
+        elif kind == "copy":
+            parent[key] = copy.deepcopy(follow(tree, draw(st.sampled_from(paths))))
+        elif kind == "near" and isinstance(parent[key], int | float):
+            parent[key] += draw(st.sampled_from((1, -1, 8, 512, -512, 2**62, 0.5, 1e-40)))
+        else:
+            parent[key] = draw(VALUES)
+    return tree
+
+
+def mutate_bytes(draw: Draw, content: bytes) -> bytes:
+    """Inserts, overwrites, deletes or cuts bytes, mostly near the start, where headers are."""
+    near = draw(st.sampled_from((16, 600, len(content))))
+    start = draw(st.integers(0, min(near, len(content))))
+    removed = draw(st.sampled_from((0, 1, 8, 512, len(content))))
+    return content[:start] + draw(st.binary(max_size=64)) + content[start + removed :]
+
+
+def mutate_tensor(draw: Draw, tensor: torch.Tensor) -> torch.Tensor:
+    return TENSOR_CHANGES[draw(st.sampled_from([*TENSOR_CHANGES]))](tensor).contiguous()
+
+
+def mutate_safetensors(draw: Draw, payload: bytes) -> bytes:
+    """Changes bytes, the header, or a tensor, of which it may leave out the name."""
+    kind = draw(st.sampled_from(("bytes", "header", "tensor", "name")))
+    if kind == "bytes":
+        return mutate_bytes(draw, payload)
+    if kind == "header":
+        return with_header(payload, mutate_tree(draw, read_header(payload)))
+    tensors = load(payload)
+    name = draw(st.sampled_from(sorted(tensors)))
+    tensor = tensors.pop(name)
+    if kind == "tensor":
+        tensors[name] = mutate_tensor(draw, tensor)
+    return save(tensors, read_header(payload).get("__metadata__"))
+
+
+def mutate_file(draw: Draw, file: Path) -> None:
+    """Changes a file by its form: safetensors, JSON, or bytes."""
+    content = file.read_bytes()
+    if file.suffix == ".safetensors":
+        content = mutate_safetensors(draw, content)
+    elif file.suffix == ".json" and draw(st.integers(0, 5)):
+        content = as_json(mutate_tree(draw, json.loads(content)))
+    else:
+        content = mutate_bytes(draw, content)
+    file.write_bytes(content)
