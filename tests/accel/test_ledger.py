@@ -281,7 +281,7 @@ def test_a_graph_needs_the_fused_optimizer(monkeypatch):
     monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
     training = tiny_training(cuda_graph=True, fused_adamw=False)
     # The step is not captured.
-    assert training.step.update == training.step.one_step
+    assert training.step.update == training.step.take_step
     active, note = training.stack.techniques[-1].observe(Evidence())
     assert active is False
     assert "decides on the host" in note

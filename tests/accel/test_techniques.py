@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -17,41 +18,40 @@ from tests.harness.sets import pairwise
 from tests.harness.steps import (
     EAGER,
     VARIANTS,
-    allow_any_precision,
-    assemble,
+    checkpoint_values,
+    compile_values,
+    explain_no_fp8,
     explain_unavailable,
+    find_technique,
     key_of,
     ledger_of,
     name_variant,
-    explain_no_fp8,
+    read_ledger,
     take_one_step,
-    find_technique,
+    tiny_training,
 )
 from tests.harness.words import CPU
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}
+CUDA_BACKENDS = {"cudnn", "efficient", "flex", "flash3", "flash4"}
 EVERY = pytest.mark.parametrize("variant", VARIANTS, ids=name_variant)
-
-
-@pytest.fixture(autouse=True)
-def quick_compiler(monkeypatch):
-    monkeypatch.setattr(Compile, "backend", "aot_eager")
-
-
-@pytest.fixture
-def any_precision(monkeypatch):
-    """16 bits on any CPU: slow there, and right."""
-    allow_any_precision(monkeypatch)
+MAX_AUTOTUNE = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}
+take_plain_step = functools.cache(take_one_step)
 
 
 def test_every_technique_is_enrolled():
     assert {key_of(variant) for variant in VARIANTS} == {kind.key for kind in TECHNIQUES}
-    assert {kind.key for kind in TECHNIQUES} | {
-        option for kind in TECHNIQUES for option in kind.options
-    } == set(
-        EAGER
-        # the last: processes'
-    ) - {"device", "on_unavailable", "tune", "tune_seconds", "mode", "timeout_minutes", "nccl"}
+    keys = {key for kind in TECHNIQUES for key in (kind.key, *kind.options)}
+    run_keys = {"device", "on_unavailable", "tune", "tune_seconds"}
+    process_keys = {"mode", "timeout_minutes", "nccl"}
+    assert keys == set(EAGER) - run_keys - process_keys
+
+
+def test_the_order_of_the_tuple():
+    keys = [kind.key for kind in TECHNIQUES]
+    assert keys.index("gradient_checkpointing") < keys.index("compile")
+    assert keys[-1] == "cuda_graph"
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,7 @@ def test_every_technique_is_enrolled():
     [
         "mamba",
         "dit",
-        *(
-            pytest.param(family, marks=pytest.mark.slow)
-            for family in ("ssd_mlp", "zigzag", "mamba1")
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssd_mlp", "zigzag", "mamba1")),
     ],
 )
 @EVERY
@@ -72,28 +69,26 @@ def test_switching_a_technique_on_moves_the_loss_within_its_tolerance(
     if reason := explain_unavailable(variant):
         pytest.skip(reason)
     rtol = find_technique(key_of(variant)).loss_rtol
-    if variant == {"residual_in_fp32": True}:  # that one is on in eager: compare with off
+    # This one is on in eager, so it is switched off for the comparison.
+    if variant == {"residual_in_fp32": True}:
         variant = {"residual_in_fp32": False}
-    plain = take_one_step(family)
-    fast = take_one_step(family, **variant)
-    assert_within(plain, fast, rtol)
+    assert_within(take_plain_step(family), take_one_step(family, **variant), rtol)
 
 
 def assert_within(plain, fast, rtol):
+    """Compares what take_one_step returns: bit for bit at a tolerance of 0."""
+    assert list(fast) == list(plain)
     if rtol == 0.0:
-        assert torch.equal(plain[0], fast[0])
-        assert torch.equal(plain[1], fast[1])
-        assert all(torch.equal(a, b) for a, b in zip(plain[2], fast[2], strict=True))
+        assert [name for name in plain if not torch.equal(fast[name], plain[name])] == []
     else:
-        torch.testing.assert_close(fast[0], plain[0], rtol=rtol, atol=0.0)
-        torch.testing.assert_close(fast[1], plain[1], rtol=20 * rtol, atol=0.0)
+        torch.testing.assert_close(fast["loss"], plain["loss"], rtol=rtol, atol=0.0)
+        torch.testing.assert_close(fast["grad_norm"], plain["grad_norm"], rtol=20 * rtol, atol=0.0)
 
 
 class ScaledLoss(Technique):
     """A planted fault: the velocity is off by one part in ten thousand."""
 
     key = "scaled"
-    loss_rtol = 0.0
 
     def on_step(self, step):
         forward = step.forward
@@ -104,30 +99,16 @@ class ScaledLoss(Technique):
         return Observation(True, "")
 
 
-def test_a_planted_fault_is_caught():
+@pytest.mark.parametrize("rtol", [0.0, 1e-5])
+def test_a_planted_fault_is_caught(rtol):
     with pytest.raises(AssertionError):
-        assert_within(take_one_step(), take_one_step(planted=ScaledLoss(True, CPU)), ScaledLoss.loss_rtol)
-    with pytest.raises(AssertionError):
-        assert_within(take_one_step(), take_one_step(planted=ScaledLoss(True, CPU)), 1e-5)
-
-
-@EVERY
-def test_state_dict_keys_do_not_change(variant):
-    plain, _, _, _ = assemble()
-    fast, _, _, _ = assemble(**variant)
-    assert list(fast.state_dict()) == list(plain.state_dict())
+        assert_within(take_plain_step(), take_one_step(planted=ScaledLoss(True, CPU)), rtol)
 
 
 @EVERY
 def test_what_cannot_be_had_here_says_so_in_a_sentence(variant):
     reason = explain_unavailable(variant)
-    if key_of(variant) in CUDA_ONLY or variant.get("attention") in (
-        "cudnn",
-        "efficient",
-        "flex",
-        "flash3",
-        "flash4",
-    ):
+    if key_of(variant) in CUDA_ONLY or variant.get("attention") in CUDA_BACKENDS:
         assert "cpu" in reason
     if reason is not None:
         assert reason.endswith(".")
@@ -139,10 +120,10 @@ def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, mo
     for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: False)
     assert word in Precision(name, CPU).unavailable()
-    stack = AccelerationStack(
-        EAGER | {"precision": name, "tf32": True}, CPU, on_unavailable="emulate"
-    )
-    assert (stack.precision, stack.values["tf32"]) == (name, False)
+    values = EAGER | {"precision": name, "tf32": True}
+    stack = AccelerationStack(values, CPU, on_unavailable="emulate")
+    assert stack.precision == name
+    assert stack.values["tf32"] is False
     assert stack.reasons["precision"].startswith("emulated: This CPU has no native")
 
 
@@ -162,26 +143,31 @@ def test_degrade_names_what_is_missing_and_error_refuses_with_all_of_it():
         AccelerationStack(values, CPU, on_unavailable="error")
 
 
+def test_error_stops_where_a_step_shows_a_technique_to_be_off(monkeypatch):
+    monkeypatch.setattr(FusedAdamW, "optimizer_kwargs", lambda self: {})
+    with pytest.raises(ValueError, match=r"runtime\.fused_adamw"):
+        ledger_of("mamba", "runtime.on_unavailable=error", fused_adamw=True)
+
+
 def test_deterministic_switches_off_what_is_not(monkeypatch):
-    technique = next(t for t in TECHNIQUES if t.nondeterministic)
-    monkeypatch.setattr(technique, "unavailable", lambda self: None)
-    stack = AccelerationStack(
-        EAGER | {technique.key: True}, CPU, on_unavailable="error", deterministic=True
-    )
-    assert stack.reasons == {technique.key: "switched off by deterministic=true"}
+    kind = next(kind for kind in TECHNIQUES if kind.nondeterministic)
+    monkeypatch.setattr(kind, "unavailable", lambda self: None)
+    values = EAGER | {kind.key: True}
+    stack = AccelerationStack(values, CPU, on_unavailable="error", deterministic=True)
+    assert stack.reasons == {kind.key: "switched off by deterministic=true"}
 
 
 def test_work_that_must_end_with_the_same_bytes_leaves_cudnn_no_choice(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    stack = AccelerationStack(
-        EAGER | {"cudnn_benchmark": True}, CPU, on_unavailable="error", same_bytes=SAME_BYTES
-    )
+    values = EAGER | {"cudnn_benchmark": True}
+    stack = AccelerationStack(values, CPU, on_unavailable="error", same_bytes=SAME_BYTES)
     stack.on_process()
     assert "must end with the same bytes" in stack.reasons["cudnn_benchmark"]
-    assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic) == (False, True)
+    assert torch.backends.cudnn.benchmark is False
+    assert torch.backends.cudnn.deterministic is True
 
 
-ROWS = pairwise(
+PAIRS = pairwise(
     ["fp32", "bf16", "fp16", "fp8"],  # precision
     [True, False],  # residual_in_fp32
     ["auto", "flash", "math"],  # attention
@@ -196,7 +182,7 @@ ROWS = pairwise(
     "row",
     [
         pytest.param(row, marks=pytest.mark.slow) if i % 4 != 1 else row
-        for i, row in enumerate(ROWS)
+        for i, row in enumerate(PAIRS)
     ],
     ids=lambda row: "-".join(map(str, row)),
 )
@@ -204,98 +190,114 @@ def test_pairs_of_techniques_take_two_steps(row, any_precision):
     precision, residual, attention, policy, scope, fused, refused = row
     if precision == "fp8" and (reason := explain_no_fp8()):
         pytest.skip(reason)
-    values = {
-        "precision": precision,
-        "residual_in_fp32": residual,
-        "attention": attention,
-        "fused_adamw": fused,
-    }
-    values |= {
-        "gradient_checkpointing": policy is not None,
-        "checkpoint_policy": policy or "blocks",
-    }
-    values |= {"compile": scope is not None, "compile_scope": scope or "blocks"} | dict.fromkeys(
-        CUDA_ONLY, refused
+    training = tiny_training(
+        "dit",
+        precision=precision,
+        residual_in_fp32=residual,
+        attention=attention,
+        fused_adamw=fused,
+        **checkpoint_values(policy),
+        **compile_values(scope),
+        **dict.fromkeys(CUDA_ONLY, refused),
     )
-    _, plain, _, other = assemble("dit")
-    model, step, stack, loader = assemble("dit", **values)
-    for _ in range(2):
-        expected = plain([next(other)])
-        output = step([next(loader)])
-        torch.testing.assert_close(output.loss, expected.loss, rtol=3e-2, atol=0.0)
-    rows = {found.key: found for found in stack.warm_up(lambda: step([next(loader)]), model.blocks)}
-    assert [key for key, found in rows.items() if found.missing] == sorted(
-        CUDA_ONLY, key=list(rows).index
-    ) * refused
+    assert_near_eager(training, steps=2, rtol=3e-2)
+    missing = {key for key, row in read_ledger(training).items() if row.missing}
+    assert missing == (CUDA_ONLY if refused else set())
 
 
-def test_attention_that_no_kernel_can_do_falls_back_loudly_or_stops(monkeypatch):
-    monkeypatch.setattr(AttentionBackend, "unavailable", lambda self: None)
-    model, step, stack, loader = assemble("dit", attention="efficient")
-    with pytest.warns(UserWarning, match="efficient attention does not take"):
-        ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
-    row = next(r for r in ledger if r.key == "attention")
-    assert (row.requested, row.active, row.missing) == ("efficient", "flash", True)
-    model, step, stack, loader = assemble("dit", attention="efficient")
-    stack.strict = True
-    with pytest.raises(RuntimeError, match="No viable backend"):
-        stack.warm_up(lambda: step([next(loader)]), model.blocks)
+def assert_near_eager(training, steps: int, rtol: float, **how):
+    plain = tiny_training("dit", **how)
+    for _ in range(steps):
+        expected = plain.take_step().loss
+        torch.testing.assert_close(training.take_step().loss, expected, rtol=rtol, atol=0.0)
+
+
+# What falls back in warm-up.
 
 
 def broken_backend(graph, inputs):
     raise RuntimeError("this compiler is broken\nand says so at length")
 
 
-def test_a_compiler_failure_falls_back_loudly_or_stops(monkeypatch):
-    monkeypatch.setattr(Compile, "backend", staticmethod(broken_backend))
-    model, step, stack, loader = assemble(compile=True)
-    with pytest.warns(UserWarning, match="nothing runs compiled"):
-        ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
-    row = next(r for r in ledger if r.key == "compile")
-    assert (row.requested, row.active) == (True, False)
-    assert "broken" in row.evidence
-    assert torch.equal(step([next(loader)]).loss.isfinite(), torch.tensor(True))
+@pytest.mark.parametrize(
+    ("kind", "change", "values", "warning", "active", "error"),
+    [
+        (
+            AttentionBackend,
+            {"unavailable": lambda self: None},
+            {"attention": "efficient"},
+            "efficient attention does not take",
+            "flash",
+            "No viable backend",
+        ),
+        (
+            Compile,
+            {"backend": staticmethod(broken_backend)},
+            {"compile": True},
+            "nothing runs compiled.*broken",
+            False,
+            "broken",
+        ),
+    ],
+    ids=["attention", "compile"],
+)
+def test_what_fails_in_warm_up_falls_back_loudly_or_stops(
+    kind, change, values, warning, active, error, monkeypatch
+):
+    for name, value in change.items():
+        monkeypatch.setattr(kind, name, value)
+    training = tiny_training("dit", **values)
+    with pytest.warns(UserWarning, match=warning):
+        row = read_ledger(training)[kind.key]
+    assert row.active == active
+    assert row.missing
+    assert training.take_step().loss.isfinite()
 
-    model, step, stack, loader = assemble(compile=True)
-    stack.strict = True
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
-        stack.warm_up(lambda: step([next(loader)]), model.blocks)
+    training = tiny_training("dit", **values)
+    training.stack.strict = True
+    with pytest.raises(RuntimeError, match=error):
+        training.warm_up()
+
+
+def test_a_mistake_of_the_user_is_no_compiler_failure():
+    """A fallback would warn, which is an error in tests."""
+    training = tiny_training(compile=True)
+    training.model.blocks[0].layers[0].in_proj = torch.nn.Linear(63, 5)
+    with pytest.raises(RuntimeError, match=r"shape|size|dimension"):
+        training.warm_up()
+
+
+# The real compiler.
 
 
 @pytest.fixture
-def any_mode(monkeypatch):
+def inductor(monkeypatch):
     monkeypatch.setattr(Compile, "backend", "inductor")
     torch._dynamo.reset()
 
 
-def failed_assertion(*_):
+def fail_assertion(*_):
     assert not _, ""
 
 
-# Inductor imports torch.utils.mkldnn
+# Inductor imports torch.utils.mkldnn.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
-def test_a_failed_assertion_of_the_autotuner_falls_back_loudly(any_mode, monkeypatch):
+def test_a_failed_assertion_of_the_autotuner_falls_back_loudly(inductor, monkeypatch):
     """As Inductor has with mamba in `max-autotune-no-cudagraphs` on a CPU."""
-    monkeypatch.setattr("torch._inductor.graph.GraphLowering.run", failed_assertion)
-    model, step, stack, loader = assemble(compile=True, compile_mode="max-autotune-no-cudagraphs")
-    with pytest.warns(
-        UserWarning, match=r"AssertionError.*\(in test_accel.py, failed_assertion\).*max-autotune"
-    ):
-        ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
-    row = next(r for r in ledger if r.key == "compile")
-    assert (row.missing, "nothing runs compiled" in row.evidence) == (True, True)
+    monkeypatch.setattr("torch._inductor.graph.GraphLowering.run", fail_assertion)
+    place = r"\(in test_techniques.py, fail_assertion\)"
+    with pytest.warns(UserWarning, match=rf"AssertionError.*{place}.*max-autotune"):
+        row = ledger_of(**MAX_AUTOTUNE)["compile"]
+    assert row.missing
+    assert "nothing runs compiled" in row.evidence
 
 
 @pytest.mark.slow
-def test_max_autotune_is_on_or_falls_back_loudly(any_mode):
-    model, step, stack, loader = assemble(
-        depth=1, compile=True, compile_mode="max-autotune-no-cudagraphs"
-    )
-    with warnings.catch_warnings(record=True) as said:
+def test_max_autotune_is_on_or_falls_back_loudly(inductor):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
-    row = next(r for r in ledger if r.key == "compile")
-    assert row.missing == any("nothing runs compiled" in str(warning.message) for warning in said)
+        row = ledger_of(depth=1, **MAX_AUTOTUNE)["compile"]
+    assert row.missing == any("nothing runs compiled" in str(each.message) for each in caught)
     assert "max-autotune-no-cudagraphs" in row.evidence
 
 
@@ -303,40 +305,22 @@ def test_max_autotune_is_on_or_falls_back_loudly(any_mode):
     "device",
     [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
-def test_reduce_overhead_trains_as_eager_does(any_mode, device):
+def test_reduce_overhead_trains_as_eager_does(inductor, device):
     """On a CPU Inductor leaves its CUDA graphs away; on a GPU the steps are replays."""
-    _, plain, _, other = assemble("dit", depth=1, device=torch.device(device))
-    how = {"compile": True, "compile_scope": "model", "compile_mode": "reduce-overhead"}
-    model, step, stack, loader = assemble("dit", depth=1, device=torch.device(device), **how)
-    for _ in range(4):
-        expected = plain([next(other)])
-        found = step([next(loader)])
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=0.0)
-    ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
-    row = next(r for r in ledger if r.key == "compile")
+    how = {"depth": 1, "device": torch.device(device)}
+    values = compile_values("model") | {"compile_mode": "reduce-overhead"}
+    training = tiny_training("dit", **how, **values)
+    assert_near_eager(training, steps=4, rtol=1e-4, **how)
+    row = read_ledger(training)["compile"]
     assert row.active is True
     assert "mode reduce-overhead" in row.evidence
 
 
-def test_a_mistake_of_the_user_is_no_compiler_failure():
-    model, step, stack, loader = assemble(compile=True)
-    model.blocks[0].layers[0].in_proj = torch.nn.Linear(63, 5)
-    # a fallback would warn, an error here
-    with pytest.raises(RuntimeError, match=r"shape|size|dimension"):
-        stack.warm_up(lambda: step([next(loader)]), model.blocks)
-
-
-def test_inductor_compiles_a_block_into_one_graph_with_equal_results():
-    """The one case with the real compiler; the others use aot_eager."""
-    torch._dynamo.reset()
-    Compile.backend = "inductor"
-    plain = take_one_step()
-    fast = take_one_step(compile=True)
+def test_inductor_compiles_a_block_into_one_graph_with_equal_results(inductor):
+    assert_within(take_plain_step(), take_one_step(compile=True), 1e-5)
     assert "2 of 2 blocks compiled" in ledger_of(compile=True)["compile"].evidence
-    torch.testing.assert_close(fast[0], plain[0], rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(fast[1], plain[1], rtol=1e-4, atol=0.0)
 
 
 def test_unfused_means_pytorchs_default():
-    # fused=False would switch foreach off too
+    """`fused=False` would switch foreach off too."""
     assert FusedAdamW(False, CPU).optimizer_kwargs() == {}
