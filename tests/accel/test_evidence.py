@@ -15,7 +15,7 @@ from accel.evidence import (
     Evidence,
     observe_ops,
     observe_step,
-    profiled_events,
+    record_events,
 )
 from accel.kernels.attend import attend
 from accel.ledger import UNSEEN, UNUSED, LedgerRow
@@ -135,14 +135,14 @@ def test_the_profiler_is_asked_for_a_gpus_kernels(monkeypatch):
         return profile(**how)
 
     monkeypatch.setattr(torch.autograd.profiler, "profile", record)
-    profiled_events(lambda: None, CUDA)
-    profiled_events(lambda: None, CPU)
+    record_events(lambda: None, CUDA)
+    record_events(lambda: None, CPU)
     assert requested == [activities, {torch.profiler.ProfilerActivity.CPU}]
 
 
 def observe_events(events, monkeypatch, device=CUDA) -> Evidence:
     """The evidence of a step of which the profiler recorded `events`."""
-    monkeypatch.setattr("accel.evidence.profiled_events", lambda run, device: events)
+    monkeypatch.setattr("accel.evidence.record_events", lambda run, device: events)
     return observe_step(lambda: None, None, device)
 
 
