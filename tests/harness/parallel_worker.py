@@ -62,7 +62,7 @@ def main(words: list[str]) -> None:
         allow_any_precision(pytest.MonkeyPatch())
     if os.environ.get("OFFLOADS"):
         OffloadActivations.unavailable = lambda self: None
-        saved_tensors.LEAST_MOVED = 1024
+        saved_tensors.MIN_MOVED_BYTES = 1024
     if rank := os.environ.get("KERNELS_ON_RANK"):
         FusedKernel.unavailable = lambda self: None
         if os.environ["RANK"] == rank:
