@@ -1,0 +1,296 @@
+"""Long sums are right on long and hostile series, where a plainer way of summing is not."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accel.sharding import total_norm
+from data.resident import read_split
+from encoding.job import ChannelSums, compute_channel_statistics
+from evaluation.distances import Moments, frechet_distance, squared_mmd
+from training.distributed.ranks import SINGLE
+from training.evaluate import evaluate
+from training.metrics import Meter
+from training.step import EMA, SpikeGuard, StepOutput, TrainStep
+
+CPU = torch.device("cpu")
+BF16 = 2.0**-9
+"""What rounding a weight to bf16 changes at most, relative to it."""
+
+
+def relative_error(value, exact) -> float:
+    """The largest difference relative to the largest exact value."""
+    value, exact = (torch.as_tensor(x, dtype=torch.float64) for x in (value, exact))
+    return float((value - exact).abs().max() / exact.abs().max())
+
+
+def draw_normal(*shape, mean=0.0, std=1.0):
+    """Draws normal values in fp64, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return mean + std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def exact_mean(values: torch.Tensor) -> float:
+    return math.fsum(values.tolist()) / len(values)
+
+
+def sum_in_order(values: torch.Tensor) -> torch.Tensor:
+    """The plain sum: one addition after the other, in the dtype of `values`."""
+    return torch.from_numpy(np.cumsum(values.numpy(), 0))[-1]
+
+
+@pytest.fixture
+def meter() -> Meter:
+    return Meter(batch_size=1, tokens=1, flops_per_sample=1, peak_flops=None)
+
+
+def note_losses(meter: Meter, losses: torch.Tensor) -> None:
+    """Gives a meter one step for each loss."""
+    zero = torch.zeros(())
+    for loss in losses:
+        meter.update(StepOutput(loss, zero, zero, zero))
+
+
+def test_the_loss_of_a_long_window(meter):
+    """1e-14 over 5,000 steps whose losses scarcely differ, as late in a run; an fp32 sum is off by
+    over 1e-6."""
+    losses = draw_normal(5_000, mean=0.5371, std=1e-5).float()
+    note_losses(meter, losses)
+    exact = exact_mean(losses)
+    assert relative_error(sum_in_order(losses) / len(losses), exact) > 1e-6
+    assert relative_error(meter.report(lr=0.1)["loss"], exact) < 1e-14
+
+
+def test_a_window_of_a_whole_run_needs_more_than_fp32():
+    """`log_every=0`: of a million steps an fp32 sum keeps three digits, and fp64, which the meter
+    has, twelve."""
+    losses = draw_normal(1_000_000, mean=0.53, std=0.005).float()
+    exact = math.fsum(losses.tolist())
+    assert relative_error(sum_in_order(losses), exact) > 5e-4
+    assert relative_error(sum_in_order(losses.double()), exact) < 1e-12
+
+
+def test_a_window_of_an_older_checkpoint_goes_on_in_fp64(meter):
+    names = ("skipped", "backed_off", "in_row")
+    sums = {"loss": torch.tensor(2.0**24), **dict.fromkeys(names, torch.zeros(()))}
+    meter.load_state_dict(sums | {"steps": 2**24})
+    note_losses(meter, torch.ones(1))
+    state = meter.state_dict()
+    # In fp32 the sum would stand still.
+    assert state["loss"] == 2**24 + 1
+    assert {state[name].dtype for name in names} == {torch.float32}
+
+
+def test_gradients_and_loss_of_many_micro_batches():
+    """fp32: 5e-6 over 512 micro-batches whose gradients scarcely differ; a bf16 sum loses over a
+    tenth."""
+    parameter = nn.Parameter(torch.ones(1000))
+    slopes = draw_normal(512, 1000, mean=1.0, std=0.01).float()
+    step = SimpleNamespace(
+        losses=lambda slope: ((parameter * slope).sum().reshape(1), None),
+        ema_weight=torch.zeros(()),
+        synchronised=lambda last: nullcontext(),
+        mark=lambda phase: None,
+        scaler=None,
+    )
+    loss = TrainStep.accumulate(step, list(slopes))
+    exact = slopes.double().mean(0)
+    rough = torch.zeros(1000, dtype=torch.bfloat16)
+    for slope in slopes:
+        rough += (slope / len(slopes)).bfloat16()
+    assert parameter.grad.dtype == torch.float32
+    assert relative_error(rough, exact) > 0.1
+    assert relative_error(parameter.grad, exact) < 5e-6
+    assert relative_error(loss, math.fsum(exact.tolist())) < 5e-6
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("normal", 1e-5), ("equal", 1e-4)])
+def test_the_gradient_norm_of_a_large_matrix(kind, bound):
+    """fp32 over the 11 million values of the modulation of `mamba_s`; the error of PyTorch's own
+    norm on a CPU is ten times as large."""
+    gradient = torch.full((384 * 74, 384), 1e-3)
+    if kind == "normal":
+        gradient.normal_(0.0, 1e-3, generator=torch.Generator().manual_seed(0))
+    exact = gradient.double().square().sum().sqrt()
+    assert relative_error(torch.nn.utils.get_total_norm([gradient]), exact) > 10 * bound
+    assert relative_error(total_norm([gradient]), exact) < bound
+    assert relative_error(total_norm([gradient.T, torch.zeros(3)]), exact) < bound
+
+
+def test_the_limit_for_spikes():
+    """The deviation of 4,096 norms near 1000, in fp32, is right to 1e-3; the mean of squares minus
+    the squared mean would be wrong altogether."""
+    norms = draw_normal(4096, mean=1000.0, std=0.1).float()
+    guard = SpikeGuard(sigmas=6.0, window=len(norms), device=CPU)
+    guard.norms.copy_(norms)
+    guard.count.fill_(len(norms))
+    std, mean = torch.std_mean(norms.double())
+    below, above = (mean + (6.0 + margin) * std for margin in (-6e-3, 6e-3))
+    assert not guard.passes(above.float())
+    guard.norms.copy_(norms)
+    assert guard.passes(below.float())
+
+
+def average(weight: float, walk: torch.Tensor) -> torch.Tensor:
+    """The average that EMA keeps of a parameter that takes the values `walk`."""
+    model = nn.ParameterDict({"p": nn.Parameter(walk[0].clone())})
+    ema = EMA(model, half_life_samples=1.0)
+    factor = torch.tensor(weight)
+    for values in walk[1:]:
+        model["p"].data = values
+        ema.update(factor)
+    return ema.averages[0]
+
+
+def average_exactly(weight: float, walk: torch.Tensor) -> torch.Tensor:
+    """The same average in fp64 and in closed form, not kept from step to step."""
+    shares = weight * (1.0 - weight) ** torch.arange(len(walk) - 1, -1, -1, dtype=torch.float64)
+    shares[0] /= weight
+    return shares @ walk.double()
+
+
+@pytest.mark.parametrize(("half_life", "bound"), [(1_774_000, 1e-4), (17_740_000, BF16 / 4)])
+def test_averages_of_many_steps(half_life, bound):
+    """fp32 stays far below bf16's rounding, and below 2^-24 / w, the most that it could lose.
+
+    With 256 samples a step, the half-life of `experiment=fullrun` and one ten times as long have a
+    weight w of 1e-4 and 1e-5. Weights near 1, the hardest, move as Adam moves them.
+    """
+    weight = float(torch.tensor(EMA(nn.Linear(1, 1), half_life).weight(10**12, 256)))
+    rates = 1e-4 * (0.5 + 0.5 * torch.linspace(0.0, math.pi, 10_000).cos())
+    moves = rates[:, None] * (0.3 * draw_normal(10_000, 256) + 0.1)
+    walk = (draw_normal(256, mean=1.0, std=0.1) + moves.cumsum(0)).float()
+    kept = average(weight, walk)
+    exact = average_exactly(weight, walk)
+    assert relative_error(kept, exact) < min(bound, 2.0**-24 / weight)
+    # The error is also small beside the way that the average has moved.
+    assert relative_error(kept - walk[0], exact - walk[0].double()) < 0.05
+
+
+def test_where_averages_would_stand_still():
+    """At a half-life of 7 million steps, which is far longer than any run needs."""
+    walk = torch.full((1000, 4), 1.3)
+    walk[0] = 1.0
+    assert torch.equal(average(1e-7, walk), walk[0])
+    assert average_exactly(1e-7, walk).min() > 1.00002
+
+
+def test_the_mean_of_held_out_losses():
+    """1e-14 over 50,000 samples whose losses scarcely differ; an fp32 sum is off by over 1e-6."""
+    losses = draw_normal(50_000, mean=0.53, std=1e-4).float()
+    t = torch.linspace(0.0, 0.999, 50_000)
+    loader = SimpleNamespace(
+        held_out=lambda size: (
+            SimpleNamespace(position=part) for part in torch.arange(50_000).split(size)
+        ),
+        held_out_count=50_000,
+    )
+    metrics = evaluate(
+        SimpleNamespace(
+            ranks=SINGLE,
+            micro_batch=256,
+            loader=loader,
+            state=SimpleNamespace(averaged=nullcontext),
+            step=SimpleNamespace(
+                losses=lambda batch, held_out: (losses[batch.position], t[batch.position])
+            ),
+        )
+    )
+    exact = exact_mean(losses)
+    assert relative_error(sum_in_order(losses) / len(losses), exact) > 1e-6
+    assert relative_error(metrics["eval_loss"], exact) < 1e-14
+    last = exact_mean(losses[t >= 0.75])
+    assert relative_error(metrics["eval_loss_t0.75_1.00"], last) < 1e-14
+
+
+def test_mean_and_std_of_latents():
+    """1e-13 and 1e-8 over a million values with a mean of 100 and a deviation of 0.1; fp32 has no
+    such deviation."""
+    latents = draw_normal(4096, 2, 16, 16, mean=100.0, std=0.1).float()
+    sums = [ChannelSums(), ChannelSums()]
+    for i, block in enumerate(latents.split(64)):
+        sums[i % 2].add({"latents": block})
+    mean, std = compute_channel_statistics([s.as_dict() for s in sums])
+    values = latents.double().transpose(0, 1).flatten(1)
+    exact = [exact_mean(channel) for channel in values]
+    deviation = (values - values.mean(1, keepdim=True)).square().mean(1).sqrt()
+    channel = values[0].float()
+    squares = sum_in_order(channel.square()) / len(channel)
+    naive = squares - (sum_in_order(channel) / len(channel)).square()
+    assert relative_error(naive, deviation[0].square()) > 1.0
+    assert relative_error(mean, exact) < 1e-13
+    assert relative_error(std, deviation) < 1e-8
+
+
+def test_the_error_of_latents_in_8_bits():
+    """1e-12 over 131,072 values a channel."""
+    latents = draw_normal(512, 4, 16, 16, mean=3.0).half()
+    reader = SimpleNamespace(
+        shape=(4, 16, 16),
+        count=512,
+        places=[SimpleNamespace(first=8 * i, block=SimpleNamespace(samples=8)) for i in range(64)],
+        read=lambda i: {
+            "latents": latents[8 * i : 8 * i + 8],
+            "ids": torch.arange(8 * i, 8 * i + 8),
+            "labels": torch.zeros(8, dtype=torch.long),
+        },
+    )
+    split, rms = read_split(reader, CPU, "int8")
+    errors = (split.latents[:] - latents.float()).transpose(0, 1).flatten(1)
+    exact = [math.sqrt(exact_mean(channel)) for channel in errors.double().square()]
+    assert relative_error(rms, exact) < 1e-12
+
+
+def test_the_covariance_of_many_features():
+    """1e-9 of 50,000 features with a mean of 1000 and a deviation of 0.01; products minus means
+    lose all in fp32."""
+    features = draw_normal(50_000, 16, std=0.01) + 1000.0
+    moments = Moments(16)
+    for batch in features.split(64):
+        moments.add(batch)
+    # The difference is exact, as both are near each other.
+    centred = features - 1000.0
+    exact = centred.T @ centred - torch.outer(centred.sum(0), centred.sum(0)) / len(centred)
+    mean = features.float().mean(0)
+    naive = features.float().T @ features.float() / len(features) - torch.outer(mean, mean)
+    assert relative_error(naive, exact / len(features)) > 10.0
+    assert relative_error(moments.covariance, exact / (len(features) - 1)) < 1e-9
+    assert relative_error(moments.mean, centred.mean(0) + 1000.0) < 1e-13
+
+
+def test_the_frechet_distance_of_nearly_equal_sets():
+    """1e-4 where variances differ by 1 in 10,000: the distance is 2.5e-9 of the traces whose
+    difference it is."""
+    variances = torch.logspace(-2, 2, 256, dtype=torch.float64)
+    turned = torch.linalg.qr(draw_normal(256, 256)).Q
+    sides = []
+    for values in (variances, variances * (1.0 + 1e-4)):
+        side = Moments(256)
+        side.count = 50_000
+        side.scatter = 49_999 * (turned * values) @ turned.T
+        sides.append(side)
+    exact = math.fsum((math.sqrt(v * (1.0 + 1e-4)) - math.sqrt(v)) ** 2 for v in variances.tolist())
+    assert relative_error(frechet_distance(*sides), exact) < 1e-4
+
+
+def test_the_kernel_distance_of_features_far_from_0():
+    """1e-9 where kernel values of about a million leave a distance of about a thousand."""
+    a, b = (
+        mean + part
+        for mean, part in zip((10.0, 10.1), draw_normal(600, 16).split(300), strict=True)
+    )
+    every = torch.ones(1, 300, dtype=torch.float64)
+
+    def mean_kernel(x, y) -> float:
+        kernel = (x @ y.T / 16 + 1.0) ** 3
+        return exact_mean(kernel[~torch.eye(300, dtype=torch.bool)] if x is y else kernel.flatten())
+
+    exact = mean_kernel(a, a) + mean_kernel(b, b) - 2.0 * mean_kernel(a, b)
+    assert relative_error(squared_mmd(a, b, every, every), exact) < 1e-9
