@@ -45,9 +45,9 @@ def train(composed: Composed) -> dict[str, Any]:
     logger = SafeLogger(build(run.cfg.logger, "logger"), silent=not ranks.first)
 
     # 2. What we train, on what, and what makes it fast. One observed step shows what is really on.
-    cfg = run.tuned()
+    cfg = run.apply_tuning()
     training = assemble(cfg, run.device, ranks, run.folder)
-    run.keep_kernels(training)
+    run.write_kernels(training)
     state = training.state
     step = training.step
     meter = training.state.meter
@@ -58,7 +58,7 @@ def train(composed: Composed) -> dict[str, Any]:
         ledger = training.warm_up()
 
     # 3. Where we left off.
-    checkpoints = run.checkpoints()
+    checkpoints = run.open_checkpoints()
     described = describe_run(composed, spec, ledger, training.base)
     where = restore(cfg, state, checkpoints, described)
     progress = Progress(
@@ -69,54 +69,54 @@ def train(composed: Composed) -> dict[str, Any]:
     def report() -> dict[str, float]:
         """Logs the window since the last report; returns the scores measured at this step."""
         metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
-        metrics |= checkpoints.figures()
+        metrics |= checkpoints.report_times()
         state.skipped_steps += metrics["skipped"]
-        with meter.paused():
-            scores = evaluate(training) if state.due(cfg.eval_every) else {}
-            scores |= distances() if distances and state.due(cfg.fd_every) else {}
+        with meter.pause():
+            scores = evaluate(training) if state.is_due(cfg.eval_every) else {}
+            scores |= distances() if distances and state.is_due(cfg.fd_every) else {}
             metrics |= scores | training.note_skipped_data()
             run.append_metrics(metrics)
             logger.log(metrics, state.samples)
-            progress.say(format_log_line(metrics, progress.left()))
+            progress.say(format_log_line(metrics, progress.format_time_left()))
         return scores
 
-    @meter.paused()
+    @meter.pause()
     def draw() -> None:
         assert autoencoder is not None
         file = run.folder / "samples" / f"step-{state.step}.png"
         logger.image("sample_grid", draw_sample_grid(training, autoencoder, file), state.samples)
 
-    @meter.paused()
+    @meter.pause()
     def save(scores: dict[str, float]) -> None:
         training.note_skipped_data()
         checkpoints.save(state, described, scores)
 
     # 5. The loop: what is due after the step before, then a step.
     explained = explain_failures(training, run.folder)
-    stop_request = StopRequest(ranks, checkpoints.failed, training.skips_only)
+    stop_request = StopRequest(ranks, checkpoints.has_failed, training.has_skipped_too_many)
     with stop_request as stop, logger, explained, checkpoints:
-        run.open(training, ledger, logger, where)
+        run.announce_start(training, ledger, logger, where)
         if distances:
             distances.record(run.folder)
-        run.go_on_from(state)
+        run.continue_records(state)
         meter.start()
         batches = []
 
         while True:
             # What is due after the step before, in this order.
-            asked = stop.asked()
+            asked = stop.poll()
             ending = state.done and state.moved
-            report_due = ending or state.due(cfg.log_every, cfg.eval_every, cfg.fd_every)
+            report_due = ending or state.is_due(cfg.log_every, cfg.eval_every, cfg.fd_every)
             stop_due = asked is Request.stop and state.moved and cfg.save_every > 0
-            save_due = stop_due or state.due(cfg.save_every)
+            save_due = stop_due or state.is_due(cfg.save_every)
             scores = report() if report_due else {}
             if ending or asked is Request.look:
                 end_if_failed(training, run.folder, batches, checkpoints, asked)
-            if state.due(cfg.sample_every):
+            if state.is_due(cfg.sample_every):
                 draw()
             if save_due:
                 save(scores)
-            run.keep_time(state, saved=save_due)
+            run.write_time(state, saved=save_due)
             if state.done:
                 break
             if asked is Request.stop:
@@ -124,8 +124,8 @@ def train(composed: Composed) -> dict[str, Any]:
                 run.stop(state)
 
             # A step.
-            with meter.waiting():
-                batches = training.next_batches()
+            with meter.measure_wait():
+                batches = training.take_batches()
             step.schedule(state.samples)
             meter.update(step(batches))
             state.advance(cfg.batch_size)

@@ -35,8 +35,8 @@ UPDATE = "Optimizer.step#"
 REGION = "Torch-Compiled Region"
 """PyTorch begins the name of each call of a compiled function with this."""
 FLEX = "fastlatent flex"
-"""`accel.kernels.attend.flex` gives this name to its calls of FlexAttention, which compiles
-itself."""
+"""`accel.kernels.attend.attend_by_flex` gives this name to its calls of FlexAttention, which
+compiles itself."""
 BLOCK = "fastlatent block"
 """What the profiler calls a call of a probed block, before the block's index."""
 NO_KERNEL_SEEN = (

@@ -311,7 +311,9 @@ class BlockLoader(LatentLoader):
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
         try:
-            read = Prefetcher((blocks.read_rows(number) for number in range(len(blocks.places))), readers)
+            read = Prefetcher(
+                (blocks.read_rows(number) for number in range(len(blocks.places))), readers
+            )
             for number, rows in enumerate(cut_rows(read, batch_size)):
                 found = blocks.unpack_rows(rows.to(self.device))
                 yield self.make_plain_batch(found, number * batch_size)

@@ -14,8 +14,8 @@ from common.errors import UserError
 from data.loader import LatentSpec, LatentTensors, LoaderArgs
 from data.resident import InMemoryLatents
 
-PIXELS = {"_target_": "models.autoencoders.PixelAutoencoder"}
-HELD_OUT = 180
+PIXEL_ENCODER = {"_target_": "models.autoencoders.PixelAutoencoder"}
+HELD_OUT_IMAGES = 180
 
 
 class DigitLatents(InMemoryLatents):
@@ -42,9 +42,9 @@ class DigitLatents(InMemoryLatents):
 
         # The split is the same for every seed, and mean and std for any choice of classes.
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
-        known = pixels[order[HELD_OUT:]]
+        known = pixels[order[HELD_OUT_IMAGES:]]
         splits = []
-        for part in (order[HELD_OUT:], order[:HELD_OUT]):
+        for part in (order[HELD_OUT_IMAGES:], order[:HELD_OUT_IMAGES]):
             ids = part[torch.isin(digits[part], torch.tensor(kept))]
             labels = torch.searchsorted(torch.tensor(kept), digits[ids])
             splits.append(LatentTensors(pixels[ids].to(device), labels.to(device)))
@@ -57,7 +57,7 @@ class DigitLatents(InMemoryLatents):
             class_names=[str(digit) for digit in kept],
             mean=[float(known.mean())],
             std=[float(known.std())],
-            encoder=PIXELS,
+            encoder=PIXEL_ENCODER,
             fingerprint="sklearn-digits"
             + (f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""),
         )

@@ -73,24 +73,24 @@ class LatentSpec:
         """The name of each class; its number where the set names none."""
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
-    def ordered(self, suffix: str, earlier: str | None = None) -> LatentSpec:
+    def with_order(self, suffix: str, earlier: str | None = None) -> LatentSpec:
         """The spec of the same set in an order, or with an error, that no other run may resume on;
         `earlier` is what earlier versions called it, if not the same."""
         known = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
         return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=known)
 
-    def normaliser(self, device: torch.device) -> Callable[[Any], Tensor]:
+    def make_normaliser(self, device: torch.device) -> Callable[[Any], Tensor]:
         """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call
         copies nothing."""
-        mean, std = self.channel_statistics(device)
+        mean, std = self.make_channel_statistics(device)
         return lambda raw: (raw.float() - mean) / std
 
     def denormalise(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         """Raw latents, as an autoencoder decodes them."""
-        mean, std = self.channel_statistics(latents.device)
+        mean, std = self.make_channel_statistics(latents.device)
         return latents.float() * std + mean
 
-    def channel_statistics(self, device: torch.device) -> Float[Tensor, "2 C 1 1"]:
+    def make_channel_statistics(self, device: torch.device) -> Float[Tensor, "2 C 1 1"]:
         """Mean and std."""
         given = torch.tensor([self.mean, self.std], dtype=torch.float32, device=device)
         return given.view(2, -1, 1, 1)
@@ -99,7 +99,7 @@ class LatentSpec:
         return asdict(self)
 
 
-def wrong_lengths(facts: Any) -> list[str]:
+def find_wrong_lengths(facts: Any) -> list[str]:
     """Sentences about statistics of a spec or a manifest that are not one a channel."""
     return [
         f"{name} has {len(values)} values, and there are {facts.channels} channels"
@@ -129,7 +129,7 @@ class LatentLoader:
 
     held_out_count: int = 0
     """Samples that `held_out` gives; evaluation shows no time left where it is 0."""
-    patience: float = 1800.0
+    wait_for_batch_seconds: float = 1800.0
     """Seconds to wait for a batch whose readers have stopped giving any."""
 
     def __init__(self, spec: LatentSpec, **args: Unpack[LoaderArgs]) -> None:
@@ -141,7 +141,7 @@ class LatentLoader:
         self.device = args["device"]
         self.rank = args.get("rank", 0)
         self.world_size = args.get("world_size", 1)
-        self.normalise = spec.normaliser(self.device)
+        self.normalise = spec.make_normaliser(self.device)
         self.samples_seen = 0
 
     @classmethod
@@ -164,12 +164,12 @@ class LatentLoader:
         all ranks agree on."""
         raise NotImplementedError
 
-    def batch(self, rows: LatentTensors, position: Int[Tensor, "B"]) -> Batch:
+    def make_batch(self, rows: LatentTensors, position: Int[Tensor, "B"]) -> Batch:
         """Makes a batch of raw samples at their positions in the run."""
-        latents = self.normalise(sampled(rows, self.seed, position))
+        latents = self.normalise(draw_samples(rows, self.seed, position))
         return Batch(latents, rows.labels, rows.ids, position)
 
-    def plain_batch(self, rows: LatentTensors, start: int) -> Batch:
+    def make_plain_batch(self, rows: LatentTensors, start: int) -> Batch:
         """Makes a batch of raw samples, without augmentation, at the positions from `start` on."""
         position = torch.arange(start, start + len(rows.labels), device=self.device)
         return Batch(self.normalise(rows.latents), rows.labels, rows.ids, position)
@@ -227,7 +227,7 @@ class LatentTensors:
         if self.ids is None:
             self.ids = torch.arange(len(self.labels), device=self.labels.device)
 
-    def floating(self) -> Float[Tensor, "N C H W"]:
+    def as_floating(self) -> Float[Tensor, "N C H W"]:
         """The latents, for a caller that knows they are not `Int8Latents`."""
         assert isinstance(self.latents, Tensor)
         return self.latents
@@ -238,7 +238,9 @@ class LatentTensors:
         return LatentTensors(*found)
 
 
-def sampled(rows: LatentTensors, seed: int, position: Int[Tensor, "B"]) -> Float[Tensor, "B C H W"]:
+def draw_samples(
+    rows: LatentTensors, seed: int, position: Int[Tensor, "B"]
+) -> Float[Tensor, "B C H W"]:
     """Mirrors each sample or not, and draws it from its posterior, where the set has what that
     needs.
 

@@ -27,11 +27,11 @@ from torch import Tensor
 from common.errors import UserError
 
 GOLDEN = 0x9E3779B97F4A7C15
-EPOCHS = 2
+CACHED_EPOCHS = 2
 """An order keeps what it drew for the latest epochs: batches run across the end of one."""
 
 
-def seeded(*key: int) -> torch.Generator:
+def make_generator(*key: int) -> torch.Generator:
     """A CPU generator seeded with a hash of `key`."""
     state = 0
     for number in key:
@@ -39,9 +39,9 @@ def seeded(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(state)
 
 
-def permutation(count: int, *key: int) -> Int[Tensor, "N"]:
+def draw_permutation(count: int, *key: int) -> Int[Tensor, "N"]:
     """A permutation of `count` numbers that `key` decides, the same on every device."""
-    return torch.randperm(count, generator=seeded(*key))
+    return torch.randperm(count, generator=make_generator(*key))
 
 
 class EpochOrder:
@@ -49,14 +49,16 @@ class EpochOrder:
 
     def __init__(self, count: int, seed: int, device: torch.device) -> None:
         self.count = count
-        self.of_epoch = lru_cache(EPOCHS)(lambda e: permutation(count, seed, e).to(device))
+        self.find_epoch = lru_cache(CACHED_EPOCHS)(
+            lambda e: draw_permutation(count, seed, e).to(device)
+        )
 
-    def ids(self, start: int, count: int) -> Int[Tensor, "B"]:
+    def find_ids(self, start: int, count: int) -> Int[Tensor, "B"]:
         """Ids at positions start … start + count - 1."""
         found = []
         while count > 0:
             epoch, offset = divmod(start, self.count)
-            found.append(self.of_epoch(epoch)[offset : offset + count])
+            found.append(self.find_epoch(epoch)[offset : offset + count])
             start += len(found[-1])
             count -= len(found[-1])
         return torch.cat(found)
@@ -88,12 +90,12 @@ class ChunkOrder:
         self.seed = seed
         self.counts = counts
         self.chunk_size = chunk_size
-        self.of_epoch = lru_cache(EPOCHS)(self.draw)
+        self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
-    def draw(self, epoch: int) -> list[Chunk]:
+    def draw_epoch(self, epoch: int) -> list[Chunk]:
         chunk = Chunk(epoch, 0, 0)
         chunks = [chunk]
-        for block in permutation(len(self.counts), self.seed, epoch).tolist():
+        for block in draw_permutation(len(self.counts), self.seed, epoch).tolist():
             if chunk.size + self.counts[block] > self.chunk_size:
                 chunk = Chunk(epoch, len(chunks), chunk.first + chunk.size)
                 chunks.append(chunk)
@@ -104,15 +106,15 @@ class ChunkOrder:
     def locate(self, position: int) -> tuple[Chunk, int]:
         """The chunk of a position, and the offset in it."""
         epoch, p = divmod(position, self.count)
-        chunks = self.of_epoch(epoch)
+        chunks = self.find_epoch(epoch)
         chunk = chunks[bisect_right(chunks, p, key=lambda chunk: chunk.first) - 1]
         return chunk, p - chunk.first
 
-    def after(self, chunk: Chunk) -> Chunk:
+    def find_next(self, chunk: Chunk) -> Chunk:
         return self.locate(chunk.epoch * self.count + chunk.first + chunk.size)[0]
 
-    def permutation(self, chunk: Chunk) -> Tensor:
-        return permutation(chunk.size, self.seed, chunk.epoch, chunk.number)
+    def draw_permutation(self, chunk: Chunk) -> Tensor:
+        return draw_permutation(chunk.size, self.seed, chunk.epoch, chunk.number)
 
 
 class Window(NamedTuple):
@@ -142,7 +144,7 @@ class StreamOrder:
         self.counts = counts
         self.streams = streams
         self.window = window
-        self.of_epoch = lru_cache(EPOCHS)(self.draw)
+        self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def __reduce__(self) -> Any:
         """Pickles what it was built from: workers that are spawned get it so, and the cache of an
@@ -150,10 +152,10 @@ class StreamOrder:
         given = (self.blocks_of_shard, self.counts, self.seed, self.streams, self.window)
         return type(self), given
 
-    def draw(self, epoch: int) -> tuple[Tensor, Tensor]:
+    def draw_epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Numbers of the blocks in the order of an epoch, and the first sample of each in that
         order."""
-        generator = seeded(self.seed, epoch)
+        generator = make_generator(self.seed, epoch)
         shards = torch.arange(len(self.counts)).split(self.blocks_of_shard)
         order = torch.cat(
             [
@@ -182,9 +184,9 @@ class StreamOrder:
         end = min((number + 1) * self.window - shorter, size + (stream < longer))
         return Window(epoch, stream, number, first + start, end - start), offset - start
 
-    def blocks_of(self, window: Window) -> Iterator[tuple[int, int, int]]:
+    def find_blocks(self, window: Window) -> Iterator[tuple[int, int, int]]:
         """(block, first row, rows) of the samples of a window, before they are shuffled."""
-        order, starts = self.of_epoch(window.epoch)
+        order, starts = self.find_epoch(window.epoch)
         start = window.start
         end = window.start + window.size
         at = int(torch.searchsorted(starts, start, right=True)) - 1
@@ -196,8 +198,8 @@ class StreamOrder:
             start += rows
             at += 1
 
-    def permutation(self, window: Window) -> Tensor:
-        return permutation(window.size, self.seed, window.epoch, window.stream, window.number)
+    def draw_permutation(self, window: Window) -> Tensor:
+        return draw_permutation(window.size, self.seed, window.epoch, window.stream, window.number)
 
 
 class RankPositions(NamedTuple):
@@ -212,7 +214,7 @@ class RankPositions(NamedTuple):
     def global_batch(self) -> int:
         return self.world_size * self.batch_size
 
-    def own_streams(self) -> range | None:
+    def find_streams(self) -> range | None:
         """The rank's streams where each global batch has as many samples of each stream; else
         None."""
         if self.global_batch % self.streams or self.streams % self.world_size:
@@ -220,12 +222,12 @@ class RankPositions(NamedTuple):
         each = self.streams // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def positions(self, start: int, stream: int) -> range:
+    def find_positions(self, start: int, stream: int) -> range:
         """The rank's positions in `stream`, of the global batch from position `start` on.
 
         A rank without streams of its own reads `batch_size` consecutive positions.
         """
-        own = self.own_streams()
+        own = self.find_streams()
         size = self.global_batch
         if own is None:
             start += self.rank * self.batch_size

@@ -50,7 +50,9 @@ class InMemoryLatents(LatentLoader):
 
     def batch_at(self, start: int) -> Batch:
         position = torch.arange(start, start + self.batch_size, device=self.device)
-        return self.make_batch(self.train.rows(self.order.find_ids(start, self.batch_size)), position)
+        return self.make_batch(
+            self.train.rows(self.order.find_ids(start, self.batch_size)), position
+        )
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         for start in range(0, self.held_out_count, batch_size):

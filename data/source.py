@@ -73,7 +73,9 @@ def open_source(
         return LocalSource(Path(url).expanduser())
     mark, what = ("#", "fragment") if web else ("?", "query")
     if mark in url:
-        raise UserError(f"data.path={hide_secrets(url)} has a {what} behind a {mark}; leave it out.")
+        raise UserError(
+            f"data.path={hide_secrets(url)} has a {what} behind a {mark}; leave it out."
+        )
     source = (HttpSource if web else FsspecSource)(url, timeout, retries)
     return source if cache is None else CachedSource(source, Path(cache).expanduser())
 
@@ -143,7 +145,9 @@ class RemoteSource(Source):
         return hide_secrets(self.url)
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        pauses = Pauses(self.retries, backoff_factor=FIRST_PAUSE_SECONDS, backoff_max=LONGEST_PAUSE_SECONDS)
+        pauses = Pauses(
+            self.retries, backoff_factor=FIRST_PAUSE_SECONDS, backoff_max=LONGEST_PAUSE_SECONDS
+        )
         while True:
             try:
                 return self.read_once(name, offset, size)
@@ -207,7 +211,9 @@ def check_reply(reply: Any, in_part: bool) -> None:
     headers = reply.headers
     if status in (408, 429) or status >= 500:
         pause = headers.get("Retry-After")
-        asks = f" and asks for a pause of {pause}; a reader waits {LONGEST_PAUSE_SECONDS:g} s at most"
+        asks = (
+            f" and asks for a pause of {pause}; a reader waits {LONGEST_PAUSE_SECONDS:g} s at most"
+        )
         raise TransientError(f"the server answers {status}{asks if pause else ''}", reply.raw)
 
     # Another attempt would not help.

@@ -236,7 +236,12 @@ class StreamedLatents(BlockLoader):
 
         windows = len(self.rank_positions.find_streams() or range(streams)) * a_stream
         readers = max(1, self.num_workers)
-        reading = readers * READERS_PER_WORKER * COPIES_OF_A_BLOCK * max(place.block.size for place in places)
+        reading = (
+            readers
+            * READERS_PER_WORKER
+            * COPIES_OF_A_BLOCK
+            * max(place.block.size for place in places)
+        )
         print(
             f"data: {self.spec.count} samples in {len(places)} blocks from {self.blocks.source}, "
             f"{streams} streams, windows of {self.window}; in each process windows take up to "

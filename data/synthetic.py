@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
-from data.digits import PIXELS
+from data.digits import PIXEL_ENCODER
 from data.loader import LatentSpec, LatentTensors, LoaderArgs, Size
 from data.resident import InMemoryLatents
 
@@ -53,7 +53,7 @@ class SyntheticLatents(InMemoryLatents):
             class_names=[str(label) for label in range(num_classes)],
             mean=[0.0] * channels,
             std=[1.0] * channels,
-            encoder=PIXELS,
+            encoder=PIXEL_ENCODER,
             fingerprint=f"synthetic-{channels}x{height}x{width}-{num_classes}-{count}-{args['seed']}",
         )
         super().__init__(

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from common.errors import UserError
 
-SUBSETS = 100
-SUBSET_SIZE = 1000
+KD_SUBSETS = 100
+KD_SUBSET_SIZE = 1000
 CHUNK_ELEMENTS = 2**24
 """Distances held at once: 128 MiB in fp64."""
-ROWS = 10_000
+FIRST_SAMPLES = 10_000
 """So many first samples of each set enter all figures but the Fréchet distance."""
 NEIGHBOURS = 3
-NEAREST = 0.05
+NEAREST_SHARE = 0.05
 """The share of a set whose nearest distances count as those of copies."""
-ROUNDING = 1e-12
+DISTANCE_ROUNDING = 1e-12
 """The error of a squared distance, relative to the squared length of features."""
-NEGATIVE = 1e-9
+EIGENVALUE_ROUNDING = 1e-9
 """Rounding makes eigenvalues down to minus this, relative to the largest one."""
-FAR = 3.0
+COPIES_WARNING_FACTOR = 3.0
 """A share of copies is worth a sentence above this multiple of what is expected."""
 
 
@@ -78,7 +78,7 @@ class Moments:
         return self.scatter / (self.count - 1)
 
 
-def too_few(count: int, dim: int) -> str | None:
+def explain_too_few(count: int, dim: int) -> str | None:
     """Says why `count` samples of `dim` features give no useful Fréchet distance; None if they do.
 
     With N <= 2·D the estimated covariance is (nearly) singular, and the distance is mostly bias.
@@ -91,31 +91,31 @@ def too_few(count: int, dim: int) -> str | None:
     )
 
 
-def frechet(a: Moments, b: Moments) -> float:
+def frechet_distance(a: Moments, b: Moments) -> float:
     """Fréchet distance of the Gaussians with the moments `a` and `b` (Heusel et al. 2017, eq. 6),
     squared as usual, in squared units of the features.
 
     |mu1 - mu2|² + tr S1 + tr S2 - 2 tr((S1^½ S2 S1^½)^½): the symmetric form, whose eigenvalues are
-    real. Neither has `too_few` samples. ValueError where a covariance has a clearly negative
+    real. Neither has `explain_too_few` samples. ValueError where a covariance has a clearly negative
     eigenvalue.
     """
-    assert too_few(min(a.count, b.count), len(a.mean)) is None
+    assert explain_too_few(min(a.count, b.count), len(a.mean)) is None
     first = a.covariance
     second = b.covariance
     values, vectors = torch.linalg.eigh(first)
-    root = (vectors * clamped(values, values[-1]).sqrt()) @ vectors.T
+    root = (vectors * clamp_eigenvalues(values, values[-1]).sqrt()) @ vectors.T
     product = root @ second @ root
     overlaps = torch.linalg.eigvalsh((product + product.T) / 2)
-    overlap = clamped(overlaps, values[-1] * second.trace()).sqrt().sum()
+    overlap = clamp_eigenvalues(overlaps, values[-1] * second.trace()).sqrt().sum()
     return float((a.mean - b.mean).square().sum() + first.trace() + second.trace() - 2 * overlap)
 
 
-def clamped(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float[Tensor, "D"]:
+def clamp_eigenvalues(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float[Tensor, "D"]:
     """Sets negative eigenvalues to 0 that are as small as rounding makes them beside `largest`.
 
     ValueError for other negative ones and for NaN.
     """
-    if not bool((eigenvalues >= -NEGATIVE * largest.abs()).all()):
+    if not bool((eigenvalues >= -EIGENVALUE_ROUNDING * largest.abs()).all()):
         raise UserError(
             f"a covariance has the eigenvalue {float(eigenvalues.min()):.3g} beside "
             f"{float(largest):.3g}, so it is none; compute the features again."
@@ -137,18 +137,18 @@ def kernel_distance(
     """
     fewest = min(len(a), len(b))
     assert fewest >= 4
-    size = min(SUBSET_SIZE, fewest // 2)
+    size = min(KD_SUBSET_SIZE, fewest // 2)
     generator = torch.Generator().manual_seed(seed)
 
     def members(count: int) -> Float[Tensor, "S count"]:
         """A row for each subset: 1 for its samples, 0 for the others."""
-        rows = torch.zeros(SUBSETS, count, dtype=torch.float64)
+        rows = torch.zeros(KD_SUBSETS, count, dtype=torch.float64)
         for row in rows:
             row[torch.randperm(count, generator=generator)[:size]] = 1.0
         return rows
 
-    distances = squared_mmd(a.double(), b.double(), members(len(a)), members(len(b)))
-    return float(distances.mean()), float(distances.std(correction=0))
+    kd = squared_mmd(a.double(), b.double(), members(len(a)), members(len(b)))
+    return float(kd.mean()), float(kd.std(correction=0))
 
 
 def squared_mmd(
@@ -194,7 +194,7 @@ class Nearness(NamedTuple):
     """What `copied` comes to without copies: 0.05, or more where real ones coincide."""
 
 
-def nearness(
+def compare_neighbours(
     real: Float[Tensor, "N D"], fake: Float[Tensor, "M D"], neighbours: int = NEIGHBOURS
 ) -> Nearness:
     """Compares nearest distances within and between two sets of samples.
@@ -211,28 +211,30 @@ def nearness(
     real = real.double() - centre
     fake = fake.double() - centre
 
-    among_real = nearest_others(real, neighbours)
-    among_fake = nearest_others(fake, neighbours)
-    near = among_real[:, 0].quantile(NEAREST) + ROUNDING * real.square().sum(1).mean()
+    among_real = find_nearest_others(real, neighbours)
+    among_fake = find_nearest_others(fake, neighbours)
+    near = (
+        among_real[:, 0].quantile(NEAREST_SHARE) + DISTANCE_ROUNDING * real.square().sum(1).mean()
+    )
 
     # whether each fake lies in the ball of a real one, and how far the nearest real one is
     to_real = [((d <= among_real[:, -1]).any(1), d.amin(1)) for d in squared_distances(fake, real)]
     to_fake = [(d <= among_fake[:, -1]).any(1) for d in squared_distances(real, fake)]
     inside, closest = (torch.cat(parts) for parts in zip(*to_real, strict=True))
     return Nearness(
-        precision=share(inside),
-        recall=share(torch.cat(to_fake)),
-        copied=share(closest <= near),
-        expected=share(among_real[:, 0] <= near),
+        precision=compute_share(inside),
+        recall=compute_share(torch.cat(to_fake)),
+        copied=compute_share(closest <= near),
+        expected=compute_share(among_real[:, 0] <= near),
     )
 
 
-def share(flags: Tensor) -> float:
+def compute_share(flags: Tensor) -> float:
     """The share of flags that are true."""
     return float(flags.double().mean())
 
 
-def nearest_others(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "N count"]:
+def find_nearest_others(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "N count"]:
     """Squared distances of each row to its `count` nearest others, ascending."""
     found = [
         d.topk(count + 1, largest=False).values[:, 1:]  # the nearest of all is the row itself
@@ -271,8 +273,8 @@ class FeatureStats:
         self.all.add(features)
         for half in (0, 1):
             self.halves[half].add(features[(half - start) % 2 :: 2])
-        if start < ROWS:
-            self.first.append(features[: ROWS - start])
+        if start < FIRST_SAMPLES:
+            self.first.append(features[: FIRST_SAMPLES - start])
 
     @property
     def rows(self) -> Float[Tensor, "N D"]:
@@ -280,7 +282,7 @@ class FeatureStats:
         return torch.cat(self.first)
 
 
-def stats_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
+def collect_stats(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
     """Sums up features of samples, by space, that arrive in batches."""
     stats: dict[str, FeatureStats] = {}
     for batch in batches:
@@ -291,30 +293,34 @@ def stats_of(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]
     return stats
 
 
-def distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
+def compute_distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
     """`fd`, `kd` and `kd_std` between two sets.
 
     `fd` is None where samples are too few, and `why` says so.
     """
     kd, spread = kernel_distance(fake.rows, real.rows)
-    why = too_few(min(fake.all.count, real.all.count), len(real.all.mean))
-    found = {"fd": None if why else frechet(fake.all, real.all), "kd": kd, "kd_std": spread}
+    why = explain_too_few(min(fake.all.count, real.all.count), len(real.all.mean))
+    found = {
+        "fd": None if why else frechet_distance(fake.all, real.all),
+        "kd": kd,
+        "kd_std": spread,
+    }
     return found | ({"why": why} if why else {})
 
 
-def floor(real: FeatureStats) -> dict[str, Any]:
+def compute_floor(real: FeatureStats) -> dict[str, Any]:
     """The distances between the halves of the reference, `floor_fd` and `floor_kd`.
 
     Both halves are smaller than the reference, and the bias of a Fréchet distance falls like 1/n,
     so as many samples as the reference has may come out below `floor_fd`.
     """
-    few = too_few(min(half.count for half in real.halves), len(real.all.mean))
+    few = explain_too_few(min(half.count for half in real.halves), len(real.all.mean))
     kd, _ = kernel_distance(real.rows[::2], real.rows[1::2])
-    found = {"floor_fd": None if few else frechet(*real.halves), "floor_kd": kd}
+    found = {"floor_fd": None if few else frechet_distance(*real.halves), "floor_kd": kd}
     return found | ({"why": f"the floor is of halves: {few}"} if few else {})
 
 
-def figures(
+def compute_figures(
     fake: Mapping[str, FeatureStats], real: Mapping[str, FeatureStats]
 ) -> dict[str, dict[str, Any]]:
     """All figures of each feature space; `why` tells of those that are left out, and of copies."""
@@ -323,13 +329,17 @@ def figures(
         stats = fake[space]
         fakes = stats.rows
         reals = real[space].rows
-        row = floor(real[space]) | distances(stats, real[space]) | nearness(reals, fakes)._asdict()
+        row = (
+            compute_floor(real[space])
+            | compute_distances(stats, real[space])
+            | compare_neighbours(reals, fakes)._asdict()
+        )
         expected = row.pop("expected")
 
         # a share of copies far above the expected one, and above chance
         variance = expected * (1 - expected)
         error = math.sqrt(variance * (1 / len(fakes) + 1 / len(reals)))
-        if row["copied"] > max(FAR * expected, expected + 5 * error):
+        if row["copied"] > max(COPIES_WARNING_FACTOR * expected, expected + 5 * error):
             many = (
                 f"copied={row['copied']:.2g}, and {expected:.2g} is expected: the model may repeat "
                 "images of the reference"

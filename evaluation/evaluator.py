@@ -137,7 +137,9 @@ def make_reconstructions(
                 loader.load_state_dict(place | {"samples_seen": wanted.start})
             counts = [min(BATCH_IMAGES, wanted.stop - start) for start in wanted[::BATCH_IMAGES]]
             yield (
-                decode_images(autoencoder, spec.denormalise(next(loader).latents[:count]).to(device))
+                decode_images(
+                    autoencoder, spec.denormalise(next(loader).latents[:count]).to(device)
+                )
                 for count in counts
             )
 
@@ -203,7 +205,7 @@ class Evaluator:
             )
         self.reference = self.collect_reference_stats(ranks)
 
-    @CLOCK.spending("evaluation")
+    @CLOCK.count_as("evaluation")
     def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
         """Returns the reference's features in each space; the first process has them.
 
@@ -299,7 +301,7 @@ class TrainingDistances:
 
         ValueError if the run has figures of another protocol.
         """
-        self.training.ranks.agreed(lambda: self.write_protocol(folder / PROTOCOL_FILE))
+        self.training.ranks.broadcast_result(lambda: self.write_protocol(folder / PROTOCOL_FILE))
 
     def write_protocol(self, file: Path) -> None:
         """Writes the protocol and the floors, unless `file` has them of another protocol."""
@@ -322,7 +324,7 @@ class TrainingDistances:
         floors = {name: compute_floor(stats) for name, stats in self.evaluator.reference.items()}
         write_json(file, replace_non_finite(told | {"floors": floors}))
 
-    @CLOCK.spending("evaluation")
+    @CLOCK.count_as("evaluation")
     def __call__(self) -> dict[str, float]:
         """Draws and compares; the first process has the figures, the others only the seconds.
 
@@ -334,9 +336,13 @@ class TrainingDistances:
 
         def look(number: int) -> dict[str, Tensor]:
             _, latents = self.stream.batch(number)
-            return self.evaluator.compute_latent_features(latents) if bool(latents.isfinite().all()) else {}
+            return (
+                self.evaluator.compute_latent_features(latents)
+                if bool(latents.isfinite().all())
+                else {}
+            )
 
-        with self.training.state.averaged(), torch.no_grad():
+        with self.training.state.use_averages(), torch.no_grad():
             drawn = share_work(range(count), count, "batches of distances", ranks, look)
         figures = {}
         if not all(drawn):

@@ -121,7 +121,10 @@ class RandomFeatures(Features):
             self.weights.append(torch.from_numpy(weight).float())
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 256"]:
-        x = F.interpolate(to_planes(images), (64, 64), mode="bilinear", antialias=True) / 127.5 - 1.0
+        x = (
+            F.interpolate(to_planes(images), (64, 64), mode="bilinear", antialias=True) / 127.5
+            - 1.0
+        )
         for weight in self.weights:
             x = F.conv2d(x, weight, stride=2, padding=1).relu()
         return F.adaptive_avg_pool2d(x, 2).flatten(1)

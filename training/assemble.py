@@ -121,14 +121,14 @@ class Training:
     base: Base | None = None
     """The model that an adapter goes on."""
 
-    def next_batches(self) -> list[Batch]:
+    def take_batches(self) -> list[Batch]:
         """The micro-batches of one step."""
         return [next(self.loader) for _ in range(self.cfg.accumulation_steps)]
 
     def take_step(self) -> StepOutput:
         """Takes one step and counts it; returns device scalars."""
         self.step.schedule(self.state.samples)
-        output = self.step(self.next_batches())
+        output = self.step(self.take_batches())
         self.state.advance(self.cfg.batch_size)
         return output
 
@@ -138,23 +138,23 @@ class Training:
         state = self.state
         own = self.loader.skipped
         new = float(not own.keys() <= state.skipped_data.keys())
-        if self.ranks.reduced(torch.tensor(new), "max"):
-            for found in self.ranks.gathered_objects(own):
+        if self.ranks.all_reduce(torch.tensor(new), "max"):
+            for found in self.ranks.gather_objects(own):
                 state.skipped_data = state.skipped_data | found
         return {"skipped_data": sum(state.skipped_data.values())}
 
-    def skips_only(self) -> bool:
+    def has_skipped_too_many(self) -> bool:
         """Whether as many steps in a row were skipped as end a run, as far as this process knows
         without waiting."""
-        return self.state.meter.skips(self.cfg.guards.max_skipped_in_row)
+        return self.state.meter.has_skipped(self.cfg.guards.max_skipped_in_row)
 
-    @CLOCK.spending("warm_up")
+    @CLOCK.count_as("warm_up")
     def warm_up(self) -> Ledger:
         """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the
         state."""
-        with self.state.preserved():
+        with self.state.preserve():
             self.step.schedule(0)
-            ledger = self.stack.warm_up(lambda: self.step(self.next_batches()), self.model.blocks)
+            ledger = self.stack.warm_up(lambda: self.step(self.take_batches()), self.model.blocks)
         self.state.meter.busy_ms = self.stack.busy_ms
         return ledger
 
@@ -273,7 +273,7 @@ def restore(
         own = None if cfg.resume == "never" else find_newest_verified(checkpoints.folder)
         return own or (branch and verify(branch))
 
-    folder = ranks.agreed(find)
+    folder = ranks.broadcast_result(find)
     if folder is not None:
         changes = load(folder, state, described, ranks)
         told = f"resumed from {folder} at step {state.step}"
@@ -282,7 +282,7 @@ def restore(
         count = sum(p.numel() for p in state.ema.parameters)
         return f"starting with an adapter of {count} parameters on {described['base']}"
     if cfg.init_from is not None:
-        file = ranks.agreed(lambda: find_weights_file(str(cfg.init_from), "init_from"))
+        file = ranks.broadcast_result(lambda: find_weights_file(str(cfg.init_from), "init_from"))
         try:
             tensors, rows = fit_weights(state.model, state.loader.spec, file)
         except ValueError as error:

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.operator import differentiable, refuse_empty, register, upcast
+from accel.kernels.operator import make_differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
-WIDEST = 8192
+MAX_CHANNELS = 8192
 """Channels that fit into one tile of the kernels."""
 
 
@@ -138,7 +138,7 @@ def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
     return (h, z), (z, branch, gate, scale, *rows, rstd, residual.dtype, centred)
 
 
-def gradients(
+def compute_gradients(
     dh: Tensor | None, dz: Tensor | None, z: Tensor, branch: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Gradients of branch, gate, residual, scale and shift."""
@@ -149,7 +149,7 @@ def gradients(
     return dbranch, dgate, dresidual, dscale, dshift
 
 
-differentiable_add_norm = differentiable(compute, gradients, zeros=False)
+differentiable_add_norm = make_differentiable(compute, compute_gradients, zeros=False)
 
 
 def fused_add_norm(
@@ -173,9 +173,9 @@ def fused_add_norm(
             f"branch {tuple(branch.shape)} and residual {tuple(residual.shape)} must have one "
             "shape."
         )
-    if branch.shape[2] > WIDEST:
+    if branch.shape[2] > MAX_CHANNELS:
         raise UserError(
-            f"runtime.fused_add_norm=true takes a stream of at most {WIDEST} channels, and got "
+            f"runtime.fused_add_norm=true takes a stream of at most {MAX_CHANNELS} channels, and got "
             f"{branch.shape[2]}; choose a smaller model.dim, or runtime.fused_add_norm=false."
         )
     vectors = [t if t.stride(-1) == 1 else t.contiguous() for t in (gate, scale, shift)]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 @triton.jit
-def sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexpr):
+def add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexpr):
     """Stores columns c of z, and returns them as they are stored."""
     column = c < D
     mask = row[:, None] & column[None, :]
@@ -45,7 +45,7 @@ def sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexp
 
 
 @triton.jit
-def less_mean(z, total, c, D: tl.constexpr):
+def subtract_mean(z, total, c, D: tl.constexpr):
     """Columns c of z less the mean of its row; `total` is the row's sum. Columns past D stay 0."""
     return tl.where((c < D)[None, :], z - (total / D)[:, None], 0.0)
 
@@ -96,16 +96,16 @@ def add_norm_kernel(
     GATE += b * gate_stride
     SCALE += b * scale_stride
     SHIFT += b * shift_stride
-    z = sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D)
+    z = add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D)
     if REST > 0:
         c_rest = BLOCK_D + tl.arange(0, REST)
-        z_rest = sums_of(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c_rest, D)
+        z_rest = add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c_rest, D)
     if CENTRED:
         total = tl.sum(z, 1)
         if REST > 0:
             total += tl.sum(z_rest, 1)
-            z_rest = less_mean(z_rest, total, c_rest, D)
-        z = less_mean(z, total, c, D)
+            z_rest = subtract_mean(z_rest, total, c_rest, D)
+        z = subtract_mean(z, total, c, D)
     squares = tl.sum(z * z, 1)
     if REST > 0:
         squares += tl.sum(z_rest * z_rest, 1)
@@ -117,7 +117,7 @@ def add_norm_kernel(
 
 
 @triton.jit
-def arriving(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
+def load_dh_and_z(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
     """Columns c of dh and of z."""
     mask = row[:, None] & (c < D)[None, :]
     z = tl.load(Z + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -126,7 +126,9 @@ def arriving(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
 
 
 @triton.jit
-def leaving(DZ, BRANCH, DBRANCH, DRESIDUAL, dz, gate, rows, branch_rows, row, c, D: tl.constexpr):
+def store_gradients(
+    DZ, BRANCH, DBRANCH, DRESIDUAL, dz, gate, rows, branch_rows, row, c, D: tl.constexpr
+):
     """Stores columns c of the gradients of residual and branch, of `dz` by way of h; returns the
     sum for the gate."""
     mask = row[:, None] & (c < D)[None, :]
@@ -190,10 +192,10 @@ def add_norm_backward_kernel(
         )
         h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
         rstd = tl.load(RSTD + rows, mask=row, other=0.0)
-        dh, z = arriving(DH, Z, rows, h_rows, row, c, D)
+        dh, z = load_dh_and_z(DH, Z, rows, h_rows, row, c, D)
         w = dh * slope[None, :]
         if REST > 0:
-            dh_rest, z_rest = arriving(DH, Z, rows, h_rows, row, c_rest, D)
+            dh_rest, z_rest = load_dh_and_z(DH, Z, rows, h_rows, row, c_rest, D)
             w_rest = dh_rest * slope_rest[None, :]
         if CENTRED:  # z and w less their means
             total = tl.sum(z, 1)
@@ -201,10 +203,10 @@ def add_norm_backward_kernel(
             if REST > 0:
                 total += tl.sum(z_rest, 1)
                 w_total += tl.sum(w_rest, 1)
-                z_rest = less_mean(z_rest, total, c_rest, D)
-                w_rest = less_mean(w_rest, w_total, c_rest, D)
-            z = less_mean(z, total, c, D)
-            w = less_mean(w, w_total, c, D)
+                z_rest = subtract_mean(z_rest, total, c_rest, D)
+                w_rest = subtract_mean(w_rest, w_total, c_rest, D)
+            z = subtract_mean(z, total, c, D)
+            w = subtract_mean(w, w_total, c, D)
         normed = z * rstd[:, None]
         along = tl.sum(normed * w, 1)
         if REST > 0:
@@ -212,12 +214,14 @@ def add_norm_backward_kernel(
             along += tl.sum(normed_rest * w_rest, 1)
         along = (along / D)[:, None]
         d = (w - normed * along) * rstd[:, None]
-        dgate += leaving(DZ, BRANCH, DBRANCH, DRESIDUAL, d, gate, rows, branch_rows, row, c, D)
+        dgate += store_gradients(
+            DZ, BRANCH, DBRANCH, DRESIDUAL, d, gate, rows, branch_rows, row, c, D
+        )
         dscale += tl.sum(dh * normed, 0)
         dshift += tl.sum(dh, 0)
         if REST > 0:
             d_rest = (w_rest - normed_rest * along) * rstd[:, None]
-            dgate_rest += leaving(
+            dgate_rest += store_gradients(
                 DZ, BRANCH, DBRANCH, DRESIDUAL, d_rest, gate_rest, rows, branch_rows, row, c_rest, D
             )
             dscale_rest += tl.sum(dh_rest * normed_rest, 0)
@@ -232,7 +236,7 @@ def add_norm_backward_kernel(
         tl.store(SUMS + 2 * D + c_rest, dshift_rest, mask=c_rest < D)
 
 
-def tile(dim: int, backward: bool = False) -> dict[str, int]:
+def choose_tile(dim: int, backward: bool = False) -> dict[str, int]:
     """Static configuration by width: the largest power of two of columns, the rest of them, and
     rows for about 2,048 elements. Nothing of 384, 768 or 1,152 columns is masked. Backward, fewer
     rows, so that a third program shares a processor."""
@@ -259,7 +263,7 @@ def launch_forward(
     h = torch.empty_like(branch)
     z = torch.empty_like(residual, dtype=torch.float32 if residual_in_fp32 else branch.dtype)
     rstd = branch.new_empty(batch, length, dtype=torch.float32)
-    shape = tile(dim)
+    shape = choose_tile(dim)
     add_norm_kernel[(triton.cdiv(length, shape["BLOCK_L"]), batch)](
         branch,
         gate,
@@ -283,7 +287,7 @@ def launch_forward(
     return h, z, rstd
 
 
-def splits_of(batch: int, length: int, block: int, processors: int) -> tuple[int, int]:
+def choose_splits(batch: int, length: int, block: int, processors: int) -> tuple[int, int]:
     """Stretches a sample is cut into, so that about eight programs come to each processor, and rows
     in a stretch."""
     wanted = max(1, min(triton.cdiv(8 * processors, batch), triton.cdiv(length, block)))
@@ -309,12 +313,12 @@ def launch_backward(
     batch, length, dim = branch.shape
     dbranch = torch.empty_like(branch)
     dresidual = torch.empty_like(z, dtype=residual_dtype)
-    shape = tile(dim, backward=True)
+    shape = choose_tile(dim, backward=True)
     cuda = branch.is_cuda
     processors = (
         torch.cuda.get_device_properties(branch.device).multi_processor_count if cuda else 1
     )
-    splits, rows = splits_of(batch, length, shape["BLOCK_L"], processors)
+    splits, rows = choose_splits(batch, length, shape["BLOCK_L"], processors)
     sums = branch.new_empty(batch, splits, 3, dim, dtype=torch.float32)
     add_norm_backward_kernel[(splits, batch)](
         dh,

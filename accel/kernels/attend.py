@@ -43,7 +43,7 @@ def attend(
     """
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "flex":
-        return flex(q, k, v, groups)
+        return attend_by_flex(q, k, v, groups)
 
     mask = None if groups is None else groups[:, None] == groups
     if backend == "auto":
@@ -52,19 +52,19 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
+def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
     """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it
     stores all scores.
 
     It stays compiled where everything else is told to run eagerly, as in evaluation.
     """
     if torch.compiler.is_compiling():
-        return flex_in_groups(q, k, v, groups)
+        return attend_in_groups(q, k, v, groups)
     with torch.profiler.record_function(FLEX), torch.compiler.set_stance("default"):
-        return compiled_flex()(q, k, v, groups)
+        return compile_flex()(q, k, v, groups)
 
 
-def flex_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
+def attend_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
     """FlexAttention that skips blocks of 128 × 128 scores in which no two tokens share a group.
 
     Each call finds those blocks anew, in L² comparisons of integers that are compiled with it, so
@@ -84,6 +84,6 @@ def flex_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Te
 
 
 @functools.cache
-def compiled_flex() -> Callable[..., Tensor]:
+def compile_flex() -> Callable[..., Tensor]:
     # fullgraph raises where FlexAttention would run uncompiled
-    return torch.compile(flex_in_groups, fullgraph=True)
+    return torch.compile(attend_in_groups, fullgraph=True)

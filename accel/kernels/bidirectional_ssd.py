@@ -27,14 +27,14 @@ from accel.kernels.operator import refuse_empty, upcast
 from accel.kernels.ssd_decays import ssd_decays
 from common.errors import UserError
 
-PIECE = 64
-PIECES = 16
+MIN_PIECE_TOKENS = 64
+MAX_PIECES = 16
 """Tokens that the definition takes at once: a decay for every pair of them is what it spends its
 time on. More of them where a sequence would have more pieces than `PIECES`, for those are done one
 after the other."""
-MAX_QUADRATIC = 512
+MAX_QUADRATIC_TOKENS = 512
 """Longest sequence that the kernels take at once; they cut a longer one into chunks of `CHUNK`."""
-CHUNK = 256
+CHUNK_TOKENS = 256
 
 
 def bidirectional_ssd(
@@ -60,12 +60,14 @@ def bidirectional_ssd(
     """
     refuse_empty("bidirectional_ssd", x)
     length = x.shape[1]
-    steps, sums = ssd_decays(dt, dt_bias, A_log, min(length, max(PIECE, -(-length // PIECES))))
-    y = chunked(x, steps, sums, B_in, C_out, D)
-    return y if z is None else gated_norm(y, z, gate_weight(norm_weight), eps)
+    steps, sums = ssd_decays(
+        dt, dt_bias, A_log, min(length, max(MIN_PIECE_TOKENS, -(-length // MAX_PIECES)))
+    )
+    y = scan_in_chunks(x, steps, sums, B_in, C_out, D)
+    return y if z is None else gated_norm(y, z, require_norm_weight(norm_weight), eps)
 
 
-def gate_weight(norm_weight: Tensor | None) -> Tensor:
+def require_norm_weight(norm_weight: Tensor | None) -> Tensor:
     if norm_weight is None:
         raise UserError(
             "bidirectional_ssd with a gate z needs norm_weight, of shape (heads, head dim)."
@@ -73,7 +75,7 @@ def gate_weight(norm_weight: Tensor | None) -> Tensor:
     return norm_weight
 
 
-def masks(
+def compute_masks(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor
 ) -> tuple[Tensor, ...]:
     """decay (S, K, T, T), scores C·B (S, 1, T, T) and steps (S, K, T, T) of every pair, and the
@@ -91,50 +93,52 @@ def masks(
     return exponent.clamp(max=0.0).exp2(), upcast(scores).unsqueeze(1), step, lower
 
 
-def within(
+def scan_within_pieces(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
     """The quadratic form: every token with every other token of the same piece."""
-    decay, scores, step, _ = masks(x, steps, sums, B_in, C_out)
+    decay, scores, step, _ = compute_masks(x, steps, sums, B_in, C_out)
     y = ((decay * step * scores).to(x.dtype) @ x.transpose(1, 2)).transpose(1, 2)
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
 
 
-def chunked(
+def scan_in_chunks(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
     """Quadratic inside chunks; between them a state (N, P) a head is carried in each direction."""
     (batch, length), chunk = x.shape[:2], steps.shape[-1]
     if length == chunk:
-        return within(x, steps, sums, B_in, C_out, D)
-    x, B_in, C_out = (cut(t, chunk) for t in (x, B_in, C_out))
-    inside = within(x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D)
+        return scan_within_pieces(x, steps, sums, B_in, C_out, D)
+    x, B_in, C_out = (cut_chunks(t, chunk) for t in (x, B_in, C_out))
+    inside = scan_within_pieces(
+        x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D
+    )
     y = upcast(inside).unflatten(0, (batch, -1))
-    to_edge, decays = of_chunks(steps, sums)
+    to_edge, decays = compute_chunk_decays(steps, sums)
     to_edge, decays, reach = (
         t.unflatten(0, (batch, -1)).unbind(2) for t in (to_edge, decays, sums.exp2())
     )
     for i in (0, 1):
         groups = B_in[:, :, :, i], C_out[:, :, :, i]
-        y = y + carried(x, to_edge[i], decays[i], reach[i], *groups, backward=bool(i))
+        y = y + carry_states(x, to_edge[i], decays[i], reach[i], *groups, backward=bool(i))
     return y.to(x.dtype).flatten(1, 2)[:, :length]
 
 
-def cut(t: Tensor, chunk: int) -> Tensor:
+def cut_chunks(t: Tensor, chunk: int) -> Tensor:
     """t (B, L, groups, width) in chunks (B, C, T, groups, width), the last filled up with zeros."""
     if pad := -t.shape[1] % chunk:
         t = F.pad(t, (0, 0, 0, 0, 0, pad))
     return t.unflatten(1, (-1, chunk))
 
 
-def of_chunks(steps: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def compute_chunk_decays(steps: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """What a token leaves of itself at the edge of its chunk (S, 2, K, T), and all of a chunk of a
     state (S, 2, K)."""
     whole = torch.stack((sums[:, 0, :, -1], sums[:, 1, :, 0]), dim=1)
     return (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps, whole.exp2()
 
 
-def carried(
+def carry_states(
     x: Tensor,
     to_edge: Tensor,
     decays: Tensor,
@@ -154,11 +158,11 @@ def carried(
     left = (B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)).unflatten(
         -1, heads_of
     )
-    states = arriving(left, decays[:, :, None, :, None], backward).to(x.dtype)
+    states = sum_arriving_states(left, decays[:, :, None, :, None], backward).to(x.dtype)
     return upcast((C_out @ states.flatten(3)).unflatten(-1, heads_of)) * reach.mT.unsqueeze(-1)
 
 
-def arriving(
+def sum_arriving_states(
     left: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool
 ) -> Tensor:
     """The state that arrives at each chunk, in the dtype of `decays`: the sum of what the chunks
@@ -170,11 +174,11 @@ def arriving(
     return torch.stack(states[::order], dim=1)
 
 
-def bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:
+def count_bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:
     """FLOPs of one forward pass of one sample: the products that the algorithm needs, masked halves
     counted once."""
-    if tokens <= MAX_QUADRATIC:
+    if tokens <= MAX_QUADRATIC_TOKENS:
         return 2 * tokens * tokens * (state_dim + heads * head_dim)
-    inside = 2 * tokens * CHUNK * (state_dim + heads * head_dim)
+    inside = 2 * tokens * CHUNK_TOKENS * (state_dim + heads * head_dim)
     states = 2 * 2 * 2 * tokens * state_dim * heads * head_dim  # in and out, two directions
     return inside + states

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.bidirectional_ssd_triton import chosen, decay_of, strides_of
-from accel.kernels.fused_ssd import LN2, channels_of, groups_backward, slices_of
+from accel.kernels.bidirectional_ssd_triton import choose_constants, collect_strides, decay_of
+from accel.kernels.fused_ssd import LN2, count_channels, split_channels, write_group_gradients
 
 
 @triton.jit
@@ -298,16 +298,16 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dB and dC side by side (B, L, E), d(steps), d(sums) and dD (K)."""
     batch, length, heads, _ = x.shape
-    strides = strides_of(x, B_in, C_out)
-    how = chosen("dx", x, B_in)
+    strides = collect_strides(x, B_in, C_out)
+    how = choose_constants("dx", x, B_in)
     tiles = triton.cdiv(length, how["BLOCK"])
-    joined = x.new_empty(batch, length, channels_of(x, B_in))
-    dx, dB, dC = slices_of(joined, *x.shape[2:])
+    joined = x.new_empty(batch, length, count_channels(x, B_in))
+    dx, dB, dC = split_channels(joined, *x.shape[2:])
     dD = sums.new_empty(batch, heads, tiles)
     ssd_dx_kernel[(tiles, heads, batch)](
         dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, dx.stride(0), dx.stride(1), **how
     )
-    how = chosen("ds", x, B_in)
+    how = choose_constants("ds", x, B_in)
     tiles = triton.cdiv(length, how["BLOCK"])
     dS = x.new_empty(batch, 2, length, length)
     rows, columns = (sums.new_empty(batch, heads, tiles, length) for _ in range(2))
@@ -333,5 +333,5 @@ def launch_backward(
         BLOCK_L=triton.next_power_of_2(length),
         LN2=LN2,
     )
-    groups_backward(dS, B_in, C_out, dB, dC)
+    write_group_gradients(dS, B_in, C_out, dB, dC)
     return joined, dsteps, dsums, dD.sum((0, 2))

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 OLDER_THAN_3_8 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 8]
-THIRD_PROGRAM = 168 if OLDER_THAN_3_8 else None
+THIRD_PROGRAM_REGISTERS = 168 if OLDER_THAN_3_8 else None
 """Registers a thread with which three programs of four warps share a processor of Hopper. What
 Triton 3.8 and 3.9 make of the forward kernel spills there (12 stores a thread), so with them two
 share one."""
@@ -156,7 +156,7 @@ def ssd_kernel(
         tl.store(H + b * L * K * P + k * P + out, h, mask=inside[:, None])
 
 
-def configuration(
+def choose_configuration(
     part: str, length: int, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
 ) -> tuple[int, int, int | None]:
     """Tokens a tile, warps, and registers a thread (None: the compiler's choice), by compute
@@ -177,7 +177,7 @@ def configuration(
         return 32, 8 if part == "ds" and large else 4, None
     if capability >= 100 or part == "ds" or large:
         return 64, 8, None
-    return 64, 4, THIRD_PROGRAM if part == "forward" and length % 64 == 0 else None
+    return 64, 4, THIRD_PROGRAM_REGISTERS if part == "forward" and length % 64 == 0 else None
 
 
 def precision_of(x: Tensor) -> str:
@@ -185,14 +185,14 @@ def precision_of(x: Tensor) -> str:
     return "ieee" if not x.is_cuda or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
+def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
     """Constants and options of a launch."""
     capability = 90
     if x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
         capability = 10 * major + minor
     of_x = (x.shape[1], x.shape[3])
-    block, warps, registers = configuration(
+    block, warps, registers = choose_configuration(
         part, *of_x, B_in.shape[3], capability, x.dtype == torch.float32
     )
     return {
@@ -208,7 +208,7 @@ def chosen(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
     }
 
 
-def strides_of(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
+def collect_strides(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
     return (
         x.stride(0),
         x.stride(1),
@@ -257,7 +257,7 @@ def launch(
     y = x.new_empty(x.shape)
     h = None if z is None else x.new_empty(x.shape)
     of_z = (0, 0) if z is None else (z.stride(0), z.stride(1))
-    how = chosen("forward", x, B_in)
+    how = choose_constants("forward", x, B_in)
     ssd_kernel[(triton.cdiv(x.shape[1], how["BLOCK"]), x.shape[2], x.shape[0])](
         x,
         B_in,
@@ -269,7 +269,7 @@ def launch(
         norm_weight,
         y,
         h,
-        *strides_of(x, B_in, C_out),
+        *collect_strides(x, B_in, C_out),
         *of_z,
         **how,
         EPS=eps,

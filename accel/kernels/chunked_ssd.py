@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.bidirectional_ssd import arriving, of_chunks
-from accel.kernels.operator import differentiable, keeping_inputs, register, upcast
+from accel.kernels.bidirectional_ssd import compute_chunk_decays, sum_arriving_states
+from accel.kernels.operator import keep_inputs, make_differentiable, register, upcast
 
 
-def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
+def weight_by_direction(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
     """x times the weights of each direction, in the dtype of x."""
     return (upcast(x).transpose(1, 2).unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype)
 
@@ -28,7 +28,7 @@ def weighted(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
 def states_reference(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
     """Σ_t weight_t · group_t ⊗ x_t of a chunk, (S, 2, K, N, P) in fp32, of x (S, T, K, P), B or C
     (S, T, 2, N), and weights (S, 2, K, T)."""
-    return upcast(groups.permute(0, 2, 3, 1).unsqueeze(2) @ weighted(x, weights))
+    return upcast(groups.permute(0, 2, 3, 1).unsqueeze(2) @ weight_by_direction(x, weights))
 
 
 def read_reference(
@@ -52,7 +52,7 @@ def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     """Σ over heads of weight_t · x_t · stateᵀ, (S, T, 2, N) in the dtype of x: the gradient of B or
     C."""
     return (
-        upcast(weighted(x, weights) @ states.to(x.dtype).mT)
+        upcast(weight_by_direction(x, weights) @ states.to(x.dtype).mT)
         .sum(2)
         .transpose(1, 2)
         .to(x.dtype)
@@ -78,7 +78,7 @@ ssd_groups = register(
 )
 
 
-def states_gradients(
+def compute_states_gradients(
     dstates: Tensor, x: Tensor, B_in: Tensor, weights: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of x, B_in and weights."""
@@ -92,7 +92,7 @@ def compute_read(y: Tensor, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]
     return ssd_read(*inputs, y, None)[0], inputs
 
 
-def read_gradients(
+def compute_read_gradients(
     dy: Tensor, states: Tensor, C_out: Tensor, weights: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of y, states, C_out and weights."""
@@ -101,11 +101,11 @@ def read_gradients(
     return dy, ssd_states(dy, C_out, weights), ssd_groups(states, dy, weights), dweights
 
 
-differentiable_states = differentiable(keeping_inputs(ssd_states), states_gradients)
-differentiable_read = differentiable(compute_read, read_gradients)
+differentiable_states = make_differentiable(keep_inputs(ssd_states), compute_states_gradients)
+differentiable_read = make_differentiable(compute_read, compute_read_gradients)
 
 
-def between_chunks(
+def add_between_chunks(
     y: Float[Tensor, "S T K P"],
     x: Float[Tensor, "S T K P"],
     steps: Float[Tensor, "S 2 K T"],
@@ -115,8 +115,8 @@ def between_chunks(
     batch: int,
 ) -> Float[Tensor, "S T K P"]:
     """y, and what its tokens receive from the other chunks of their sample."""
-    to_edge, decays = of_chunks(steps, sums)
+    to_edge, decays = compute_chunk_decays(steps, sums)
     left = differentiable_states(x, B_in, to_edge).unflatten(0, (batch, -1))
     decays = decays.unflatten(0, (batch, -1))[..., None, None]
-    states = [arriving(left[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)]
+    states = [sum_arriving_states(left[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)]
     return differentiable_read(y, torch.stack(states, dim=2).flatten(0, 1), C_out, sums.exp2())

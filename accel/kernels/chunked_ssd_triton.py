@@ -158,15 +158,17 @@ def ssd_groups_kernel(
     )
 
 
-def configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[int, int, int]:
+def choose_configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[int, int, int]:
     """Tokens a tile, rows of a state at once, and warps."""
     large = max(head_dim, state_dim) > 64
     return (16, min(32, state_dim), 8) if fp32 else (64, state_dim, 8 if large else 4)
 
 
-def chosen(like: Tensor, length: int, heads: int, state_dim: int, head_dim: int) -> dict[str, Any]:
+def choose_constants(
+    like: Tensor, length: int, heads: int, state_dim: int, head_dim: int
+) -> dict[str, Any]:
     """Constants and options of a launch on tensors of the kind of `like`."""
-    block, block_n, warps = configuration(head_dim, state_dim, like.dtype == torch.float32)
+    block, block_n, warps = choose_configuration(head_dim, state_dim, like.dtype == torch.float32)
     sizes = {
         "T": length,
         "K": heads,
@@ -181,7 +183,7 @@ def chosen(like: Tensor, length: int, heads: int, state_dim: int, head_dim: int)
 def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
     pieces, length, heads, head_dim = x.shape
     states = weights.new_empty(pieces, 2, heads, groups.shape[3], head_dim)
-    how = chosen(x, length, heads, groups.shape[3], head_dim)
+    how = choose_constants(x, length, heads, groups.shape[3], head_dim)
     strides = (*x.stride()[:2], *groups.stride()[:2])
     ssd_states_kernel[(heads * (how["N"] // how["BLOCK_N"]), 2, pieces)](
         x, groups, weights, states, *strides, **how
@@ -196,7 +198,7 @@ def launch_read(
     length = groups.shape[1]
     out = groups.new_empty(pieces, length, heads, head_dim)
     dots = weights.new_empty(0 if other is None else weights.shape)
-    how = chosen(groups, length, heads, state_dim, head_dim)
+    how = choose_constants(groups, length, heads, state_dim, head_dim)
     strides = (*groups.stride()[:2], *((0, 0) if other is None else other.stride()[:2]))
     grid = (triton.cdiv(length, how["BLOCK"]), heads, pieces)
     ssd_read_kernel[grid](states, groups, weights, inside, other, out, dots, *strides, **how)
@@ -206,7 +208,7 @@ def launch_read(
 def launch_groups(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     pieces, length, heads, head_dim = x.shape
     out = x.new_empty(pieces, length, 2, states.shape[3])
-    how = chosen(x, length, heads, states.shape[3], head_dim)
+    how = choose_constants(x, length, heads, states.shape[3], head_dim)
     grid = (triton.cdiv(length, how["BLOCK"]), 2 * (how["N"] // how["BLOCK_N"]), pieces)
     ssd_groups_kernel[grid](states, x, weights, out, *x.stride()[:2], **how)
     return out

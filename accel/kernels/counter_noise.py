@@ -70,7 +70,7 @@ def philox(
     return c0, c1, c2, c3
 
 
-def bits_of(seed: int, purpose: int, position: Tensor, words: int) -> Int[Tensor, "B W"]:
+def draw_bits(seed: int, purpose: int, position: Tensor, words: int) -> Int[Tensor, "B W"]:
     lanes = -(-words // 4)
     c0 = torch.arange(lanes, device=position.device).expand(len(position), lanes)
     c1 = torch.full_like(c0, purpose)
@@ -81,20 +81,20 @@ def bits_of(seed: int, purpose: int, position: Tensor, words: int) -> Int[Tensor
     ).flatten(1)[:, :words]
 
 
-def uniform_of(seed: int, purpose: int, position: Tensor, words: int) -> Float[Tensor, "B W"]:
-    return ((bits_of(seed, purpose, position, words) >> 9).float() + 0.5) * 2.0**-23
+def draw_uniform(seed: int, purpose: int, position: Tensor, words: int) -> Float[Tensor, "B W"]:
+    return ((draw_bits(seed, purpose, position, words) >> 9).float() + 0.5) * 2.0**-23
 
 
-def normal_of(seed: int, purpose: int, position: Tensor, words: int) -> Float[Tensor, "B W"]:
+def draw_normal(seed: int, purpose: int, position: Tensor, words: int) -> Float[Tensor, "B W"]:
     half = -(-words // 2)
-    u = uniform_of(seed, purpose, position, 2 * half)
+    u = draw_uniform(seed, purpose, position, 2 * half)
     radius = torch.sqrt(-2.0 * torch.log(u[:, :half]))
     angle = 2.0 * math.pi * u[:, half:]
     return torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)), dim=1)[:, :words]
 
 
-DEFINITIONS = {"bits": bits_of, "uniform": uniform_of, "normal": normal_of}
-WITH_TRITON = importlib.util.find_spec("triton") is not None
+DEFINITIONS = {"bits": draw_bits, "uniform": draw_uniform, "normal": draw_normal}
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
@@ -103,7 +103,7 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
     "bits" are uniform 32-bit integers, as int64 in [0, 2³²). The Philox key is the seed's low and
     high 32 bits; the counter is (word // 4, purpose, position low, position high).
     """
-    if position.is_cuda and WITH_TRITON:
+    if position.is_cuda and HAS_TRITON:
         from accel.kernels.counter_noise_triton import launch
 
         with torch.cuda.device_of(position):

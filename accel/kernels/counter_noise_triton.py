@@ -43,12 +43,12 @@ def philox_word(word, purpose, low, high, key_low, key_high):
 
 
 @triton.jit
-def uniform_of(bits):
+def to_uniform(bits):
     return ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
 @triton.jit
-def turned(u):
+def cos_and_sin(u):
     """cos(2πu) and sin(2πu) for u in (0, 1): quarter turns, then Taylor to r⁹; the library's cosine
     needs a stack."""
     quarter = tl.floor(4.0 * u + 0.5)
@@ -83,10 +83,10 @@ def counter_noise_kernel(
     if KIND == 0:
         tl.store(out, bits.to(tl.int64), mask=i < words)
     elif KIND == 1:
-        tl.store(out, uniform_of(bits), mask=i < words)
+        tl.store(out, to_uniform(bits), mask=i < words)
     else:  # Box–Muller: word i gives the radius, word half + i the angle of normals i and half + i
-        radius = tl.sqrt(-2.0 * tl.log(uniform_of(bits)))
-        x, y = turned(uniform_of(philox_word(i + half, what, low, high, k0, k1)))
+        radius = tl.sqrt(-2.0 * tl.log(to_uniform(bits)))
+        x, y = cos_and_sin(to_uniform(philox_word(i + half, what, low, high, k0, k1)))
         tl.store(out, radius * x, mask=(i < half) & (i < words))
         tl.store(out + half, radius * y, mask=(i < half) & (i + half < words))
 

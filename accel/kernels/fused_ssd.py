@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from accel.kernels import bidirectional_ssd as definition
-from accel.kernels.chunked_ssd import between_chunks
+from accel.kernels.chunked_ssd import add_between_chunks
+from accel.kernels.gated_norm import compute_gradients as gated_norm_gradients
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
-from accel.kernels.gated_norm import gradients as gated_norm_gradients
 from accel.kernels.operator import (
-    differentiable,
-    heads_together,
-    keeping_inputs,
+    keep_inputs,
+    make_differentiable,
+    pack_heads,
     refuse_empty,
     register,
     upcast,
@@ -29,13 +29,13 @@ from accel.kernels.ssd_decays import fused_ssd_decays
 from common.errors import UserError
 
 LN2 = math.log(2.0)
-SIZES = (16, 32, 64, 128)
+MATRIX_UNIT_SIZES = (16, 32, 64, 128)
 """What head dim and state size may be: the matrix units' shapes."""
 
 
 def plain_reference(*inputs: Tensor) -> Tensor:
     """y, of x, steps, sums, B_in, C_out and D."""
-    return definition.within(*inputs).contiguous()
+    return definition.scan_within_pieces(*inputs).contiguous()
 
 
 def gated_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def backward_reference(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, dB and dC side by side (S, T, E), d(steps), d(sums) and dD."""
-    decay, scores, step, lower = definition.masks(x, steps, sums, B_in, C_out)
+    decay, scores, step, lower = definition.compute_masks(x, steps, sums, B_in, C_out)
     # (S, K, T, P)
     rows = upcast(dy).transpose(1, 2)
     columns = upcast(x).transpose(1, 2)
@@ -62,11 +62,11 @@ def backward_reference(
         part = torch.where(mask, q, 0.0)
         dsteps.append(part.sum(2))
         dsums.append(LN2 * ((part * step).sum(3) - dsteps[-1] * own))
-    joined = x.new_empty(*x.shape[:2], channels_of(x, B_in))
-    dx_out, dB, dC = slices_of(joined, *x.shape[2:])
+    joined = x.new_empty(*x.shape[:2], count_channels(x, B_in))
+    dx_out, dB, dC = split_channels(joined, *x.shape[2:])
     dx_out.copy_(dx.transpose(1, 2))
     dS = torch.stack((torch.where(lower, dS, 0.0), torch.where(lower, 0.0, dS)), dim=1).to(x.dtype)
-    groups_backward(dS, B_in, C_out, dB, dC)
+    write_group_gradients(dS, B_in, C_out, dB, dC)
     return (
         joined,
         torch.stack(dsteps, dim=1),
@@ -75,11 +75,11 @@ def backward_reference(
     )
 
 
-def channels_of(x: Tensor, B_in: Tensor) -> int:
+def count_channels(x: Tensor, B_in: Tensor) -> int:
     return x.shape[2] * x.shape[3] + 4 * B_in.shape[3]
 
 
-def slices_of(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_channels(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """x, B and C, each (S, T, groups, width), as they lie side by side in `joined` (S, T, E)."""
     inner = heads * head_dim
     x, B_in, C_out = joined.split((inner, *2 * ((joined.shape[-1] - inner) // 2,)), dim=-1)
@@ -90,7 +90,7 @@ def slices_of(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor
     )
 
 
-def groups_backward(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Tensor) -> None:
+def write_group_gradients(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Tensor) -> None:
     """Writes dB and dC of dS (S, 2, T, T), the gradient of C_i·B_j, zero outside each direction's
     mask. Matrix products read and write rows that lie apart, so nothing is copied."""
     for i in (0, 1):
@@ -114,22 +114,24 @@ ssd_backward = register(
 )
 
 
-def gradients(dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+def compute_gradients(dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """Gradients of x, steps, sums, B_in, C_out and D."""
     joined, dsteps, dsums, dD = ssd_backward(dy.contiguous(), x, *rest)
-    dx, dB, dC = slices_of(joined, *x.shape[2:])
+    dx, dB, dC = split_channels(joined, *x.shape[2:])
     return dx, dsteps, dsums, dB, dC, dD
 
 
-def gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def compute_gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """The same gradients, and those of z and norm_weight."""
     *of_scan, z, norm_weight, eps = inputs
     dy, *of_gate = gated_norm_gradients(dh, y, z, norm_weight, eps)
-    return *gradients(dy, *of_scan), *of_gate
+    return *compute_gradients(dy, *of_scan), *of_gate
 
 
-differentiable_ssd = differentiable(keeping_inputs(ssd), gradients)
-differentiable_gated_ssd = differentiable(keeping_inputs(ssd_gated, made=True), gated_gradients)
+differentiable_ssd = make_differentiable(keep_inputs(ssd), compute_gradients)
+differentiable_gated_ssd = make_differentiable(
+    keep_inputs(ssd_gated, made=True), compute_gated_gradients
+)
 
 
 def fused_bidirectional_ssd(
@@ -154,31 +156,34 @@ def fused_bidirectional_ssd(
     refuse_empty("bidirectional_ssd", x)
     check_sizes(x.shape[3], B_in.shape[3])
     batch, length = x.shape[:2]
-    whole = length <= definition.MAX_QUADRATIC
-    steps, sums = fused_ssd_decays(dt, dt_bias, A_log, length if whole else definition.CHUNK)
+    whole = length <= definition.MAX_QUADRATIC_TOKENS
+    steps, sums = fused_ssd_decays(dt, dt_bias, A_log, length if whole else definition.CHUNK_TOKENS)
     if not whole:
         x, B_in, C_out = (
-            definition.cut(t, definition.CHUNK).flatten(0, 1) for t in (x, B_in, C_out)
+            definition.cut_chunks(t, definition.CHUNK_TOKENS).flatten(0, 1)
+            for t in (x, B_in, C_out)
         )
-    x, B_in, C_out = (heads_together(t) for t in (x, B_in, C_out))
+    x, B_in, C_out = (pack_heads(t) for t in (x, B_in, C_out))
     inputs = (x, steps, sums, B_in, C_out)
     wide = upcast(D).contiguous()
     if whole and z is not None:
-        weight = definition.gate_weight(norm_weight).contiguous()
-        return differentiable_gated_ssd(*inputs, wide, heads_together(z), weight, eps)
+        weight = definition.require_norm_weight(norm_weight).contiguous()
+        return differentiable_gated_ssd(*inputs, wide, pack_heads(z), weight, eps)
 
     # Between chunks goes what tokens receive from the others of their sample.
     y = differentiable_ssd(*inputs, wide)
     if not whole:
-        y = between_chunks(y, *inputs, batch)
+        y = add_between_chunks(y, *inputs, batch)
         y = y.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
-    return y if z is None else fused_gated_norm(y, z, definition.gate_weight(norm_weight), eps)
+    return (
+        y if z is None else fused_gated_norm(y, z, definition.require_norm_weight(norm_weight), eps)
+    )
 
 
 def check_sizes(head_dim: int, state_dim: int) -> None:
-    if head_dim not in SIZES or state_dim not in SIZES:
+    if head_dim not in MATRIX_UNIT_SIZES or state_dim not in MATRIX_UNIT_SIZES:
         raise UserError(
             "runtime.fused_scan=true takes head_dim and state_dim of "
-            f"{', '.join(map(str, SIZES))}, and got {head_dim} and {state_dim}; choose such "
+            f"{', '.join(map(str, MATRIX_UNIT_SIZES))}, and got {head_dim} and {state_dim}; choose such "
             "sizes, or runtime.fused_scan=false."
         )

@@ -18,9 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from accel.kernels.operator import (
-    differentiable,
-    heads_together,
-    keeping_inputs,
+    keep_inputs,
+    make_differentiable,
+    pack_heads,
     refuse_empty,
     register,
     upcast,
@@ -70,18 +70,18 @@ backward_operator = register(
 )
 
 
-def gradients(dh: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def compute_gradients(dh: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of y, z and weight."""
     dz = z.new_empty(z.shape)
     dy, dweight = backward_operator(dh.contiguous(), y, z, *rest, dz)
     return dy, dz, dweight
 
 
-differentiable_norm = differentiable(keeping_inputs(operator), gradients)
+differentiable_norm = make_differentiable(keep_inputs(operator), compute_gradients)
 
 
 def fused_gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not
     contiguous."""
     refuse_empty("gated_norm", y)
-    return differentiable_norm(y.contiguous(), heads_together(z), weight.contiguous(), eps)
+    return differentiable_norm(y.contiguous(), pack_heads(z), weight.contiguous(), eps)

@@ -99,11 +99,11 @@ def gated_norm_backward_kernel(
     tl.store(sums, tl.sum(dh * normed, 0), mask=p < P)
 
 
-def grid_of(y: Tensor) -> tuple[int, int, int]:
+def choose_grid(y: Tensor) -> tuple[int, int, int]:
     return triton.cdiv(y.shape[1], BLOCK_L), y.shape[2], y.shape[0]
 
 
-def shape_of(y: Tensor, eps: float) -> dict[str, float | int]:
+def choose_constants(y: Tensor, eps: float) -> dict[str, float | int]:
     head_dim = y.shape[3]
     block_p = triton.next_power_of_2(head_dim)
     return {"EPS": eps, "P": head_dim, "BLOCK_L": BLOCK_L, "BLOCK_P": block_p, "num_warps": WARPS}
@@ -112,7 +112,7 @@ def shape_of(y: Tensor, eps: float) -> dict[str, float | int]:
 def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     h = y.new_empty(y.shape)
     strides = (z.stride(0), z.stride(1), y.shape[1], y.shape[2])
-    gated_norm_kernel[grid_of(y)](y, z, weight, h, *strides, **shape_of(y, eps))
+    gated_norm_kernel[choose_grid(y)](y, z, weight, h, *strides, **choose_constants(y, eps))
     return h
 
 
@@ -120,9 +120,11 @@ def launch_backward(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of y (its dtype) and weight (fp32); writes that of z to `dz`."""
-    grid = grid_of(y)
+    grid = choose_grid(y)
     dy = y.new_empty(y.shape)
     sums = y.new_empty(y.shape[0], grid[0], y.shape[2], y.shape[3], dtype=torch.float32)
     strides = (z.stride(0), z.stride(1), dz.stride(0), dz.stride(1), y.shape[1], y.shape[2])
-    gated_norm_backward_kernel[grid](dh, y, z, weight, dy, dz, sums, *strides, **shape_of(y, eps))
+    gated_norm_backward_kernel[grid](
+        dh, y, z, weight, dy, dz, sums, *strides, **choose_constants(y, eps)
+    )
     return dy, sums.sum((0, 1))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import differentiable, keeping_inputs, refuse_empty, register, upcast
+from accel.kernels.operator import keep_inputs, make_differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -27,11 +27,11 @@ def local_mix(
 ) -> Float[Tensor, "B L D"]:
     """`silu(depthwise_conv(x))` with zero padding: 3 × 3 taps reach the eight neighbours on the
     grid, 1 × k taps on a grid of one row the neighbours in the sequence."""
-    mixed = convolved(x, with_usual_strides(weight).to(x.dtype), bias.to(x.dtype), grid)
+    mixed = convolve(x, with_contiguous_strides(weight).to(x.dtype), bias.to(x.dtype), grid)
     return F.silu(mixed).flatten(2).transpose(1, 2)
 
 
-def convolved(
+def convolve(
     x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]
 ) -> Float[Tensor, "B D rows columns"]:
     image = x.transpose(1, 2).unflatten(2, grid)
@@ -39,7 +39,7 @@ def convolved(
     return F.conv2d(image, weight, bias, padding=padding, groups=x.shape[2])
 
 
-def with_usual_strides(weight: Tensor) -> Tensor:
+def with_contiguous_strides(weight: Tensor) -> Tensor:
     """Returns the same values; autograd then gives their gradient the strides of a contiguous
     tensor.
 
@@ -50,7 +50,7 @@ def with_usual_strides(weight: Tensor) -> Tensor:
     return weight.flatten().view(weight.shape)
 
 
-def local_mix_flops(tokens: int, channels: int, taps: int = 9) -> int:
+def count_local_mix_flops(tokens: int, channels: int, taps: int = 9) -> int:
     """FLOPs of one forward pass of one sample: a multiply-add a tap and element."""
     return 2 * taps * tokens * channels
 
@@ -66,7 +66,7 @@ def backward_reference(
     is done again instead of being kept."""
     wide = upcast(x)
     kernel = upcast(weight)
-    u = convolved(wide, kernel, upcast(bias), (rows, columns))
+    u = convolve(wide, kernel, upcast(bias), (rows, columns))
     gate = torch.sigmoid(u)
     du = upcast(dy).transpose(1, 2).unflatten(2, (rows, columns)) * gate * (1.0 + u * (1.0 - gate))
     image = wide.transpose(1, 2).unflatten(2, (rows, columns))
@@ -85,7 +85,7 @@ def backward_reference(
         [True, True, True],
     )
     dx.copy_(dimage.flatten(2).transpose(1, 2))
-    return with_usual_strides(dweight), dbias
+    return with_contiguous_strides(dweight), dbias
 
 
 operator = register(
@@ -101,13 +101,13 @@ backward_operator = register(
 )
 
 
-def gradients(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def compute_gradients(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of x, weight and bias."""
     dx = x.new_empty(x.shape)
     return dx, *backward_operator(dy.contiguous(), x, *rest, dx)
 
 
-differentiable_mix = differentiable(keeping_inputs(operator), gradients)
+differentiable_mix = make_differentiable(keep_inputs(operator), compute_gradients)
 
 
 def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -28,7 +28,7 @@ WARPS = 4
 
 
 @triton.jit
-def tap_of(
+def load_tap(
     X,
     t,
     c,
@@ -80,7 +80,7 @@ def local_mix_kernel(
         weight = tl.load(
             WEIGHT + c * (R * C) + (R * C - 1 - tap if BACKWARDS else tap), mask=c < D, other=0.0
         )
-        u += weight.to(tl.float32)[None, :] * tap_of(
+        u += weight.to(tl.float32)[None, :] * load_tap(
             X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C
         )
     if not BACKWARDS:
@@ -120,7 +120,7 @@ def local_mix_backward_kernel(
     u = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
     for tap in tl.static_range(R * C):
         weight = tl.load(WEIGHT + c * (R * C) + tap, mask=channel, other=0.0).to(tl.float32)
-        u += weight[None, :] * tap_of(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
+        u += weight[None, :] * load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
     u += tl.load(BIAS + c, mask=channel, other=0.0).to(tl.float32)[None, :]
     here = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
     gate = tl.sigmoid(u)
@@ -128,16 +128,16 @@ def local_mix_backward_kernel(
     tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
     sums = SUMS + (b * tl.num_programs(0) + tile) * (R * C + 1) * D + c
     for tap in tl.static_range(R * C):
-        x = tap_of(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
+        x = load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
         tl.store(sums + tap * D, tl.sum(du * x, 0), mask=channel)
     tl.store(sums + R * C * D, tl.sum(du, 0), mask=channel)
 
 
-def grid_of(x: Tensor) -> tuple[int, int, int]:
+def choose_grid(x: Tensor) -> tuple[int, int, int]:
     return triton.cdiv(x.shape[1], BLOCK_L), triton.cdiv(x.shape[2], BLOCK_C), x.shape[0]
 
 
-def shape_of(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
+def choose_constants(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
     taps = {"R": weight.shape[2], "C": weight.shape[3]}
     return {
         "ROWS": rows,
@@ -151,7 +151,7 @@ def shape_of(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
 
 def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
     y = x.new_empty(x.shape)
-    launch(x, weight, bias, y, shape_of(weight, rows, columns), backwards=False)
+    launch(x, weight, bias, y, choose_constants(weight, rows, columns), backwards=False)
     return y
 
 
@@ -159,7 +159,7 @@ def launch(
     x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, how: dict[str, int], backwards: bool
 ) -> None:
     strides = (x.stride(0), x.stride(1), y.stride(0), y.stride(1))
-    local_mix_kernel[grid_of(x)](
+    local_mix_kernel[choose_grid(x)](
         x, weight, bias, y, *strides, x.shape[2], BACKWARDS=backwards, **how
     )
 
@@ -169,8 +169,8 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of weight and bias (fp32); writes that of x to `dx`."""
     batch, _, dim = x.shape
-    grid = grid_of(x)
-    how = shape_of(weight, rows, columns)
+    grid = choose_grid(x)
+    how = choose_constants(weight, rows, columns)
     du = x.new_empty(x.shape)
     taps = weight.shape[2] * weight.shape[3]
     sums = x.new_empty(batch, grid[0], taps + 1, dim, dtype=torch.float32)

@@ -26,7 +26,7 @@ class Operator(NamedTuple):
     """Two equal calls of the kernel give equal bits."""
 
 
-MOST_SAMPLES = 65_535
+MAX_SAMPLES_PER_LAUNCH = 65_535
 """Samples, or chunks of samples, of a launch: CUDA's limit of a grid's second and third
 dimension."""
 OPERATORS: dict[str, Operator] = {}
@@ -50,10 +50,10 @@ def register(
     module, _, function = (launcher or "").partition(".")
 
     def on_gpu(*arguments: Any) -> Any:
-        if arguments[0].shape[0] > MOST_SAMPLES:
+        if arguments[0].shape[0] > MAX_SAMPLES_PER_LAUNCH:
             raise UserError(
                 f"{name} got {arguments[0].shape[0]:,} samples, or chunks of samples, and its "
-                f"kernel takes at most {MOST_SAMPLES:,} in a launch; use a smaller batch_size, or "
+                f"kernel takes at most {MAX_SAMPLES_PER_LAUNCH:,} in a launch; use a smaller batch_size, or "
                 "more accumulation_steps."
             )
         launch = getattr(importlib.import_module(f"accel.kernels.{module}"), function)
@@ -71,7 +71,7 @@ def register(
     return getattr(torch.ops.fastlatent, name)
 
 
-def keeping_inputs(operator: Callable[..., Any], made: bool = False) -> Callable[..., Any]:
+def keep_inputs(operator: Callable[..., Any], made: bool = False) -> Callable[..., Any]:
     """Makes a `compute` for `differentiable` of an operator whose backward pass needs its inputs;
     `made`: also the second of its two outputs, before them, which is no result."""
 
@@ -82,7 +82,7 @@ def keeping_inputs(operator: Callable[..., Any], made: bool = False) -> Callable
     return compute
 
 
-def differentiable(
+def make_differentiable(
     compute: Callable[..., Any], gradients: Callable[..., Sequence[Any]], zeros: bool = True
 ) -> Callable[..., Any]:
     """Makes one function that autograd knows of an operator and its backward pass.
@@ -129,7 +129,7 @@ def differentiable(
     return Function.apply
 
 
-def heads_together(t: Tensor) -> Tensor:
+def pack_heads(t: Tensor) -> Tensor:
     """`t` (B, L, groups, width) with each token's values in one stretch of memory; tokens may be
     apart."""
     return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import differentiable, heads_together, refuse_empty, register, upcast
+from accel.kernels.operator import make_differentiable, pack_heads, refuse_empty, register, upcast
 from common.errors import UserError
 
 Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, "B K L P"]]
@@ -32,7 +32,7 @@ def rotate(
     return (upcast(x) * rotations[0] + turned * rotations[1]).to(x.dtype)
 
 
-def placed(
+def norm_and_rotate(
     x: Tensor, weight: Tensor | None, rotations: Tensor | None, eps: float
 ) -> Float[Tensor, "B K L P"]:
     """Queries or keys (B, K, L, P), normed where there is a weight (P), and turned by where their
@@ -52,7 +52,11 @@ def qk_rope(
     """Queries and keys normed (Zhang & Sennrich 2019) and turned, and values as they are. The
     rotations of a pair of neighbouring channels are equal; only the first is read by the kernel."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return placed(q, q_weight, rotations, eps), placed(k, k_weight, rotations, eps), v
+    return (
+        norm_and_rotate(q, q_weight, rotations, eps),
+        norm_and_rotate(k, k_weight, rotations, eps),
+        v,
+    )
 
 
 def forward_reference(
@@ -118,14 +122,16 @@ def compute(qkv: Tensor, *rest: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...
     return (*operator(qkv, *rest), qkv.select(2, 2)), (qkv, *rest)
 
 
-def gradients(dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Any) -> tuple[Tensor | None, ...]:
+def compute_gradients(
+    dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Any
+) -> tuple[Tensor | None, ...]:
     """Gradients of qkv and, if there are any, of both weights."""
-    of_heads = [heads_together(g) for g in (dq, dk, dv)]
+    of_heads = [pack_heads(g) for g in (dq, dk, dv)]
     dqkv, dweights = backward_operator(*of_heads, *inputs)
     return (dqkv,) if inputs[1] is None else (dqkv, *dweights)
 
 
-differentiable_rope = differentiable(compute, gradients)
+differentiable_rope = make_differentiable(compute, compute_gradients)
 
 
 def fused_qk_rope(

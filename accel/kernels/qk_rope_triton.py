@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 2048
+TILE_ELEMENTS = 2048
 WARPS = 4
 
 
 @triton.jit
-def turned(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
+def rotate_pairs(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
     """Each pair of neighbours of x turned by its angle."""
     first, second = tl.split(tl.reshape(x, [BLOCK_L, P // 2, 2]))
     return tl.reshape(
@@ -37,7 +37,7 @@ def turned(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def angles(ROTATIONS, t, L: tl.constexpr, P: tl.constexpr):
+def load_angles(ROTATIONS, t, L: tl.constexpr, P: tl.constexpr):
     """Cosines and sines of tokens t, one of each pair of channels."""
     at = ROTATIONS + t[:, None] * P + 2 * tl.arange(0, P // 2)[None, :]
     inside = (t < L)[:, None]
@@ -70,13 +70,13 @@ def qk_rope_kernel(
         if of_keys == 1:
             weight = tl.load(K_WEIGHT + p).to(tl.float32)
     if ROTATIONS is not None:
-        cosine, sine = angles(ROTATIONS, t, L, P)
+        cosine, sine = load_angles(ROTATIONS, t, L, P)
     for k in tl.range(0, K, num_stages=2):
         x = tl.load(source + k * P, mask=mask, other=0.0).to(tl.float32)
         if Q_WEIGHT is not None:
             x = x * tl.rsqrt(tl.sum(x * x, 1) / P + EPS)[:, None] * weight[None, :]
         if ROTATIONS is not None:
-            x = turned(x, cosine, sine, BLOCK_L, P)
+            x = rotate_pairs(x, cosine, sine, BLOCK_L, P)
         x = x.to(Q.dtype.element_ty)
         if of_keys == 1:
             tl.store(KEYS + here + k * P, x, mask=mask)
@@ -85,7 +85,7 @@ def qk_rope_kernel(
 
 
 @triton.jit
-def backward_of(
+def store_gradient(
     D,
     WEIGHT,
     ROTATIONS,
@@ -111,11 +111,11 @@ def backward_of(
         weight = tl.load(WEIGHT + p).to(tl.float32)
         dweight = tl.zeros([P], tl.float32)
     if ROTATIONS is not None:
-        cosine, sine = angles(ROTATIONS, t, L, P)
+        cosine, sine = load_angles(ROTATIONS, t, L, P)
     for k in tl.range(0, K, num_stages=2):
         d = tl.load(D + k * P, mask=mask, other=0.0).to(tl.float32)
         if ROTATIONS is not None:
-            d = turned(d, cosine, -sine, BLOCK_L, P)
+            d = rotate_pairs(d, cosine, -sine, BLOCK_L, P)
         if WEIGHT is not None:
             x = tl.load(source + k * P, mask=mask, other=0.0).to(tl.float32)
             rstd = tl.rsqrt(tl.sum(x * x, 1) / P + EPS)[:, None]
@@ -162,7 +162,7 @@ def qk_rope_backward_kernel(
     target = DQKV + here
     sums = SUMS + ((b * tl.num_programs(0) + tile) * 2 + part) * P
     if part == 0:
-        backward_of(
+        store_gradient(
             DQ,
             Q_WEIGHT,
             ROTATIONS,
@@ -180,7 +180,7 @@ def qk_rope_backward_kernel(
             BLOCK_L,
         )
     elif part == 1:
-        backward_of(
+        store_gradient(
             DK,
             K_WEIGHT,
             ROTATIONS,
@@ -198,14 +198,14 @@ def qk_rope_backward_kernel(
             BLOCK_L,
         )
     else:
-        backward_of(
+        store_gradient(
             DV, None, None, sums, source, target, b, t, v_batch, v_token, L, K, P, EPS, BLOCK_L
         )
 
 
-def shape_of(qkv: Tensor, eps: float) -> dict[str, float | int]:
+def choose_constants(qkv: Tensor, eps: float) -> dict[str, float | int]:
     _, length, _, heads, head_dim = qkv.shape
-    block = max(1, ELEMENTS // head_dim)
+    block = max(1, TILE_ELEMENTS // head_dim)
     return {
         "L": length,
         "K": heads,
@@ -224,7 +224,7 @@ def launch_forward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, (B, L, K, P)."""
-    how = shape_of(qkv, eps)
+    how = choose_constants(qkv, eps)
     q, k = (qkv.new_empty(qkv.shape[0], qkv.shape[1], *qkv.shape[3:]) for _ in range(2))
     grid = (triton.cdiv(qkv.shape[1], how["BLOCK_L"]), 2, qkv.shape[0])
     qk_rope_kernel[grid](qkv, q_weight, k_weight, rotations, q, k, **how)
@@ -242,7 +242,7 @@ def launch_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of qkv, and those of both weights (2, P) in fp32."""
-    how = shape_of(qkv, eps)
+    how = choose_constants(qkv, eps)
     dqkv = qkv.new_empty(qkv.shape)
     tiles = triton.cdiv(qkv.shape[1], how["BLOCK_L"])
     make = qkv.new_zeros if q_weight is None else qkv.new_empty

@@ -22,10 +22,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from accel.kernels.operator import differentiable, keeping_inputs, register, upcast
+from accel.kernels.operator import keep_inputs, make_differentiable, register, upcast
 
 
-def recurrence(decay: Tensor, added: Tensor) -> Tensor:
+def solve_recurrence(decay: Tensor, added: Tensor) -> Tensor:
     """h_t = decay_t·h_{t-1} + added_t from h = 0 on, all (B, L, E, N), with no loop over tokens: an
     associative scan (Blelloch 1990, "Prefix sums and their applications") in 2·log2(L) steps and
     about twice the work.
@@ -39,7 +39,7 @@ def recurrence(decay: Tensor, added: Tensor) -> Tensor:
     # those of every second token.
     odd = decay[:, 1::2]
     pairs = torch.addcmul(added[:, 1::2], odd, added[:, :-1:2])
-    second = recurrence(odd * decay[:, :-1:2], pairs)
+    second = solve_recurrence(odd * decay[:, :-1:2], pairs)
 
     # Each of the others, but for the first token, follows one of them.
     states = added.clone()
@@ -49,7 +49,7 @@ def recurrence(decay: Tensor, added: Tensor) -> Tensor:
     return states
 
 
-def unrolled(
+def unroll(
     x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, B_in: Tensor
 ) -> tuple[Tensor, ...]:
     """Steps (B, L, E), A (E, N), decays and states (B, L, E, N)."""
@@ -57,10 +57,10 @@ def unrolled(
     A = -upcast(A_log).exp()
     decay = (steps.unsqueeze(-1) * A).exp()
     added = (steps * upcast(x)).unsqueeze(-1) * upcast(B_in).unsqueeze(2)
-    return steps, A, decay, recurrence(decay, added)
+    return steps, A, decay, solve_recurrence(decay, added)
 
 
-def scanned(
+def scan_forward(
     x: Float[Tensor, "B L E"],
     dt: Float[Tensor, "B L E"],
     dt_bias: Float[Tensor, "E"],
@@ -70,20 +70,20 @@ def scanned(
     D: Float[Tensor, "E"],
 ) -> Float[Tensor, "B L E"]:
     """y of the recurrence, from the first token to the last, in the dtype of x; fp32 inside."""
-    states = unrolled(x, dt, dt_bias, A_log, B_in)[-1]
+    states = unroll(x, dt, dt_bias, A_log, B_in)[-1]
     y = (states * upcast(C_out).unsqueeze(2)).sum(-1) + upcast(D) * upcast(x)
     return y.to(x.dtype)
 
 
-def gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def compute_gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Gradients of the seven inputs of `scanned`, whose states are made again."""
-    steps, A, decay, states = unrolled(*inputs[:5])
+    steps, A, decay, states = unroll(*inputs[:5])
     dy, x, dt, dt_bias, _, B_in, C_out, D = map(upcast, (dy, *inputs))
 
     # The gradient of a state is what its own token reads of it, and the decayed gradient of the
     # next: the same recurrence, backward.
     read = dy.unsqueeze(-1) * C_out.unsqueeze(2)
-    dstates = recurrence(decay.flip(1).roll(1, 1), read.flip(1)).flip(1)
+    dstates = solve_recurrence(decay.flip(1).roll(1, 1), read.flip(1)).flip(1)
 
     dinput = (dstates * B_in.unsqueeze(2)).sum(-1)
     dexponent = dstates * decay * F.pad(states[:, :-1], (0, 0, 0, 0, 1, 0))
@@ -102,17 +102,17 @@ def gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 INPUTS = "Tensor x, Tensor dt, Tensor dt_bias, Tensor A_log, Tensor B_in, Tensor C_out, Tensor D"
 operator = register(
-    f"selective_scan({INPUTS}) -> Tensor", scanned, "selective_scan_cuda.launch_forward"
+    f"selective_scan({INPUTS}) -> Tensor", scan_forward, "selective_scan_cuda.launch_forward"
 )
 backward_operator = register(
     f"selective_scan_backward(Tensor dy, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
-    gradients,
+    compute_gradients,
     "selective_scan_cuda.launch_backward",
     repeatable=False,
 )
-keeping_no_state = differentiable(keeping_inputs(scanned), gradients)
-fused_selective_scan = differentiable(
-    keeping_inputs(operator), lambda dy, *inputs: backward_operator(dy.contiguous(), *inputs)
+scan_keeping_inputs = make_differentiable(keep_inputs(scan_forward), compute_gradients)
+fused_selective_scan = make_differentiable(
+    keep_inputs(operator), lambda dy, *inputs: backward_operator(dy.contiguous(), *inputs)
 )
 
 
@@ -121,5 +121,5 @@ def selective_scan(*inputs: Tensor) -> Tensor:
     tensors (B, L, E, N) a layer, which now live for one layer at a time."""
     if torch.compiler.is_compiling():
         # The compiler would see that the states are made twice, and keep them.
-        return cast("Tensor", checkpoint(scanned, *inputs, use_reentrant=False))
-    return keeping_no_state(*inputs)
+        return cast("Tensor", checkpoint(scan_forward, *inputs, use_reentrant=False))
+    return scan_keeping_inputs(*inputs)

@@ -21,16 +21,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from accel.kernels.operator import (
-    differentiable,
-    heads_together,
-    keeping_inputs,
+    keep_inputs,
+    make_differentiable,
+    pack_heads,
     refuse_empty,
     register,
     upcast,
 )
 
 LOG2E = 1.0 / math.log(2.0)
-LEAST = -32.0
+MIN_LOG2_DECAY = -32.0
 """Least log2 of what a token leaves of a state: 2e-10 and nothing are the same to a sum in fp32,
 while a running sum over a larger step down would round off the decays of the tokens that follow
 it."""
@@ -49,7 +49,7 @@ def ssd_decays(
     steps = F.softplus(upcast(dt) + upcast(dt_bias))
     steps = F.pad(steps, (0, 0, 0, 0, 0, -dt.shape[1] % piece))
     steps = steps.unflatten(1, (-1, piece)).flatten(0, 1).permute(0, 2, 3, 1).contiguous()
-    a = (steps * (-LOG2E * upcast(A_log).exp()).unsqueeze(-1)).clamp(min=LEAST)
+    a = (steps * (-LOG2E * upcast(A_log).exp()).unsqueeze(-1)).clamp(min=MIN_LOG2_DECAY)
     ahead = prefix_sums(a[:, 0])
     behind = prefix_sums(a[:, 1].flip(-1)).flip(-1)
     return steps, torch.stack((ahead, behind), dim=1)
@@ -89,7 +89,7 @@ def backward_reference(
     raw = upcast(dt) + upcast(dt_bias)
     A = -upcast(A_log).exp()
     steps = F.softplus(raw)
-    da = torch.where(LOG2E * A * steps >= LEAST, da, 0.0)
+    da = torch.where(LOG2E * A * steps >= MIN_LOG2_DECAY, da, 0.0)
     draw = (by_token(dsteps) + A * da) * torch.sigmoid(raw)
     ddt.copy_(draw)
     return draw.sum((0, 1)), (da * A * steps).sum((0, 1))
@@ -108,14 +108,14 @@ backward_operator = register(
 )
 
 
-def gradients(dsteps: Tensor, dsums: Tensor, dt: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def compute_gradients(dsteps: Tensor, dsums: Tensor, dt: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Gradients of dt, dt_bias and A_log, which `rest` begins with."""
     grads = (dsteps.contiguous(), dsums.contiguous())
     ddt = dt.new_empty(dt.shape)
     return ddt, *backward_operator(*grads, dt, *rest[:2], ddt)
 
 
-differentiable_decays = differentiable(keeping_inputs(operator), gradients)
+differentiable_decays = make_differentiable(keep_inputs(operator), compute_gradients)
 
 
 def fused_ssd_decays(
@@ -123,6 +123,4 @@ def fused_ssd_decays(
 ) -> tuple[Tensor, Tensor]:
     """`ssd_decays` as one operator. dt is taken as a slice of a projection, as it lies."""
     refuse_empty("ssd_decays", dt)
-    return differentiable_decays(
-        heads_together(dt), dt_bias.contiguous(), A_log.contiguous(), piece
-    )
+    return differentiable_decays(pack_heads(dt), dt_bias.contiguous(), A_log.contiguous(), piece)

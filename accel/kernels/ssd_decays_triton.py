@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.ssd_decays import LEAST, LOG2E
+from accel.kernels.ssd_decays import LOG2E, MIN_LOG2_DECAY
 
-ELEMENTS = 2048
+TILE_ELEMENTS = 2048
 WARPS = 4
 
 
@@ -45,7 +45,7 @@ def sigmoid(u):
 
 
 @triton.jit
-def place_of(program, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def locate_program(program, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """The piece and the heads of a program: pieces, of which a launch has any number, need the
     first grid dimension."""
     blocks: tl.constexpr = tl.cdiv(K, BLOCK_K)
@@ -67,9 +67,9 @@ def ssd_decays_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LOG2E: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_LOG2_DECAY: tl.constexpr,
 ):
-    piece, k = place_of(tl.program_id(0), K, BLOCK_K)
+    piece, k = locate_program(tl.program_id(0), K, BLOCK_K)
     direction = tl.program_id(1)
     pieces = tl.cdiv(L, T)
     r = tl.arange(0, BLOCK_T)
@@ -89,7 +89,7 @@ def ssd_decays_kernel(
     step = tl.where(mask, softplus(raw), 0.0)
     target = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
     tl.store(STEPS + target, step, mask=row)
-    a = tl.maximum(step * rate[None, :], LEAST, propagate_nan=tl.PropagateNan.ALL)
+    a = tl.maximum(step * rate[None, :], MIN_LOG2_DECAY, propagate_nan=tl.PropagateNan.ALL)
     tl.store(SUMS + target, tl.cumsum(a, 0), mask=row)
 
 
@@ -112,10 +112,10 @@ def ssd_decays_backward_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LOG2E: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_LOG2_DECAY: tl.constexpr,
 ):
     """TOTALS (2, S, 2, K): the gradients of dt_bias and A_log, by piece."""
-    piece, k = place_of(tl.program_id(0), K, BLOCK_K)
+    piece, k = locate_program(tl.program_id(0), K, BLOCK_K)
     direction = tl.program_id(1)
     pieces = tl.cdiv(L, T)
     r = tl.arange(0, BLOCK_T)
@@ -131,7 +131,7 @@ def ssd_decays_backward_kernel(
     A = -tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32))
     raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
     step = softplus(raw)
-    da = tl.where(step * A[None, :] * LOG2E >= LEAST, da, 0.0)
+    da = tl.where(step * A[None, :] * LOG2E >= MIN_LOG2_DECAY, da, 0.0)
     draw = (tl.load(DSTEPS + source, mask=row, other=0.0) + A[None, :] * da) * sigmoid(raw)
     draw = tl.where(mask, draw, 0.0)
     out = b * ddt_batch + token[:, None] * ddt_token + direction * K + k[None, :]
@@ -143,17 +143,17 @@ def ssd_decays_backward_kernel(
     tl.store(totals + all_pieces * 2 * K, tl.sum(of_A_log, 0), mask=k < K)
 
 
-def tile(heads: int, piece: int) -> dict[str, float | int]:
+def choose_constants(heads: int, piece: int) -> dict[str, float | int]:
     """Constants of a launch for `heads` heads and pieces of `piece` tokens."""
     block_t = triton.next_power_of_2(piece)
-    block_k = max(1, min(triton.next_power_of_2(heads), ELEMENTS // block_t))
+    block_k = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // block_t))
     return {
         "K": heads,
         "T": piece,
         "BLOCK_T": block_t,
         "BLOCK_K": block_k,
         "LOG2E": LOG2E,
-        "LEAST": LEAST,
+        "MIN_LOG2_DECAY": MIN_LOG2_DECAY,
     }
 
 
@@ -161,7 +161,7 @@ def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tu
     """Steps and running sums, both (S, 2, K, T) in fp32."""
     batch, length, _, heads = dt.shape
     pieces = batch * triton.cdiv(length, piece)
-    shape = tile(heads, piece)
+    shape = choose_constants(heads, piece)
     steps, sums = (dt.new_empty(pieces, 2, heads, piece, dtype=torch.float32) for _ in range(2))
     grid = (pieces * triton.cdiv(heads, shape["BLOCK_K"]), 2)
     strides = (dt.stride(0), dt.stride(1), length)
@@ -176,7 +176,7 @@ def launch_backward(
     length = dt.shape[1]
     heads = dt.shape[3]
     pieces, _, _, piece = dsteps.shape
-    shape = tile(heads, piece)
+    shape = choose_constants(heads, piece)
     totals = dsteps.new_empty(2, pieces, 2, heads)
     grid = (pieces * triton.cdiv(heads, shape["BLOCK_K"]), 2)
     strides = (dt.stride(0), dt.stride(1), ddt.stride(0), ddt.stride(1), length)

@@ -18,13 +18,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.bidirectional_ssd import MAX_QUADRATIC, bidirectional_ssd
-from accel.kernels.fused_ssd import check_sizes, slices_of
+from accel.kernels.bidirectional_ssd import MAX_QUADRATIC_TOKENS, bidirectional_ssd
+from accel.kernels.fused_ssd import check_sizes, split_channels
 from accel.kernels.local_mix import check_shape, local_mix
-from accel.kernels.operator import differentiable, keeping_inputs, refuse_empty, register, upcast
+from accel.kernels.operator import keep_inputs, make_differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
-OPS = torch.ops.fastlatent
+FASTLATENT_OPS = torch.ops.fastlatent
 
 
 def mixed_ssd(
@@ -42,12 +42,12 @@ def mixed_ssd(
 ) -> Float[Tensor, "B L K P"]:
     """The definition of `fused_mixed_ssd`: `bidirectional_ssd` of what `local_mix` makes of a slice
     of a projection. Each may be fused by itself: `mix`, `scan`."""
-    z, xBC, dt = parts_of(projected, weight, norm_weight)
-    x, B_in, C_out = slices_of(mix(xBC, weight, bias, grid), *z.shape[2:])
+    z, xBC, dt = split_projection(projected, weight, norm_weight)
+    x, B_in, C_out = split_channels(mix(xBC, weight, bias, grid), *z.shape[2:])
     return scan(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
 
 
-def parts_of(
+def split_projection(
     projected: Tensor, weight: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z (B, L, K, P), xBC (B, L, E) and dt (B, L, 2, K), as they lie side by side in a projection
@@ -57,23 +57,23 @@ def parts_of(
     return z.unflatten(-1, (heads, head_dim)), xBC, dt.unflatten(-1, (2, heads))
 
 
-def for_scan(
+def prepare_scan(
     parts: tuple[Tensor, ...], weight: Tensor, bias: Tensor, rows: int, columns: int, *rest: Tensor
 ) -> tuple[Tensor, ...]:
     """What the scan takes: mixed x, steps, sums, mixed B and C, and D; `rest` begins with dt_bias,
     A_log and D."""
     z, xBC, dt = parts
-    mixed = OPS.local_mix(xBC, weight, bias, rows, columns)
-    decays = OPS.ssd_decays(dt, *rest[:2], dt.shape[1])
-    x, *groups = slices_of(mixed, *z.shape[2:])
+    mixed = FASTLATENT_OPS.local_mix(xBC, weight, bias, rows, columns)
+    decays = FASTLATENT_OPS.ssd_decays(dt, *rest[:2], dt.shape[1])
+    x, *groups = split_channels(mixed, *z.shape[2:])
     return x, *decays, *groups, rest[2]
 
 
 def forward(projected: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The gated and normed y, and y."""
     *_, norm_weight, eps = rest
-    parts = parts_of(projected, weight, norm_weight)
-    return OPS.ssd_gated(*for_scan(parts, weight, *rest), parts[0], norm_weight, eps)
+    parts = split_projection(projected, weight, norm_weight)
+    return FASTLATENT_OPS.ssd_gated(*prepare_scan(parts, weight, *rest), parts[0], norm_weight, eps)
 
 
 def backward(
@@ -83,13 +83,13 @@ def backward(
     first is written where it belongs."""
     *mixing, dt_bias, A_log, _, norm_weight, eps = rest
     dprojected = torch.empty_like(projected)
-    z, xBC, dt = parts = parts_of(projected, weight, norm_weight)
-    dz, dxBC, ddt = parts_of(dprojected, weight, norm_weight)
-    dy, dnorm = OPS.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
-    of_scan = for_scan(parts, weight, *rest)
-    dmixed, dsteps, dsums, dD = OPS.ssd_backward(dy, *of_scan)
-    of_mixing = OPS.local_mix_backward(dmixed, xBC, weight, *mixing, dxBC)
-    of_decays = OPS.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
+    z, xBC, dt = parts = split_projection(projected, weight, norm_weight)
+    dz, dxBC, ddt = split_projection(dprojected, weight, norm_weight)
+    dy, dnorm = FASTLATENT_OPS.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
+    of_scan = prepare_scan(parts, weight, *rest)
+    dmixed, dsteps, dsums, dD = FASTLATENT_OPS.ssd_backward(dy, *of_scan)
+    of_mixing = FASTLATENT_OPS.local_mix_backward(dmixed, xBC, weight, *mixing, dxBC)
+    of_decays = FASTLATENT_OPS.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
     return dprojected, *of_mixing, *of_decays, dD, dnorm
 
 
@@ -103,13 +103,13 @@ backward_operator = register(
 )
 
 
-def gradients(dh: Tensor, *needed: Any) -> tuple[Tensor | None, ...]:
+def compute_gradients(dh: Tensor, *needed: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs; rows and columns have none."""
     found = backward_operator(dh.contiguous(), *needed)
     return *found[:3], None, None, *found[3:]
 
 
-differentiable_ssd = differentiable(keeping_inputs(operator, made=True), gradients)
+differentiable_ssd = make_differentiable(keep_inputs(operator, made=True), compute_gradients)
 
 
 def fused_mixed_ssd(
@@ -131,9 +131,9 @@ def fused_mixed_ssd(
     for more tokens.
     """
     refuse_empty("bidirectional_ssd", projected)
-    if (length := projected.shape[1]) > MAX_QUADRATIC:
+    if (length := projected.shape[1]) > MAX_QUADRATIC_TOKENS:
         raise UserError(
-            f"fused_mixed_ssd takes up to {MAX_QUADRATIC} tokens, and got {length}; use "
+            f"fused_mixed_ssd takes up to {MAX_QUADRATIC_TOKENS} tokens, and got {length}; use "
             "fused_local_mix and fused_bidirectional_ssd."
         )
     heads, head_dim = norm_weight.shape

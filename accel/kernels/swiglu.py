@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import differentiable, keeping_inputs, refuse_empty, register, upcast
+from accel.kernels.operator import keep_inputs, make_differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -67,8 +67,8 @@ backward_operator = register(
 )
 
 
-differentiable_swiglu = differentiable(
-    keeping_inputs(operator), lambda dh, joined: [backward_operator(dh.contiguous(), joined)]
+differentiable_swiglu = make_differentiable(
+    keep_inputs(operator), lambda dh, joined: [backward_operator(dh.contiguous(), joined)]
 )
 
 

@@ -21,7 +21,7 @@ WARPS = 4
 
 
 @triton.jit
-def tile_of(rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
+def locate_tile(rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
     """Rows and channels of this program's tile, and which of them there are; neighbours in a row
     run one after the other."""
     across = tl.cdiv(H, BLOCK_H)
@@ -32,7 +32,7 @@ def tile_of(rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr)
 
 @triton.jit
 def swiglu_kernel(JOINED, OUT, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    r, c, mask = tile_of(rows, H, BLOCK_R, BLOCK_H)
+    r, c, mask = locate_tile(rows, H, BLOCK_R, BLOCK_H)
     gate = tl.load(JOINED + r * (2 * H) + c, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(JOINED + r * (2 * H) + H + c, mask=mask, other=0.0).to(tl.float32)
     tl.store(OUT + r * H + c, (gate * tl.sigmoid(gate) * value).to(OUT.dtype.element_ty), mask=mask)
@@ -42,7 +42,7 @@ def swiglu_kernel(JOINED, OUT, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLO
 def swiglu_backward_kernel(
     DH, JOINED, DJOINED, rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr
 ):
-    r, c, mask = tile_of(rows, H, BLOCK_R, BLOCK_H)
+    r, c, mask = locate_tile(rows, H, BLOCK_R, BLOCK_H)
     gate = tl.load(JOINED + r * (2 * H) + c, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(JOINED + r * (2 * H) + H + c, mask=mask, other=0.0).to(tl.float32)
     dh = tl.load(DH + r * H + c, mask=mask, other=0.0).to(tl.float32)
@@ -53,7 +53,7 @@ def swiglu_backward_kernel(
     tl.store(DJOINED + r * (2 * H) + H + c, (dh * gate * sigmoid).to(kind), mask=mask)
 
 
-def grid_of(joined: Tensor) -> tuple[int, dict[str, int], tuple[int]]:
+def plan_launch(joined: Tensor) -> tuple[int, dict[str, int], tuple[int]]:
     """Rows, constants and programs of a launch."""
     hidden = joined.shape[-1] // 2
     rows = joined.numel() // (2 * hidden)
@@ -62,14 +62,14 @@ def grid_of(joined: Tensor) -> tuple[int, dict[str, int], tuple[int]]:
 
 
 def launch_forward(joined: Tensor) -> Tensor:
-    rows, how, grid = grid_of(joined)
+    rows, how, grid = plan_launch(joined)
     out = joined.new_empty(*joined.shape[:-1], how["H"])
     swiglu_kernel[grid](joined, out, rows, **how)
     return out
 
 
 def launch_backward(dh: Tensor, joined: Tensor) -> Tensor:
-    rows, how, grid = grid_of(joined)
+    rows, how, grid = plan_launch(joined)
     djoined = joined.new_empty(joined.shape)
     swiglu_backward_kernel[grid](dh, joined, djoined, rows, **how)
     return djoined

@@ -12,12 +12,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from accel.kernels.bidirectional_ssd import (
-    MAX_QUADRATIC,
+    MAX_QUADRATIC_TOKENS,
     bidirectional_ssd,
-    bidirectional_ssd_flops,
+    count_bidirectional_ssd_flops,
 )
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
-from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, local_mix
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from models.layers import Layer, count_heads, refuse_below_one
 
@@ -82,7 +82,7 @@ class BidirectionalSSD(Layer):
         projected = self.in_proj(h)
         mixing = (projected, self.conv_weight, self.conv_bias, self.grid)
         scanning = (self.dt_bias, self.A_log, self.D, self.norm_weight, self.eps)
-        if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC:
+        if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC_TOKENS:
             y = fused_mixed_ssd(*mixing, *scanning)
         else:
             mix = fused_local_mix if self.fused_conv else local_mix
@@ -92,7 +92,9 @@ class BidirectionalSSD(Layer):
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        scan = bidirectional_ssd_flops(tokens, self.heads, self.head_dim, self.state_dim)
+        scan = count_bidirectional_ssd_flops(tokens, self.heads, self.head_dim, self.state_dim)
         return (
-            super().flops(tokens) + scan + local_mix_flops(tokens, self.mixed, math.prod(self.taps))
+            super().flops(tokens)
+            + scan
+            + count_local_mix_flops(tokens, self.mixed, math.prod(self.taps))
         )

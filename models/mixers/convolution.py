@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, local_mix
 from accel.kernels.swiglu import silu_product
 from common.errors import UserError
 from models.layers import Layer
@@ -52,4 +52,4 @@ class Convolution(Layer):
 
     def flops(self, tokens: int) -> int:
         """FLOPs of one forward pass of one sample of `tokens` tokens."""
-        return super().flops(tokens) + local_mix_flops(tokens, self.inner)
+        return super().flops(tokens) + count_local_mix_flops(tokens, self.inner)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.kernels.local_mix import with_usual_strides
+from accel.kernels.local_mix import with_contiguous_strides
 from accel.kernels.selective_scan import fused_selective_scan, selective_scan
 from accel.kernels.swiglu import silu_product
 from models.layers import Layer, refuse_below_one
@@ -76,7 +76,7 @@ class SelectiveScan(Layer):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         x, z = self.in_proj(h).chunk(2, dim=-1)
-        weight = with_usual_strides(self.conv_weight).to(x.dtype)
+        weight = with_contiguous_strides(self.conv_weight).to(x.dtype)
         past = F.pad(x.mT.unsqueeze(2), (TAPS - 1, 0))
         mixed = F.conv2d(past, weight, self.conv_bias.to(x.dtype), groups=self.inner)
         x = F.silu(mixed).squeeze(2).mT

@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
-from accel.kernels.bidirectional_ssd import bidirectional_ssd, bidirectional_ssd_flops
+from accel.kernels.bidirectional_ssd import bidirectional_ssd, count_bidirectional_ssd_flops
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
-from accel.kernels.local_mix import fused_local_mix, local_mix, local_mix_flops
+from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, local_mix
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from models.mixers.attention import axial_rotations
 from scripts.bench import BenchConfig, Case, Figures
-from scripts.doctor import rates
-from scripts.timing import interleaved, ratios, spread
+from scripts.doctor import measure_rates
+from scripts.timing import compute_ratios, summarise, time_in_turn
 from training.environment import pick_device
 
 SHAPES = {
@@ -49,12 +49,12 @@ INPUTS = {
 }
 """Operator -> sizes of its inputs, which are bf16 where nothing else is said."""
 INPUT_SETS = 4
-measured_rates = cache(rates)
+measure_rates_once = cache(measure_rates)
 """Measures the rates of a device once a process."""
 Function = Callable[..., Any]
 
 
-def sizes_of(setting: str) -> dict[str, int]:
+def find_sizes(setting: str) -> dict[str, int]:
     """Returns the sizes that INPUTS names: K heads of the scan, H heads of attention."""
     B, L, D, P, N = SHAPES[setting]
     K = 2 * D // P
@@ -63,7 +63,7 @@ def sizes_of(setting: str) -> dict[str, int]:
     return sizes | {"mixed": mixed, "projected": 2 * D + mixed + 2 * K, "hidden": 4 * D}
 
 
-def drawn(operator: str, sizes: dict[str, int], device: torch.device) -> list[Tensor]:
+def draw_inputs(operator: str, sizes: dict[str, int], device: torch.device) -> list[Tensor]:
     """Draws the inputs of an operator; each needs a gradient."""
     found = []
     for text in INPUTS[operator].split(", "):
@@ -92,10 +92,10 @@ def swiglu(joined: Tensor) -> Tensor:
     return silu_product(*joined.chunk(2, dim=-1))
 
 
-def operators(setting: str, device: torch.device) -> dict[str, Op]:
+def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
     """Returns the operators by name, on a grid of tokens that is as square as can be."""
     B, L, _, P, N = SHAPES[setting]
-    sizes = sizes_of(setting)
+    sizes = find_sizes(setting)
     height = max(h for h in range(1, int(L**0.5) + 1) if L % h == 0)
     grid = (height, L // height)
     rotations = axial_rotations(grid, P).to(device)
@@ -106,8 +106,8 @@ def operators(setting: str, device: torch.device) -> dict[str, Op]:
     def on_grid(function: Function) -> Function:
         return lambda x, weight, bias, *rest: function(x, weight, bias, grid, *rest)
 
-    scanning = B * bidirectional_ssd_flops(L, sizes["K"], P, N)
-    mixing = B * local_mix_flops(L, sizes["mixed"])
+    scanning = B * count_bidirectional_ssd_flops(L, sizes["K"], P, N)
+    mixing = B * count_local_mix_flops(L, sizes["mixed"])
     scan = Op(bidirectional_ssd, fused_bidirectional_ssd, scanning)
     return {
         "add_norm": Op(add_norm, fused_add_norm),
@@ -120,12 +120,12 @@ def operators(setting: str, device: torch.device) -> dict[str, Op]:
     }
 
 
-def liger_swiglu() -> Function:
+def make_liger_swiglu() -> Function:
     product = import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     return lambda joined: product.apply(*joined.chunk(2, dim=-1))
 
 
-def mamba_scan() -> Function:
+def make_mamba_scan() -> Function:
     scan = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
     def function(*inputs: Tensor) -> Tensor:
@@ -138,8 +138,8 @@ def mamba_scan() -> Function:
 
 
 PEERS: dict[str, dict[str, Callable[[], Function]]] = {
-    "bidirectional_ssd": {"mamba-ssm, one direction only": mamba_scan},
-    "swiglu": {"Liger": liger_swiglu},
+    "bidirectional_ssd": {"mamba-ssm, one direction only": make_mamba_scan},
+    "swiglu": {"Liger": make_liger_swiglu},
 }
 """Operator -> package -> what makes a function of our inputs; ImportError if it is not there."""
 OURS: dict[str, Callable[[Op], Function]] = {
@@ -149,7 +149,7 @@ OURS: dict[str, Callable[[Op], Function]] = {
 }
 
 
-def runner(
+def make_runner(
     function: Function, sets: list[list[Tensor]], steps: int, backward: bool
 ) -> Callable[[], None]:
     """Returns `steps` calls, each on the next input set, after having run them once."""
@@ -168,14 +168,14 @@ def runner(
     return run
 
 
-def bytes_of(op: Op, inputs: list[Tensor]) -> int:
+def count_bytes(op: Op, inputs: list[Tensor]) -> int:
     """Counts what both passes must move: inputs twice and their gradients, outputs and theirs."""
     with torch.no_grad():
         outputs = tree_leaves(op.definition(*inputs))
     return 3 * sum(t.nbytes for t in inputs) + 2 * sum(t.nbytes for t in outputs)
 
 
-def kernel(case: Case, cfg: BenchConfig) -> Figures:
+def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
     """Times one way to compute an operator, in turn with its definition on the same inputs."""
     device = pick_device("auto")
     operator = case.labels["operator"]
@@ -183,26 +183,26 @@ def kernel(case: Case, cfg: BenchConfig) -> Figures:
     if device.type == "cpu" and way not in ("eager", "compiled"):
         return {"reason": "a CPU runs the definition"}
     setting = str(cfg.setting)
-    op = operators(setting, device)[operator]
+    op = make_operators(setting, device)[operator]
     try:
         function = OURS[way](op) if way in OURS else PEERS[operator][way]()
     except ImportError as error:
         return {"reason": f"{way} is not installed: {error}"}
 
-    sizes = sizes_of(setting)
-    sets = [drawn(operator, sizes, device) for _ in range(INPUT_SETS)]
+    sizes = find_sizes(setting)
+    sets = [draw_inputs(operator, sizes, device) for _ in range(INPUT_SETS)]
     found: Figures = {"sizes": sizes}
     for name, backward in (("forward_", False), ("", True)):
-        runs = {"own": runner(function, sets, cfg.steps, backward)}
+        runs = {"own": make_runner(function, sets, cfg.steps, backward)}
         if way != "eager":
-            runs["eager"] = runner(op.definition, sets, cfg.steps, backward)
-        taken = interleaved(runs, cfg.repeats, device)
-        found |= spread(f"{name}us", [1e6 * s / cfg.steps for s in taken["own"]])
-        speed = ratios(taken.get("eager", taken["own"]), taken["own"])
-        found |= spread(f"{name}speed", speed)
+            runs["eager"] = make_runner(op.definition, sets, cfg.steps, backward)
+        taken = time_in_turn(runs, cfg.repeats, device)
+        found |= summarise(f"{name}us", [1e6 * s / cfg.steps for s in taken["own"]])
+        speed = compute_ratios(taken.get("eager", taken["own"]), taken["own"])
+        found |= summarise(f"{name}speed", speed)
 
-    rate = measured_rates(device)
-    gb_s = bytes_of(op, sets[0]) / found["us"] / 1e3
+    rate = measure_rates_once(device)
+    gb_s = count_bytes(op, sets[0]) / found["us"] / 1e3
     tflops = 3 * op.flops / found["us"] / 1e6
     return found | {
         "gb_s": gb_s,

@@ -45,11 +45,11 @@ class ItemsInFiles(Dataset):
         return torch.from_numpy(np.load(self.folder / f"{index}.npy")), self.labels[index]
 
 
-def stream_order(count: int, seed: int) -> Iterator[int]:
+def yield_order(count: int, seed: int) -> Iterator[int]:
     """Yields the framework's order of samples without end, so that both loops see the same."""
     order = EpochOrder(count, seed, torch.device("cpu"))
     for epoch in itertools.count():
-        yield from order.of_epoch(epoch).tolist()
+        yield from order.find_epoch(epoch).tolist()
 
 
 class NewcomersLoop(Loop):
@@ -86,7 +86,7 @@ class NewcomersLoop(Loop):
         self.items: Dataset | None = None
         if storage != "resident":
             train = self.source.train
-            latents = self.source.normalise(train.floating()).cpu()
+            latents = self.source.normalise(train.as_floating()).cpu()
             labels = train.labels.cpu()
             del self.source, train  # nothing of the set is on the device
             kind = ItemsInFiles if storage == "files" else TensorDataset
@@ -101,7 +101,7 @@ class NewcomersLoop(Loop):
         began = time.perf_counter()
         self.start()
         self.run(1)
-        self.final_loss(1)
+        self.measure_loss(1)
         self.warm_up_seconds = time.perf_counter() - began
         self.model.load_state_dict(initial)
         self.start()
@@ -112,10 +112,10 @@ class NewcomersLoop(Loop):
         self.averages = [p.detach().clone() for p in self.model.parameters()]
         rates = {name: value for name, value in self.cfg.optim.items() if name != "_target_"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)
-        self.batches = self.read()
+        self.batches = self.make_batches()
         self.samples = 0
 
-    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def make_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Returns the batches, on the device."""
         if self.items is None:
             self.source.load_state_dict({"samples_seen": 0})
@@ -123,7 +123,7 @@ class NewcomersLoop(Loop):
         loader = DataLoader(
             self.items,
             self.cfg.batch_size,
-            sampler=stream_order(self.spec.count, self.cfg.seed),
+            sampler=yield_order(self.spec.count, self.cfg.seed),
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
@@ -137,9 +137,9 @@ class NewcomersLoop(Loop):
         for _ in range(self.prefetch_factor * self.num_workers):
             next(self.batches)
 
-    def one_step(self, comparable: bool = False) -> Tensor:
+    def take_step(self, comparable: bool = False) -> Tensor:
         latents, labels = next(self.batches)
-        loss = (self.comparable_loss if comparable else self.loss)(latents, labels)
+        loss = (self.compute_comparable_loss if comparable else self.compute_loss)(latents, labels)
         self.samples += len(labels)
 
         self.optimizer.zero_grad()
@@ -153,14 +153,14 @@ class NewcomersLoop(Loop):
             loss.item()
         return loss.detach()
 
-    def comparable_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
+    def compute_comparable_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
         """Takes the framework's draws."""
         position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
         batch = Batch(latents, labels, position, position)
         told = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
         return self.objective.losses(self.model, batch, **told)[0].mean()
 
-    def loss(self, latents: Tensor, labels: Tensor) -> Tensor:
+    def compute_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
         """Computes the loss of flow matching, as tutorials have it."""
         noise = torch.randn_like(latents)
         t = torch.sigmoid(torch.randn(len(labels), device=self.device))

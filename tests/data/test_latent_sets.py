@@ -18,6 +18,7 @@ from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from encoding.job import ShardWriter
 from scripts.verify_latents import VerifyConfig, verify
+from tests.harness.refusals import expect_refusal
 from tests.harness.sets import random_samples, save_latent_set, write_shard
 from tests.harness.words import CPU
 
@@ -94,7 +95,7 @@ def edit_manifest(folder: Path, **changes: object) -> None:
 
 def refusal(folder: Path | None, **settings: object) -> str:
     """The message with which the set is refused."""
-    with pytest.raises(ValueError, match=r"\w") as caught:
+    with expect_refusal(r"\w") as caught:
         ResidentLatents(
             path=folder if folder is None else str(folder),
             batch_size=2,

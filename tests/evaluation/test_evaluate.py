@@ -119,7 +119,10 @@ def test_images_that_are_not_what_was_meant_are_far_away(evaluator):
     for fault, changed in planted.items():
         for name, stats in stats_of(evaluator, changed(digits(evaluator))).items():
             real = evaluator.reference[name]
-            assert frechet_distance(stats.all, real.all) > 1.2 * frechet_distance(*real.halves), (fault, name)
+            assert frechet_distance(stats.all, real.all) > 1.2 * frechet_distance(*real.halves), (
+                fault,
+                name,
+            )
 
 
 def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_path):

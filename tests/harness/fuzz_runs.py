@@ -184,7 +184,7 @@ def checkpoint(rng: Random, folder: Path, say: Say) -> None:
     elif restore(good.composed.cfg, state, saved, good.described) == "starting from scratch":
         raise AssertionError("a checkpoint is passed over without a word")
     good.training.step.schedule(state.samples)
-    batches = good.training.next_batches()
+    batches = good.training.take_batches()
     with torch.no_grad():  # a fork beside a GPU has no autograd
         for batch in batches:
             good.training.step.losses(batch)
@@ -216,7 +216,10 @@ def run_folder(rng: Random, folder: Path, say: Say) -> None:
     reader = rng.choice(READERS[name])
     say(f"{name}: {words}; {reader}")
     write(folder / "other", good.files if reader == "report" else {})
-    with patch("accel.proof.run_trials", tried), patch.dict("os.environ", XDG_CACHE_HOME=str(folder)):
+    with (
+        patch("accel.proof.run_trials", tried),
+        patch.dict("os.environ", XDG_CACHE_HOME=str(folder)),
+    ):
         readers[reader]()
 
 
@@ -230,7 +233,7 @@ def go_on(folder: Path, good: Good, total: int) -> None:
         format_summary(run.show_finished())
         return
     run.show_rehearsal()
-    run.go_on_from(dataclasses.replace(good.training.state, step=2))
+    run.continue_records(dataclasses.replace(good.training.state, step=2))
     run.append_metrics({"step": 3, "loss": 1.0})
     format_summary(run.summarise(good.training.state, Ledger()))
     run.close()

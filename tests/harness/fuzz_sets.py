@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from data.loader import LatentTensors, sampled
-from data.manifest import read_manifest, spec_of
+from data.loader import LatentTensors, draw_samples
+from data.manifest import make_spec, read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source
 from data.streamed import StreamedLatents
@@ -243,7 +243,7 @@ def check_samples(loader: ResidentLatents | StreamedLatents, folder: Path, on_co
     """AssertionError unless an epoch has each sample once, with its own latents, finite, and a
     label of a class."""
     read = read_manifest(str(folder))
-    normalise = spec_of(read, open_source(str(folder)), "channel").normaliser(CPU)
+    normalise = make_spec(read, open_source(str(folder)), "channel").make_normaliser(CPU)
     splits = {
         "train": [next(loader) for _ in range(-(-read.count // 5))],
         "held_out": list(loader.held_out(4)),
@@ -257,7 +257,7 @@ def check_samples(loader: ResidentLatents | StreamedLatents, folder: Path, on_co
             original = {key: torch.cat([row[key] for row in of_batch]) for key in of_batch[0]}
             train = split == "train"
             raw = (
-                sampled(LatentTensors(**original), 0, batch.position)
+                draw_samples(LatentTensors(**original), 0, batch.position)
                 if train
                 else original["latents"]
             )

@@ -50,7 +50,7 @@ def cases(architecture: int) -> Iterator[Case]:
 def add_norm_cases() -> Iterator[Case]:
     """Tokens in one order, as in most models; with both row maps, as where a layer has an order of
     its own; and with LayerNorm, as in SiT's weights."""
-    from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, tile
+    from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, choose_tile
 
     maps = {"BRANCH_ROWS": "*i32", "H_ROWS": "*i32"}
     strides = dict.fromkeys(("L", "gate_stride", "scale_stride", "shift_stride"), "i32")
@@ -58,7 +58,7 @@ def add_norm_cases() -> Iterator[Case]:
     wide = {name: "*fp32" for name in ("RESIDUAL", "Z", "RSTD", "DZ", "DRESIDUAL", "SUMS")}
     variants = (("", False, False), (", row maps", True, False), (", centred", False, True))
     for dim in (96, 384, 768, 1024, 1152):
-        shapes = tile(dim), tile(dim, backward=True)
+        shapes = choose_tile(dim), choose_tile(dim, backward=True)
         warps = shapes[0]["num_warps"]
         quick = dim == 768
         for suffix, mapped, centred in variants:
@@ -104,7 +104,9 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
         sizes = sizes_of_scan(length, head_dim, state_dim) | {"PRECISION": "tf32"}
         for part, kernel in kernels.items():
             name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
-            block, warps, most = ssd.configuration(part, length, head_dim, state_dim, architecture)
+            block, warps, most = ssd.choose_configuration(
+                part, length, head_dim, state_dim, architecture
+            )
             constants = sizes | {"BLOCK": block}
             case = Case(
                 name,
@@ -125,7 +127,9 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     full = {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
     for size in (64, 128):
         for part, kernel in kernels.items():
-            block, warps, most = ssd.configuration(part, 256, size, size, architecture, fp32=True)
+            block, warps, most = ssd.choose_configuration(
+                part, 256, size, size, architecture, fp32=True
+            )
             sizes = sizes_of_scan(256, size, size) | {"PRECISION": "ieee", "BLOCK": block}
             constants = sizes | (NO_GATE if part == "forward" else {})
             for where, more in PARTS_OF.get(part, WHOLE):
@@ -137,7 +141,7 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
         (prelude.ssd_decays_kernel, ""),
         (prelude.ssd_decays_backward_kernel, ", backward"),
     ):
-        shape = prelude.tile(24, 256)
+        shape = prelude.choose_constants(24, 256)
         yield Case(
             f"ssd decays L=256{way}",
             kernel,
@@ -172,7 +176,7 @@ def chunked_ssd_cases() -> Iterator[Case]:
     for size, fp32 in ((64, False), (128, False), (64, True), (128, True)):
         sizes: dict[str, Any] = sizes_of_scan(256, size, size)
         sizes |= {"g_token": sizes["x_token"], "g_batch": sizes["x_batch"], "o_token": 24 * size}
-        block, block_n, warps = between.configuration(size, size, fp32)
+        block, block_n, warps = between.choose_configuration(size, size, fp32)
         sizes |= {"o_batch": 256 * 24 * size, "T": 256, "BLOCK": block, "BLOCK_N": block_n}
         sizes["PRECISION"] = "ieee" if fp32 else "tf32"
         for part, kernel, more in kernels:
@@ -274,7 +278,7 @@ def qk_rope_cases() -> Iterator[Case]:
             "K": 12,
             "P": head_dim,
             "EPS": 1e-6,
-            "BLOCK_L": rope.ELEMENTS // head_dim,
+            "BLOCK_L": rope.TILE_ELEMENTS // head_dim,
         }
         sizes |= {f"{of}_token": width for of in "qkv"} | {
             f"{of}_batch": 256 * width for of in "qkv"

@@ -206,7 +206,7 @@ def attend(
     """The backend that is named; for "auto", what PyTorch takes on an H100 or what takes fp32."""
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "flex":
-        return accel.kernels.attend.flex(q, k, v, groups)
+        return accel.kernels.attend.attend_by_flex(q, k, v, groups)
     assert groups is None
     ops = torch.ops.aten
     if backend == "math":
@@ -336,7 +336,7 @@ def assembled(words: str, home: torch.device = CUDA) -> Training:
     )
     training = assemble(cfg, CUDA, parts=parts)
     assert not training.stack.reasons, f"could not be had: {training.stack.reasons}"
-    training.step.update = training.step.one_step
+    training.step.update = training.step.take_step
     return training
 
 
@@ -423,7 +423,6 @@ class Generated:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        import torch._inductor.compile_fx
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.graph import GraphLowering
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel.kernels.add_norm import backward_reference, forward_reference
-from accel.kernels.add_norm_triton import launch_backward, launch_forward, splits_of
+from accel.kernels.add_norm_triton import choose_splits, launch_backward, launch_forward
 from tests.interpreted.conftest import assert_near
 
 
@@ -60,6 +60,6 @@ def test_the_stream_is_never_written_in_place():
     ("batch", "length", "block"), [(256, 256, 2), (1, 1024, 2), (8, 100, 4), (2, 1, 16)]
 )
 def test_stretches_cover_every_row_once(batch, length, block):
-    splits, rows = splits_of(batch, length, block, processors=132)
+    splits, rows = choose_splits(batch, length, block, processors=132)
     assert rows % block == 0
     assert splits * rows >= length > (splits - 1) * rows

@@ -11,7 +11,7 @@ from accel.kernels import chunked_ssd_triton as between
 from accel.kernels import ssd_decays_triton as decays
 from accel.kernels.bidirectional_ssd_backward_triton import launch_backward
 from accel.kernels.chunked_ssd import groups_reference, read_reference, states_reference
-from accel.kernels.fused_ssd import slices_of
+from accel.kernels.fused_ssd import split_channels
 from accel.kernels.ssd_decays import ssd_decays
 from tests.interpreted.conftest import assert_near
 
@@ -49,7 +49,7 @@ def check(values, poison, dtype=torch.float32, factor=1.0, skip=()):
         2.0 * factor,
     )
     joined, dsteps, dsums, dD = launch_backward(dy, x, steps, sums, B_in, C_out, D)
-    dx, dB, dC = slices_of(joined, *x.shape[2:])
+    dx, dB, dC = split_channels(joined, *x.shape[2:])
     ddt = torch.full_like(dt, float("nan"))
     dbias, dA_log = decays.launch_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
     found = {"x": dx, "dt": ddt, "dt_bias": dbias, "A_log": dA_log, "B": dB, "C": dC, "D": dD}
@@ -76,7 +76,7 @@ def test_any_size(head_dim, state_dim, poison):
 
 @pytest.mark.parametrize("block", [32, 64])
 def test_other_tiles(block, poison, monkeypatch):
-    monkeypatch.setattr(kernels, "configuration", lambda *a: (block, 4, None))
+    monkeypatch.setattr(kernels, "choose_configuration", lambda *a: (block, 4, None))
     check(inputs(100), poison)
 
 

@@ -107,7 +107,7 @@ def ssd_inputs(length, dtype=torch.float64, batch=2, heads=3, head_dim=4, state_
     ("length", "piece"), [(1, 64), (7, 64), (64, 64), (64, 16), (50, 16), (129, 64), (64, 1)]
 )
 def test_ssd_equals_the_recurrence_forward_and_backward(length, piece, monkeypatch):
-    monkeypatch.setattr(ssd, "PIECE", piece)
+    monkeypatch.setattr(ssd, "MIN_PIECE_TOKENS", piece)
     inputs = ssd_inputs(length)
     expected = recurrence(*inputs)
     actual = ssd.bidirectional_ssd(*inputs)

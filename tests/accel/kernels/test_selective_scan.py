@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel.evidence import BlockEvidence, Evidence
 from accel.kernels import selective_scan_cuda
-from accel.kernels.selective_scan import fused_selective_scan, scanned, selective_scan
+from accel.kernels.selective_scan import fused_selective_scan, scan_forward, selective_scan
 from accel.parity import ComparingMode
 from accel.proof import Proof
 from accel.techniques.compilation import PARTITIONER
@@ -198,8 +198,8 @@ def test_the_step_of_a_model_is_the_same_on_the_package_s_kernel(package):
         y = fused_selective_scan(*inputs)
     assert [name for name, *_ in launching.calls] == ["selective_scan"]
     found = selective_scan_cuda.launch_backward(torch.ones_like(y), *inputs)
-    expected = torch.autograd.grad(scanned(*inputs), inputs, torch.ones_like(y))
-    assert_equal([y, *found], [scanned(*inputs), *expected], rtol=1e-4)
+    expected = torch.autograd.grad(scan_forward(*inputs), inputs, torch.ones_like(y))
+    assert_equal([y, *found], [scan_forward(*inputs), *expected], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
