@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.ledger import AUTO
-from accel.sharding import gather_objects, is_first
+from accel.sharding import gather_objects, is_first_rank
 from accel.technique import blocks_of
 from common.files import find_cache_folder, write_to_cache
 from common.text import shorten_error
@@ -119,7 +119,7 @@ def prove(
     else:
         found = merged(gather_objects(tried(question, uses, keys, timed)))
         passing = any(result.get("passing") for result in found.values())
-        if is_first() and not chosen and not passing:
+        if is_first_rank() and not chosen and not passing:
             write_to_cache(cache, {"facts": facts, "found": found})
     proofs = decided(question, found, chosen)
     kept = {key: proof.on for key, proof in proofs.items() if question.asked[key] == AUTO}
@@ -229,7 +229,7 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
     """What processes of their own found about `keys`; one that crashes or hangs costs the key that
     it was at. The first process of a run says that it takes a while."""
     began = time.monotonic()
-    says = keys and is_first()
+    says = keys and is_first_rank()
     if says:
         words = f"Trying {', '.join(keys)} on this device, in a process of its own …"
         print(words, file=sys.stderr, flush=True)

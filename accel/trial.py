@@ -27,7 +27,7 @@ from accel.evidence import BlockEvidence, BlockProbe
 from accel.parity import Comparing
 from accel.proof import TIMES, outcome
 from accel.stack import AccelerationStack
-from accel.technique import blocks_of, switches
+from accel.technique import blocks_of, find_switches
 from common.files import write_atomically
 from common.text import shorten_error
 
@@ -44,7 +44,7 @@ Inputs = tuple[Tensor, ...]
 
 
 def switch(block: nn.Module, key: str, on: bool) -> None:
-    for module in switches(block, key):
+    for module in find_switches(block, key):
         setattr(module, key, on)
 
 
@@ -180,7 +180,7 @@ class Trial:
     def timed(self, key: str) -> dict[str, Any]:
         """Milliseconds, and megabytes kept a sample, of the commonest block that uses `key`, with
         it and without it."""
-        users = [i for i, block in enumerate(self.blocks) if switches(block, key)]
+        users = [i for i, block in enumerate(self.blocks) if find_switches(block, key)]
         i = max(users, key=lambda i: self.job["blocks"][i]["blocks"])
         metas = self.job["blocks"][i]["inputs"]
         samples = self.job["samples"]

@@ -33,8 +33,8 @@ from torch.nn.attention import (
 
 from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, REGION, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
-from accel.machine import capability_of, is_here
-from accel.technique import Model, Observation, Technique, blocks_of, switches
+from accel.machine import capability_of, is_available
+from accel.technique import Model, Observation, Technique, blocks_of, find_switches
 from common.errors import UserError
 from common.text import shorten_error
 
@@ -137,7 +137,7 @@ class AttentionBackend(Technique):
             ) from error
 
     def on_model(self, model: Model) -> Model:
-        self.layers = [switches(block, "attention_backend") for block in blocks_of(model)]
+        self.layers = [find_switches(block, "attention_backend") for block in blocks_of(model)]
         self.switch("flash" if self.implementation else str(self.value))
         return model
 
@@ -229,7 +229,7 @@ def find_implementation_obstacle(wanted: Implementation, device: torch.device) -
         return f"{name} needs compute capability {needed}; {instead} on this GPU."
     if wanted.name not in list_flash_attention_impls():
         return f"PyTorch {torch.__version__} does not list {wanted.name}; {instead}."
-    if not is_here(wanted.module, is_installed(wanted.module)):
+    if not is_available(wanted.module, is_installed(wanted.module)):
         return (
             f"{name} needs {wanted.module}, which is not installed: {wanted.install}, or {instead}."
         )

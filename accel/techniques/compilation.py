@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from accel.evidence import REGION, Evidence
-from accel.machine import capability_of, is_here
+from accel.machine import capability_of, is_available
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
 from common.text import shorten_error
 
@@ -62,7 +62,7 @@ class Compile(Technique):
         if not self.by_inductor:
             return None
         if self.device.type == "cuda":
-            if not is_here("triton", importlib.util.find_spec("triton") is not None):
+            if not is_available("triton", importlib.util.find_spec("triton") is not None):
                 return "Compiling for a GPU needs triton; install it with pip."
             if capability_of(self.device) < (7, 0):
                 return "Compiling for a GPU needs compute capability 7.0 or newer."

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.evidence import EIGHT_BIT, REGION, BlockEvidence, Evidence
-from accel.machine import capability_of, is_here
+from accel.machine import capability_of, is_available
 from accel.technique import blocks_of
 from common.libraries import silence_libraries
 
@@ -48,7 +48,7 @@ def find_obstacle(device: torch.device) -> str | None:
         )
     if capability_of(device) < (8, 9):
         return f"fp8 needs compute capability 8.9 or newer; {instead} on this GPU."
-    if not is_here("torchao", importlib.util.find_spec("torchao") is not None):
+    if not is_available("torchao", importlib.util.find_spec("torchao") is not None):
         return f"fp8 needs torchao; pip install torchao, or {instead}."
     return None
 

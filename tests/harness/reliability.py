@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md's table from the run that proved it: `make reliability`."""
+"""Writes the table of docs/benchmarks/faults.md from the run that proved it: `make reliability`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.files import ROOT
 from scripts.commands import replace_between
 from training.environment import read_cpu_name
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "benchmarks" / "faults.md"
 START = "<!-- faults: made by `make reliability` -->\n"
 END = "<!-- end of faults -->"
 
@@ -69,7 +69,7 @@ class Table:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-reliability", action="store_true", help="write docs/reliability.md from this run"
+        "--write-reliability", action="store_true", help="write docs/benchmarks/faults.md from this run"
     )
 
 
