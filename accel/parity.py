@@ -61,7 +61,7 @@ class Poison(TorchDispatchMode):
         return result
 
 
-class Comparing(TorchDispatchMode):
+class ComparingMode(TorchDispatchMode):
     """Computes our operators by definition, and compares the kernel of each on the way."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.evidence import BlockEvidence, BlockProbe
-from accel.parity import Comparing
+from accel.parity import ComparingMode
 from accel.proof import TIMES, outcome
 from accel.stack import AccelerationStack
 from accel.technique import blocks_of, find_switches
@@ -164,7 +164,7 @@ class Trial:
 
     def parity(self, key: str) -> dict[str, Any]:
         """The comparison that comes nearest to its bound, or goes beyond it most."""
-        comparing = Comparing()
+        comparing = ComparingMode()
         samples = min(SAMPLES, self.job["samples"])
         for block, use in zip(self.blocks, self.job["blocks"], strict=True):
             inputs = random_inputs(use["inputs"], samples, self.device, seed=1)
