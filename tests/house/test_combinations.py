@@ -1,39 +1,28 @@
-"""Every model, data set and runtime takes two steps with every other, and every experiment with
+"""Every model, data set and runtime takes a step with every other, and every experiment runs with
 each, pairwise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 
-from accel.techniques.compilation import Compile
+from tests.harness.combinations import DATA, FAMILIES, list_choices
 from tests.harness.sets import pairwise, random_samples, save_latent_set
-from tests.harness.words import TINY_MODEL
-from training.config.compose import CONF
+from tests.harness.steps import read_ledger
+from tests.harness.words import CPU, TINY_MODEL, TINY_RUN
+from training.assemble import assemble
+from training.config.compose import compose
+
+pytestmark = pytest.mark.usefixtures("quick_compiler", "latents")
+# runtime=auto tries candidates for seconds: test_slow.py combines it, tests/scripts/test_tuning.py
+# tests it.
+RUNTIMES = [name for name in list_choices("runtime") if name != "auto"]
+EXPERIMENTS = pairwise(list_choices("experiment"), FAMILIES, list(DATA))
+FIRST_OF_EXPERIMENT = {row[0]: row for row in reversed(EXPERIMENTS)}
 
 
-def choices(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
-
-
-FAMILIES = sorted(name.removesuffix("_s") for name in choices("model") if name.endswith("_s"))
-DATA = {
-    "digits": [],
-    "synthetic": ["data.height=4", "data.width=8", "data.count=20", "data.num_classes=3"],
-    "resident": ["data.path=latents"],
-    "webdataset": ["data.path=latents", "data.streams=4", "data.num_workers=0"],
-}
-
-
-@pytest.fixture(autouse=True)
-def quick_compiler(monkeypatch):
-    monkeypatch.setattr(Compile, "backend", "aot_eager")
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def latents(tmp_path, monkeypatch):
     """A small latent set in the folder `latents`, with flips and posterior; its decoder is the
     identity."""
@@ -44,55 +33,37 @@ def latents(tmp_path, monkeypatch):
 
 
 def test_every_loader_is_here():
-    assert set(DATA) == set(choices("data"))
+    assert set(DATA) == set(list_choices("data"))
 
 
-def once_auto(cases: list[tuple[str, ...]]) -> Iterator[Any]:
-    """`runtime=auto` tries candidates for ten seconds, whatever the model: one case is enough."""
-    first = next(case for case in cases if case[-1] == "auto")
-    for case in cases:
-        others = case[-1] == "auto" and case != first
-        yield pytest.param(*case, marks=[pytest.mark.slow] if others else [])
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "runtime"), [*once_auto(pairwise(FAMILIES, list(DATA), choices("runtime")))]
-)
-def test_two_steps(model, data, runtime, run):
-    words = [f"model={model}_s", f"data={data}", f"runtime={runtime}", "eval_every=1", *DATA[data]]
-    summary = run(*words, *TINY_MODEL, *(["runtime.tune_seconds=1"] if runtime == "auto" else []))
-    assert summary["steps"] == 2
-    assert 0 < summary["loss"] < 20
-    assert summary["ledger"]["compile"]["active"] is (runtime in ("production", "max"))
+@pytest.mark.parametrize(("model", "data", "runtime"), pairwise(FAMILIES, list(DATA), RUNTIMES))
+def test_a_step_of_every_pair(model, data, runtime):
+    words = [f"model={model}_s", f"data={data}", f"runtime={runtime}", *DATA[data]]
+    training = assemble(compose([*TINY_RUN, *words]).cfg, CPU)
+    compiled = runtime in ("production", "max")
+    assert read_ledger(training)["compile"].active is compiled
+    assert 0 < training.take_step().loss < 20
 
 
 @pytest.mark.parametrize(
-    ("experiment", "model", "data"), pairwise(choices("experiment"), FAMILIES, list(DATA))
+    ("experiment", "model", "data"),
+    [
+        row if row in FIRST_OF_EXPERIMENT.values() else pytest.param(*row, marks=pytest.mark.slow)
+        for row in EXPERIMENTS
+    ],
 )
 def test_every_experiment_works_with_every_model_and_data(experiment, model, data, run):
-    sizes = [
-        "batch_size=8",
-        "total_samples=16",
-        "log_every=1",
-        "sampling.steps=2",
-        "sampling.per_class=1",
-    ]
-    every = ["save_every=1", "sample_every=1", "eval_every=1"]
-    words = [
-        f"experiment={experiment}",
-        f"model={model}_s",
-        f"data={data}",
-        "runtime=fast",
-        *DATA[data],
-    ]
-    summary = run(*words, *sizes, *every, *TINY_MODEL)
+    choices = [f"experiment={experiment}", f"model={model}_s", f"data={data}", "runtime=fast"]
+    sizes = ["batch_size=8", "total_samples=16", "sampling.steps=2", "sampling.per_class=1"]
+    every = ["log_every=1", "save_every=1", "sample_every=1", "eval_every=1"]
+    summary = run(*choices, *DATA[data], *sizes, *every, *TINY_MODEL)
     assert summary["steps"] == 2
     assert summary["sample_grid"]
 
 
 def test_pairwise_covers_all_pairs():
-    rows = pairwise(["a", "b"], ["x", "y", "z"], ["1", "2", "3"])
+    axes = (["a", "b"], ["x", "y", "z"], ["1", "2", "3"])
+    rows = pairwise(*axes)
     assert len(rows) <= 10
     for i, j in ((0, 1), (0, 2), (1, 2)):
-        axes = (["a", "b"], ["x", "y", "z"], ["1", "2", "3"])
         assert {(row[i], row[j]) for row in rows} == set(product(axes[i], axes[j]))

@@ -1,4 +1,4 @@
-"""The default command: it must learn to draw the digit that it is asked for."""
+"""The default command must learn to draw the digit that its label names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ from training.config.compose import compose
 from training.config.schema import Solver
 
 
-def recognised(npz, first: int = 0) -> float:
-    """Share of the samples that a classifier fitted on the real digits names as asked."""
+def train_run(folder, *words):
+    return train(compose([f"run_dir={folder}", *words]))
+
+
+def measure_recognised(folder, first: int = 0) -> float:
+    """Draws samples of a run; returns the share whose digit a classifier, fitted on the real
+    digits, recognises. `first` is the digit of label 0."""
     from sklearn.datasets import load_digits
     from sklearn.svm import SVC
 
-    pixels, labels = load_digits(return_X_y=True)
-    classifier = SVC(gamma=0.001).fit(pixels, labels)
+    npz = sample_run(SampleConfig(run_dir=str(folder), count=200, seed=1, out=f"{folder}_samples"))
     samples = np.load(npz)
     drawn = samples["arr_0"][..., 0].reshape(-1, 64) / 255.0 * 16.0
+    classifier = SVC(gamma=0.001).fit(*load_digits(return_X_y=True))
     return float((classifier.predict(drawn) == samples["labels"] + first).mean())
 
 
@@ -38,12 +43,8 @@ def test_the_default_run_draws_digits_that_a_classifier_recognises(
     words, eval_loss, share, tmp_path
 ):
     folder = tmp_path / "digits"
-    summary = train(compose([f"run_dir={folder}", *words]))
-    assert summary["eval_loss"] < eval_loss
-    npz = sample_run(
-        SampleConfig(run_dir=str(folder), count=200, seed=1, out=str(tmp_path / "samples"))
-    )
-    assert recognised(npz) >= share
+    assert train_run(folder, *words)["eval_loss"] < eval_loss
+    assert measure_recognised(folder) >= share
     cfg = EvaluateConfig(
         run_dir=str(folder),
         count=600,
@@ -53,29 +54,27 @@ def test_the_default_run_draws_digits_that_a_classifier_recognises(
         out=str(tmp_path / "figures"),
         seed=1,
     )
-    # noise has more than 20 floors: tests/evaluation/test_evaluate.py
-    for found in evaluate_run(cfg)["features"].values():
-        assert found["floor_fd"] < found["fd"] < 6 * found["floor_fd"]
+    # Noise has more than 20 floors: tests/evaluation/test_evaluate.py.
+    for distances in evaluate_run(cfg)["features"].values():
+        assert distances["floor_fd"] < distances["fd"] < 6 * distances["floor_fd"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mamba_xs", "ssd_mlp_xs", "dit_xs"])
+def test_every_family_learns_to_draw_digits(model, tmp_path):
+    train_run(tmp_path / model, f"model={model}", "sample_every=0")
+    assert measure_recognised(tmp_path / model) >= 0.9
 
 
 @pytest.mark.slow
 def test_a_model_of_five_digits_learns_the_others_with_few_weights(tmp_path):
-    words = ["total_samples=51200", "sample_every=0"]
     base = tmp_path / "five"
     others = tmp_path / "others"
-    train(compose([*words, "model=ssd_mlp_xs", "data.classes=[0,1,2,3,4]", f"run_dir={base}"]))
-    adapted = [
-        "adapter=lora",
-        "adapter.rank=4",
-        "optim.lr=4e-3",
-        "model=pretrained",
-        f"init_from={base}",
-    ]
-    summary = train(compose([*words, *adapted, "data.classes=[5,6,7,8,9]", f"run_dir={others}"]))
-    told = re.search(r"(\d+) of (\d+) parameters train", summary["ledger"]["adapter"]["evidence"])
-    assert told is not None
-    assert int(told[1]) < 0.05 * int(told[2])
-    npz = sample_run(
-        SampleConfig(run_dir=str(others), count=200, seed=1, out=str(tmp_path / "samples"))
-    )
-    assert recognised(npz, first=5) >= 0.9
+    words = ["total_samples=51200", "sample_every=0"]
+    train_run(base, *words, "model=ssd_mlp_xs", "data.classes=[0,1,2,3,4]")
+    adapter = ["adapter=lora", "adapter.rank=4", "optim.lr=4e-3", f"init_from={base}"]
+    summary = train_run(others, *words, *adapter, "model=pretrained", "data.classes=[5,6,7,8,9]")
+    evidence = summary["ledger"]["adapter"]["evidence"]
+    trained, total = re.search(r"(\d+) of (\d+) parameters train", evidence).groups()
+    assert int(trained) < 0.05 * int(total)
+    assert measure_recognised(others, first=5) >= 0.9
