@@ -21,8 +21,23 @@ from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
 from common.files import write_atomically
 from common.terminal import Progress
-from encoding.images import Decoded, DecodedImages, ImageEntry, ImageList, collate, decoding_loader
-from encoding.job import ChannelSums, Numbered, Plan, ShardWriter, digest_of, finished, narrowed
+from encoding.images import (
+    Decoded,
+    DecodedImages,
+    ImageEntry,
+    ImageList,
+    collate,
+    make_decoding_loader,
+)
+from encoding.job import (
+    ChannelSums,
+    Numbered,
+    Plan,
+    ShardWriter,
+    cast_tensors,
+    hash_sidecar,
+    read_finished,
+)
 from models.images import Autoencoder, psnr
 from training.config.schema import PrecomputeConfig
 from training.distributed.ranks import SINGLE, Ranks
@@ -47,16 +62,16 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
     return pixels.to(device).float() / 127.5 - 1.0
 
 
-def decoding(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
+def make_decoder(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
     return DecodedImages(
         entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
     )
 
 
-def first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
+def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
     """The first decodable images in [-1, 1], enough for a batch and for PSNR; ValueError if there
     is none."""
-    decodable = (item for item in decoding(images.entries, cfg) if isinstance(item, Tensor))
+    decodable = (item for item in make_decoder(images.entries, cfg) if isinstance(item, Tensor))
     pixels = list(islice(decodable, max(cfg.batch_size, PSNR_IMAGES)))
     if not pixels:
         raise UserError(
@@ -109,14 +124,14 @@ class ShardEncoder:
         own = plan.shards[self.ranks.rank :: self.ranks.world_size]
         if any((self.out / f"{name}.json").is_file() for name, _, _ in own):
             print("checking the hashes of what is finished", flush=True)
-        todo = [planned for planned in own if finished(self.out, planned[0]) is None]
+        todo = [planned for planned in own if read_finished(self.out, planned[0]) is None]
         images = sum(len(entries) for _, _, entries in own)
         done = images - sum(len(entries) for _, _, entries in todo)
         if done:
             print(f"{done} of {images} images are already encoded", flush=True)
         unit = "images" if self.ranks.world_size == 1 else f"images of rank {self.ranks.rank}"
         progress = Progress(images, unit, initial=done)
-        batches = self.decoded([entries for _, _, entries in todo])
+        batches = self.decode_batches([entries for _, _, entries in todo])
         for name, split, entries in todo:
             try:
                 self.encode_shard(name, split, len(entries), batches, progress)
@@ -142,7 +157,7 @@ class ShardEncoder:
         skipped = []
         with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
             while remaining:
-                with self.timed("decode"):
+                with self.time_part("decode"):
                     batch, decoded = next(batches)
                 if decoded.unread:
                     raise UserError(
@@ -153,45 +168,49 @@ class ShardEncoder:
                 progress.advance(len(batch))
                 skipped += decoded.reasons
                 if decoded.places:
-                    with self.timed("encode"):
+                    with self.time_part("encode"):
                         tensors = self.encode(batch, decoded)
-                    with self.timed("write"):
+                    with self.time_part("write"):
                         sums.add(tensors)
                         writer.add(tensors)
             for line in skipped:
                 progress.say(f"skipped {line}")
-            with self.timed("write"):
+            with self.time_part("write"):
                 shard = asdict(writer.close())
                 sidecar = {"shard": shard, "skipped": skipped, "sums": sums.as_dict()}
-                sidecar["sha256"] = digest_of(sidecar)
+                sidecar["sha256"] = hash_sidecar(sidecar)
                 write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
+    def time_part(self, part: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - began
 
-    def decoded(self, todo: list[list[Numbered]]) -> Iterator[tuple[list[Numbered], Decoded]]:
+    def decode_batches(
+        self, todo: list[list[Numbered]]
+    ) -> Iterator[tuple[list[Numbered], Decoded]]:
         """Batches (numbered images, decoded ones) of shards, none across a shard's end."""
         size = self.cfg.batch_size
         batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
-        dataset = decoding([entry for batch in batches for _, entry in batch], self.cfg)
+        dataset = make_decoder([entry for batch in batches for _, entry in batch], self.cfg)
         indices = iter(range(len(dataset)))
         of_batches = [list(islice(indices, len(batch))) for batch in batches]
-        return zip(batches, decoding_loader(dataset, of_batches, self.cfg.num_workers), strict=True)
+        return zip(
+            batches, make_decoding_loader(dataset, of_batches, self.cfg.num_workers), strict=True
+        )
 
     def encode(self, batch: list[Numbered], decoded: Decoded) -> dict[str, Tensor]:
         """Encodes the decoded images of a batch to the tensors that a block holds."""
         images = to_input(decoded.pixels, self.device)
         numbers, entries = zip(*(batch[i] for i in decoded.places), strict=True)
-        tensors = self.latents(images, numbers, "latents", "std")
+        tensors = self.encode_latents(images, numbers, "latents", "std")
         if self.cfg.flips:
-            tensors |= self.latents(images.flip(3), numbers, "mirrored", "mirrored_std")
+            tensors |= self.encode_latents(images.flip(3), numbers, "mirrored", "mirrored_std")
         tensors["labels"] = torch.tensor([entry.label for entry in entries])
-        return narrowed(tensors, self.cfg.dtype.value, [entry.key for entry in entries])
+        return cast_tensors(tensors, self.cfg.dtype.value, [entry.key for entry in entries])
 
-    def latents(
+    def encode_latents(
         self, images: Tensor, numbers: Sequence[int], name: str, std_name: str
     ) -> dict[str, Tensor]:
         mean, std = self.step(images)
@@ -209,11 +228,11 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
     cfg = encoder.cfg
     everything = (numbered for _, _, of_shard in plan.shards for numbered in of_shard)
     first = list(islice(everything, batches * cfg.batch_size))
-    with encoder.timed("decode"):
-        items = [item for item in decoding([entry for _, entry in first], cfg)]
+    with encoder.time_part("decode"):
+        items = [item for item in make_decoder([entry for _, entry in first], cfg)]
     count = 0
     size = 0
-    with encoder.timed("encode"):
+    with encoder.time_part("encode"):
         for start in range(0, len(items), cfg.batch_size):
             decoded = collate(items[start : start + cfg.batch_size])
             if decoded.places:

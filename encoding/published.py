@@ -33,16 +33,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import UserError
-from encoding.foreign import is_dense, plain_tensors
+from encoding.foreign import is_dense, read_plain_tensors
 from models.mixers.attention import axial_rotations
 from training.weights.pretrained import read_tensors
 
 FREQUENCIES = 128
 ROPE_BASE = 10_000.0
-MULTIPLE = 32
+MLP_WIDTH_MULTIPLE = 32
 """Of the width of an MLP."""
-DIT = re.compile(r"(?<![A-Za-z])DiT[-_]", re.IGNORECASE)
-EPSILON = (
+DIT_NAME = re.compile(r"(?<![A-Za-z])DiT[-_]", re.IGNORECASE)
+DIT_REFUSAL = (
     "DiT predicts the noise on another schedule, which is no velocity, and this sampler has no "
     "use for it; SiT and LightningDiT are read"
 )
@@ -70,14 +70,14 @@ def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return read_tensors(file)
     with torch.serialization.safe_globals([argparse.Namespace]):
-        found = plain_tensors(file)
+        found = read_plain_tensors(file)
     if not isinstance(found, dict):
         raise UserError(
             f"{file} holds a {type(found).__name__}, not tensors by name; give a checkpoint."
         )
     name = getattr(found.get("args"), "model", "")
-    if isinstance(name, str) and DIT.search(name):
-        raise UserError(f"{file} is a checkpoint of {name[:40]}: {EPSILON}.")
+    if isinstance(name, str) and DIT_NAME.search(name):
+        raise UserError(f"{file} is a checkpoint of {name[:40]}: {DIT_REFUSAL}.")
     if "ema" in found or "model" in found:
         if not isinstance(found.get(weights), dict):
             raise UserError(
@@ -103,64 +103,66 @@ class Keys:
 
     def __init__(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         self.file = file
-        self.left = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        self.remaining = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.left
+        return name in self.remaining
 
-    def shape(self, name: str, dims: int) -> tuple[int, ...]:
-        if name not in self.left:
+    def read_shape(self, name: str, dims: int) -> tuple[int, ...]:
+        if name not in self.remaining:
             raise UserError(
                 f"{self.file} has no {name}, which SiT and LightningDiT have; is it one of them?"
             )
-        if self.left[name].ndim != dims:
+        if self.remaining[name].ndim != dims:
             raise UserError(
-                f"{self.file}: {name} has shape {tuple(self.left[name].shape)}, not {dims} "
+                f"{self.file}: {name} has shape {tuple(self.remaining[name].shape)}, not {dims} "
                 "dimensions."
             )
-        return tuple(self.left[name].shape)
+        return tuple(self.remaining[name].shape)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """In fp32."""
-        found = self.shape(name, len(shape))
+        found = self.read_shape(name, len(shape))
         if found != shape:
             raise UserError(
                 f"{self.file}: {name} has shape {found}, and the rest of the model asks for "
                 f"{shape}."
             )
-        return self.left.pop(name).float()
+        return self.remaining.pop(name).float()
 
-    def linear(self, name: str, rows: int, columns: int) -> Tensor:
+    def take_linear(self, name: str, rows: int, columns: int) -> Tensor:
         """A linear layer as one matrix, its bias in the first column: what reorders or scales its
         outputs does so to both."""
         weight = self.take(f"{name}.weight", rows, columns)
         return torch.cat([self.take(f"{name}.bias", rows)[:, None], weight], dim=1)
 
     def refuse_rest(self) -> None:
-        if self.left:
-            first, *more = self.left
+        if self.remaining:
+            first, *more = self.remaining
             others = f", and {len(more)} more" if more else ""
             raise UserError(f"{self.file} has {first}{others}, which this version does not know.")
 
 
-def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = None) -> Published:
+def convert_published(
+    file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = None
+) -> Published:
     """A published model in our terms, from its tensors by their published names.
 
     `head_dim` where neither the tensors nor the published sizes tell it. ValueError for a tensor
     that is missing, left over, or of another shape than the others ask for.
     """
     keys = Keys(file, tensors)
-    dim, channels, patch, _ = keys.shape("x_embedder.proj.weight", 4)
-    tokens = keys.shape("pos_embed", 3)[1]
+    dim, channels, patch, _ = keys.read_shape("x_embedder.proj.weight", 4)
+    tokens = keys.read_shape("pos_embed", 3)[1]
     rows = math.isqrt(tokens)
     if rows * rows != tokens:
         raise UserError(f"{file}: pos_embed has {tokens} tokens, which are no square.")
-    classes = keys.shape("y_embedder.embedding_table.weight", 2)[0] - 1
-    numbers = [re.match(r"blocks\.(\d+)\.", name) for name in keys.left]
+    classes = keys.read_shape("y_embedder.embedding_table.weight", 2)[0] - 1
+    numbers = [re.match(r"blocks\.(\d+)\.", name) for name in keys.remaining]
     depth = 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
     node: dict[str, Any] = {"dim": dim, "depth": depth, "patch_size": patch}
-    node |= configured(keys, rows, head_dim or width_of_head(keys, dim))
+    node |= make_node(keys, rows, head_dim or find_head_dim(keys, dim))
 
     # The tensors that ours are made of are taken one by one, and none may be left.
     patches = keys.take("x_embedder.proj.weight", dim, channels, patch, patch)
@@ -171,29 +173,31 @@ def converted(file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = 
         "pos_embed": keys.take("pos_embed", 1, tokens, dim),
         "label_embed.table.weight": labels,
     }
-    first = keys.linear("t_embedder.mlp.0", dim, 2 * FREQUENCIES)
-    first[:, 1:] = reversed_time(first[:, 1:])
-    ours |= named("time_embed", {"fc1": first, "fc2": keys.linear("t_embedder.mlp.2", dim, dim)})
+    first = keys.take_linear("t_embedder.mlp.0", dim, 2 * FREQUENCIES)
+    first[:, 1:] = reverse_time(first[:, 1:])
+    ours |= name_tensors(
+        "time_embed", {"fc1": first, "fc2": keys.take_linear("t_embedder.mlp.2", dim, dim)}
+    )
     modulation = []
     for i in range(depth):
-        layers, node["mlp_ratio"], node["mlp"] = block_of(keys, f"blocks.{i}", dim)
-        ours |= named(f"blocks.{i}.layers", layers)
-        modulation += modulations(keys, f"blocks.{i}", ("norm1", "norm2"), dim)
-    modulation += modulations(keys, "final_layer", ("norm_final",), dim)
-    ours |= named("modulation", torch.cat(modulation))
-    ours |= named("head", head_of(keys, dim, channels, patch))
+        layers, node["mlp_ratio"], node["mlp"] = convert_block(keys, f"blocks.{i}", dim)
+        ours |= name_tensors(f"blocks.{i}.layers", layers)
+        modulation += convert_modulations(keys, f"blocks.{i}", ("norm1", "norm2"), dim)
+    modulation += convert_modulations(keys, "final_layer", ("norm_final",), dim)
+    ours |= name_tensors("modulation", torch.cat(modulation))
+    ours |= name_tensors("head", convert_head(keys, dim, channels, patch))
     keys.refuse_rest()
     return Published(node, ours, channels, rows * patch, classes)
 
 
-def configured(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
+def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
     """The configuration of the model, but for its sizes and its MLP."""
     attention = {
         "_target_": "models.mixers.attention.Attention",
         "_partial_": True,
         "bias": True,
         "qk_norm": "blocks.0.attn.q_norm.weight" in keys,
-        "rope_base": rope_of(keys, rows, head_dim),
+        "rope_base": read_rope_base(keys, rows, head_dim),
     }
     return {
         "_target_": "models.denoiser.Denoiser",
@@ -204,34 +208,34 @@ def configured(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
     }
 
 
-def named(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
+def name_tensors(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
     """The tensors of a layer by dotted names: of its parts, or of a matrix (see `Keys.linear`). A
     vector is one itself."""
     if isinstance(layer, Mapping):
         found: dict[str, Tensor] = {}
         for part, inner in layer.items():
-            found |= named(f"{name}.{part}", inner)
+            found |= name_tensors(f"{name}.{part}", inner)
         return found
     if layer.ndim == 1:
         return {name: layer}
     return {f"{name}.weight": layer[:, 1:].contiguous(), f"{name}.bias": layer[:, 0].contiguous()}
 
 
-def width_of_head(keys: Keys, dim: int) -> int:
+def find_head_dim(keys: Keys, dim: int) -> int:
     """As the norm of queries or the rotations tell it, or as the published sizes have it: 16 heads
     of 72, or 64."""
     for name in ("blocks.0.attn.q_norm.weight", "feat_rope.freqs_cos"):
         if name in keys:
-            return keys.left[name].shape[-1]
+            return keys.remaining[name].shape[-1]
     return 72 if dim == 1152 else 64
 
 
-def rope_of(keys: Keys, rows: int, head_dim: int) -> float | None:
+def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
     """The base of the rotary embedding, None without; ValueError if its rotations are others than
     ours."""
     if "feat_rope.freqs_cos" not in keys:
         return None
-    tokens, width = keys.shape("feat_rope.freqs_cos", 2)
+    tokens, width = keys.read_shape("feat_rope.freqs_cos", 2)
     if width != head_dim or width % 4:
         raise UserError(
             f"{keys.file}: feat_rope has width {width}, the heads {head_dim}: one multiple of 4 "
@@ -249,7 +253,7 @@ def rope_of(keys: Keys, rows: int, head_dim: int) -> float | None:
     return ROPE_BASE
 
 
-def reversed_time(weight: Tensor) -> Tensor:
+def reverse_time(weight: Tensor) -> Tensor:
     """The weights (D, 2F) of cosines and sines of ωt, from those of cosines and sines of ω(1-t), in
     fp64."""
     count = weight.shape[1] // 2
@@ -262,12 +266,12 @@ def reversed_time(weight: Tensor) -> Tensor:
     return torch.cat(turned, dim=1).float()
 
 
-def block_of(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, dict[str, Any]]:
+def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, dict[str, Any]]:
     """The attention and MLP of a block, the MLP's width over that of the model, and its
     configuration."""
     attention = {
-        "qkv": keys.linear(f"{name}.attn.qkv", 3 * dim, dim),
-        "out_proj": keys.linear(f"{name}.attn.proj", dim, dim),
+        "qkv": keys.take_linear(f"{name}.attn.qkv", 3 * dim, dim),
+        "out_proj": keys.take_linear(f"{name}.attn.proj", dim, dim),
     }
     if f"{name}.attn.q_norm.bias" in keys:
         raise UserError(
@@ -275,42 +279,42 @@ def block_of(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, di
         )
     for part in "qk":
         if f"{name}.attn.{part}_norm.weight" in keys:
-            width = keys.left[f"{name}.attn.{part}_norm.weight"].shape[-1]
+            width = keys.remaining[f"{name}.attn.{part}_norm.weight"].shape[-1]
             attention[f"{part}_weight"] = keys.take(f"{name}.attn.{part}_norm.weight", width)
     if f"{name}.mlp.w12.weight" in keys:
-        hidden = keys.shape(f"{name}.mlp.w12.weight", 2)[0] // 2
-        halves = keys.linear(f"{name}.mlp.w12", 2 * hidden, dim).unflatten(0, (2, hidden))
-        second = keys.linear(f"{name}.mlp.w3", dim, hidden)
-        missing = -hidden % MULTIPLE
+        hidden = keys.read_shape(f"{name}.mlp.w12.weight", 2)[0] // 2
+        halves = keys.take_linear(f"{name}.mlp.w12", 2 * hidden, dim).unflatten(0, (2, hidden))
+        second = keys.take_linear(f"{name}.mlp.w3", dim, hidden)
+        missing = -hidden % MLP_WIDTH_MULTIPLE
         first = F.pad(halves, (0, 0, 0, missing)).flatten(0, 1)
         mlp = {"w13": first, "w2": F.pad(second, (0, missing))}
         node = {"_target_": "models.block.SwiGLU", "_partial_": True, "bias": True}
         hidden += missing
     else:
-        hidden = keys.shape(f"{name}.mlp.fc1.weight", 2)[0]
+        hidden = keys.read_shape(f"{name}.mlp.fc1.weight", 2)[0]
         mlp = {
-            "fc1": keys.linear(f"{name}.mlp.fc1", hidden, dim),
-            "fc2": keys.linear(f"{name}.mlp.fc2", dim, hidden),
+            "fc1": keys.take_linear(f"{name}.mlp.fc1", hidden, dim),
+            "fc2": keys.take_linear(f"{name}.mlp.fc2", dim, hidden),
         }
         node = {"_target_": "models.block.GeluMLP", "_partial_": True}
-        if hidden % MULTIPLE:
+        if hidden % MLP_WIDTH_MULTIPLE:
             raise UserError(
-                f"{keys.file}: {name}.mlp has width {hidden}, which is no multiple of {MULTIPLE}."
+                f"{keys.file}: {name}.mlp has width {hidden}, which is no multiple of {MLP_WIDTH_MULTIPLE}."
             )
     return {"0": attention, "1": mlp}, hidden / dim, node
 
 
-def modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[Tensor]:
+def convert_modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[Tensor]:
     """Scale, shift and gate of each norm as products of the condition; the last norm of the model
     has no gate."""
     each = 2 if name == "final_layer" else 3
-    rows = keys.shape(f"{name}.adaLN_modulation.1.weight", 2)[0]
+    rows = keys.read_shape(f"{name}.adaLN_modulation.1.weight", 2)[0]
     if rows != each * len(norms) * dim:
         raise UserError(
             f"{keys.file}: {name} has {rows // dim} modulations; this version knows those with "
             "shifts."
         )
-    parts = keys.linear(f"{name}.adaLN_modulation.1", rows, dim).split(dim)
+    parts = keys.take_linear(f"{name}.adaLN_modulation.1", rows, dim).split(dim)
     found = []
     for i, norm in enumerate(norms):
         shift, scale, *gate = parts[each * i : each * (i + 1)]
@@ -322,14 +326,14 @@ def modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list
     return found
 
 
-def head_of(keys: Keys, dim: int, channels: int, patch: int) -> Tensor:
+def convert_head(keys: Keys, dim: int, channels: int, patch: int) -> Tensor:
     """The head with its sign turned, without the rows for a learned sigma, by channel, row and
     column."""
-    rows = keys.shape("final_layer.linear.weight", 2)[0]
+    rows = keys.read_shape("final_layer.linear.weight", 2)[0]
     if rows not in (patch**2 * channels, 2 * patch**2 * channels):
         raise UserError(
             f"{keys.file}: final_layer.linear has {rows} rows, and {channels} channels in patches "
             f"of {patch} need {patch**2 * channels}, or twice as many with a learned sigma."
         )
-    head = keys.linear("final_layer.linear", rows, dim).unflatten(0, (patch, patch, -1))
+    head = keys.take_linear("final_layer.linear", rows, dim).unflatten(0, (patch, patch, -1))
     return -head[:, :, :channels].movedim(2, 0).flatten(0, 2)

@@ -20,23 +20,25 @@ from encoding.images import (
     ImageEntry,
     ImageList,
     Unused,
-    few_of,
+    describe_kind,
+    escape_name,
     is_image,
-    kind_of,
-    opened_dataset,
-    readable,
+    join_few,
+    open_dataset,
 )
-from encoding.tars import list_tars, named_classes
+from encoding.tars import list_tars, name_classes
 
 Classes = int | Literal["given", "none"]
-SPLIT = re.compile(
+SPLIT_NAME = re.compile(
     r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?",
     re.I,
 )
 """Names of folders that hold a part of a set, not a class."""
-LIKE_SPLIT = re.compile(r"(.*[-_ ])?(train|val|valid|test|dev|extra|unlabell?ed)([-_ ].*)?", re.I)
+POSSIBLE_SPLIT_NAME = re.compile(
+    r"(.*[-_ ])?(train|val|valid|test|dev|extra|unlabell?ed)([-_ ].*)?", re.I
+)
 """Names that may be such ones."""
-BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Of a symlink: what it names is not there, or is itself."""
 
 
@@ -73,7 +75,7 @@ def list_images(
             images = list_folder(path, classes, allow_cut)
     except OSError as error:
         raise UserError(
-            f"source={source}: {readable(str(error.filename or path))} cannot be read "
+            f"source={source}: {escape_name(str(error.filename or path))} cannot be read "
             f"({error.strerror}); make it readable, or move it away."
         ) from error
     if not images.entries:
@@ -85,7 +87,7 @@ def list_images(
     return images
 
 
-def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
+def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
     """Name below `root` and size of every plain file that is not hidden; follows symlinks, except
     in circles."""
     found = root.stat()
@@ -101,7 +103,7 @@ def files_of(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                 try:
                     found = entry.stat()
                 except OSError as error:
-                    if not entry.is_symlink() or error.errno not in BROKEN:
+                    if not entry.is_symlink() or error.errno not in BROKEN_LINK_ERRORS:
                         raise
                     unused.add("symlinks to nothing or in a circle", name)
                     continue
@@ -122,20 +124,20 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
     """Lists a folder of tars, or one with a subfolder per class; without classes: images anywhere
     below it."""
     unused = Unused()
-    tars, found = sorted_out(path, unused)
+    tars, found = sort_files(path, unused)
     if tars and found:
         raise UserError(
-            f"source={path} holds both {readable(tars[0].name)} and images such as "
-            f"{readable(next(iter(found.values()))[0][0])}; take the tar, "
-            f"source={readable(str(tars[0]))}, or move it away."
+            f"source={path} holds both {escape_name(tars[0].name)} and images such as "
+            f"{escape_name(next(iter(found.values()))[0][0])}; take the tar, "
+            f"source={escape_name(str(tars[0]))}, or move it away."
         )
     if tars:
         return list_tars(tars, classes, allow_cut, unused)
-    names = [readable(name) for name in sorted(found) if name]
+    names = [escape_name(name) for name in sorted(found) if name]
     if classes == "none":
-        splits = [name for name in names if SPLIT.fullmatch(name)]
-        notes = [f"images of {few_of(splits)} are all used"] if splits else []
-        return of_files(
+        splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
+        notes = [f"images of {join_few(splits)} are all used"] if splits else []
+        return make_image_list(
             path, [[file for files in found.values() for file in files]], [], unused, notes
         )
 
@@ -156,25 +158,25 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
             f"source={path} has {len(found)} class folders; leave classes={classes} out."
         )
     folders = [found[name] for name in sorted(found)]
-    return of_files(path, folders, names, unused, notes_on(path, folders, names))
+    return make_image_list(path, folders, names, unused, check_class_folders(path, folders, names))
 
 
 Files = list[tuple[str, int]]
 """Names below the source, and sizes."""
 
 
-def sorted_out(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]]:
+def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]]:
     """The tars right in a folder, and the images below it by top folder ("" for those right in
     it)."""
     tars = []
     found: dict[str, Files] = {}
-    for name, size in files_of(path, unused):
+    for name, size in walk_files(path, unused):
         top, slash, _ = name.partition("/")
         extension = PurePosixPath(name).suffix.lower()
         if extension == ".tar" and not slash:
             tars.append(path / name)
         elif not is_image(extension):
-            unused.add(kind_of(name), name)
+            unused.add(describe_kind(name), name)
         elif not size:
             unused.add("empty files", name)
         else:
@@ -182,30 +184,32 @@ def sorted_out(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]
     return sorted(tars), found
 
 
-def of_files(
+def make_image_list(
     path: Path, folders: list[Files], names: list[str], unused: Unused, notes: list[str]
 ) -> ImageList:
     """The list of the files in folders, one a class; `names` are those of the classes, if any."""
     entries = [
-        ImageEntry(readable(name), label, str(path / name), 0, size)
+        ImageEntry(escape_name(name), label, str(path / name), 0, size)
         for label, files in enumerate(folders)
         for name, size in sorted(files, key=lambda file: file[0].split("/"))
     ]
     return ImageList(entries, names, unused, notes)
 
 
-def notes_on(path: Path, folders: list[Files], names: list[str]) -> list[str]:
+def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> list[str]:
     """What the class folders could be instead; ValueError if most of them have the names of
     splits."""
-    splits = [name for name in names if SPLIT.fullmatch(name)]
+    splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
     if 2 * len(splits) > len(names):
         first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
         raise UserError(
-            f"source={path} holds {few_of(splits)}, which are parts of a set and no classes; name "
+            f"source={path} holds {join_few(splits)}, which are parts of a set and no classes; name "
             f"one: source={path / first}."
         )
-    odd = [name for name in names if SPLIT.fullmatch(name) or LIKE_SPLIT.fullmatch(name)]
-    notes = [f"{few_of(odd)} among the class folders: parts of a set, or classes?"] if odd else []
+    odd = [
+        name for name in names if SPLIT_NAME.fullmatch(name) or POSSIBLE_SPLIT_NAME.fullmatch(name)
+    ]
+    notes = [f"{join_few(odd)} among the class folders: parts of a set, or classes?"] if odd else []
 
     # Of each class, the subfolders that have images.
     inside = [
@@ -215,7 +219,7 @@ def notes_on(path: Path, folders: list[Files], names: list[str]) -> list[str]:
     if merged:
         notes.append(
             f"{sum(number for number in inside if number > 1)} subfolders are merged into "
-            f"{len(merged)} class{'es' * (len(merged) > 1)} ({few_of(merged)}); "
+            f"{len(merged)} class{'es' * (len(merged) > 1)} ({join_few(merged)}); "
             "if the subfolders are the classes, take one folder, "
             f"source={path / merged[0]}, or move them up one level"
         )
@@ -233,7 +237,7 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
             f"source={path} holds the splits {', '.join(splits)}; name one: "
             f"source={path / splits[0]}."
         )
-    dataset, images, columns = opened_dataset(str(path))
+    dataset, images, columns = open_dataset(str(path))
     labels: list[Any] = [0] * len(dataset)
     names: list[str] = []
     if classes != "none":
@@ -250,7 +254,7 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
                 f"source={path} names {len(given)} classes; leave classes={classes} out."
             )
         told = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
-        names = named_classes(told, classes, given)
+        names = name_classes(told, classes, given)
 
     # of the data, so that another set of the same length is another job
     content = dataset._fingerprint

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-from encoding.images import ImageEntry, ImageList, Unused, is_image, kind_of, readable
+from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name, is_image
 
 BLOCK = tarfile.BLOCKSIZE
-LONGEST_LABEL = 64
+MAX_LABEL_BYTES = 64
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """First bytes of the files of gzip, bzip2, xz and zstd."""
 Sample = dict[str, tarfile.TarInfo]
@@ -35,7 +35,7 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
     notes = []
     for file in tars:
         with file.open("rb") as stream:
-            samples, cut = samples_of(file, stream, unused)
+            samples, cut = read_samples(file, stream, unused)
             if cut and not allow_cut:
                 raise UserError(f"{cut}. Fetch it again, or use what comes before: allow_cut=true.")
             if cut:
@@ -45,7 +45,7 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
                     unused.add("samples cut off from their label", f"{file.name}:{last}")
                     del samples[last]
             found = [
-                entry_of(file, stream, key, sample, labelled, unused)
+                make_entry(file, stream, key, sample, labelled, unused)
                 for key, sample in samples.items()
             ]
         entries += filter(None, found)
@@ -53,11 +53,11 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
             unused.add("tars without images", file.name)
     if not labelled or not entries:
         return ImageList(entries, [], unused, notes)
-    names = named_classes([(entry.key, entry.label) for entry in entries], classes)
+    names = name_classes([(entry.key, entry.label) for entry in entries], classes)
     return ImageList(entries, names, unused, notes)
 
 
-def named_classes(
+def name_classes(
     labels: list[tuple[str, Any]], classes: int | str, names: list[str] | None = None
 ) -> list[str]:
     """The names of all classes: those that the source gives, or else numbers, as many as stated, or
@@ -80,7 +80,7 @@ def named_classes(
     return names or [str(i) for i in range(limit)]
 
 
-def entry_of(
+def make_entry(
     file: Path, stream: BinaryIO, key: str, sample: Sample, labelled: bool, unused: Unused
 ) -> ImageEntry | None:
     """The image of a sample, if it has one; ValueError if it has two, or no class index where it
@@ -88,30 +88,30 @@ def entry_of(
     images = [member for extension, member in sample.items() if is_image(extension)]
     if len(images) > 1:
         raise UserError(
-            f"{file}: {readable(key)} has {len(images)} images; give each a key of its own."
+            f"{file}: {escape_name(key)} has {len(images)} images; give each a key of its own."
         )
     for extension, member in sample.items():
         if member not in images and not (images and labelled and extension == ".cls"):
-            unused.add(kind_of(member.name), f"{file.name}:{member.name}")
+            unused.add(describe_kind(member.name), f"{file.name}:{member.name}")
     if not images:
         return None
-    name = readable(images[0].name)
+    name = escape_name(images[0].name)
     label = 0
     if labelled:
         if ".cls" not in sample:
             raise UserError(
-                f"{file}: {name} has no label; a member named {readable(key)}.cls must hold it. "
+                f"{file}: {name} has no label; a member named {escape_name(key)}.cls must hold it. "
                 "To train without labels: classes=none."
             )
-        label = label_of(file, stream, sample[".cls"])
+        label = read_label(file, stream, sample[".cls"])
     place = images[0].offset_data
-    return ImageEntry(f"{readable(file.name)}:{name}", label, str(file), place, images[0].size)
+    return ImageEntry(f"{escape_name(file.name)}:{name}", label, str(file), place, images[0].size)
 
 
-def label_of(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:
+def read_label(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:
     """The class index that a member holds as text."""
-    told = f"{file}: {readable(member.name)} must hold a class index, not"
-    if member.size > LONGEST_LABEL:
+    told = f"{file}: {escape_name(member.name)} must hold a class index, not"
+    if member.size > MAX_LABEL_BYTES:
         raise UserError(f"{told} {member.size} bytes.")
     stream.seek(member.offset_data)
     text = stream.read(member.size).decode("utf-8", "backslashreplace").strip()
@@ -120,7 +120,7 @@ def label_of(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:
     return int(text)
 
 
-def samples_of(
+def read_samples(
     file: Path, stream: BinaryIO, unused: Unused
 ) -> tuple[dict[str, Sample], str | None]:
     """The samples of a tar by key, and how it ends if not with its end marker; ValueError if two of
@@ -128,7 +128,7 @@ def samples_of(
 
     As WebDataset does it, a sample's key ends at the first dot of the file name.
     """
-    members, cut = members_of(file, stream)
+    members, cut = read_members(file, stream)
     samples: dict[str, Sample] = {}
     for member in members:
         folder, _, name = member.name.rpartition("/")
@@ -146,14 +146,14 @@ def samples_of(
         extension = dot + extension.lower()
         if extension in sample:
             raise UserError(
-                f"{file}: {readable(member.name)} is there twice; every sample of a tar needs "
+                f"{file}: {escape_name(member.name)} is there twice; every sample of a tar needs "
                 "a key of its own."
             )
         sample[extension] = member
     return samples, cut
 
 
-def members_of(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], str | None]:
+def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], str | None]:
     """The whole members of a tar, and of the tars that were appended to it with `cat`; and where it
     ends other than with its end marker, two blocks of zeros: a hole looks like one, but goes on.
 
@@ -176,10 +176,10 @@ def members_of(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], str
             raise
         except Exception as error:  # tarfile raises many kinds for what is no tar
             if tar is None and not start:
-                raise UserError(no_tar(file, stream)) from error
+                raise UserError(explain_no_tar(file, stream)) from error
             damaged = True
         end = start if tar is None else min(tar.offset, size)
-        start = after_zeros(stream, end)
+        start = skip_zeros(stream, end)
         if damaged or start - end < 2 * BLOCK:
             return members, (
                 f"{file} was cut or is damaged: byte {end} of {size} is no member and no end marker"
@@ -187,7 +187,7 @@ def members_of(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], str
     return members, None
 
 
-def after_zeros(stream: BinaryIO, start: int) -> int:
+def skip_zeros(stream: BinaryIO, start: int) -> int:
     """The first block from `start` on that is not all zeros; the size of the file if there is
     none."""
     stream.seek(start)
@@ -198,7 +198,7 @@ def after_zeros(stream: BinaryIO, start: int) -> int:
     return start
 
 
-def no_tar(file: Path, stream: BinaryIO) -> str:
+def explain_no_tar(file: Path, stream: BinaryIO) -> str:
     stream.seek(0)
     head = stream.read(6)
     if head.startswith(COMPRESSED):

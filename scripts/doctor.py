@@ -126,7 +126,7 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
     has what, and what it takes. ValueError for a GPU that is in no table of ours."""
     import torch
 
-    from accel.machine import pretending
+    from accel.machine import pretend_gpu
     from training.environment import CARDS
 
     for name in names:
@@ -138,7 +138,7 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
         row = [word]
         notes: dict[str, None] = {}  # a set in order
         for name in names:
-            with pretending(CARDS[name].capability) as needs:
+            with pretend_gpu(CARDS[name].capability) as needs:
                 reason = kind(value, torch.device("cuda")).unavailable()
             row.append("no" if reason else "yes")
             notes |= dict.fromkeys([reason.partition(";")[0].rstrip(".")] if reason else needs)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from training.config.compose import (
-    CONF,
+    CONF_FOLDER,
     parse_words,
     parse_yaml,
     refuse_missing,
@@ -195,7 +195,7 @@ def import_latents(cfg: ImportConfig) -> Path:
 
 
 def find_encoder_node(name: str) -> dict[str, Any]:
-    file = CONF / "encoder" / f"{name}.yaml"
+    file = CONF_FOLDER / "encoder" / f"{name}.yaml"
     if file.is_file() and name != "local":
         return parse_yaml(file.read_text())
     return {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": name}

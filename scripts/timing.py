@@ -20,7 +20,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
+def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds from an idle device to an idle device."""
     synchronise(device)
     start = time.perf_counter()
@@ -29,7 +29,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+def summarise(name: str, values: Sequence[float]) -> dict[str, float]:
     """Repeated measurements in figures: `name` (the median), `name_min`, `name_max`, `name_q1`,
     `name_q3`, and how many they are, `n`."""
     low, q1, median, q3, high = np.quantile(values, (0.0, 0.25, 0.5, 0.75, 1.0)).tolist()
@@ -37,18 +37,18 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: median, **{f"{name}_{e}": value for e, value in ends.items()}, "n": len(values)}
 
 
-def ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
+def compute_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
     """How many times as fast as `base` `other` was, round by round: drift hits both of a round
     alike."""
     return [a / b for a, b in zip(base, other, strict=True)]
 
 
-def no_difference(entry: Mapping[str, Any], name: str) -> bool:
+def shows_no_difference(entry: Mapping[str, Any], name: str) -> bool:
     """Whether the quartiles of the ratio `name` of an entry straddle 1."""
     return entry[f"{name}_q1"] <= 1 <= entry[f"{name}_q3"]
 
 
-def interleaved(
+def time_in_turn(
     runs: Mapping[str, Callable[[], object]],
     repeats: int,
     device: torch.device,
@@ -63,12 +63,12 @@ def interleaved(
     for turn in range(repeats):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
             prepare(name)
-            taken[name].append(seconds(runs[name], device))
+            taken[name].append(measure_seconds(runs[name], device))
     return taken
 
 
 @contextmanager
-def fresh_compiler() -> Iterator[None]:
+def disable_compiler_caches() -> Iterator[None]:
     """Nothing that was compiled before is used inside, neither from this process nor from the
     disk."""
     torch._dynamo.reset()

@@ -29,8 +29,8 @@ from scripts.bench import (
     measure,
     step,
 )
-from scripts.commands import own_and_others
-from training.config.compose import CONF, compose
+from scripts.commands import split_words
+from training.config.compose import CONF_FOLDER, compose
 from training.config.schema import refuse_values
 
 SETTINGS = TABLES["settings"]
@@ -40,7 +40,7 @@ EXCEPTIONS = TABLES["techniques"]
 CALIBRATED = {"mamba": "", "ssd_mlp": "", ATTENTION: ""}
 
 
-def ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
+def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
     """Plans rungs, each timed in turn with the newcomer's loop over items in memory."""
     workers = f"newcomer.num_workers={cfg.num_workers}"
     memory = [*words, workers, "newcomer.storage=memory"]
@@ -57,7 +57,7 @@ def ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
         yield Case(name, measure.compare, words, memory, [added], 10.0)
 
 
-def techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
+def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
     """Plans each technique alone over eager in each precision, features likewise, and each
     technique removed from max."""
     if not {*cfg.precisions} <= PRECISIONS.keys():
@@ -66,18 +66,18 @@ def techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
     for kind in TECHNIQUES:
         for over in cfg.precisions:
             if EXCEPTIONS.get(kind.key, {}).get("over", over) == over:
-                yield from alone(kind, over, words)
+                yield from plan_alone(kind, over, words)
     for over in cfg.precisions:
-        yield from features(over, words)
+        yield from plan_features(over, words)
     if "bf16" in cfg.precisions:  # as in max
-        yield from removed(words)
+        yield from plan_removed(words)
 
 
-def alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
+def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
     """Plans a technique in each of its ways; what it needs is in its baseline too."""
     exceptions = EXCEPTIONS.get(kind.key, {})
     if "family" in exceptions:
-        words = measure.with_family(words, exceptions["family"])
+        words = measure.replace_family(words, exceptions["family"])
     eager = f"runtime=eager {PRECISIONS[over]} {exceptions.get('baseline', '')}"
     for way in (*kind.ways(), *exceptions.get("more_ways", ())):
         given = {key: f"runtime.{key}={str(value).lower()}" for key, value in way.items()}
@@ -90,7 +90,7 @@ def alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
         yield Case(name, measure.compare, [*base, *own], base, needs, labels=labels)
 
 
-def features(over: str, words: Words) -> Iterator[Case]:
+def plan_features(over: str, words: Words) -> Iterator[Case]:
     """Plans what guides propose beside the techniques: batches, optimizers, workers of a loader."""
     batch = compose(words).cfg.batch_size
     sizes = {"half": batch // 2, "twice": 2 * batch, "four_times": 4 * batch}
@@ -98,7 +98,7 @@ def features(over: str, words: Words) -> Iterator[Case]:
         if feature.get("over", over) == over:
             added = feature.get("base", "").format(**sizes).split()
             family = feature.get("family")
-            given = measure.with_family(words, family) if family else words
+            given = measure.replace_family(words, family) if family else words
             base = [*given, "runtime=eager", PRECISIONS[over], *added]
             own = [*base, *feature["own"].format(**sizes).split()]
             labels = {"part": "feature", "key": name, "over": over}
@@ -106,7 +106,7 @@ def features(over: str, words: Words) -> Iterator[Case]:
             yield Case(f"{name} over {over}", measure.compare, own, base, needs, labels=labels)
 
 
-def removed(words: Words) -> Iterator[Case]:
+def plan_removed(words: Words) -> Iterator[Case]:
     """Plans max without each technique that it has and eager has not."""
     full = [*words, "runtime=max"]
     eager = compose([*words, "runtime=eager"]).cfg.runtime.values()
@@ -120,9 +120,9 @@ def removed(words: Words) -> Iterator[Case]:
             yield Case(f"max {word}", measure.compare, own, full, needs, labels=labels)
 
 
-def mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
+def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
     """Plans a training step of each family of models, with attention as the baseline of all."""
-    files = (CONF / "model").glob(f"*_{cfg.size}.yaml")
+    files = (CONF_FOLDER / "model").glob(f"*_{cfg.size}.yaml")
     families = sorted(file.stem.rpartition("_")[0] for file in files)
     if not families:
         raise UserError(f"size={cfg.size}: there is no such size; choose xs, s, b, l or xl.")
@@ -137,40 +137,44 @@ def mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
         yield Case(family, measure.compare, own, base)
 
 
-def operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
+def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
     for operator in kernels.INPUTS:
         for way in (*kernels.OURS, *kernels.PEERS.get(operator, ())):
             compiled = ["runtime.compile=true"] if way == "compiled" else []
             labels = {"operator": operator, "way": way}
-            yield Case(f"{operator} {way}", kernels.kernel, compiled, seconds=4.0, labels=labels)
+            yield Case(
+                f"{operator} {way}", kernels.time_kernel, compiled, seconds=4.0, labels=labels
+            )
 
 
-def tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
+def plan_tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
     """Plans some of every kind in one case, then a case a file, for a crash ends a process."""
     if cfg.select not in ("all", "smoke", "rest"):
         raise UserError(f"select={cfg.select}: choose all, smoke or rest.")
     files = [file for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()]
     names = sorted(str(file.relative_to(ROOT)) for file in files)
     if cfg.select != "rest":
-        yield Case("smoke", measure.gpu_tests, [*names, "-k", TABLES["smoke"]], seconds=90.0)
+        yield Case("smoke", measure.run_gpu_tests, [*names, "-k", TABLES["smoke"]], seconds=90.0)
     if cfg.select != "smoke":
         for name in names:
-            yield Case(name, measure.gpu_tests, [name], seconds=120.0)
+            yield Case(name, measure.run_gpu_tests, [name], seconds=120.0)
 
 
-def counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
+def plan_counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
     """Plans what each technique saves of an H100's memory, and how large a model each way fits."""
     for name, texts in TABLES["counted"].items():
         base = [*words, *texts["over"].split()]
-        yield Case(name, forecasts.savings, [*base, *texts["words"].split()], base)
+        yield Case(name, forecasts.count_savings, [*base, *texts["words"].split()], base)
     for name, text in TABLES["largest"].items():
-        yield Case(name, forecasts.largest, [*words, *text.split()], [*words, "runtime=eager"])
+        yield Case(
+            name, forecasts.count_largest, [*words, *text.split()], [*words, "runtime=eager"]
+        )
 
 
 Plan = Callable[[Any, Words], Iterator[Case]]
 
 
-def varied(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Plan:
+def make_plan(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Plan:
     """Plans a case for each variant of the overrides, which the machine must be able to have."""
 
     def plan(cfg: BenchConfig, words: Words) -> Iterator[Case]:
@@ -182,21 +186,21 @@ def varied(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Pl
 
 
 COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
-    "doctor": (BenchConfig, varied(measure.machine, {"machine": ""}, 15.0)),
-    "calibration": (BenchConfig, varied(measure.calibration, CALIBRATED, 12.0)),
-    "tests": (TestsConfig, tests),
-    "ladder": (LadderConfig, ladder),
-    "techniques": (TechniquesConfig, techniques),
-    "kernels": (BenchConfig, operators),
-    "mixers": (MixersConfig, mixers),
-    "data": (DataConfig, varied(data.loader, dict.fromkeys(data.LOADERS, ""))),
-    "step": (BenchConfig, varied(step.phases, {"step": ""})),
-    "profile": (BenchConfig, varied(step.profile, {"profile": ""})),
-    "saves": (BenchConfig, varied(measure.saves, {"background": "", "foreground": ""})),
-    "precision": (SeedsConfig, varied(measure.seeds, PRECISIONS, 60.0)),
-    "memory": (SeedsConfig, varied(measure.seeds, TABLES["memory"], 60.0)),
-    "plan": (BenchConfig, varied(measure.planned, TABLES["planned"])),
-    "counted": (BenchConfig, counted),
+    "doctor": (BenchConfig, make_plan(measure.measure_machine, {"machine": ""}, 15.0)),
+    "calibration": (BenchConfig, make_plan(measure.calibrate, CALIBRATED, 12.0)),
+    "tests": (TestsConfig, plan_tests),
+    "ladder": (LadderConfig, plan_ladder),
+    "techniques": (TechniquesConfig, plan_techniques),
+    "kernels": (BenchConfig, plan_operators),
+    "mixers": (MixersConfig, plan_mixers),
+    "data": (DataConfig, make_plan(data.measure_loader, dict.fromkeys(data.LOADERS, ""))),
+    "step": (BenchConfig, make_plan(step.measure_phases, {"step": ""})),
+    "profile": (BenchConfig, make_plan(step.write_profile, {"profile": ""})),
+    "saves": (BenchConfig, make_plan(measure.measure_saves, {"background": "", "foreground": ""})),
+    "precision": (SeedsConfig, make_plan(measure.measure_seeds, PRECISIONS, 60.0)),
+    "memory": (SeedsConfig, make_plan(measure.measure_seeds, TABLES["memory"], 60.0)),
+    "plan": (BenchConfig, make_plan(measure.measure_planned, TABLES["planned"])),
+    "counted": (BenchConfig, plan_counted),
 }
 """Command -> its keys, and what plans its cases."""
 
@@ -210,14 +214,14 @@ class Job(NamedTuple):
     cases: list[Case]
 
 
-def job(command: str, words: Words, help_text: str = "") -> Job:
+def plan_job(command: str, words: Words, help_text: str = "") -> Job:
     """Plans a command: its own keys, completed from the setting, and the training's overrides.
 
     A group that the words choose (data=digits) replaces what the setting says of it. ValueError
     for a mistake, before anything is measured.
     """
     schema, plan = COMMANDS[command]
-    cfg, theirs = own_and_others(schema, words, help_text)
+    cfg, theirs = split_words(schema, words, help_text)
     setting = cfg.setting or ("s256" if torch.cuda.is_available() else "tiny")
     if setting not in SETTINGS:
         choices = ", ".join(SETTINGS)

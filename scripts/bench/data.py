@@ -24,7 +24,7 @@ import torch
 from data.resident import GIB, ResidentLatents
 from data.streamed import StreamedLatents
 from scripts.bench import Case, DataConfig, Figures
-from scripts.timing import seconds, spread
+from scripts.timing import measure_seconds, summarise
 from training.environment import pick_device
 
 LATENTS = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
@@ -33,14 +33,14 @@ USUAL = (50_000, 256, 32)
 
 
 @cache
-def latent_files(count: int, side: int) -> Path:
+def write_latent_files(count: int, side: int) -> Path:
     """Writes random latents once a process: one array, an .npy a sample in tars, our shards."""
     os.environ.setdefault("WDS_SECURE", "1")
     from webdataset.writer import TarWriter
 
-    from encoding.foreign import Asked, open_foreign
+    from encoding.foreign import ForeignOptions, open_foreign
     from models.autoencoders import PixelAutoencoder
-    from scripts.import_latents import ImportConfig, write
+    from scripts.import_latents import ImportConfig, write_set
 
     folder = Path(tempfile.mkdtemp())
     shape = (count, 4, side, side)
@@ -58,14 +58,12 @@ def latent_files(count: int, side: int) -> Path:
     np.save(labels, np.arange(count) % 1000)
     cfg = ImportConfig(file, labels=labels, scale=1.0, held_out=0.0)
     encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
-    foreign = open_foreign(file, Asked(labels=labels))
-    write(cfg, foreign, PixelAutoencoder(), encoder, ours).write(ours)
+    foreign = open_foreign(file, ForeignOptions(labels=labels))
+    write_set(cfg, foreign, PixelAutoencoder(), encoder, ours).write(ours)
     return folder
 
 
-def per_sample_pipeline(
-    workers: int, folder: Path, size: int, device: torch.device
-) -> Iterator[Any]:
+def feed_per_sample(workers: int, folder: Path, size: int, device: torch.device) -> Iterator[Any]:
     """Feeds from webdataset as its documentation has it; endless, and on the device."""
     webdataset: Any = import_module("webdataset")
     tars = sorted(str(file) for file in folder.glob("*.tar"))
@@ -79,7 +77,7 @@ def per_sample_pipeline(
         yield on_device, torch.as_tensor(labels).to(device)
 
 
-def random_access(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
+def feed_at_random(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
     """Reads rows of a memory-mapped array at random, as nanoGPT does."""
     array = np.load(folder / "latents.npy", mmap_mode="r")
     draw = np.random.default_rng(0)
@@ -91,42 +89,44 @@ def random_access(folder: Path, size: int, device: torch.device) -> Iterator[Any
         yield latents.to(device, non_blocking=True).float()
 
 
-def ours(kind: Any, folder: Path, size: int, device: torch.device, **more: Any) -> Iterator[Any]:
+def open_ours(
+    kind: Any, folder: Path, size: int, device: torch.device, **more: Any
+) -> Iterator[Any]:
     """Opens one of our loaders."""
     return kind(path=str(folder / "ours"), batch_size=size, seed=0, device=device, **more)
 
 
-def in_chunks(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
+def open_in_chunks(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
     """Opens the resident loader with room for half of the set: a thread copies the next quarter, on
     a GPU by a stream of its own, while batches come from this one."""
     room = (folder / "latents.npy").stat().st_size / 2
-    return ours(ResidentLatents, folder, size, device, device_memory_gib=room / GIB)
+    return open_ours(ResidentLatents, folder, size, device, device_memory_gib=room / GIB)
 
 
 LOADERS: dict[str, Callable[[Path, int, torch.device], Iterator[Any]]] = {
-    "resident": partial(ours, ResidentLatents),
-    "resident, int8": partial(ours, ResidentLatents, storage="int8"),
-    "resident, in chunks read ahead": in_chunks,
-    "webdataset, in a thread": partial(ours, StreamedLatents, num_workers=0),
+    "resident": partial(open_ours, ResidentLatents),
+    "resident, int8": partial(open_ours, ResidentLatents, storage="int8"),
+    "resident, in chunks read ahead": open_in_chunks,
+    "webdataset, in a thread": partial(open_ours, StreamedLatents, num_workers=0),
     **{
         f"webdataset, {workers} × {ahead}": partial(
-            ours, StreamedLatents, num_workers=workers, prefetch_factor=ahead
+            open_ours, StreamedLatents, num_workers=workers, prefetch_factor=ahead
         )
         for workers in (1, 2, 4)
         for ahead in (2, 4)
     },
-    "mmap at random": random_access,
-    "webdataset's own pipeline, 1 worker": partial(per_sample_pipeline, 1),
-    "webdataset's own pipeline, 2 workers": partial(per_sample_pipeline, 2),
+    "mmap at random": feed_at_random,
+    "webdataset's own pipeline, 1 worker": partial(feed_per_sample, 1),
+    "webdataset's own pipeline, 2 workers": partial(feed_per_sample, 2),
 }
 """Name -> what opens an endless stream of batches on the device; "2 × 4" are two workers with a
 `prefetch_factor` of four."""
 
 
-def loader(case: Case, cfg: DataConfig) -> Figures:
+def measure_loader(case: Case, cfg: DataConfig) -> Figures:
     """Measures samples a second of one loader in its first epoch and later, and its waiting."""
     count, size, side = LATENTS.get(str(cfg.setting), USUAL)
-    folder = latent_files(count, side)
+    folder = write_latent_files(count, side)
     device = pick_device("auto")
     number = max(1, count // size)
 
@@ -137,9 +137,9 @@ def loader(case: Case, cfg: DataConfig) -> Figures:
         for _ in range(number):
             next(batches)
 
-    seconds(epoch, device)
+    measure_seconds(epoch, device)
     first = number * size / (time.perf_counter() - began)
-    warm = [number * size / seconds(epoch, device) for _ in range(cfg.repeats)]
+    warm = [number * size / measure_seconds(epoch, device) for _ in range(cfg.repeats)]
 
     busy = cfg.step_ms / 1e3
     waited = 0.0
@@ -149,7 +149,7 @@ def loader(case: Case, cfg: DataConfig) -> Figures:
         waited += time.perf_counter() - start
         time.sleep(busy)
     return {
-        **spread("samples_per_s", warm),
+        **summarise("samples_per_s", warm),
         "first_samples_per_s": first,
         "wait": waited / (waited + cfg.steps * busy),
         "step_ms": cfg.step_ms,

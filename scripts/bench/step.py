@@ -155,10 +155,10 @@ def time_phases(workload: Workload, steps: int) -> dict[str, float]:
 
     training.step.mark = mark
     workload.prepare()
-    training.state.meter.restart()
+    training.state.meter.begin_window()
     mark("start")
     for _ in range(steps):
-        batches = training.next_batches()
+        batches = training.take_batches()
         mark("data")
         training.step.schedule(training.state.samples)
         output = training.step(batches)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from accel.composite_optimizer import innermost, kept_by, largest_part
+from accel.composite_optimizer import collect_state, count_largest_part, iterate_innermost
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from data.loader import Batch, LatentSpec
@@ -247,7 +247,7 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     training = build_without_data(cfg, spec, gpu)
     step = training.step
     optimizer = step.optimizer
-    for group in (group for own in innermost(optimizer) for group in own.param_groups):
+    for group in (group for own in iterate_innermost(optimizer) for group in own.param_groups):
         if gpu and not group.get("fused") and "foreach" in group:
             group["foreach"] = True  # PyTorch's choice on a GPU
     for parameter in step.parameters:
@@ -258,7 +258,7 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     with tracker.allocate_on_host():
         for technique in training.stack.techniques:
             tracker.track(technique.in_host_memory())
-    entries = [value for p in step.parameters for value in kept_by(optimizer, p).values()]
+    entries = [value for p in step.parameters for value in collect_state(optimizer, p).values()]
     gradients = [p.grad for p in step.parameters if p.grad is not None]
     state = [value for value in entries if isinstance(value, Tensor)]
     tracker.track([*step.parameters, *gradients, *state])
@@ -268,9 +268,9 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     one = torch.ones(())
     with tracker:
         tracker.enter("optimizer")
-        step.optimizer_step(gradients, one, one > 0)
+        step.update_parameters(gradients, one, one > 0)
     temporary = max(0.0, tracker.peaks["optimizer", None].live - start)
     return lasting | {
         "temporary": temporary,
-        "part": largest_part(make_parameter_groups(training.model, 0.0)),
+        "part": count_largest_part(make_parameter_groups(training.model, 0.0)),
     }

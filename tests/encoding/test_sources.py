@@ -84,7 +84,7 @@ def test_the_plan_states_classes_and_what_is_not_used(tmp_path: Path):
     os.mkfifo(tmp_path / "dog" / "pipe.png")
     found = list_images(tmp_path)
     assert keys(found) == ["cat/1.png", "cat/2.png", "cat/old.jpg/4.png", "dog/deep/er/3.jfif"]
-    first, classes, unused = found.stated("photos", 3).splitlines()
+    first, classes, unused = found.describe("photos", 3).splitlines()
     assert first == "4 images of 2 classes in photos, 3 to encode"
     assert classes == "  cat: 3, dog: 1"
     assert set(unused.removeprefix("  not used: ").split("; ")) == {
@@ -105,13 +105,13 @@ def test_the_plan_states_classes_and_what_is_not_used(tmp_path: Path):
 
 def test_many_classes_are_stated_by_number_and_extremes(tmp_path: Path):
     folder_of(tmp_path, *(f"c{i:03d}/{j}.png" for i in range(101) for j in range(1 + i % 3)))
-    assert list_images(tmp_path).stated("x", 1).splitlines()[1:] == [
+    assert list_images(tmp_path).describe("x", 1).splitlines()[1:] == [
         "  from 1 images (c000) to 3 (c098)"
     ]
 
 
 def test_a_class_of_a_tar_without_images_is_stated(tmp_path: Path):
-    said = list_images(tar_of(tmp_path / "a.tar", labelled(0, 3, 3, 3))).stated("x", 4)
+    said = list_images(tar_of(tmp_path / "a.tar", labelled(0, 3, 3, 3))).describe("x", 4)
     assert "  0: 1, 1: 0, 2: 0, 3: 3\n  classes without images: 1, 2" in said
 
 
@@ -125,14 +125,14 @@ def test_folders_of_splits_are_no_classes(tmp_path: Path, names: tuple[str, ...]
         match=rf"which are parts of a set and no classes; name one: source=\S+/{names[0]}\.$",
     ):
         list_images(tmp_path)
-    assert "note: images of" in list_images(tmp_path, "none").stated("x", 1)
+    assert "note: images of" in list_images(tmp_path, "none").describe("x", 1)
 
 
 def test_a_class_called_test_among_others_is_noted(tmp_path: Path):
     folder_of(tmp_path, "cat/1.png", "dog/1.png", "test/1.png")
     found = list_images(tmp_path)
     assert found.class_names == ["cat", "dog", "test"]
-    assert found.stated("x", 3).endswith(
+    assert found.describe("x", 3).endswith(
         "note: test among the class folders: parts of a set, or classes?"
     )
 
@@ -173,7 +173,7 @@ def test_a_flat_folder_needs_classes_none(tmp_path: Path):
     found = list_images(folder_of(tmp_path, "deep/c.png"), "none")
     assert (keys(found), found.class_names) == (["a.png", "b.png", "deep/c.png"], [])
     assert {entry.label for entry in found.entries} == {0}
-    assert "without classes in x, 3 to encode\n  not used: 1 .txt" in found.stated("x", 3)
+    assert "without classes in x, 3 to encode\n  not used: 1 .txt" in found.describe("x", 3)
 
 
 def test_tars_without_labels_need_classes_none(tmp_path: Path):
@@ -185,7 +185,7 @@ def test_tars_without_labels_need_classes_none(tmp_path: Path):
         [("a.tar:1.png", 0), ("a.tar:2.jpg", 0)],
         [],
     )
-    assert "1 .cls (e.g. a.tar:2.cls)" in found.stated("x", 2)
+    assert "1 .cls (e.g. a.tar:2.cls)" in found.describe("x", 2)
 
 
 @pytest.mark.parametrize("labels", [["cat", "dog"], [0.5, 1.0], [0, 5], [0, -1], [0, None]])
@@ -233,9 +233,9 @@ def test_images_of_a_codec_that_pillow_lacks_are_not_used_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(features, "check", lambda name: name != "avif")
-    images.lacks_codec.cache_clear()
-    said = list_images(folder_of(tmp_path, "cat/1.png", "cat/2.avif")).stated("x", 1)
-    images.lacks_codec.cache_clear()
+    images.find_missing_codec.cache_clear()
+    said = list_images(folder_of(tmp_path, "cat/1.png", "cat/2.avif")).describe("x", 1)
+    images.find_missing_codec.cache_clear()
     assert "not used: 1 .avif (this Pillow has no AVIF) (e.g. cat/2.avif)" in said
 
 
@@ -248,7 +248,7 @@ def test_names_that_are_not_utf8_are_used_and_shown_escaped(tmp_path: Path):
     found = list_images(tmp_path)
     assert (keys(found), found.class_names) == ([r"caf\xe9/\xff.png"], [r"caf\xe9"])
     assert len(found.sha256()) == 64
-    found.stated("x", 1).encode()
+    found.describe("x", 1).encode()
     assert images.read_image(found.entries[0]) == PNG
 
 
@@ -288,9 +288,9 @@ def test_a_tar_cut_anywhere_is_refused_or_used_up_to_there(tmp_path: Path):
         cut.write_bytes(whole[:size])
         found = list_images(cut, allow_cut=True)
         assert len(found.entries) == count
-        assert "what comes before is used" in found.stated("x", 1)
+        assert "what comes before is used" in found.describe("x", 1)
     cut.write_bytes(whole[: last + 1024])
-    assert list_images(cut).stated("x", 3).count("\n") == 1
+    assert list_images(cut).describe("x", 3).count("\n") == 1
 
 
 def test_a_tar_with_a_damaged_header_in_the_middle_is_refused(tmp_path: Path):
@@ -363,7 +363,7 @@ def test_what_is_no_sample_of_a_tar_is_said(tmp_path: Path):
         "2 links, devices and sparse members of tars (e.g. a.tar:4.png)",
         "1 tars without images (e.g. b.tar)",
     ):
-        assert said in found.stated("x", 1)
+        assert said in found.describe("x", 1)
 
 
 def test_a_part_of_a_set_may_lack_classes_that_are_stated(tmp_path: Path):

@@ -12,7 +12,7 @@ from PIL import Image
 from data.manifest import read_manifest
 from data.source import open_source
 from models.autoencoders import DiffusersAutoencoder
-from scripts.verify_latents import VerifyConfig, first_latents, originals_of, verify
+from scripts.verify_latents import VerifyConfig, read_first_latents, read_originals, verify
 from tests.harness.sets import Job, random_samples, save_latent_set
 
 
@@ -45,9 +45,9 @@ def test_decoded_latents_stand_beside_their_originals(
     manifest = read_manifest(source)
     with torch.no_grad():
         mean, _ = DiffusersAutoencoder(str(vae)).encode(
-            originals_of(str(photos), source, manifest, 3)
+            read_originals(str(photos), source, manifest, 3)
         )
-    latents = first_latents(source, manifest, 3)
+    latents = read_first_latents(source, manifest, 3)
     torch.testing.assert_close(mean, latents.float(), rtol=0.0, atol=2e-2)
 
 

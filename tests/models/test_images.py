@@ -11,7 +11,14 @@ import pytest
 import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from encoding.images import FORMATS, DecodedImages, ImageEntry, UnusableError, decode_image, reason
+from encoding.images import (
+    FORMATS,
+    DecodedImages,
+    ImageEntry,
+    UnusableError,
+    decode_image,
+    describe_error,
+)
 from encoding.sources import list_images
 from models.images import psnr, to_uint8
 
@@ -201,7 +208,8 @@ def test_reasons_hold_no_addresses_and_no_paths(tmp_path: Path):
         text for text in said[0] if "0x" in text or str(tmp_path) in text or "object at" in text
     ]
     assert (
-        reason(OSError("bad <_io.BytesIO object at 0x7f00> and 0x7f01")) == "damaged (bad … and …)"
+        describe_error(OSError("bad <_io.BytesIO object at 0x7f00> and 0x7f01"))
+        == "damaged (bad … and …)"
     )
 
 

@@ -26,6 +26,7 @@ from scripts.bench.newcomer import NewcomersLoop, yield_order
 from scripts.bench.publish import texts
 from scripts.bench.step import Workload, find_bound, sum_busy_ms, sum_phases
 from scripts.timing import compute_ratios, shows_no_difference, summarise, time_in_turn
+from tests.harness.operators import Sizes, make_ssd
 from training.components import foresee_latents
 from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
@@ -388,15 +389,13 @@ def causal_scan(x, dt, A, B_in, C_out, *, chunk_size, D, dt_bias, dt_softplus):
 
 def test_other_packages_are_called_for_the_same_work(monkeypatch):
     """Their glue, on stand-ins that compute what their documentation says."""
-    from tests.accel.kernels.test_kernels import ssd_inputs
-
     scan = SimpleNamespace(mamba_chunk_scan_combined=causal_scan)
     product = SimpleNamespace(apply=lambda a, b: torch.nn.functional.silu(a) * b)
     monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", scan)
     monkeypatch.setitem(
         sys.modules, "liger_kernel.ops.swiglu", SimpleNamespace(LigerSiLUMulFunction=product)
     )
-    x, dt, dt_bias, A_log, B_in, C_out, D = (t.detach() for t in ssd_inputs(9))
+    x, dt, dt_bias, A_log, B_in, C_out, D = (t.detach() for t in make_ssd(Sizes()).inputs)
     B_in[:, :, 1] = 0.0  # nothing comes from behind
     ours = bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D)
     theirs = kernels.make_mamba_scan()(x, dt, dt_bias, A_log, B_in, C_out, D)

@@ -14,7 +14,7 @@ from accel.stack import TECHNIQUES
 from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.precision import Precision
 from scripts import doctor
-from scripts.doctor import capabilities, rates
+from scripts.doctor import find_capabilities, measure_rates
 from training.config.schema import RuntimeConfig
 from training.environment import CARDS
 
@@ -38,7 +38,7 @@ def test_every_technique_is_examined_in_every_way(capsys):
 def test_the_page_has_a_line_for_each_with_its_reason(capsys):
     doctor.main([])
     text = capsys.readouterr().out
-    found = capabilities(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    found = find_capabilities(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for word, reason in found.items():
         line = next(line for line in text.splitlines() if f"{word} " in f"{line} ")
         assert line.split()[0] == ("yes" if reason is None else "no")
@@ -109,7 +109,7 @@ def test_the_limits_and_clocks_of_a_gpu_are_told(planted):
         'case "$*" in *--id=GPU-1b2c*clocks.sm,clocks.mem,power.limit*) '
         'echo "345, 2619, 700.00";; esac'
     )
-    found = doctor.machine(GPU)
+    found = doctor.describe_machine(GPU)
     assert asked == [1]
     assert (found["shared_memory_kib_a_block"], found["registers_a_block"]) == (227.0, 65536)
     assert (found["registers_a_multiprocessor"], found["multiprocessors"], found["l2_mib"]) == (
@@ -123,7 +123,7 @@ def test_the_limits_and_clocks_of_a_gpu_are_told(planted):
         2619.0,
         700.0,
     )
-    page = doctor.as_text({"machine": found, "versions": {}, "techniques": []})
+    page = doctor.format_findings({"machine": found, "versions": {}, "techniques": []})
     assert "  shared memory kib a block   227\n" in page
 
 
@@ -131,14 +131,14 @@ def test_the_limits_and_clocks_of_a_gpu_are_told(planted):
 def test_an_nvidia_smi_that_is_absent_or_fails_or_hangs_leaves_clocks_unknown(
     smi, planted, monkeypatch
 ):
-    monkeypatch.setattr(doctor, "PATIENCE", 0.2)
+    monkeypatch.setattr(doctor, "NVIDIA_SMI_SECONDS", 0.2)
     planted(smi)
-    assert doctor.clocks("GPU-1b2c") == dict.fromkeys(doctor.CLOCKS, "unknown")
+    assert doctor.read_clocks("GPU-1b2c") == dict.fromkeys(doctor.CLOCKS, "unknown")
 
 
 def test_what_nvidia_smi_does_not_tell_is_unknown_alone(planted):
     planted('echo "1980, 2619, [N/A]"')
-    found = doctor.clocks("GPU-1b2c")
+    found = doctor.read_clocks("GPU-1b2c")
     assert found == {"sm_clock_mhz": 1980.0, "memory_clock_mhz": 2619.0, "power_limit_w": "unknown"}
 
 
@@ -151,13 +151,13 @@ def test_limits_that_triton_cannot_tell_are_unknown_with_the_reason(planted, mon
             raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(driver, "_active", Broken())
-    found = doctor.limits(torch.cuda.get_device_properties(GPU), 1)
+    found = doctor.read_limits(torch.cuda.get_device_properties(GPU), 1)
     assert found["shared_memory_kib_a_block"] == "unknown: Failed to find C compiler."
     assert found["l2_mib"] == 50.0
 
 
 def test_rates_are_measured():
-    found = rates(CPU)
+    found = measure_rates(CPU)
     fast = [name for name in ("bf16", "fp16") if Precision(name, CPU).unavailable() is None]
     assert list(found) == [*(f"{name}_product_tflops" for name in ("fp32", *fast)), "copy_gb_s"]
     assert all(rate > 0 for rate in found.values())
@@ -175,7 +175,7 @@ def test_pretended_cards_have_what_their_capability_allows(monkeypatch, capsys):
     assert found["runtime.precision=fp8"][4].endswith("; torchao")
     assert found["runtime.fused_scan=true"] == ["yes"] * 4 + ["triton"]
     assert found["runtime.parallel.mode=fsdp"] == ["yes"] * 4 + ["several processes"]
-    assert "NVIDIA GPU" in (capabilities(CPU)["runtime.tf32=true"] or "")
+    assert "NVIDIA GPU" in (find_capabilities(CPU)["runtime.tf32=true"] or "")
     assert AttentionBackend("flash3", CPU).unavailable() is not None
 
 

@@ -15,8 +15,16 @@ import torch
 
 from common.files import ROOT
 from scripts.bench import TABLES, runner
-from scripts.bench.cases import COMMANDS, Job, job
-from scripts.bench.runner import START, GpuConfig, Runner, chosen, code_hash, gpu, runner_in
+from scripts.bench.cases import COMMANDS, Job, plan_job
+from scripts.bench.runner import (
+    START_SECONDS,
+    GpuConfig,
+    Runner,
+    choose_items,
+    hash_code,
+    open_runner,
+    run_queue,
+)
 from tests.harness import planted_cases as planted
 from tests.harness.planted_cases import exhausts, hangs, is_killed, raises, value
 from tests.harness.sets import until_dead
@@ -40,7 +48,7 @@ class Patient(runner.Child):
         self.started.append(self.process.pid)
 
     def measure(self, case, cfg, limit):
-        return super().measure(case, cfg, 1.0 if case.measure is hangs else START)
+        return super().measure(case, cfg, 1.0 if case.measure is hangs else START_SECONDS)
 
 
 @pytest.fixture
@@ -106,7 +114,7 @@ def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner.Child, "receive", noting)
     assert Runner(tmp_path, limit=123.0).run(planted.job(value))[0]["value"] == 0
-    assert limits == [START, START, 123.0]
+    assert limits == [START_SECONDS, START_SECONDS, 123.0]
 
 
 def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, started):
@@ -136,7 +144,7 @@ def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_p
 
     class Timed(runner.Child):
         def measure(self, case, cfg, limit):
-            found = super().measure(case, cfg, limit if case.measure is hangs else START)
+            found = super().measure(case, cfg, limit if case.measure is hangs else START_SECONDS)
             now[0] += limit if case.measure is hangs else 1.0
             return found
 
@@ -167,19 +175,19 @@ def test_a_result_is_of_this_code_machine_and_keys(tmp_path, monkeypatch):
     runs.run(planted.job(value))
     assert len(results(tmp_path)) == 1
     runs.machine = {**runs.machine, "hardware": "another"}
-    assert not runs.file_of(planted.job(value), planted.job(value).cases[0]).is_file()
+    assert not runs.find_file(planted.job(value), planted.job(value).cases[0]).is_file()
     other = planted.job(value)
     other = other._replace(cfg=other.cfg.__class__(setting="tiny", name="step_tiny", steps=7))
-    monkeypatch.setattr(runner, "code_hash", lambda: "other code")
+    monkeypatch.setattr(runner, "hash_code", lambda: "other code")
     for changed in (planted.job(value), other):
         Runner(tmp_path).run(changed)
     assert len(results(tmp_path)) == 3
-    assert len(code_hash()) == 16
+    assert len(hash_code()) == 16
 
 
 def test_a_folder_has_one_bench_at_a_time(tmp_path):
     words = [sys.executable, "-m", "scripts.bench", "gpu", "only=[step]", f"out={tmp_path}"]
-    with runner_in(str(tmp_path)):
+    with open_runner(str(tmp_path)):
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert "another bench measures into it" in done.stderr
 
@@ -196,14 +204,14 @@ def test_a_folder_has_one_bench_at_a_time(tmp_path):
 )
 def test_mistakes_are_told_before_anything_starts(keys, message):
     with pytest.raises(ValueError, match=message):
-        chosen(GpuConfig(**keys))
+        choose_items(GpuConfig(**keys))
 
 
 def test_items_are_understood_and_the_first_nine_minutes_tell_most():
     published: dict[str, Job] = {}
-    for items in (chosen(GpuConfig()), chosen(GpuConfig(setting="tiny"))):
+    for items in (choose_items(GpuConfig()), choose_items(GpuConfig(setting="tiny"))):
         planned = {
-            name: job(words[0], [*words[1:], f"name={name}"]) for name, words in items.items()
+            name: plan_job(words[0], [*words[1:], f"name={name}"]) for name, words in items.items()
         }
         published = published or planned
         assert all(one.cfg.name == name and one.cases for name, one in planned.items())
@@ -213,7 +221,7 @@ def test_items_are_understood_and_the_first_nine_minutes_tell_most():
     assert {
         words.split()[0] for words in (item["words"] for item in TABLES["queue"].values())
     } == set(COMMANDS)
-    assert list(chosen(GpuConfig(only=["ladder", "step"]))) == [
+    assert list(choose_items(GpuConfig(only=["ladder", "step"]))) == [
         "ladder_s32",
         "ladder_s256",
         "step",
@@ -237,19 +245,19 @@ def test_the_smoke_test_names_tests_that_there_are():
 def test_the_queue_says_what_remains(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "job", lambda command, words: planted.job(value, seconds=90.0))
     words = [f"out={tmp_path}", "setting=tiny", "only=[step]"]
-    gpu([*words, "budget_minutes=1"])
+    run_queue([*words, "budget_minutes=1"])
     assert (
         "remains: step_tiny, case 0, about 90 s\nabout 2 minutes remain" in capsys.readouterr().out
     )
-    gpu([*words, "budget_minutes=600"])
+    run_queue([*words, "budget_minutes=600"])
     assert "nothing remains" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # the queue ends what hangs
 def test_the_tiny_queue_measures_all_of_its_cases(tmp_path, capsys):
-    gpu([f"out={tmp_path}", "setting=tiny", "budget_minutes=600"])
+    run_queue([f"out={tmp_path}", "setting=tiny", "budget_minutes=600"])
     assert "nothing remains" in capsys.readouterr().out
     found = [json.loads(file.read_text()) for file in tmp_path.glob("*/*.json")]
-    assert {one["benchmark"] for one in found} == set(chosen(GpuConfig(setting="tiny")))
+    assert {one["benchmark"] for one in found} == set(choose_items(GpuConfig(setting="tiny")))
     assert not [one["entry"] for one in found if "error" in one["entry"]]

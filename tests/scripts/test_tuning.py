@@ -240,12 +240,12 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.Mon
         monkeypatch.setattr(
             tuner, "memory_of", lambda _, limit=limit: 1.001 * limit / tuner.USABLE_MEMORY
         )
-        assert search.fitting() == wanted
+        assert search.find_fitting() == wanted
     monkeypatch.setattr(tuner, "memory_of", lambda _: 1e5)
     with pytest.raises(
         ValueError, match=r"a step needs .* GiB at least, of 9.31e-05; use a smaller model"
     ):
-        search_of(replace(cfg, batch_size=1)).fitting()
+        search_of(replace(cfg, batch_size=1)).find_fitting()
 
 
 def test_what_stands_against_a_run_is_told_by_the_run(monkeypatch: pytest.MonkeyPatch):
@@ -270,7 +270,7 @@ def test_candidates_go_with_the_rest_of_the_configuration():
 
     def words(*given: str, processes: int = 1) -> set[str]:
         cfg = compose([*SMALL, "runtime=auto", *given]).cfg
-        some = [values for way in search_of(cfg).ways() for values in way]
+        some = [values for way in search_of(cfg).list_ways() for values in way]
         some += tuner.list_micro_batches(cfg)
         return {
             tuner.describe_changes(values)
@@ -294,7 +294,7 @@ def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(
     monkeypatch.setattr("accel.techniques.fused_kernels.FusedKernel.unavailable", lambda _: None)
     search = search_of(compose([*SMALL, "runtime=auto"]).cfg)
     search.reference = {"unused": ["fused_scan", "fused_rope", "fused_swiglu"]}
-    ways = search.ways()
+    ways = search.list_ways()
     kernels = {"fused_add_norm", "fused_conv"}
     assert [dict.fromkeys(kernels, True), dict.fromkeys(kernels, False)] in ways
     assert not any("fused_scan" in values for way in ways for values in way)

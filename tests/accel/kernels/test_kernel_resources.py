@@ -8,7 +8,14 @@ import os
 import pytest
 
 from common.files import ROOT
-from scripts.kernel_resources import ARCHITECTURES, SHARED, cases, compiled, measure, recorded
+from scripts.kernel_resources import (
+    ARCHITECTURES,
+    SHARED_MEMORY_KIB,
+    cases,
+    compile_kernel,
+    measure,
+    read_recorded,
+)
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -18,7 +25,7 @@ ALL = [(case, architecture) for architecture in ARCHITECTURES for case in cases(
 QUICK = [(case, architecture) for case, architecture in ALL if architecture == 90 and case.quick]
 
 
-TABLES = recorded(ROOT / "docs" / "benchmarks" / "kernel_resources.json")
+TABLES = read_recorded(ROOT / "docs" / "benchmarks" / "kernel_resources.json")
 SPILLS = {
     ("3.6.0", "add_norm D=384, row maps sm_90"): (1, 8),
     ("3.6.0", "add_norm D=768, row maps sm_90"): (1, 8),
@@ -43,7 +50,7 @@ SPILLS = {
 def fits(version, name, found):
     assert (found.spills, found.stack) == SPILLS.get((version, name), (0, 0))
     assert found.fp64 == 0
-    assert found.shared <= 1024 * SHARED[int(name.rpartition("sm_")[2])]
+    assert found.shared <= 1024 * SHARED_MEMORY_KIB[int(name.rpartition("sm_")[2])]
 
 
 def check(case, architecture):
@@ -98,6 +105,6 @@ def test_the_scan_loses_no_nan():
     Interpreted it stays."""
     scans = [case for case, _ in QUICK if case.name.startswith("ssd forward L=256 P=64 N=64")]
     for case in scans:
-        code = compiled(case, 90).asm["ptx"]
+        code = compile_kernel(case, 90).asm["ptx"]
         assert "min.NaN.f32" in code
         assert "min.f32" not in code
