@@ -138,14 +138,14 @@ class AdapterGradients(Technique):
 
     def on_step(self, step: AnyStep) -> AnyStep:
         self.step = step
-        update = self.step.optimizer_step
+        update = self.step.update_parameters
 
         def looking(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
             self.steps.append({name: flag_nonzero(p.grad) for name, p, _ in self.parameters()})
             self.taken.append(taken)
             update(grads, norm, taken)
 
-        self.step.optimizer_step = looking
+        self.step.update_parameters = looking
         return step
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
@@ -158,7 +158,7 @@ class AdapterGradients(Technique):
 
     def on_warm(self) -> bool:
         """Only warm-up looks at gradients."""
-        vars(self.step).pop("optimizer_step", None)
+        vars(self.step).pop("update_parameters", None)
         return False
 
     # What would still say "on" if this did nothing? Layers that were attached would, so the row

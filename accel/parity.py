@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.kernels.operator import OPERATORS, Operator
 from common.libraries import disable_tf32
 
-FLOOR = 2e-5
+ERROR_FLOOR = 2e-5
 """What an output may be off, relative to its norm, where the definition is as good as exact: sums
 in another order."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-FRESH = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class Comparison(NamedTuple):
@@ -39,7 +39,7 @@ class Comparison(NamedTuple):
     @property
     def excess(self) -> float:
         """The error over its bound; a kernel is refused above 1."""
-        return math.inf if self.fault else self.error / (2.0 * self.definition_error + FLOOR)
+        return math.inf if self.fault else self.error / (2.0 * self.definition_error + ERROR_FLOOR)
 
     def refusal(self) -> str | None:
         """What is wrong with the kernel, as a sentence; None if nothing is."""
@@ -56,7 +56,7 @@ class Poison(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in FRESH and result.is_floating_point():
+        if func.overloadpacket.__name__ in ALLOCATIONS and result.is_floating_point():
             result.fill_(float("nan"))
         return result
 
@@ -79,12 +79,12 @@ class ComparingMode(TorchDispatchMode):
         with torch.no_grad(), torch.amp.autocast(args[0].device.type, enabled=False):
             infos = [argument.alias_info for argument in func._schema.arguments]
             written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
-            comparisons, own = compared(name, operator, args, written)
+            comparisons, own = compare_operator(name, operator, args, written)
         self.comparisons += comparisons
         return own
 
 
-def compared(
+def compare_operator(
     name: str, operator: Operator, arguments: Sequence[Any], written: Sequence[int]
 ) -> tuple[list[Comparison], Any]:
     """Compares each output of an operator's kernel with its definition, and then each argument that
@@ -110,14 +110,14 @@ def compared(
         calls[1] = calls[0]
 
     with disable_tf32():
-        wide = wider(arguments)
+        wide = widen(arguments)
         exact = outputs(operator.definition(*wide), wide)
     result = operator.definition(*arguments)
     pairs = zip(*calls, outputs(result, arguments), exact, strict=True)
-    return [comparison(f"{name}[{i}]", *pair) for i, pair in enumerate(pairs)], result
+    return [compare_output(f"{name}[{i}]", *pair) for i, pair in enumerate(pairs)], result
 
 
-def comparison(name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Tensor) -> Comparison:
+def compare_output(name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Tensor) -> Comparison:
     """Compares what two calls of a kernel gave with the definition's answer and the right one."""
     fault = None
     if kernel.shape != own.shape or kernel.dtype != own.dtype:
@@ -132,7 +132,7 @@ def comparison(name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Ten
     return Comparison(name, relative_error(kernel, right), relative_error(own, right))
 
 
-def wider(arguments: Sequence[Any]) -> list[Any]:
+def widen(arguments: Sequence[Any]) -> list[Any]:
     """Arguments with 16 bits in fp32; where there are none, those in fp32 in fp64."""
     floats = [a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()]
     least = min(tensor.dtype.itemsize for tensor in floats)

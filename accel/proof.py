@@ -30,15 +30,15 @@ from common.files import find_cache_folder, write_to_cache
 from common.text import shorten_error
 from common.workers import run_watched
 
-PATIENCE = 120.0
+TRIAL_TIMEOUT_SECONDS = 120.0
 """Seconds without a result after which a trial counts as hanging; compiling a block has more."""
-SLOWER = 1.03
+MAX_SLOWDOWN = 1.03
 """A kernel is chosen unless it takes more than this share of its definition's time: it keeps less
 for backward."""
-TIMES = {False: "times", True: "replayed"}
+TIMES_KEYS = {False: "times", True: "replayed"}
 """Whether the run captures its step as a CUDA graph -> where a trial keeps the times that then
 count."""
-FILE = "kernels.json"
+KERNELS_FILE = "kernels.json"
 """The file of a run folder that holds its choice."""
 
 
@@ -95,15 +95,15 @@ def prove(
     every process of a run: all come to one answer. `folder` is the run's: a choice that it holds
     stays, and is proved again where the machine or the shapes have changed.
     """
-    uses = recorded(model, forward)
+    uses = record_uses(model, forward)
     if isinstance(uses, str):
         return {key: Proof(False, uses) for key in question.asked}, {}
 
     # The first process's memory counts, if all processes ask the same.
-    facts = facts_of(question, uses)
+    facts = collect_facts(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     cache = find_cache_folder("kernels") / f"{name}.json"
-    everyone = gather_objects((facts, read(folder / FILE) if folder else {}, read(cache)))
+    everyone = gather_objects((facts, read_findings(folder / KERNELS_FILE) if folder else {}, read_findings(cache)))
     alike = all(theirs == facts for theirs, *_ in everyone)
     _, earlier, cached = everyone[0]
     before = earlier.get("chosen", {})
@@ -114,26 +114,26 @@ def prove(
     timed = [key for key in question.timed if key not in chosen]
     if alike and earlier.get("facts") == facts:
         found = earlier["found"]
-    elif alike and cached.get("facts") == facts and not unanswered(cached["found"], keys, timed):
+    elif alike and cached.get("facts") == facts and not find_unanswered(cached["found"], keys, timed):
         found = cached["found"]
     else:
-        found = merged(gather_objects(tried(question, uses, keys, timed)))
+        found = merge_findings(gather_objects(run_trials(question, uses, keys, timed)))
         passing = any(result.get("passing") for result in found.values())
         if is_first_rank() and not chosen and not passing:
             write_to_cache(cache, {"facts": facts, "found": found})
-    proofs = decided(question, found, chosen)
+    proofs = decide(question, found, chosen)
     kept = {key: proof.on for key, proof in proofs.items() if question.asked[key] == AUTO}
     return proofs, {"facts": facts, "chosen": kept, "found": found}
 
 
-def decided(
+def decide(
     question: Question, found: Mapping[str, Any], chosen: Mapping[str, bool]
 ) -> dict[str, Proof]:
     """The decision on each kernel that is asked for; what the run has chosen before stays so."""
     proofs = {}
     for key in question.asked:
         timed = key in question.timed and key not in chosen
-        proof = judged(found.get(key), timed, question.captured)
+        proof = judge(found.get(key), timed, question.captured)
         if key in chosen:
             again = f"before: {proof.why}" if key in found else "so before"
             proof = Proof(chosen[key] and proof.on, f"this run has chosen {again}")
@@ -141,7 +141,7 @@ def decided(
     return proofs
 
 
-def judged(result: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
+def judge(result: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
     """The decision on one kernel from what its trial found; `captured` if the run replays a CUDA
     graph."""
     if result is None:
@@ -152,18 +152,18 @@ def judged(result: Mapping[str, Any] | None, timed: bool, captured: bool = False
     if not timed:
         return Proof(True, why)
 
-    on = result[TIMES[captured]]["on"]
-    off = result[TIMES[captured]]["off"]
+    on = result[TIMES_KEYS[captured]]["on"]
+    off = result[TIMES_KEYS[captured]]["off"]
     if on is None:
         both = " and without it" if off is None else ""
         return Proof(off is None, f"{why}, memory ran out with it{both}")
     if off is None:
         return Proof(True, f"{why}, {on:.3g} ms a block; memory ran out without it")
     kept = "keeps {on:.3g} of {off:.3g} MB a sample".format(**result["kept_mb"])
-    return Proof(on <= SLOWER * off, f"{why}, {on:.3g} ms a block against {off:.3g} ms, {kept}")
+    return Proof(on <= MAX_SLOWDOWN * off, f"{why}, {on:.3g} ms a block against {off:.3g} ms, {kept}")
 
 
-def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
+def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
     """All that a trial's findings depend on. A CUDA graph is none of it: a trial takes times with
     one and without."""
     from torch.utils import collect_env
@@ -190,7 +190,7 @@ def facts_of(question: Question, uses: list[Use]) -> dict[str, Any]:
     return json.loads(json.dumps(facts))
 
 
-def recorded(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
+def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
     """The blocks of a model by kind, with the shapes, strides and dtypes of what they get; or why
     they have none."""
     inputs: dict[nn.Module, Any] = {}
@@ -209,13 +209,13 @@ def recorded(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str
                 "point by sample"
             )
         metas = [[list(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")] for t in got]
-        kind = described(block, metas)
+        kind = hash_kind(block, metas)
         number = uses[kind].blocks + 1 if kind in uses else 1
         uses[kind] = Use(block, number, metas, kind)
     return list(uses.values())
 
 
-def described(block: nn.Module, metas: list[Any]) -> str:
+def hash_kind(block: nn.Module, metas: list[Any]) -> str:
     """What makes two blocks of one kind: their modules, tensors, grids and inputs."""
     modules = []
     for module in block.modules():
@@ -225,7 +225,7 @@ def described(block: nn.Module, metas: list[Any]) -> str:
     return hashlib.sha256(json.dumps([modules, tensors, metas], default=str).encode()).hexdigest()
 
 
-def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]) -> dict[str, Any]:
+def run_trials(question: Question, uses: list[Use], keys: list[str], timed: list[str]) -> dict[str, Any]:
     """What processes of their own found about `keys`; one that crashes or hangs costs the key that
     it was at. The first process of a run says that it takes a while."""
     began = time.monotonic()
@@ -251,24 +251,24 @@ def tried(question: Question, uses: list[Use], keys: list[str], timed: list[str]
             torch.save([use.block for use in uses], folder / "blocks.pt")
         except Exception as error:
             why = f"its block cannot be sent to another process: {shorten_error(error)}"
-            return {key: failed(why) for key in keys}
+            return {key: make_failure(why) for key in keys}
 
-        while missing := unanswered(found, keys, timed):
+        while missing := find_unanswered(found, keys, timed):
             (folder / "job.json").write_text(json.dumps(job | {"found": found}))
-            state, end = attended(folder)
+            state, end = watch_trial(folder)
             found = state.get("found", found)
             at = state.get("key")
             # The process stuck somewhere, or got nowhere.
-            if at or unanswered(found, keys, timed) == missing:
+            if at or find_unanswered(found, keys, timed) == missing:
                 why = f"the process that tried it {end} in {state.get('doing', 'its start')}"
                 for key in [at] if at else missing:
-                    found[key] = found.get(key, {}) | failed(why)
+                    found[key] = found.get(key, {}) | make_failure(why)
     if says:
         print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
     return found
 
 
-def unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
+def find_unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
     """Keys that a trial still has to answer."""
     return [
         key
@@ -278,29 +278,29 @@ def unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> l
     ]
 
 
-def outcome(
+def make_outcome(
     refusal: str | None, error: float = 0.0, definition_error: float = 0.0
 ) -> dict[str, Any]:
     """What a trial found about one kernel."""
     return {"refusal": refusal, "error": error, "definition_error": definition_error}
 
 
-def failed(why: str) -> dict[str, Any]:
+def make_failure(why: str) -> dict[str, Any]:
     """A result that the next run does not take over: it may pass."""
-    return outcome(why) | {"passing": True}
+    return make_outcome(why) | {"passing": True}
 
 
-def attended(folder: Path) -> tuple[dict[str, Any], str]:
+def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
     """Runs one trial; returns what it wrote last, and how it ended. It is killed after `PATIENCE`
     without news."""
     file = folder / "found.json"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "accel.trial", str(folder)]
-    end = run_watched(command, file, folder / "log", lambda: read(file).get("patience") or PATIENCE)
-    return read(file), end
+    end = run_watched(command, file, folder / "log", lambda: read_findings(file).get("patience") or TRIAL_TIMEOUT_SECONDS)
+    return read_findings(file), end
 
 
-def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_findings(founds: list[dict[str, Any]]) -> dict[str, Any]:
     """One finding of those of all processes: any refusal, the largest errors and the longest
     times."""
     one = {}
@@ -310,7 +310,7 @@ def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
         one[key] = dict(refused[0] if refused else result)
         for name in ("error", "definition_error"):
             one[key][name] = max(r[name] for r in results)
-        for kind in TIMES.values():
+        for kind in TIMES_KEYS.values():
             if refused or kind not in result:
                 continue
             for name in ("on", "off"):
@@ -319,13 +319,13 @@ def merged(founds: list[dict[str, Any]]) -> dict[str, Any]:
     return one
 
 
-def read(file: Path) -> dict[str, Any]:
+def read_findings(file: Path) -> dict[str, Any]:
     """The content of a file of ours; nothing where there is none, or it is damaged."""
     with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         content = json.loads(file.read_text())
         for result in content["found"].values():
-            for captured in TIMES:
-                judged(result, "times" in result, captured)
+            for captured in TIMES_KEYS:
+                judge(result, "times" in result, captured)
         if all(type(on) is bool for on in content.get("chosen", {}).values()):
             return content
     return {}

@@ -25,19 +25,19 @@ from torch import Tensor, nn
 
 from accel.evidence import BlockEvidence, BlockProbe
 from accel.parity import ComparingMode
-from accel.proof import TIMES, outcome
+from accel.proof import TIMES_KEYS, make_outcome
 from accel.stack import AccelerationStack
 from accel.technique import blocks_of, find_switches
 from common.files import write_atomically
 from common.text import shorten_error
 
-SAMPLES = 4
+PARITY_SAMPLES = 4
 """Samples in the parity test."""
 REPEATS = 20
 INPUT_SETS = 3
-COMPILING = 900.0
+COMPILE_TIMEOUT_SECONDS = 900.0
 """Seconds that compiling a block may take."""
-HEAD_START = 30_000_000
+HEAD_START_CYCLES = 30_000_000
 """Clock cycles that the GPU waits where a replayed graph is timed: all is launched by then, and
 launching is free."""
 Inputs = tuple[Tensor, ...]
@@ -48,7 +48,7 @@ def switch(block: nn.Module, key: str, on: bool) -> None:
         setattr(module, key, on)
 
 
-def random_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed: int) -> Inputs:
+def draw_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed: int) -> Inputs:
     """Normal values in the recorded shapes, strides and dtypes, with `samples` in the first
     dimension."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -60,7 +60,7 @@ def random_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed
     return tuple(inputs)
 
 
-def forward_and_backward(
+def run_both_passes(
     block: Any,
     inputs: Inputs,
     autocast: AbstractContextManager[Any],
@@ -92,7 +92,7 @@ class Variant:
         self.kept = 0
 
     def __call__(self, inputs: Inputs) -> None:
-        self.seeds = forward_and_backward(self.block, inputs, self.stack.autocast(), self.seeds)
+        self.seeds = run_both_passes(self.block, inputs, self.stack.autocast(), self.seeds)
 
     def warm_up(self, inputs: list[Inputs]) -> bool:
         """Compiles and counts the bytes kept for backward; False if memory runs out."""
@@ -115,7 +115,7 @@ class Variant:
             return 1e3 * (time.perf_counter() - began)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if replayed:
-            torch.cuda._sleep(HEAD_START)
+            torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         self(inputs)
         end.record()
@@ -158,24 +158,24 @@ class Trial:
                 self.found[key] = self.parity(key)
         for key in self.job["timed"]:
             if self.found[key]["refusal"] is None and "times" not in self.found[key]:
-                self.write("being timed", key, COMPILING)
+                self.write("being timed", key, COMPILE_TIMEOUT_SECONDS)
                 self.found[key] |= self.timed(key)
         self.write("nothing more")
 
     def parity(self, key: str) -> dict[str, Any]:
         """The comparison that comes nearest to its bound, or goes beyond it most."""
         comparing = ComparingMode()
-        samples = min(SAMPLES, self.job["samples"])
+        samples = min(PARITY_SAMPLES, self.job["samples"])
         for block, use in zip(self.blocks, self.job["blocks"], strict=True):
-            inputs = random_inputs(use["inputs"], samples, self.device, seed=1)
+            inputs = draw_inputs(use["inputs"], samples, self.device, seed=1)
             switch(block, key, True)
             with comparing:
-                forward_and_backward(block, inputs, self.stack.autocast())
+                run_both_passes(block, inputs, self.stack.autocast())
             switch(block, key, False)
         if not comparing.comparisons:
-            return outcome("no operator of ours ran in a block")
+            return make_outcome("no operator of ours ran in a block")
         worst = max(comparing.comparisons, key=lambda c: c.excess)
-        return outcome(worst.refusal(), worst.error, worst.definition_error)
+        return make_outcome(worst.refusal(), worst.error, worst.definition_error)
 
     def timed(self, key: str) -> dict[str, Any]:
         """Milliseconds, and megabytes kept a sample, of the commonest block that uses `key`, with
@@ -184,7 +184,7 @@ class Trial:
         i = max(users, key=lambda i: self.job["blocks"][i]["blocks"])
         metas = self.job["blocks"][i]["inputs"]
         samples = self.job["samples"]
-        inputs = [random_inputs(metas, samples, self.device, seed) for seed in range(INPUT_SETS)]
+        inputs = [draw_inputs(metas, samples, self.device, seed) for seed in range(INPUT_SETS)]
 
         others = {k for k, found in self.found.items() if found["refusal"] is None} - {key}
         kernels = {"on": others | {key}, "off": others}
@@ -192,13 +192,13 @@ class Trial:
             name: Variant(self.blocks[i], on, self.new_stack()) for name, on in kernels.items()
         }
         ready = {name: variant for name, variant in variants.items() if variant.warm_up(inputs)}
-        launched = raced(ready, inputs, replayed=False)
-        replayed = raced(ready, inputs, replayed=True) if self.device.type == "cuda" else launched
+        launched = race(ready, inputs, replayed=False)
+        replayed = race(ready, inputs, replayed=True) if self.device.type == "cuda" else launched
         kept = {name: variant.kept / (1e6 * samples) for name, variant in variants.items()}
-        return {TIMES[False]: launched, TIMES[True]: replayed, "kept_mb": kept}
+        return {TIMES_KEYS[False]: launched, TIMES_KEYS[True]: replayed, "kept_mb": kept}
 
 
-def raced(
+def race(
     variants: dict[str, Variant], inputs: list[Inputs], replayed: bool
 ) -> dict[str, float | None]:
     """Median milliseconds with the kernel, "on", and without it, "off", taken in turn on rotating
@@ -217,7 +217,7 @@ def main() -> int:
         trial.run()
     except Exception as error:
         # The next process goes on with the rest: this one's device may be in any state.
-        refused = outcome(f"{trial.doing} failed: {shorten_error(error)}")
+        refused = make_outcome(f"{trial.doing} failed: {shorten_error(error)}")
         earlier = trial.found.get(trial.key, refused)
         passing = not isinstance(error, ValueError)
         trial.found[trial.key] = earlier | {"refusal": refused["refusal"], "passing": passing}

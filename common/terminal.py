@@ -56,11 +56,11 @@ class Progress:
             self.shown = time.perf_counter()
             rate = (self.count - self.initial) / (self.shown - self.started)
             print(
-                f"{self.count}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, {self.left()}",
+                f"{self.count}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, {self.format_time_left()}",
                 flush=True,
             )
 
-    def left(self) -> str:
+    def format_time_left(self) -> str:
         """The time that the rest takes at the rate so far, such as 02:46:39."""
         done = self.count - self.initial
         if done <= 0:

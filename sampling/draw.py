@@ -246,11 +246,11 @@ class ResumableChunks:
         self.lock: FolderLock | None = None
 
         # asked anew, so that no process waits long for another's answer
-        if not ranks.agreed(self.claim):
+        if not ranks.broadcast_result(self.claim):
             ranks.say(f"waiting for another process that works on {folder}")
-            while not ranks.agreed(self.claim):
+            while not ranks.broadcast_result(self.claim):
                 time.sleep(0.5)
-        ranks.agreed(lambda: self.refuse_another(json.loads(json.dumps(job))))
+        ranks.broadcast_result(lambda: self.refuse_another(json.loads(json.dumps(job))))
 
     def claim(self) -> bool:
         """Locks the folder; False if another process holds it and this one may wait."""

@@ -96,7 +96,7 @@ class TrainedModel:
 
     @property
     def spec(self) -> LatentSpec:
-        return self.opened.told.spec
+        return self.opened.description.spec
 
     @property
     def file(self) -> Path:
@@ -105,7 +105,7 @@ class TrainedModel:
     @property
     def weights(self) -> dict[str, Any]:
         """File, sha256, kind ("ema" or "model") and step of the weights."""
-        told = self.opened.told
+        told = self.opened.description
         return {
             "file": str(self.file),
             "sha256": self.opened.sha256,
@@ -257,7 +257,7 @@ def load_run(
         str(path), lambda: load_model(find_weights_file(str(path), key), chosen, adapter)
     )
     model = opened.model
-    spec = opened.told.spec
+    spec = opened.description.spec
     autoencoder = build_autoencoder(spec, chosen, encoder)
 
     # how the run sampled and computed, where the weights lie in a run

@@ -42,7 +42,7 @@ def foresee_latents(node: dict[str, Any], seed: int, memory: float) -> tuple[Lat
     return build_loader(node, seed, 1, torch.device("cpu")).spec, 0.0
 
 
-@CLOCK.spending("warm_up")
+@CLOCK.count_as("warm_up")
 def prove_kernels(
     stack: AccelerationStack,
     model: Denoiser,

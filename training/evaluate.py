@@ -25,7 +25,7 @@ MAX_CLASSES = 10
 TIME_BUCKETS = 4
 
 
-@CLOCK.spending("evaluation")
+@CLOCK.count_as("evaluation")
 @torch.no_grad()
 def evaluate(training: Training) -> dict[str, float]:
     """`eval_loss` of the averages over the held-out split, with fixed noise and t, and the same by
@@ -39,7 +39,7 @@ def evaluate(training: Training) -> dict[str, float]:
     def losses(batch: Batch) -> Tensor:
         return torch.stack(training.step.losses(batch, held_out=True), dim=1).double().cpu()
 
-    with training.state.averaged():
+    with training.state.use_averages():
         rows = share_work(batches, count, "batches of evaluation", training.ranks, losses)
     if not rows:
         return {}
@@ -70,11 +70,11 @@ def share_work(
     for _ in show_progress(rounds, len(rounds), unit, not ranks.first):
         together = list(islice(iterator, ranks.world_size))
         own.append(work(together[min(ranks.rank, len(together) - 1)]))
-    turns = zip(*ranks.gathered_objects(own), strict=True)
+    turns = zip(*ranks.gather_objects(own), strict=True)
     return [result for turn in turns for result in turn][:count]
 
 
-@CLOCK.spending("sampling")
+@CLOCK.count_as("sampling")
 def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
     """Writes a grid with one row a class (the first ten, with their names) and `sampling.per_class`
     columns; returns `file`.
@@ -97,7 +97,7 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
         )
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
-    with training.state.averaged():
+    with training.state.use_averages():
         images = share_work(parts, len(parts), "batches of the sample grid", ranks, images_at)
     if ranks.first:
         note = f"{classes} of {len(spec.names)} classes" if len(spec.names) > classes else ""

@@ -93,7 +93,7 @@ def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[
         loss, t = training.step.losses(batch)
         columns = (batch.position, batch.ids, batch.labels, t, loss)
         rows += zip(*(column.tolist() for column in columns), strict=True)
-    shares = training.ranks.gathered_objects(rows)
+    shares = training.ranks.gather_objects(rows)
     return [
         {
             "id": i,

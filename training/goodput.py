@@ -92,13 +92,13 @@ class Clock:
         self.since = now
         return before
 
-    def spent(self, *kinds: str) -> float:
+    def count_seconds(self, *kinds: str) -> float:
         """Seconds of these kinds until now."""
         self.switch(self.kind)
         return sum(self.seconds[kind] for kind in kinds)
 
     @contextmanager
-    def spending(self, kind: str) -> Iterator[None]:
+    def count_as(self, kind: str) -> Iterator[None]:
         """Has time inside be of this kind, but what another one inside takes for itself. Also a
         decorator."""
         before = self.switch(kind)
@@ -109,7 +109,7 @@ class Clock:
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """Takes seconds that were measured otherwise from one kind to another."""
-        seconds = min(seconds, self.spent(source))
+        seconds = min(seconds, self.count_seconds(source))
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 

@@ -47,9 +47,9 @@ class Meter:
     mean, waiting for data and memory are the most of all; `batch_size` is global and `mfu` per
     process. Memory is the peak of a window, `memory_reserved_peak` that of this process so far.
     `gpu_busy` is an estimate: the milliseconds that the kernels of one step took in warm-up, by the
-    profiler, as a share of a step of the window. Time spent inside `paused()` (evaluation,
+    profiler, as a share of a step of the window. Time spent inside `pause()` (evaluation,
     sampling, saving) counts as maintenance, not as training, and so do graphs that are compiled
-    there. `waiting()` wraps the calls that wait for data: `data_wait` is the share of the time in
+    there. `measure_wait()` wraps the calls that wait for data: `data_wait` is the share of the time in
     which the device had nothing else to do. A step counts as `passes` forward passes: three, fewer
     where weights are frozen under an adapter; recomputation is left out. PyTorch's counter finds
     2.99 to 3.00 for our families in size b, but where it takes the backward pass of a depthwise
@@ -84,7 +84,7 @@ class Meter:
         """Milliseconds of a step in which the GPU worked, in warm-up."""
         self.reserved_peak = 0
         self.expected_graphs = self.first_graph
-        self.restart()
+        self.begin_window()
 
     def start(self) -> None:
         """Starts the clock and the peak of memory, after set-up and warm-up."""
@@ -94,7 +94,7 @@ class Meter:
         self.expected_graphs = count_graphs()
         CLOCK.switch("steps")
 
-    def restart(self) -> None:
+    def begin_window(self) -> None:
         """Begins a window."""
         # In fp64: with `log_every=0` a window is the whole run.
         self.loss = torch.zeros((), dtype=torch.float64)
@@ -103,11 +103,11 @@ class Meter:
         self.steps = 0
         self.carried = 0
         """Steps of the window that an earlier process took."""
-        self.seconds_before = CLOCK.spent(*TRAINING_KINDS)
-        self.wait_before = CLOCK.spent("data_wait")
+        self.seconds_before = CLOCK.count_seconds(*TRAINING_KINDS)
+        self.wait_before = CLOCK.count_seconds("data_wait")
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def measure_wait(self) -> Iterator[None]:
         # On a GPU by its own clock: the host also waits here while the queue of launches is full,
         # and starves nobody.
         if uses_gpu():
@@ -119,7 +119,7 @@ class Meter:
             self.waits.append((began, ended))
             self.sum_waits()
         else:
-            with CLOCK.spending("data_wait"):
+            with CLOCK.count_as("data_wait"):
                 yield
 
     def sum_waits(self) -> None:
@@ -129,12 +129,12 @@ class Meter:
             CLOCK.move(began.elapsed_time(ended) / 1e3, "steps", "data_wait")
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Surrounds maintenance. Also a decorator."""
         if uses_gpu():
             torch.cuda.synchronize()  # what is queued is training
         compiled = count_graphs()
-        with CLOCK.spending("logging"):
+        with CLOCK.count_as("logging"):
             yield
         self.expected_graphs += count_graphs() - compiled
 
@@ -155,7 +155,7 @@ class Meter:
         """Steps skipped without one between them that was not. Waits for the device."""
         return int(float(self.in_row))
 
-    def skips(self, limit: int) -> bool:
+    def has_skipped(self, limit: int) -> bool:
         """Whether so many were skipped in a row, a few steps ago. Waits for nothing."""
         return self.in_row_seen is not None and float(self.in_row_seen) >= limit
 
@@ -168,7 +168,7 @@ class Meter:
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Continues a window; its clock starts now, so the first rate after a resume counts only
         new steps."""
-        self.restart()
+        self.begin_window()
         for name in WINDOW_SUMS:
             dtype = torch.float64 if name == "loss" else torch.float32  # older ones: all in fp32
             setattr(self, name, torch.as_tensor(state[name]).reshape(()).to(dtype))
@@ -179,18 +179,18 @@ class Meter:
         """Figures of the window since the last report (the one wait for the device), and starts the
         next window."""
         ranks = self.ranks
-        loss = float(ranks.reduced(torch.tensor(float(self.loss), dtype=torch.float64)))
+        loss = float(ranks.all_reduce(torch.tensor(float(self.loss), dtype=torch.float64)))
         skipped = int(float(self.skipped))
         taken = self.steps - skipped
         self.sum_waits()
-        seconds = max(1e-9, CLOCK.spent(*TRAINING_KINDS) - self.seconds_before)
+        seconds = max(1e-9, CLOCK.count_seconds(*TRAINING_KINDS) - self.seconds_before)
         samples = (self.steps - self.carried) * self.batch_size
         self.train_seconds += seconds
         self.trained_samples += samples
 
-        wait = CLOCK.spent("data_wait") - self.wait_before
+        wait = CLOCK.count_seconds("data_wait") - self.wait_before
         most = torch.tensor([wait, *read_peak_memory()], dtype=torch.float64)
-        most_wait, allocated, reserved = ranks.reduced(most, "max").tolist()
+        most_wait, allocated, reserved = ranks.all_reduce(most, "max").tolist()
         self.reserved_peak = max(self.reserved_peak, int(reserved))
         busy = (self.busy_ms or 0.0) / 1e3 * (self.steps - self.carried) / seconds
 
@@ -225,7 +225,7 @@ class Meter:
             "graphs": count_graphs() - self.first_graph,
             "recompiles": self.recompiles,
         }
-        self.restart()
+        self.begin_window()
         return report
 
 
@@ -328,12 +328,12 @@ class SafeLogger:
         self.off = silent
         self.known: dict[str, Any] = {}
         """What a run that does not end by itself hands to `finish`."""
-        self.start = self.guarded(logger.start)
-        self.log = self.guarded(logger.log)
-        self.image = self.guarded(logger.image)
-        self.finish = self.guarded(logger.finish)
+        self.start = self.guard(logger.start)
+        self.log = self.guard(logger.log)
+        self.image = self.guard(logger.image)
+        self.finish = self.guard(logger.finish)
 
-    def guarded(self, method: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    def guard(self, method: Callable[Arguments, None]) -> Callable[Arguments, None]:
         """A method of the logger that may fail in any way, and must not cost a run."""
 
         def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:

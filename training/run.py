@@ -66,14 +66,14 @@ class Run:
         self.composed = composed
         self.ranks, self.device = connect(cfg)
         self.started = time.perf_counter()
-        self.folder = self.ranks.agreed(
+        self.folder = self.ranks.broadcast_result(
             lambda: Path(cfg.run_dir or choose_folder(composed.choices)).expanduser()
         )
         self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self.lock: FolderLock | None = None
         self.rows: list[LedgerRow] = []
         """Rows of the ledger beside those of the techniques."""
-        self.told: set[str] = set()
+        self.reported_bounds: set[str] = set()
         """What bounds a step, as far as it was said."""
         self.stack: AccelerationStack | None = None
         """The techniques of the run, once it is open."""
@@ -84,15 +84,17 @@ class Run:
                 f"resume=never, but run_dir={self.folder} holds a run; choose another run_dir or "
                 "resume=auto."
             )
-        self.ranks.agreed(lambda: find_branch(cfg.resume, self.folder / "checkpoints"))
-        self.finished = self.ranks.agreed(lambda: read_finished_summary(cfg, self.folder))
+        self.ranks.broadcast_result(lambda: find_branch(cfg.resume, self.folder / "checkpoints"))
+        self.finished = self.ranks.broadcast_result(lambda: read_finished_summary(cfg, self.folder))
         """The summary, where this folder holds a run that has seen all its samples: there is
         nothing to do."""
         if self.finished is not None:
             return
 
         # A folder that is new is made only once all is known to work.
-        self.claimed = self.ranks.agreed(lambda: self.folder.exists() and self.hold())
+        self.claimed = self.ranks.broadcast_result(
+            lambda: self.folder.exists() and self.claim_folder()
+        )
         self.environment = describe_environment(self.device) | {
             "choices": composed.choices,
             "overrides": composed.overrides,
@@ -100,7 +102,7 @@ class Run:
         torch.manual_seed(cfg.seed)
         set_deterministic(cfg.deterministic)
 
-    def hold(self) -> bool:
+    def claim_folder(self) -> bool:
         """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in
         it."""
         where = f"run_dir={self.folder}"
@@ -116,24 +118,24 @@ class Run:
             ) from error
         return True
 
-    def keep(self, name: str, content: Any) -> None:
+    def write_file(self, name: str, content: Any) -> None:
         """Writes a JSON file into the folder, which the first of them makes; all processes call
         it."""
-        self.claimed = self.claimed or self.ranks.agreed(self.hold)
+        self.claimed = self.claimed or self.ranks.broadcast_result(self.claim_folder)
         if self.ranks.first:
             write_json(self.folder / name, replace_non_finite(content))
 
-    @CLOCK.spending("warm_up")
-    def tuned(self) -> TrainConfig:
+    @CLOCK.count_as("warm_up")
+    def apply_tuning(self) -> TrainConfig:
         """The configuration with the techniques that `runtime.tune` found to be fastest; without it
         as composed."""
         if self.cfg.runtime.tune:
             self.cfg, found = tune_config(self.cfg, self.device, self.ranks, self.folder)
-            self.keep(TUNING_FILE, found)
+            self.write_file(TUNING_FILE, found)
             self.rows.append(make_ledger_row(found))
         return self.cfg
 
-    def checkpoints(self) -> Checkpoints:
+    def open_checkpoints(self) -> Checkpoints:
         """The place for checkpoints of this run."""
         cfg = self.cfg
         return Checkpoints(
@@ -152,20 +154,22 @@ class Run:
             self.lock.close()
         self.ranks.close()
 
-    def keep_kernels(self, training: Training) -> None:
+    def write_kernels(self, training: Training) -> None:
         """Writes which kernels were chosen before they are first run, so that a run that is resumed
         computes with the same."""
         if training.kernels:
-            self.keep(KERNELS_FILE, training.kernels)
+            self.write_file(KERNELS_FILE, training.kernels)
 
-    def open(self, training: Training, ledger: Ledger, logger: SafeLogger, where: str) -> None:
+    def announce_start(
+        self, training: Training, ledger: Ledger, logger: SafeLogger, where: str
+    ) -> None:
         """Describes the run that is about to start: in its folder, on the terminal and to the
         logger."""
         self.stack = training.stack
         ledger += self.rows
         rows = ledger.as_dict()
-        self.keep("environment.json", self.environment)
-        self.keep("ledger.json", rows)
+        self.write_file("environment.json", self.environment)
+        self.write_file("ledger.json", rows)
         if not self.ranks.first:
             return
         config = self.composed.source
@@ -181,7 +185,7 @@ class Run:
         logger.start(self.folder, facts)
         logger.known = {"ledger": rows}
 
-    def go_on_from(self, state: TrainState) -> None:
+    def continue_records(self, state: TrainState) -> None:
         """Continues the records of the run at the step of `state`: what was logged after it is
         dropped, and will be logged again."""
         CLOCK.resume(self.folder / TIME_FILE, state.step)
@@ -203,11 +207,11 @@ class Run:
         if found is None:
             return
         bound, reason, keys = found
-        if bound not in self.told:
-            self.told.add(bound)
+        if bound not in self.reported_bounds:
+            self.reported_bounds.add(bound)
             print(f"{bound}: {reason}; try {', '.join(keys)}", flush=True)
 
-    def keep_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
+    def write_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
         """Writes where the time of the run went: every few seconds, after each save, or now."""
         if self.ranks.first:
             state.meter.sum_waits()
@@ -241,7 +245,7 @@ class Run:
 
     def stop(self, state: TrainState) -> NoReturn:
         """Ends the process with the code that says: the same command again goes on."""
-        self.keep_time(state, now=True)
+        self.write_time(state, now=True)
         kept = "saved" if state.step else "nothing is saved"
         if not self.cfg.save_every:
             kept = "nothing is saved, for save_every=0"
@@ -254,7 +258,7 @@ class Run:
     def summarise(self, state: TrainState, ledger: Ledger) -> dict[str, Any]:
         """Writes and returns the summary: the latest value of each metric, the files, and the
         times."""
-        self.keep_time(state, now=True)
+        self.write_time(state, now=True)
         latest: dict[str, Any] = {}
         for line in read_metrics(self.metrics.file)[0]:
             latest |= line
@@ -289,7 +293,7 @@ class Run:
             "sample_grid": grid and str(grid),
             "run_dir": str(self.folder),
         }
-        self.keep("summary.json", summary)
+        self.write_file("summary.json", summary)
         return summary
 
     def show_rehearsal(self) -> None:

@@ -61,7 +61,7 @@ class TrainState:
     """Blocks of the data that others stood in for, of all processes -> their samples."""
     began_at: int = 0
     """The step that this process started or resumed from."""
-    kept = LAYOUTS
+    layouts = LAYOUTS
 
     def advance(self, samples: int) -> None:
         self.step += 1
@@ -76,7 +76,7 @@ class TrainState:
     def done(self) -> bool:
         return self.samples >= self.total_samples
 
-    def due(self, *intervals: int) -> bool:
+    def is_due(self, *intervals: int) -> bool:
         """True each so many steps and when the run is done; never for 0, and never at the step
         where a resume began."""
         return self.moved and any(
@@ -123,10 +123,10 @@ class TrainState:
             setattr(self, name, known[name])
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def use_averages(self) -> Iterator[None]:
         """The averaged weights, in evaluation mode and uncompiled: batch sizes other than
         training's recompile."""
-        with self.stack.evaluation(), self.ema.applied(), torch.compiler.set_stance("force_eager"):
+        with self.stack.evaluation(), self.ema.swap_in(), torch.compiler.set_stance("force_eager"):
             self.model.eval()
             try:
                 yield
@@ -134,7 +134,7 @@ class TrainState:
                 self.model.train()
 
     @contextmanager
-    def preserved(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         """Restores the state at the end of the block, from a copy in host memory: the device's is
         left to the step."""
         before = tree_map_only(

@@ -69,7 +69,7 @@ class EMA:
         """Parameters with their averages, cut so that an update, while the gradients live, needs
         little more memory."""
 
-    def weight(self, samples: int, batch_size: int) -> float:
+    def compute_weight(self, samples: int, batch_size: int) -> float:
         """w for the step that ends at `samples` samples."""
         half_life = min(self.half_life_samples, self.ramp * samples)
         return 1.0 - 0.5 ** (batch_size / max(half_life, 1e-8))
@@ -86,7 +86,7 @@ class EMA:
             torch._foreach_add_(averages, moves)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """The model holds the averages inside and its own parameters again after, bit for bit.
 
         Parameters narrower than fp32 hold rounded averages, from copies that are made for the
@@ -186,7 +186,7 @@ class TrainStep:
     ) -> None:
         self.model = state.model
         self.forward: Callable[..., Tensor] = state.model
-        self.update: Callable[[Sequence[Batch]], StepOutput] = self.one_step
+        self.update: Callable[[Sequence[Batch]], StepOutput] = self.take_step
         self.mark: Callable[[str], None] = lambda phase: None
         self.synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: (
             nullcontext()
@@ -221,7 +221,7 @@ class TrainStep:
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             rate = base * factor
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        self.ema_weight.fill_(self.ema.weight(end, self.batch_size))
+        self.ema_weight.fill_(self.ema.compute_weight(end, self.batch_size))
         self.position.fill_(samples)
 
     def losses(self, batch: Batch, held_out: bool = False) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,7 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch]) -> StepOutput:
         return self.update(batches)
 
-    def one_step(self, batches: Sequence[Batch]) -> StepOutput:
+    def take_step(self, batches: Sequence[Batch]) -> StepOutput:
         total = self.accumulate(batches)
         self.phase = "the optimizer"
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -251,7 +251,7 @@ class TrainStep:
             backed_off = (~norm.isfinite() & total.isfinite() & (scale > 1.0)).float()
         taken = norm.isfinite() if self.spikes is None else self.spikes.passes(norm)
         taken = taken.to(self.ema_weight.device)
-        self.optimizer_step(grads, norm.to(taken.device), taken)
+        self.update_parameters(grads, norm.to(taken.device), taken)
         if self.scaler is not None:
             self.scaler.update((~norm.isfinite()).float())
         self.mark("optimizer")
@@ -277,7 +277,7 @@ class TrainStep:
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
-    def optimizer_step(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
+    def update_parameters(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         """Clips, undoes the loss scale and updates; nothing at all where the step is not taken."""
         divisor = (norm / self.max_grad_norm).clamp(min=1.0)
         if self.scaler is not None:

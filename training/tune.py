@@ -60,7 +60,7 @@ def tune_config(
     The first process measures, alone on its device; all take its choice. ValueError if the step
     does not fit.
     """
-    found = ranks.agreed(lambda: find_choice(cfg, device, ranks.world_size, folder))
+    found = ranks.broadcast_result(lambda: find_choice(cfg, device, ranks.world_size, folder))
     new = apply_changes(cfg, found["changes"])
     ranks.check_batch(new.batch_size, new.accumulation_steps)
     return new, found

@@ -120,7 +120,7 @@ def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
         print("the autoencoder is code of your own: it is named and not included", flush=True)
     folder.mkdir()
     write_folder(
-        folder, trained, trained.opened.told.model, make_card(cfg, trained, include), include
+        folder, trained, trained.opened.description.model, make_card(cfg, trained, include), include
     )
 
 
@@ -171,7 +171,7 @@ def write_weights(cfg: ExportConfig, file: Path) -> None:
     from training.checkpoint.files import make_header, write_tensors
 
     trained = load_trained(cfg)
-    told = trained.opened.told
+    told = trained.opened.description
     described = {"model": told.model, "spec": told.spec.as_dict(), "step": told.step}
     write_tensors(file, trained.model.state_dict(), make_header(described, "ema"))
 

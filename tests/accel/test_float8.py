@@ -224,7 +224,7 @@ def test_what_fp8_needs_is_said_in_a_sentence(device, capability, package, sente
 
 
 def test_what_torchao_says_at_its_import_is_not_heard(caplog, recwarn):
-    with float8.quiet():
+    with float8.silence_libraries():
         logging.getLogger("torchao").warning("Failed to load _C.so")
         warnings.warn("and so on", stacklevel=1)
     logging.getLogger("torchao").warning("heard")

@@ -25,7 +25,7 @@ from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.parallel import DataParallel
 from accel.techniques.precision import Precision
 from accel.techniques.residual_in_fp32 import ResidualInFp32
-from accel.techniques.tf32 import Tf32, rounds
+from accel.techniques.tf32 import Tf32, rounds_to_tf32
 from common.files import ROOT
 from tests.harness.steps import (
     VARIANTS,
@@ -232,13 +232,13 @@ def test_a_cache_that_is_not_emptied_is_seen(freed, monkeypatch):
     ],
 )
 def test_tf32_is_what_a_product_shows(rounded, products, convolutions, active, monkeypatch):
-    monkeypatch.setattr("accel.techniques.tf32.rounds", lambda device: rounded)
+    monkeypatch.setattr("accel.techniques.tf32.rounds_to_tf32", lambda device: rounded)
     ran = Counter({("aten::mm", "float"): products, ("aten::convolution", "float"): convolutions})
     assert Tf32(True, CUDA).observe(Evidence(products=ran)).active == active
 
 
 def test_a_product_in_fp32_does_not_round():
-    assert rounds(CPU) == (False, False)
+    assert rounds_to_tf32(CPU) == (False, False)
 
 
 @pytest.mark.gpu
@@ -246,7 +246,7 @@ def test_a_product_in_fp32_does_not_round():
 def test_tf32_is_measured(value):
     technique = Tf32(value, CUDA)
     technique.on_process()
-    assert rounds(technique.device) == (value, value)
+    assert rounds_to_tf32(technique.device) == (value, value)
 
 
 def test_the_autotuner_is_on_where_it_changes_the_kernels(monkeypatch):

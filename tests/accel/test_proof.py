@@ -226,7 +226,7 @@ def test_on_unavailable_error_accepts_a_measured_off_and_no_failed_parity(monkey
     monkeypatch.setattr(proof, "run_trials", lambda *a: {"fused_scan": slow})
     assert not proved(on_unavailable="error")[0]
     monkeypatch.setattr(
-        proof, "tried", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
+        proof, "run_trials", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
     )
     with pytest.raises(ValueError, match=r"fused_scan=true \(ssd\[0\] is not finite"):
         proved(True, samples=9, on_unavailable="error")
@@ -342,7 +342,7 @@ def test_on_another_machine_a_resumed_run_proves_its_choice_again(tmp_path, tria
     # parity, and no times
     assert trials == [(["fused_scan"], ["fused_scan"]), (["fused_scan"], [])]
     monkeypatch.setattr(
-        proof, "tried", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
+        proof, "run_trials", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a third"))
     assert not proved(folder=tmp_path / "run")[0]

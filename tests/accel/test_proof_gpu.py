@@ -72,5 +72,5 @@ def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
 def test_a_captured_run_chooses_before_its_capture(run, tmp_path):
     summary = run("runtime=max", "runtime.device=cuda")
     assert summary["ledger"]["cuda_graph"]["active"] is True
-    chosen = json.loads((tmp_path / "run" / proof.FILE).read_text())["chosen"]
+    chosen = json.loads((tmp_path / "run" / proof.KERNELS_FILE).read_text())["chosen"]
     assert {key: summary["ledger"][key]["active"] for key in chosen} == chosen

@@ -36,7 +36,7 @@ Work = Callable[[JointWork, int], Callable[[], object]]
 
 
 def told_by_two(folder: Path, work: Work) -> Iterator[str]:
-    """What `Together.results` of `work` came to in each of two processes; "" for one that did not
+    """What `Together.run_everywhere` of `work` came to in each of two processes; "" for one that did not
     end by itself."""
 
     def child(rank: int) -> None:
@@ -45,7 +45,7 @@ def told_by_two(folder: Path, work: Work) -> Iterator[str]:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         together = JointWork(ranks, timedelta(seconds=PATIENCE))
         try:
-            told = repr(together.results(work(together, rank)))
+            told = repr(together.run_everywhere(work(together, rank)))
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
         (folder / f"told-{rank}").write_text(told)
@@ -144,7 +144,7 @@ def test_processes_wait_for_progress_only(work: Work, first: str, second: str, t
 def test_one_process_waits_for_progress_only():
     together = JointWork(Ranks(), timedelta(seconds=0.2))
     with pytest.raises(TimeoutError, match=r"process 0 has written nothing for 0 s"):
-        together.results(stuck(together, 1))
+        together.run_everywhere(stuck(together, 1))
 
 
 @pytest.mark.fault(
@@ -158,7 +158,7 @@ def test_a_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch):
             os.close(ours)
             os.kill(os.getpid(), signal.SIGHUP)
             print("nobody hears it", flush=True)
-            assert stop.asked()
+            assert stop.poll()
 
 
 def gone_reader() -> TextIO:
@@ -221,7 +221,7 @@ def test_nohup_stays_in_force():
     try:
         with StopRequest(Ranks()) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.asked()
+            assert not stop.poll()
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -232,7 +232,7 @@ def test_a_background_job_of_a_script_hears_an_interrupt():
     try:
         with StopRequest(Ranks()) as stop:
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop.asked()
+            assert stop.poll()
     finally:
         signal.signal(signal.SIGINT, before)
 

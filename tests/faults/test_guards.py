@@ -200,7 +200,7 @@ def test_out_of_memory(
 ):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     losses = TrainStep.losses
-    optimizer_step = TrainStep.optimizer_step
+    optimizer_step = TrainStep.update_parameters
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -227,7 +227,7 @@ def test_out_of_memory(
 
     failing_step.calls = 0
     if place == "optimizer":
-        monkeypatch.setattr(TrainStep, "optimizer_step", failing_step)
+        monkeypatch.setattr(TrainStep, "update_parameters", failing_step)
     else:
         monkeypatch.setattr(TrainStep, "losses", failing_losses)
     # The process that counts runs in one of the three.

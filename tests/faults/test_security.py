@@ -38,7 +38,7 @@ from training.checkpoint.files import METADATA_KEY
 from training.checkpoint.load import find_weights_file, list_complete, verify
 from training.config import secrets
 from training.config.build import build
-from training.config.compose import CONF, compose, report_user_errors
+from training.config.compose import CONF_FOLDER, compose, report_user_errors
 from training.config.contradictions import check_nccl
 from training.config.secrets import SHAPES, redact, redact_text, redact_words
 from training.config.words import describe_unreadable
@@ -634,7 +634,7 @@ def test_nccl_loads_no_code_and_writes_no_file(name: str):
 
 def test_hub_models_are_pinned():
     """To a commit, whose safetensors and config alone are downloaded; no code is."""
-    for file in sorted((CONF / "encoder").glob("*.yaml")):
+    for file in sorted((CONF_FOLDER / "encoder").glob("*.yaml")):
         node = yaml.safe_load(file.read_text())
         assert node["path"] is None or re.fullmatch(r"[0-9a-f]{40}", node["revision"]), file.name
     code = "\n".join(file.read_text() for file in ROOT.glob("models/*.py"))

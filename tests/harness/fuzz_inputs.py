@@ -37,7 +37,7 @@ from tests.harness.fuzz_sets import good_set
 from tests.harness.sets import add_member, save_images
 from tests.harness.words import CPU, TINY_RUN
 from training.assemble import assemble
-from training.config.compose import CONF, compose, parse_words, parse_yaml
+from training.config.compose import CONF_FOLDER, compose, parse_words, parse_yaml
 from training.config.explain import flatten_tree
 from training.config.schema import PrecomputeConfig
 from training.distributed.exit import run_app
@@ -177,7 +177,7 @@ COMMANDS = (SampleConfig, VerifyConfig, ImportConfig)
 
 def known_keys(config_name: str) -> list[str]:
     """All keys of the default configuration, dotted."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
         default = OmegaConf.to_container(hydra_compose(config_name), resolve=False)
     return [key for key, _ in flatten_tree(default) if not key.rpartition(".")[2].isdigit()]
 
@@ -193,7 +193,7 @@ def keys(config_name: str) -> list[str]:
             ("model", "dit_s"),
             ("model", "conv_s"),
         ):
-            node = parse_yaml((CONF / group / f"{file}.yaml").read_text())
+            node = parse_yaml((CONF_FOLDER / group / f"{file}.yaml").read_text())
             found += [f"{group}.{key}" for key in node] + [
                 f"{group}.mixer.{key}" for key in node.get("mixer", ())
             ]

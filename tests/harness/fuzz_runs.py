@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from accel.ledger import Ledger
-from accel.proof import FILE as KERNELS
+from accel.proof import KERNELS_FILE as KERNELS
 from accel.proof import Question, prove
 from evaluation.evaluator import PROTOCOL_FILE, TrainingDistances
 from sampling.load import load_run

@@ -185,10 +185,10 @@ def test_the_ledger_counts_every_layer(words, base, monkeypatch):
 
 def test_a_skipped_step_of_fp16_makes_no_factor_idle(base, monkeypatch):
     training = adapted(base, "adapter=lora")
-    update = training.step.optimizer_step
+    update = training.step.update_parameters
     monkeypatch.setattr(
         training.step,
-        "optimizer_step",
+        "update_parameters",
         lambda grads, norm, taken: update(grads, norm, torch.zeros_like(taken)),
     )
     found = row(training)

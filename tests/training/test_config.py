@@ -21,7 +21,7 @@ from common.require_python import refuse_python
 from scripts.import_latents import ImportConfig
 from training.config.build import build, resolve_target
 from training.config.compose import (
-    CONF,
+    CONF_FOLDER,
     compose,
     parse_words,
     read_config,
@@ -50,7 +50,7 @@ def command(
 
 
 def choices(group: str) -> list[str]:
-    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    return sorted(file.stem for file in (CONF_FOLDER / group).glob("*.yaml"))
 
 
 GROUPS = ["model", "adapter", "data", "objective", "optim", "runtime", "logger", "experiment"]
@@ -69,7 +69,7 @@ def test_every_encoder_composes():
 
 
 def test_every_yaml_says_what_it_is_and_when_to_use_it():
-    for file in CONF.rglob("*.yaml"):
+    for file in CONF_FOLDER.rglob("*.yaml"):
         lines = [line for line in file.read_text().splitlines() if "@package" not in line]
         assert lines[0].startswith("# "), file
 
@@ -94,9 +94,9 @@ def test_a_default_stands_once():
         }
     assert compose(["runtime=eager"]).cfg.runtime == RuntimeConfig()
     for file in (
-        CONF / "train.yaml",
-        CONF / "precompute_latents.yaml",
-        CONF / "runtime" / "eager.yaml",
+        CONF_FOLDER / "train.yaml",
+        CONF_FOLDER / "precompute_latents.yaml",
+        CONF_FOLDER / "runtime" / "eager.yaml",
     ):
         assert set(OmegaConf.load(file)) <= {"defaults", "hydra"}
 
@@ -242,7 +242,7 @@ def test_a_typo_inside_an_experiment_file_is_refused(content, said, capsys, monk
     from train import train
     from training.config.compose import report_user_errors
 
-    file = CONF / "experiment" / "typo_for_a_test.yaml"
+    file = CONF_FOLDER / "experiment" / "typo_for_a_test.yaml"
     monkeypatch.setattr(sys, "argv", ["train.py"])
     try:
         file.write_text("# @package _global_\n# A typo.\n" + content)
@@ -416,7 +416,7 @@ def test_timed_kernel_choice_is_refused_where_runs_must_be_equal():
 def test_presets_build_on_each_other():
     """max ⊃ production ⊃ fast ⊃ eager, and each says in its first line when to use it."""
     on = {}
-    for file in sorted((CONF / "runtime").glob("*.yaml")):
+    for file in sorted((CONF_FOLDER / "runtime").glob("*.yaml")):
         assert file.read_text().startswith("# ")
         runtime = compose([f"runtime={file.stem}"]).cfg.runtime
         on[file.stem] = {name for name, value in vars(runtime).items() if value is True}

@@ -46,7 +46,7 @@ def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(goodput.time, "perf_counter", lambda: next(now))
     clock = Clock()
     clock.switch("steps")
-    with clock.spending("evaluation"), clock.spending("saving"):
+    with clock.count_as("evaluation"), clock.count_as("saving"):
         pass
     clock.move(1.0, "steps", "data_wait")
     clock.switch("idle")

@@ -40,7 +40,7 @@ def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reaso
 @pytest.fixture
 def meter(monkeypatch) -> Meter:
     """A meter on a pretended GPU, at the start of a run."""
-    monkeypatch.setattr("training.metrics.on_gpu", lambda: True)
+    monkeypatch.setattr("training.metrics.uses_gpu", lambda: True)
     monkeypatch.setattr(CLOCK, "kind", "start")
     monkeypatch.setattr(CLOCK, "seconds", defaultdict(float))
     return Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)

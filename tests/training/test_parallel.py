@@ -513,7 +513,7 @@ def test_items_are_shared_evenly(count: int, world: int):
     """Processes one after the other; the last one knows what all have done."""
 
     class OneOfThem(Ranks):
-        def gathered_objects(self, item: Any, group: Any = None) -> list[Any]:
+        def gather_objects(self, item: Any, group: Any = None) -> list[Any]:
             hands.append(item)
             return hands if len(hands) == self.world_size else [item] * self.world_size
 

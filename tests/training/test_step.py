@@ -151,7 +151,7 @@ def test_state_is_restored_in_place_where_a_graph_may_hold_on_to_it(optimizer):
     training = tiny_training("mamba", *words)
     reference = tiny_training("mamba", *words)
     entries = training.step.optimizer.state
-    with training.state.preserved():
+    with training.state.preserve():
         training.take_step()
         moments = [t for of_parameter in entries.values() for t in of_parameter.values()]
     training.take_step()

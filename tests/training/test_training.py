@@ -131,9 +131,9 @@ def test_the_average_has_its_half_life_and_ramp():
     model.weight.data.fill_(0.0)
     ema.averages[0].fill_(1.0)
     for _ in range(10):
-        ema.update(torch.tensor(ema.weight(10**6, 10)))
+        ema.update(torch.tensor(ema.compute_weight(10**6, 10)))
     assert math.isclose(ema.averages[0].item(), 0.5, rel_tol=1e-5)
-    assert math.isclose(ema.weight(200, 10), 0.5)  # half-life 0.05 · 200 = 10 samples
+    assert math.isclose(ema.compute_weight(200, 10), 0.5)  # half-life 0.05 · 200 = 10 samples
 
 
 def test_a_step_has_the_rates_of_the_samples_it_ends_at():
@@ -162,8 +162,8 @@ def test_an_update_in_parts_has_the_same_bits(monkeypatch):
 
 def test_averages_do_not_depend_on_the_batch_size():
     ema = EMA(torch.nn.Linear(1, 1), half_life_samples=100.0)
-    small = (1 - ema.weight(10**6, 10)) ** 4
-    assert math.isclose(small, 1 - ema.weight(10**6, 40))
+    small = (1 - ema.compute_weight(10**6, 10)) ** 4
+    assert math.isclose(small, 1 - ema.compute_weight(10**6, 40))
 
 
 def test_the_averages_are_applied_and_taken_back_bit_for_bit():
@@ -173,7 +173,7 @@ def test_the_averages_are_applied_and_taken_back_bit_for_bit():
         average.add_(1.0)
     before = [p.detach().clone() for p in model.parameters()]
     averages = [a.clone() for a in ema.averages]
-    with ema.applied():
+    with ema.swap_in():
         assert all(torch.equal(p, a) for p, a in zip(model.parameters(), averages, strict=True))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(ema.averages, averages, strict=True))
@@ -217,7 +217,7 @@ def test_warm_up_leaves_no_trace():
     seen = loader.state_dict()
     rng = torch.get_rng_state()
     samples = state.samples
-    with state.preserved():
+    with state.preserve():
         training.stack.warm_up(lambda: (torch.rand(3), training.take_step()), training.model.blocks)
         assert fingerprint(state) != before
     assert fingerprint(state) == before
@@ -230,7 +230,7 @@ def test_evaluation_is_fixed_and_uses_the_averages():
     first = evaluate(training)
     assert evaluate(training) == first
     batch = next(training.loader.held_out(1000))
-    with training.state.averaged(), torch.no_grad():
+    with training.state.use_averages(), torch.no_grad():
         loss, t = training.step.losses(batch, held_out=True)
     for i, name in enumerate(("t0.00_0.25", "t0.25_0.50", "t0.50_0.75", "t0.75_1.00")):
         inside = loss[(t >= i / 4) & (t < (i + 1) / 4)]
@@ -238,7 +238,7 @@ def test_evaluation_is_fixed_and_uses_the_averages():
         assert first[f"eval_loss_{name}"] == pytest.approx(inside.mean().item(), rel=1e-5)
     # each quarter has a loss of its own
     assert len({round(value, 6) for value in first.values()}) == 5
-    with training.state.averaged():
+    with training.state.use_averages():
         assert not training.model.training
     assert training.model.training
     training.step.ema.averages[0].add_(0.1)
@@ -675,10 +675,10 @@ def test_what_any_process_skipped_is_known_to_all():
     """Two processes read other blocks; the first writes the metrics and the checkpoint."""
 
     class Two(Ranks):
-        def reduced(self, values, how="mean"):
+        def all_reduce(self, values, how="mean"):
             return torch.ones_like(values)
 
-        def gathered_objects(self, item):
+        def gather_objects(self, item):
             return [item, {"b.tar (samples 0–3 of train)": 4}]
 
     training = tiny_training()

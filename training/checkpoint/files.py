@@ -80,9 +80,9 @@ class Staged(NamedTuple):
 
     whole: dict[str, dict[str, Tensor]]
     """The pieces that are kept whole; empty except in the first process."""
-    own: dict[str, Tensor]
+    rank_tensors: dict[str, Tensor]
     rows: dict[str, int]
-    """First row of each tensor in `own` that is a shard."""
+    """First row of each tensor in `rank_tensors` that is a shard."""
     values: dict[str, Any]
     """Everything that is no tensor; fit for JSON."""
     copied: torch.cuda.Event | None = None
@@ -90,7 +90,9 @@ class Staged(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for part in (*self.whole.values(), self.own) for t in part.values())
+        return sum(
+            t.nbytes for part in (*self.whole.values(), self.rank_tensors) for t in part.values()
+        )
 
     def wait(self) -> None:
         """Waits until the tensors have arrived. Any thread may call it; a new thread starts on the
@@ -135,9 +137,9 @@ def stage(
                 start = find_first_row(leaf)
                 if start is not None:
                     staged.rows[path] = start
-                    staged.own[path] = host(path, to_local(leaf))
+                    staged.rank_tensors[path] = host(path, to_local(leaf))
             elif first or how is not Layout.shared:
-                staged.own[path] = host(path, leaf)
+                staged.rank_tensors[path] = host(path, leaf)
     if copied is not None:
         copied.record()
     return staged

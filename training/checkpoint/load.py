@@ -261,7 +261,7 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
     try:
         described = {"adapter": {}} | read_state_file(folder)  # earlier versions had none
         other = find_mismatch(described, run)
-        content = {} if other else assemble_state(folder, described, state.kept, ranks)
+        content = {} if other else assemble_state(folder, described, state.layouts, ranks)
         # What an earlier version did not know was as it is by default.
         settings = described["settings"]
         if "runtime" in settings:

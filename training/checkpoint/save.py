@@ -85,7 +85,7 @@ class Save:
 
         name = RANK_FILE.format(rank=self.ranks.rank, world_size=self.ranks.world_size)
         rows = {"rows": json.dumps(self.staged.rows)}
-        files[name] = write_tensors(self.temporary / name, self.staged.own, rows, wrote)
+        files[name] = write_tensors(self.temporary / name, self.staged.rank_tensors, rows, wrote)
 
         if self.ranks.first:
             file = self.temporary / "state.json"
@@ -138,7 +138,7 @@ class Checkpoints:
         """Samples that training had seen when it last saved or waited."""
         self.size = 0
         """Bytes of this process's share of the save in flight."""
-        self.logged_stall = CLOCK.spent("saving")
+        self.logged_stall = CLOCK.count_seconds("saving")
         """Seconds that training had waited for saves at the last call of `figures`."""
         self.save_seconds = 0.0
         """Seconds that the last save took."""
@@ -155,7 +155,7 @@ class Checkpoints:
                 raise
             print(f"warning: {failure}", flush=True)
 
-    @CLOCK.spending("saving")
+    @CLOCK.count_as("saving")
     def save(
         self, state: TrainState, run: dict[str, Any], scores: Mapping[str, float] | None = None
     ) -> Path:
@@ -167,7 +167,7 @@ class Checkpoints:
         ones stay.
         """
         self.finish(state.samples)
-        staged = stage(state.state_dict(), state.kept, self.ranks.first, self.in_background)
+        staged = stage(state.state_dict(), state.layouts, self.ranks.first, self.in_background)
         described = {
             "format": FORMAT_VERSION,
             "step": state.step,
@@ -176,7 +176,7 @@ class Checkpoints:
         }
         described |= staged.values | run
         self.size = staged.nbytes
-        size = sum(self.ranks.gathered_objects(self.size))
+        size = sum(self.ranks.gather_objects(self.size))
         save = Save(self.folder / f"step-{state.step}", staged, described, size, self.ranks)
         name = f"checkpoint-{state.step}"
         self.thread = threading.Thread(target=self.write, args=(save,), name=name)
@@ -185,7 +185,7 @@ class Checkpoints:
             self.finish()
         return save.folder
 
-    @CLOCK.spending("saving")
+    @CLOCK.count_as("saving")
     def finish(self, samples: int | None = None) -> None:
         """Waits for the save in flight, if any, and shows how far it is.
 
@@ -221,14 +221,14 @@ class Checkpoints:
         progress.close()
         self.thread = None
 
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether a save in the background has failed; `save` and `finish` say how."""
         return self.failure is not None
 
-    def figures(self) -> dict[str, float]:
+    def report_times(self) -> dict[str, float]:
         """What saving cost since the last call: seconds that training waited, and how long the last
         save took."""
-        waited = CLOCK.spent("saving")
+        waited = CLOCK.count_seconds("saving")
         stall = waited - self.logged_stall
         self.logged_stall = waited
         return {"save_stall_s": stall, "save_s": self.save_seconds} if stall else {}
@@ -240,7 +240,7 @@ class Checkpoints:
         pauses = list(RETRY_PAUSES)
         try:
             save.staged.wait()
-            while problem := self.attempt(save):
+            while problem := self.try_save(save):
                 told = f"{save.folder} cannot be saved ({problem})"
                 if isinstance(problem, TimeoutError):
                     raise TimeoutError(told) from problem
@@ -254,7 +254,7 @@ class Checkpoints:
             self.failure = failure
         self.save_seconds = time.perf_counter() - began
 
-    def attempt(self, save: Save) -> OSError | None:
+    def try_save(self, save: Save) -> OSError | None:
         """Writes a checkpoint once; returns what went wrong with a disk or a process, the same in
         all processes."""
         first = self.ranks.first
@@ -266,9 +266,9 @@ class Checkpoints:
             self.remove_old(save.folder)
 
         try:
-            together.results(lambda: save.prepare() if first else None)
-            shares = together.results(lambda: save.write_files(together.advance))
-            together.results(lambda: commit() if first else None)
+            together.run_everywhere(lambda: save.prepare() if first else None)
+            shares = together.run_everywhere(lambda: save.write_files(together.advance))
+            together.run_everywhere(lambda: commit() if first else None)
         except OSError as problem:
             if first and not isinstance(problem, TimeoutError):  # what hangs there is still at work
                 shutil.rmtree(save.temporary, ignore_errors=True)

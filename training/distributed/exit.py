@@ -66,10 +66,12 @@ class StopRequest:
             # scripts start background jobs without SIGINT
             nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             heard = [name for name in SIGNALS if not (nohup and name == "SIGHUP")]
-            self.before = {name: signal.signal(getattr(signal, name), self.note) for name in heard}
+            self.before = {
+                name: signal.signal(getattr(signal, name), self.note_signal) for name in heard
+            }
         return self
 
-    def note(self, number: int, frame: FrameType | None) -> None:
+    def note_signal(self, number: int, frame: FrameType | None) -> None:
         if self.name == "SIGINT" and number == signal.SIGINT:  # the second Ctrl-C: do not wait
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
@@ -80,7 +82,7 @@ class StopRequest:
         if self.answer is not None and kind is None:
             self.answer()
 
-    def asked(self) -> Request:
+    def poll(self) -> Request:
         """To be called once a step, by all processes."""
         own = Request.look if any(bad() for bad in self.also) else Request.nothing
         if self.name:
@@ -88,7 +90,7 @@ class StopRequest:
         if self.ranks.world_size == 1:
             return own
         strongest = self.answer() if self.answer else Request.nothing
-        self.answer = self.ranks.highest(own)
+        self.answer = self.ranks.begin_max(own)
         return Request(strongest)
 
 

@@ -135,7 +135,7 @@ class Ranks:
                 f"({shorten_error(error)}); check MASTER_ADDR, MASTER_PORT and that all ranks run."
             ) from error
 
-    def agreed(self, choose: Callable[[], Result]) -> Result:
+    def broadcast_result(self, choose: Callable[[], Result]) -> Result:
         """Calls `choose` in the first process and returns its result in all of them; an exception
         there is raised in all of them too."""
         if self.alone:
@@ -152,9 +152,7 @@ class Ranks:
             raise failure
         return result
 
-    def gathered_objects(
-        self, item: Result, group: dist.ProcessGroup | None = None
-    ) -> list[Result]:
+    def gather_objects(self, item: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
         """The objects of all processes, in order."""
         if self.alone:
             return [item]
@@ -162,7 +160,7 @@ class Ranks:
         dist.all_gather_object(found, item, group=group)
         return found
 
-    def reduced(self, values: Tensor, how: str = "mean") -> Tensor:
+    def all_reduce(self, values: Tensor, how: str = "mean") -> Tensor:
         """Mean or maximum of a tensor over all processes."""
         if self.alone:
             return values
@@ -170,7 +168,7 @@ class Ranks:
         dist.all_reduce(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
         return values / self.world_size if how == "mean" else values
 
-    def highest(self, value: int) -> Callable[[], int]:
+    def begin_max(self, value: int) -> Callable[[], int]:
         """Begins to find the highest value of all processes; what it returns waits for that."""
         values = torch.tensor(float(value))
         work: Any = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
@@ -195,7 +193,7 @@ class Ranks:
 class Share(NamedTuple):
     """What a process tells the others of its part in some work."""
 
-    still: float = 0.0
+    idle_seconds: float = 0.0
     """Seconds since it made progress."""
     ended: bool = False
     result: Any = None
@@ -223,7 +221,7 @@ class JointWork:
         self.done = self.done + count
         self.advanced = time.monotonic()
 
-    def results(self, work: Callable[[], Any]) -> list[Any]:
+    def run_everywhere(self, work: Callable[[], Any]) -> list[Any]:
         """The results of all processes, in order; all of them call it.
 
         An exception of one is raised in all: an OSError once none is at work any more, any other at
@@ -240,9 +238,9 @@ class JointWork:
         thread.start()
         while True:
             thread.join(min(EXCHANGE_SECONDS, self.patience / 4))
-            own = found[0] if found else Share(still=time.monotonic() - self.advanced)
+            own = found[0] if found else Share(idle_seconds=time.monotonic() - self.advanced)
             try:
-                shares = self.ranks.gathered_objects(own, self.group)
+                shares = self.ranks.gather_objects(own, self.group)
             except RuntimeError as error:
                 raise TimeoutError(
                     f"another process has ended, or has not answered for {self.patience:.0f} s"
@@ -251,7 +249,7 @@ class JointWork:
             shares[self.ranks.rank] = own  # what was sent and came back has no traceback
             ended = all(share.ended for share in shares)
             for rank, share in enumerate(shares):
-                if share.still > self.patience:
+                if share.idle_seconds > self.patience:
                     raise TimeoutError(
                         f"process {rank} has written nothing for {self.patience:.0f} s"
                     )

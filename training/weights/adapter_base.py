@@ -145,7 +145,7 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
 
     ValueError if it was trained on other latents: made by another encoder, or normalised otherwise.
     """
-    file = ranks.agreed(lambda: find_base_file(cfg))
+    file = ranks.broadcast_result(lambda: find_base_file(cfg))
     given = f"init_from={cfg.init_from}"
     told = read_description(file)
     refuse_other_encoder(given, told.spec, spec)

@@ -77,7 +77,7 @@ class OpenedModel(NamedTuple):
     """A model that was read from its file, in evaluation mode, with its adapter merged in."""
 
     model: Denoiser
-    told: Description
+    description: Description
     """What the file says of the model; for an adapter that PEFT trained, what the file of its base
     says."""
     file: Path

@@ -19,7 +19,7 @@ from accel.kernels.operator import OPERATORS
 from accel.kernels.qk_rope import fused_qk_rope
 from accel.kernels.selective_scan import selective_scan
 from accel.kernels.swiglu import fused_swiglu
-from accel.saved_tensors import keeping
+from accel.saved_tensors import count_saved
 from accel.techniques import gradient_checkpointing
 from tests.harness.denoisers import fill_zero_layers, make_denoiser, make_inputs
 from tests.harness.operators import (
@@ -34,7 +34,7 @@ from tests.harness.operators import (
     run_both_ways,
 )
 from tests.harness.steps import assemble
-from training.config.schema import KERNELS
+from training.config.schema import KERNEL_KEYS
 
 SHORT = {"MAX_QUADRATIC": 16, "CHUNK": 16}
 """Constants of the scan with which 17 tokens take two chunks."""
@@ -224,7 +224,7 @@ def test_queries_and_keys_take_the_gradients_of_attention():
 def switch_kernels(model: nn.Module, on: bool) -> None:
     """Sets the switches directly: the techniques would ask for a GPU."""
     for module in model.modules():
-        for switch in KERNELS:
+        for switch in KERNEL_KEYS:
             if hasattr(module, switch):
                 setattr(module, switch, on)
 
@@ -272,7 +272,7 @@ def test_sharded_parameters_reach_the_operators_whole():
 
 def select(function):
     """Recomputes a function under the policy that keeps the outputs of products and scans."""
-    return gradient_checkpointing.recomputed(function, context_fn=gradient_checkpointing.contexts)
+    return gradient_checkpointing.recompute(function, context_fn=gradient_checkpointing.make_contexts)
 
 
 WRAPPED = {
@@ -305,7 +305,7 @@ def test_operators_survive_compiling_and_checkpointing(way):
 
 def test_a_selective_checkpoint_keeps_the_scan_and_not_the_norm():
     block, inputs = make_block()
-    with keeping(nn.Module()) as kept:
+    with count_saved(nn.Module()) as kept:
         select(block)(*inputs)
     assert {name.split("::")[1].split("_")[0] for name in kept.cached} == {"ssd"}
 
