@@ -1,5 +1,5 @@
-"""Kernels prove themselves in a process of their own before a run launches them; here, operators
-with faults."""
+"""Kernels prove themselves in a separate process before a run launches them; here, operators with
+faults."""
 
 from __future__ import annotations
 
@@ -18,71 +18,70 @@ from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.fused_kernels import FusedKernel
 from scripts import doctor
 from tests.harness.outcomes import FOUR_STEPS, read_columns
-from tests.harness.planted_models import PlantedModel
-from tests.harness.steps import EAGER, tiny_training
+from tests.harness.planted_models import GOOD, REFUSED, PlantedModel
+from tests.harness.steps import EAGER, read_ledger, tiny_training
 from tests.harness.words import CPU, TINY_RUN
+from train import train
+from training.assemble import Training
 from training.config.compose import compose
 
-GOOD = {
-    "refusal": None,
-    "error": 3e-3,
-    "definition_error": 4e-3,
-    "times": {"on": 0.41, "off": 2.9},
-    "replayed": {"on": 0.4, "off": 0.3},
-    "kept_mb": {"on": 1.9, "off": 15.0},
-}
+SCAN = ["fused_scan"]
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(monkeypatch, tmp_path):
-    """A cache of its own, and keys that can be had on a CPU."""
+def own_cache(monkeypatch, tmp_path):
+    """Gives each test an empty cache, and makes the keys available on a CPU."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(FusedKernel, "unavailable", lambda self: None)
+    monkeypatch.setattr(FusedKernel, "find_obstacle", lambda self: None)
 
 
 @pytest.fixture
 def trials(monkeypatch):
-    """The keys, and the timed ones, of each trial; what they find is as good as can be."""
-    asked = []
+    """The keys, and the timed keys, of each trial; every kernel is right and fast."""
+    calls = []
 
-    def tried(question, uses, keys, timed):
-        asked.append((keys, timed))
-        return {
-            key: dict(GOOD) if key in timed else {k: GOOD[k] for k in list(GOOD)[:3]}
-            for key in keys
-        }
+    def find_all_good(question, uses, keys, timed):
+        calls.append((keys, timed))
+        parity = {name: GOOD[name] for name in ("refusal", "error", "definition_error")}
+        return {key: dict(GOOD if key in timed else parity) for key in keys}
 
-    monkeypatch.setattr(proof, "run_trials", tried)
-    return asked
+    monkeypatch.setattr(proof, "run_trials", find_all_good)
+    return calls
 
 
-def stack_with(value="auto", runtime=None, **more) -> AccelerationStack:
+def plant_findings(monkeypatch, findings):
+    """Lets every trial of the scan end with these findings."""
+    monkeypatch.setattr(proof, "run_trials", lambda *_: {"fused_scan": dict(findings)})
+
+
+def make_stack(value="auto", runtime=None, **more) -> AccelerationStack:
     return AccelerationStack(EAGER | {"fused_scan": value} | (runtime or {}), CPU, **more)
 
 
-def proved(value="auto", folder=None, samples=8, model=None, **more):
-    """The value of the key, why, and what the run folder keeps, after a trial of the planted
-    model."""
-    stack = stack_with(value, **more)
+def prove_scan(value="auto", folder=None, samples=8, model=None, **more):
+    """Proves the scan of a planted model; returns its value, the reason, and what the run folder
+    keeps."""
+    stack = make_stack(value, **more)
     model = model or PlantedModel()
     kept = stack.prove_kernels(model, model, samples, folder)
     stack.on_model(model)
     assert all(block.fused_scan is stack.values["fused_scan"] for block in model.blocks)
-    found = next(t for t in stack.techniques if t.key == "fused_scan").proof
-    return found.on, found.why, kept
+    outcome = next(t for t in stack.techniques if t.key == "fused_scan").proof
+    return outcome.on, outcome.why, kept
 
 
-# In a process of its own.
+# Trials in a separate process.
 
 
 def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
-    on, why, kept = proved()
+    on, why, kept = prove_scan()
     assert on
     assert all(word in why for word in ("error", "definition", "ms a block against", "MB a sample"))
     assert kept["chosen"] == {"fused_scan": True}
     assert capfd.readouterr().err.count("Trying fused_scan") == 1
-    monkeypatch.setattr(proof, "run_trials", None)  # the next run asks the cache
-    assert proved()[:2] == (on, why)
+    # The next run reads the cache.
+    monkeypatch.setattr(proof, "run_trials", None)
+    assert prove_scan()[:2] == (on, why)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +105,9 @@ def test_a_kernel_that_is_not_its_definition_is_refused(fault, word, monkeypatch
     with comparing:
         trial.run_both_passes(block, tuple(inputs), torch.autocast("cpu", enabled=False))
     first, second = comparing.comparisons
-    assert word in first.refusal()
+    assert word in first.describe_refusal()
     assert second.output == "planted_backward[0]"
-    assert second.refusal() is None
+    assert second.describe_refusal() is None
 
 
 @pytest.mark.parametrize(
@@ -126,70 +125,55 @@ def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
     if fault == "hang":
         read = proof.read_findings
 
-        def impatient(file: Path) -> dict:
+        def read_impatiently(file: Path) -> dict:
             state = read(file)
             return state | ({"patience": 2.0} if state.get("doing") == "its parity test" else {})
 
-        monkeypatch.setattr(proof, "read_findings", impatient)
-    chosen, why, _ = proved()
+        monkeypatch.setattr(proof, "read_findings", read_impatiently)
+    chosen, why, _ = prove_scan()
     assert chosen is on
     assert word in why
-    monkeypatch.setattr(proof, "run_trials", lambda *a: {"fused_scan": dict(GOOD)})
-    passing = fault in ("crash", "hang")  # may have come from outside: the next run tries again
-    assert proved()[0] is (True if passing else on)
+    # A crash or a hang may have come from outside, so the next run tries again.
+    plant_findings(monkeypatch, GOOD)
+    assert prove_scan()[0] is (fault in ("crash", "hang") or on)
 
 
 def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
     """Keys before it keep their results, and another process tries the keys after it."""
-    starts = iter(
-        [
-            (
-                {"doing": "its parity test", "key": "b", "found": {"a": dict(GOOD)}},
-                "ended with signal SIGABRT",
-            ),
-            (
-                {
-                    "doing": "nothing more",
-                    "key": None,
-                    "found": {"a": GOOD, "b": proof.make_failure("x"), "c": GOOD},
-                },
-                "ended",
-            ),
-        ]
-    )
+    crash = {"doing": "its parity test", "key": "b", "found": {"a": GOOD}}
+    last = {"doing": "nothing more", "key": None}
+    last["found"] = {"a": GOOD, "b": proof.make_failure("x"), "c": GOOD}
+    ends = iter([(crash, "ended with signal SIGABRT"), (last, "ended")])
     jobs = []
 
-    def attended(folder):
+    def read_end(folder):
         jobs.append(json.loads((folder / "job.json").read_text())["found"])
-        return next(starts)
+        return next(ends)
 
-    monkeypatch.setattr(proof, "watch_trial", attended)
+    monkeypatch.setattr(proof, "watch_trial", read_end)
     question = Question({key: "auto" for key in "abc"}, {}, 8, CPU)
-    found = proof.run_trials(question, [], list("abc"), list("abc"))
+    findings = proof.run_trials(question, [], list("abc"), list("abc"))
     assert jobs[0] == {}
     assert (
         jobs[1]["b"]["refusal"]
         == "the process that tried it ended with signal SIGABRT in its parity test"
     )
-    assert found["c"] == GOOD
+    assert findings["c"] == GOOD
 
 
 def test_a_device_that_admits_no_second_process_is_a_reason(monkeypatch):
-    monkeypatch.setattr(
-        proof, "watch_trial", lambda folder: ({}, "ended with code 1 (CUDA error: device busy)")
-    )
-    on, why, _ = proved()
+    end = "ended with code 1 (CUDA error: device busy)"
+    monkeypatch.setattr(proof, "watch_trial", lambda folder: ({}, end))
+    on, why, _ = prove_scan()
     assert not on
-    assert (
-        why == "the process that tried it ended with code 1 (CUDA error: device busy) in its start"
-    )
+    assert why == f"the process that tried it {end} in its start"
 
 
 def test_a_model_that_cannot_be_sent_is_a_reason():
     model = PlantedModel()
     for block in model.blocks:
         block.hidden = lambda: None
-    on, why, _ = proved(model=model)
+    on, why, _ = prove_scan(model=model)
     assert not on
     assert "cannot be sent to another process" in why
 
@@ -197,56 +181,50 @@ def test_a_model_that_cannot_be_sent_is_a_reason():
 # Questions and decisions.
 
 
-def test_true_skips_the_time_and_never_the_parity(trials):
-    assert proved(True)[:2] == (True, "error 3e-03 (definition 4e-03)")
-    assert trials == [(["fused_scan"], [])]
-
-
-def test_deterministic_decides_by_parity_alone(trials):
-    assert proved(deterministic=True)[0]
-    assert trials == [(["fused_scan"], [])]
+@pytest.mark.parametrize(("value", "deterministic"), [(True, False), ("auto", True)])
+def test_true_and_deterministic_skip_the_time_and_never_the_parity(value, deterministic, trials):
+    on, why, _ = prove_scan(value, deterministic=deterministic)
+    assert on
+    assert why == "error 3e-03 (definition 4e-03)"
+    assert trials == [(SCAN, [])]
 
 
 def test_a_model_without_the_operator_asks_nothing(trials):
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(1, 1)])
-    assert stack_with().prove_kernels(model, lambda: None, 8) == {}
+    assert make_stack().prove_kernels(model, lambda: None, 8) == {}
     assert trials == []
 
 
 def test_nothing_is_launched_that_was_not_proved():
-    stack = stack_with(True)
     model = PlantedModel()
-    stack.on_model(model)
+    make_stack(True).on_model(model)
     assert not any(block.fused_scan for block in model.blocks)
 
 
 def test_on_unavailable_error_accepts_a_measured_off_and_no_failed_parity(monkeypatch):
-    slow = GOOD | {"times": {"on": 2.0, "off": 1.0}}
-    monkeypatch.setattr(proof, "run_trials", lambda *a: {"fused_scan": slow})
-    assert not proved(on_unavailable="error")[0]
-    monkeypatch.setattr(
-        proof, "run_trials", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
-    )
+    plant_findings(monkeypatch, GOOD | {"times": {"on": 2.0, "off": 1.0}})
+    assert not prove_scan(on_unavailable="error")[0]
+    plant_findings(monkeypatch, REFUSED)
     with pytest.raises(ValueError, match=r"fused_scan=true \(ssd\[0\] is not finite"):
-        proved(True, samples=9, on_unavailable="error")
-    assert proved(True, samples=9)[:2] == (False, "ssd[0] is not finite")
+        prove_scan(True, samples=9, on_unavailable="error")
+    assert prove_scan(True, samples=9)[:2] == (False, REFUSED["refusal"])
 
 
 def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch, trials):
-    monkeypatch.setattr(
-        FusedKernel, "unavailable", lambda self: "The Triton kernels need an NVIDIA GPU."
-    )
-    assert not stack_with(on_unavailable="error").values["fused_scan"]
+    reason = "The Triton kernels need an NVIDIA GPU."
+    monkeypatch.setattr(FusedKernel, "unavailable", lambda self: reason)
+    assert not make_stack(on_unavailable="error").values["fused_scan"]
     with pytest.raises(ValueError, match="fused_scan=True"):
-        stack_with(True, on_unavailable="error")
+        make_stack(True, on_unavailable="error")
 
 
 @pytest.mark.parametrize(
     ("on", "off", "chosen", "word"),
     [
         (0.41, 2.9, True, "0.41 ms a block against 2.9 ms, keeps 1.9 of 15 MB a sample"),
-        (1.03, 1.0, True, "1.03 ms"),  # ties go to the kernel
+        # Ties go to the kernel.
+        (1.03, 1.0, True, "1.03 ms"),
         (1.04, 1.0, False, "1.04 ms"),
         (0.41, None, True, "memory ran out without it"),
         (None, 1.0, False, "memory ran out with it"),
@@ -254,147 +232,141 @@ def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch, trials):
     ],
 )
 def test_a_kernel_is_chosen_unless_it_is_slower_by_three_per_cent(on, off, chosen, word):
-    found = judge(GOOD | {"times": {"on": on, "off": off}}, timed=True)
-    assert found.on is chosen
-    assert found.why.startswith("error 3e-03 (definition 4e-03), ")
-    assert word in found.why
+    verdict = judge(GOOD | {"times": {"on": on, "off": off}}, timed=True)
+    assert verdict.on is chosen
+    assert verdict.why.startswith("error 3e-03 (definition 4e-03), ")
+    assert word in verdict.why
 
 
 def test_a_captured_run_goes_by_the_times_without_launches(trials, monkeypatch):
-    """One trial serves both kinds of run: what is launched kernel by kernel gains from fewer of
-    them."""
-    assert proved()[0]
-    assert "0.41 ms a block against 2.9 ms" in proved()[1]
+    """One trial serves both kinds of run: launches cost time only in a run that is not captured."""
+    on, why, _ = prove_scan()
+    assert on
+    assert "0.41 ms a block against 2.9 ms" in why
     monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
-    runtime = {"cuda_graph": True}
-    on, why, _ = proved(runtime=runtime)
-    assert (on, "0.4 ms a block against 0.3 ms" in why) == (False, True)
+    on, why, _ = prove_scan(runtime={"cuda_graph": True})
+    assert not on
+    assert "0.4 ms a block against 0.3 ms" in why
     assert len(trials) == 1
 
 
 def test_parity_alone_is_shared_by_runs_that_differ_in_time_only(trials):
-    proved(True)
-    proved(True, runtime={"gradient_checkpointing": True, "cuda_graph": True})
+    prove_scan(True)
+    prove_scan(True, runtime={"gradient_checkpointing": True, "cuda_graph": True})
     assert len(trials) == 1
-    proved(True, runtime={"residual_in_fp32": False})
+    prove_scan(True, runtime={"residual_in_fp32": False})
     assert len(trials) == 2
-    proved("auto")
-    proved("auto", runtime={"gradient_checkpointing": True})
+    prove_scan("auto")
+    prove_scan("auto", runtime={"gradient_checkpointing": True})
     assert len(trials) == 4
 
 
-def test_ranks_that_disagree_come_to_one_answer(monkeypatch):
+def test_ranks_that_disagree_come_to_one_answer():
     """Parity by AND, times by MAX."""
     slow = GOOD | {"times": {"on": 3.0, "off": 2.0}, "error": 5e-3}
     both = merge_findings([{"a": GOOD}, {"a": slow}])["a"]
     assert both["times"] == {"on": 3.0, "off": 2.9}
     assert both["error"] == 5e-3
-    refused = GOOD | {"refusal": "ssd[0] is not finite"}
-    assert not judge(merge_findings([{"a": GOOD}, {"a": refused}])["a"], timed=True).on
+    assert not judge(merge_findings([{"a": GOOD}, {"a": REFUSED}])["a"], timed=True).on
     out_of_memory = GOOD | {"times": {"on": 0.4, "off": None}}
-    assert merge_findings([{"a": GOOD}, {"a": out_of_memory}])["a"]["times"]["off"] is None
+    both = merge_findings([{"a": GOOD}, {"a": out_of_memory}])["a"]
+    assert both["times"]["off"] is None
 
 
 def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trials):
-    proved()
+    prove_scan()
     monkeypatch.setattr(proof, "gather_objects", lambda item: [item, item])
-    proved()
+    prove_scan()
     assert len(trials) == 1
 
-    def with_another(item):
-        return (
-            [item, (item[0] | {"gpu": "another"}, *item[1:])]
-            if isinstance(item, tuple)
-            else [item] * 2
-        )
+    def gather_other_gpu(item):
+        if not isinstance(item, tuple):
+            return [item, item]
+        facts, *rest = item
+        return [item, (facts | {"gpu": "another"}, *rest)]
 
-    monkeypatch.setattr(proof, "gather_objects", with_another)
-    proved()
+    monkeypatch.setattr(proof, "gather_objects", gather_other_gpu)
+    prove_scan()
     assert len(trials) == 2
 
 
-# What is remembered.
+# What the cache and the run folder remember.
 
 
-def resumed(folder: Path, kept: dict) -> None:
+def write_choice(folder: Path, kept: dict) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / proof.KERNELS_FILE).write_text(json.dumps(kept))
+    return folder
 
 
-def test_a_resumed_run_keeps_its_choice(tmp_path, trials, monkeypatch):
-    _, _, kept = proved()
+def test_a_resumed_run_keeps_its_choice(tmp_path, trials):
+    _, _, kept = prove_scan()
     slow = GOOD | {"times": {"on": 9.0, "off": 1.0}}
-    found = {"facts": kept["facts"], "chosen": {"fused_scan": False}, "found": {"fused_scan": slow}}
-    resumed(tmp_path / "run", found)
-    on, why, again = proved(folder=tmp_path / "run")
-    assert not on  # whatever the cache says
+    kept |= {"chosen": {"fused_scan": False}, "found": {"fused_scan": slow}}
+    on, why, again = prove_scan(folder=write_choice(tmp_path / "run", kept))
+    # The cache says otherwise.
+    assert not on
     assert why.startswith("this run has chosen before: ")
     assert again["chosen"] == {"fused_scan": False}
     assert len(trials) == 1
 
 
 def test_on_another_machine_a_resumed_run_proves_its_choice_again(tmp_path, trials, monkeypatch):
-    _, _, kept = proved()
+    _, _, kept = prove_scan()
     kept["facts"]["driver"] = "another"
-    resumed(tmp_path / "run", kept)
+    folder = write_choice(tmp_path / "run", kept)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
-    assert proved(folder=tmp_path / "run")[0]
-    # parity, and no times
-    assert trials == [(["fused_scan"], ["fused_scan"]), (["fused_scan"], [])]
-    monkeypatch.setattr(
-        proof, "run_trials", lambda *a: {"fused_scan": GOOD | {"refusal": "ssd[0] is not finite"}}
-    )
+    assert prove_scan(folder=folder)[0]
+    # The second trial is of parity alone.
+    assert trials == [(SCAN, SCAN), (SCAN, [])]
+    plant_findings(monkeypatch, REFUSED)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a third"))
-    assert not proved(folder=tmp_path / "run")[0]
+    assert not prove_scan(folder=folder)[0]
     kept["chosen"]["fused_scan"] = False
-    resumed(tmp_path / "run", kept)
-    assert not proved(folder=tmp_path / "run")[0]
+    assert not prove_scan(folder=write_choice(folder, kept))[0]
 
 
 @pytest.mark.parametrize("how", ["batch", "precision", "kernels", "damaged"])
 def test_a_stale_cache_is_not_believed(how, trials, monkeypatch, tmp_path):
-    proved()
+    prove_scan()
     more: dict = {}
     if how == "batch":
         more["samples"] = 16
     elif how == "precision":
         monkeypatch.setitem(EAGER, "precision", "bf16")
-        monkeypatch.setattr("accel.techniques.precision.Precision.unavailable", lambda self: None)
+        monkeypatch.setattr("accel.techniques.precision.Precision.find_obstacle", lambda self: None)
     elif how == "kernels":
         monkeypatch.setattr(Path, "read_bytes", lambda self: b"another source")
     else:
         file = next((tmp_path / "cache").rglob("*.json"))
         file.write_text(file.read_text()[:40])
-    proved(**more)
+    prove_scan(**more)
     assert len(trials) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(trials, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="cannot be written"):
-        assert proved()[0]
+        assert prove_scan()[0]
 
 
 def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path, monkeypatch):
-    import train
-    from training.assemble import Training
-
     class StoppedError(Exception):
         pass
 
     def warm_up(self):
         raise StoppedError
 
-    words = ["runtime=eager", "runtime.fused_scan=auto", f"run_dir={tmp_path / 'run'}", *TINY_RUN]
+    folder = tmp_path / "run"
+    words = ["runtime=eager", "runtime.fused_scan=auto", f"run_dir={folder}", *TINY_RUN]
     with monkeypatch.context() as patched:
         patched.setattr(Training, "warm_up", warm_up)
         with pytest.raises(StoppedError):
-            train.train(compose(words))
-    file = tmp_path / "run" / proof.KERNELS_FILE
-    kept = json.loads(file.read_text())
+            train(compose(words))
+    kept = json.loads((folder / proof.KERNELS_FILE).read_text())
     assert kept["chosen"] == {"fused_scan": True}
-    file.write_text(json.dumps(kept | {"chosen": {"fused_scan": False}}))
-    row = train.train(compose(words))["ledger"]["fused_scan"]
+    write_choice(folder, kept | {"chosen": {"fused_scan": False}})
+    row = train(compose(words))["ledger"]["fused_scan"]
     assert row["active"] is False
     assert row["evidence"].startswith("this run has chosen before: error 3e-03")
     assert len(trials) == 1
@@ -402,12 +374,10 @@ def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path, monkeypatch
 
 def test_the_ledger_tells_why(trials):
     training = tiny_training(fused_scan="auto", fused_conv=True)
-    ledger = {row.key: row for row in training.warm_up()}
+    ledger = read_ledger(training)
     assert ledger["fused_scan"].requested == "auto"
-    assert (
-        "0.41 ms a block against 2.9 ms, keeps 1.9 of 15 MB a sample"
-        in ledger["fused_scan"].evidence
-    )
+    times = "0.41 ms a block against 2.9 ms, keeps 1.9 of 15 MB a sample"
+    assert times in ledger["fused_scan"].evidence
     assert ledger["fused_conv"].evidence.startswith("error 3e-03 (definition 4e-03)")
 
 
@@ -418,14 +388,16 @@ def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
         "model.head_dim=16",
         "model.mixer.state_dim=16",
         "runtime=eager",
+        "runtime.fused_scan=auto",
+        "batch_size=32",
+        "accumulation_steps=2",
     ]
-    words += ["runtime.fused_scan=auto", "batch_size=32", "accumulation_steps=2"]
     assert doctor.main(["--json", "--kernels", *words]) == 0
     rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["kernels"]}
     assert rows["runtime.fused_scan"]["on"]
     assert "0.41 ms a block against 2.9 ms" in rows["runtime.fused_scan"]["why"]
     assert not rows["runtime.fused_conv"]["on"]
-    assert trials == [(["fused_scan"], ["fused_scan"])]
+    assert trials == [(SCAN, SCAN)]
     with pytest.raises(SystemExit):
         doctor.main(["--kernels", "runtime.fused_scan=maybe"])
 
@@ -439,11 +411,10 @@ def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path)
     assert row["active"] is False
     assert "its parity test failed" in row["evidence"]
     assert len(read_columns(tmp_path / "run", "loss")) == 4
-    assert not list((tmp_path / "cache").rglob("kernels/*"))  # the next run tries again
+    # The next run tries again.
+    assert not list((tmp_path / "cache").rglob("kernels/*"))
 
 
 def test_only_three_values_are_taken():
     with pytest.raises(ValueError, match=r"runtime.fused_scan=maybe must be false, true or auto"):
         compose(["runtime.fused_scan=maybe"])
-    assert compose(["runtime=fast"]).cfg.runtime.fused_scan == "auto"
-    assert compose(["runtime.fused_scan=true"]).cfg.runtime.fused_scan is True

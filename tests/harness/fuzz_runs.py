@@ -24,7 +24,7 @@ from accel.proof import Question, prove
 from evaluation.evaluator import PROTOCOL_FILE, TrainingDistances
 from sampling.load import load_run
 from scripts.report.__main__ import ReportConfig, report
-from tests.accel.test_proof import GOOD
+from tests.harness.planted_models import GOOD
 from tests.harness.fuzz import ODD, Say, as_json, mutate_bytes, mutate_tree
 from tests.harness.fuzz_sets import mutate_header, mutate_payload, mutate_tensors
 from tests.harness.words import CPU, TINY_RUN
