@@ -124,7 +124,7 @@ def use_loader(folder: Path, kind: Any, on_corrupt: str, **options: Any) -> None
         path=str(folder), batch_size=5, seed=0, device=CPU, on_corrupt=on_corrupt, **options
     )
     manifest = read_manifest(str(folder))
-    normalise = make_spec(manifest, open_source(str(folder)), "channel").normaliser(CPU)
+    normalise = make_spec(manifest, open_source(str(folder)), "channel").make_normaliser(CPU)
     splits = {
         "train": [next(loader) for _ in range(-(-manifest.count // 5))],
         "held_out": list(loader.held_out(4)),

@@ -7,7 +7,7 @@ import io
 import json
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -145,6 +145,17 @@ def save_latent_set(
     return manifest
 
 
+def save_named_set(folder: Path, names: list[str]) -> list[str]:
+    """Writes random latents of classes with these names, and returns the words of a run on them."""
+    samples = [random_samples(count, seed, (1, 4, 4)) for seed, count in enumerate((20, 4))]
+    for split in samples:
+        split["labels"] %= max(1, len(names))
+    encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
+    shards = list(zip(("train", "held_out"), samples, strict=True))
+    save_latent_set(folder, shards, class_names=names, encoder=encoder, encoder_sha256=None)
+    return ["data=resident", f"data.path={folder}", "model.patch_size=2"]
+
+
 def write_shard(
     file: Path, tensors: dict[str, torch.Tensor], split: str = "train", parts: int = 5
 ) -> Shard:
@@ -166,12 +177,10 @@ def random_samples(
     return tensors | {"labels": torch.arange(count) % 3}
 
 
-def write_tar(file: Path, members: Mapping[str, bytes] | Iterable[tuple[str, bytes]]) -> Path:
-    """Writes a tar of members by name; as pairs, two may have the same name."""
+def write_tar(file: Path, members: Mapping[str, bytes]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    pairs = members.items() if isinstance(members, Mapping) else members
     with tarfile.open(file, "w") as tar:
-        for name, content in pairs:
+        for name, content in members.items():
             add_member(tar, name, content)
     return file
 

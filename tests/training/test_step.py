@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel.kernels.add_norm import add_norm
-from accel.kernels.bidirectional_ssd import bidirectional_ssd
-from accel.kernels.local_mix import local_mix
 from accel.techniques.precision import LossScaler
+from data.digits import DigitLatents
+from tests.harness.denoisers import fill_zero_layers, make_denoiser
 from tests.harness.steps import (
     VARIANTS,
     allow_any_precision,
@@ -19,6 +18,8 @@ from tests.harness.steps import (
     name_variant,
     tiny_training,
 )
+from tests.harness.words import CPU
+from training.step import EMA
 
 CUDA = torch.device("cuda")
 
@@ -28,23 +29,22 @@ def any_precision(monkeypatch):
     allow_any_precision(monkeypatch)
 
 
+def copy_state(step) -> list[torch.Tensor]:
+    """Parameters, averages and moments."""
+    moments = [tensor for entry in step.optimizer.state.values() for tensor in entry.values()]
+    return [tensor.detach().clone() for tensor in step.parameters + step.ema.averages + moments]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_changes_nothing(fused, bad):
-    model, step, _, loader = assemble(fused_adamw=fused)
+    _, step, _, loader = assemble(fused_adamw=fused)
     step([next(loader)])
-    moments = [t.clone() for s in step.optimizer.state.values() for t in s.values()]
-    before = (
-        [p.detach().clone() for p in model.parameters()]
-        + [a.clone() for a in step.ema.averages]
-        + moments
-    )
+    before = copy_state(step)
     batch = next(loader)
     output = step([batch._replace(latents=batch.latents * bad)])
-    after = [p.detach() for p in model.parameters()] + step.ema.averages
-    after += [t for s in step.optimizer.state.values() for t in s.values()]
     assert output.skipped == 1.0
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, copy_state(step), strict=True))
     assert step([next(loader)]).skipped == 0.0
 
 
@@ -113,15 +113,6 @@ def test_a_spike_does_not_move_the_loss_scale():
     assert step.scaler.scale == 1024.0
 
 
-def test_the_loss_scale_is_part_of_the_state():
-    training = tiny_training(precision="fp16")
-    other = tiny_training(precision="fp16")
-    training.step.scaler.scale.fill_(256.0)
-    training.step.scaler.good_steps.fill_(7)
-    other.state.load_state_dict(training.state.state_dict())
-    assert (other.step.scaler.scale, other.step.scaler.good_steps) == (256.0, 7)
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypatch):
     """Memory that PyTorch takes and nobody writes to is full of NaN here."""
@@ -141,63 +132,67 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypat
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 
 
-OPTIMIZERS = {"AdamW": [], "Adam": [], "SGD": ["~optim.betas"]}
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulation_equals_one_large_batch(parts):
+    _, step, _, loader = assemble(fused_adamw=True)
+    whole = step([next(loader)])
+    _, accumulated, _, _ = assemble(fused_adamw=True)
+    pieces = DigitLatents(batch_size=8 // parts, seed=0, device=CPU)
+    output = accumulated([next(pieces) for _ in range(parts)])
+    torch.testing.assert_close(output.loss, whole.loss, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(output.grad_norm, whole.grad_norm, rtol=1e-5, atol=0.0)
+    moments = (optimizer.state.values() for optimizer in (step.optimizer, accumulated.optimizer))
+    # After one step the first moment is the gradient, times 0.1.
+    for a, b in zip(*moments, strict=True):
+        torch.testing.assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_state_is_restored_in_place_where_a_graph_may_hold_on_to_it(optimizer):
-    """Also the state before the first step; and what follows is the same, bit for bit."""
-    words = [f"optim._target_=torch.optim.{optimizer}", *OPTIMIZERS[optimizer]]
-    training = tiny_training("mamba", *words)
-    reference = tiny_training("mamba", *words)
-    entries = training.step.optimizer.state
-    with training.state.preserve():
-        training.take_step()
-        moments = [t for of_parameter in entries.values() for t in of_parameter.values()]
-    training.take_step()
-    if optimizer != "SGD":
-        now = [t for of_parameter in entries.values() for t in of_parameter.values()]
-        assert all(a is b for a, b in zip(moments, now, strict=True))
-    reference.take_step()
-    pairs = zip(training.model.parameters(), reference.model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+def test_a_step_has_the_rates_of_the_samples_it_ends_at():
+    """A step has 8 samples, the warm-up 160, and at 160 samples the half-life is 0.05 · 160."""
+    step = tiny_training("mamba", "schedule.warmup_samples=160").step
+    step.schedule(72)
+    assert step.lr == pytest.approx(0.5e-3)
+    step.schedule(152)
+    assert step.lr == pytest.approx(1e-3)
+    assert step.ema_weight.item() == pytest.approx(0.5)
 
 
-def ops_in(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, ...]]:
-    """What each public op returns for activations in `dtype` and parameters in fp32, as autocast
-    has it."""
-    torch.manual_seed(0)
-    B = 2
-    L = 9
-    D = 8
-    K = 2
-    P = 4
-    N = 4
-    x = torch.randn(B, L, D)
-    gate, scale, shift = torch.randn(3, B, D)
-    dt, dt_bias, A_log = torch.randn(B, L, 2, K), *torch.randn(2, 2, K)
-    B_in, C_out = torch.randn(2, B, L, 2, N)
-    with torch.amp.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-        h, z = add_norm(
-            x.to(dtype), gate.to(dtype), torch.randn(B, L, D), scale.to(dtype), shift.to(dtype)
-        )
-        heads = x.to(dtype).unflatten(-1, (K, P))
-        groups = (B_in.to(dtype), C_out.to(dtype))
-        y = bidirectional_ssd(
-            heads, dt.to(dtype), dt_bias, A_log, *groups, torch.ones(K), heads, torch.ones(K, P)
-        )
-        mixed = local_mix(x.to(dtype), torch.randn(D, 1, 3, 3), torch.randn(D), (3, 3))
-    return {"add_norm": (h, z), "bidirectional_ssd": (y,), "local_mix": (mixed,)}
+def test_the_average_has_its_half_life_and_ramp():
+    model = torch.nn.Linear(1, 1, bias=False)
+    ema = EMA(model, half_life_samples=100.0, ramp=0.05)
+    model.weight.data.fill_(0.0)
+    ema.averages[0].fill_(1.0)
+    for _ in range(10):
+        ema.update(torch.tensor(ema.compute_weight(10**6, 10)))
+    assert ema.averages[0].item() == pytest.approx(0.5)
+    # The ramp shortens the half-life to 0.05 · 200 = 10 samples.
+    assert ema.compute_weight(200, 10) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("op", ["add_norm", "bidirectional_ssd", "local_mix"])
-def test_ops_under_autocast_keep_the_dtype_they_are_given_and_the_residual_in_fp32(op):
-    narrow = ops_in(torch.bfloat16)[op]
-    wide = ops_in(torch.float32)[op]
-    assert narrow[0].dtype == torch.bfloat16
-    assert all(t.dtype == torch.float32 for t in narrow[1:])  # the residual
-    for a, b in zip(narrow, wide, strict=True):
-        torch.testing.assert_close(a.float(), b, rtol=5e-2, atol=5e-2)
+def test_an_update_in_parts_has_the_same_bits(monkeypatch):
+    model = fill_zero_layers(make_denoiser("dit"))
+    whole = EMA(model, 100.0)
+    monkeypatch.setattr("accel.composite_optimizer.PART_ELEMENTS", 1000)
+    parts = EMA(model, 100.0)
+    assert len(whole.parts) == 1 < len(parts.parts)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    for ema in (whole, parts):
+        ema.update(torch.tensor(0.3))
+    assert all(torch.equal(a, b) for a, b in zip(whole.averages, parts.averages, strict=True))
+
+
+def test_the_averages_are_applied_and_taken_back_bit_for_bit():
+    model = fill_zero_layers(make_denoiser("dit"))
+    ema = EMA(model, 100.0)
+    for average in ema.averages:
+        average.add_(1.0)
+    parameters = [p.detach().clone() for p in model.parameters()]
+    averages = [average.clone() for average in ema.averages]
+    with ema.swap_in():
+        assert all(torch.equal(p, a) for p, a in zip(model.parameters(), averages, strict=True))
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ema.averages, averages, strict=True))
 
 
 @pytest.mark.gpu

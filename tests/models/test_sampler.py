@@ -1,0 +1,68 @@
+"""Solvers, the shift of their times, and guidance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.sampler import make_guided_velocity, sample
+from sampling.load import draw_latents
+from tests.harness.steps import tiny_training
+from training.config.schema import SamplingConfig
+
+
+def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
+    times: list[float] = []
+    sample(lambda x, t: times.append(t) or x, torch.ones(1, 1, 1, 1), 4, "euler", shift=3.0)
+    # 3t / (1 + 2t) at 1, 3/4, 1/2 and 1/4
+    assert times == pytest.approx([1.0, 0.9, 0.75, 0.5])
+
+
+def test_every_setting_of_the_sampler_reaches_the_samples():
+    training = tiny_training()
+    labels = torch.arange(4)
+
+    def draw(**settings):
+        cfg = SamplingConfig(**{"steps": 4} | settings)
+        return draw_latents(training.model, training.loader.spec, labels, labels, 0, cfg)
+
+    reference = draw()
+    assert torch.equal(draw(), reference)
+    for key, value in {
+        "shift": 3.0,
+        "steps": 3,
+        "solver": "euler",
+        "guidance": 3.0,
+        "guidance_interval": [0.1, 0.9],
+    }.items():
+        assert not torch.allclose(draw(**{key: value}), reference), key
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+def test_a_straight_path_is_exact_in_one_step(solver):
+    z, noise = torch.randn(2, 2, 1, 4, 4)
+    latents = sample(lambda x, t: noise - z, noise, 1, solver, shift=3.0)
+    torch.testing.assert_close(latents, z, rtol=1e-4, atol=1e-5)
+
+
+def test_guidance_extrapolates_inside_its_interval_only():
+    sizes = []
+
+    def model(x, t, y):
+        sizes.append(len(x))
+        return y.view(-1, 1, 1, 1).float().expand_as(x)
+
+    labels = torch.tensor([1, 2])
+    velocity = make_guided_velocity(
+        model, labels, null_label=5, guidance=3.0, guidance_interval=(0.2, 0.8)
+    )
+    x = torch.zeros(2, 1, 1, 1)
+    assert velocity(x, 0.5).flatten().tolist() == [5 + 3 * (1 - 5), 5 + 3 * (2 - 5)]
+    assert velocity(x, 0.9).flatten().tolist() == [1, 2]
+    assert sizes == [4, 2]
+
+
+@pytest.mark.parametrize(("steps", "solver"), [(0, "heun"), (4, "dpm")])
+def test_sampling_refuses_what_it_cannot_do(steps, solver):
+    with pytest.raises(ValueError, match=r"steps=0|solver=dpm"):
+        sample(lambda x, t: x, torch.zeros(1, 1, 1, 1), steps, solver)

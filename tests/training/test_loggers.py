@@ -1,0 +1,148 @@
+"""Loggers are optional: none of them stops a run."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.harness.outcomes import read_columns
+from training.loggers import NoLogger, WandbLogger
+from training.state import TrainState
+
+Run = Callable[..., dict[str, Any]]
+TWENTY_STEPS = ["total_samples=160", "runtime=eager", "log_every=1"]
+
+
+def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(
+    run, monkeypatch, capsys
+):
+    facts: dict = {}
+    monkeypatch.setattr(NoLogger, "start", lambda self, folder, config: facts.update(config))
+    monkeypatch.setattr(NoLogger, "finish", lambda self, summary: facts.update(summary))
+    monkeypatch.setattr(TrainState, "advance", lambda self, samples: sys.exit(75))
+    with pytest.raises(SystemExit):
+        run()
+    assert facts["hardware"]
+    assert {"versions", "git"} <= facts.keys()
+    assert facts["ledger"]["fused_adamw"]["evidence"]
+    assert capsys.readouterr().out.count("\nAcceleration: compile=false fused_adamw=") == 1
+
+
+class Wandb(types.ModuleType):
+    """W&B as far as fastlatent uses it, down from one of four moments on."""
+
+    def __init__(self, down: str) -> None:
+        super().__init__("wandb")
+        self.down = down
+        self.lines = []
+        self.summary = {"sample_grid": "a picture"}
+        self.Settings = dict
+
+    def init(self, mode: str, settings: dict, **_: object) -> Wandb:
+        self.settings = settings
+        if self.down == "start" and mode == "online":
+            raise ConnectionError("no route to host")
+        return self
+
+    def define_metric(self, *_: object, **__: object) -> None:
+        pass
+
+    def log(self, metrics: dict) -> None:
+        if self.down == "middle" and metrics["samples"] > 80:
+            raise ConnectionError("broken pipe")
+        self.lines.append(metrics)
+
+    def teardown(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        if self.down == "end":
+            raise ConnectionError("broken pipe")
+        if self.down == "hangs at the end":
+            time.sleep(min(600.0, self.settings["finish_timeout"]))
+            if self.settings["finish_timeout_raises"]:
+                raise TimeoutError("Timed out finishing run.")
+
+
+@pytest.mark.fault(
+    "W&B down at the start, in the middle, at the end, or hanging",
+    "one warning; the run and metrics.jsonl are complete",
+)
+@pytest.mark.parametrize(
+    ("down", "warning", "lines"),
+    [
+        ("start", "cannot be reached", 20),
+        ("middle", "broken pipe", 10),
+        ("end", "broken pipe", 20),
+        ("hangs at the end", "Timed out", 20),
+    ],
+)
+def test_wandb_down(
+    down: str, warning: str, lines: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fake = Wandb(down)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("training.loggers.FINISH_SECONDS", 0.5)
+    with pytest.warns(UserWarning, match=warning):
+        run(*TWENTY_STEPS, "logger=wandb")
+    assert read_columns(tmp_path / "run", "step") == [[step] for step in range(1, 21)]
+    assert len(fake.lines) == lines
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "W&B itself at a port where nobody listens", "one warning, logged offline; the run is complete"
+)
+def test_wandb_at_a_dead_port(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with pytest.warns(UserWarning, match="W&B cannot be reached"):
+        run(*TWENTY_STEPS, "logger=wandb")
+    assert len(read_columns(tmp_path / "run", "step")) == 20
+    assert list((tmp_path / "run").glob("wandb/offline-run-*"))
+
+
+def test_wandb_keeps_the_picture_and_no_null(monkeypatch):
+    """A path under `sample_grid` would replace the picture in the summary of W&B."""
+    fake = Wandb("never")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    logger = WandbLogger()
+    logger.run = fake  # pyright: ignore[reportAttributeAccessIssue]
+    logger.log({"loss": 1.0, "mfu": None}, 8)
+    logger.finish({"steps": 2, "mfu": None, "sample_grid": "runs/a/samples/step-2.png"})
+    assert fake.lines == [{"loss": 1.0, "samples": 8}]
+    assert fake.summary == {"sample_grid": "a picture", "steps": 2}
+
+
+def test_wandb_receives_the_sample_grid(run: Run, tmp_path: Path):
+    """The picture is read back from the offline files, and so is the record that names it."""
+    run("logger=wandb", "logger.mode=offline", "sample_every=2", "sampling.steps=2")
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (picture,) = (folder / "files" / "media" / "images").glob("sample_grid_*.png")
+    (grid,) = (tmp_path / "run" / "samples").glob("step-*.png")
+    assert np.array_equal(np.asarray(Image.open(picture)), np.asarray(Image.open(grid)))
+    record = next(folder.glob("*.wandb")).read_bytes()
+    digest = hashlib.sha256(picture.read_bytes()).hexdigest().encode()
+    assert re.search(rb'sample_grid.{1,300}"image-file".{1,400}' + digest, record, re.DOTALL)
+
+
+def test_tensorboard(run, tmp_path):
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
+    run("logger=tensorboard")
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_a_missing_logger_package_costs_one_warning(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.warns(UserWarning, match="TensorBoardLogger failed"):
+        assert run("logger=tensorboard")["steps"] == 2

@@ -1,0 +1,87 @@
+"""The state of a run: what warm-up and restoring leave of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness.steps import allow_any_precision, tiny_training
+from training.checkpoint.files import flatten
+from training.distributed.ranks import Ranks
+from training.state import TrainState
+
+
+def copy_tensors(state: TrainState) -> list[Tensor]:
+    """Parameters, averages, moments and generators."""
+    leaves = [leaf for _, leaf in flatten(state.state_dict())]
+    return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def test_warm_up_leaves_no_trace():
+    training = tiny_training(fused_adamw=True)
+    state = training.state
+    training.take_step()
+    before = copy_tensors(state)
+    position = training.loader.state_dict()
+    samples = state.samples
+    with state.preserve():
+        training.stack.warm_up(lambda: (torch.rand(3), training.take_step()), training.model.blocks)
+        assert state.samples != samples
+    after = copy_tensors(state)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert (training.loader.state_dict(), state.samples) == (position, samples)
+
+
+OPTIMIZERS = {"AdamW": [], "Adam": [], "SGD": ["~optim.betas"]}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_is_restored_in_place_where_a_graph_may_hold_on_to_it(optimizer):
+    """Also the state before the first step; and what follows is the same, bit for bit."""
+    words = [f"optim._target_=torch.optim.{optimizer}", *OPTIMIZERS[optimizer]]
+    training = tiny_training("mamba", *words)
+    reference = tiny_training("mamba", *words)
+
+    def list_moments():
+        entries = training.step.optimizer.state.values()
+        return [tensor for entry in entries for tensor in entry.values()]
+
+    with training.state.preserve():
+        training.take_step()
+        moments = list_moments()
+    training.take_step()
+    if optimizer != "SGD":
+        assert all(a is b for a, b in zip(moments, list_moments(), strict=True))
+    reference.take_step()
+    pairs = zip(training.model.parameters(), reference.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_loss_scale_is_part_of_the_state(monkeypatch):
+    allow_any_precision(monkeypatch)
+    training = tiny_training(precision="fp16")
+    other = tiny_training(precision="fp16")
+    training.step.scaler.scale.fill_(256.0)
+    training.step.scaler.good_steps.fill_(7)
+    other.state.load_state_dict(training.state.state_dict())
+    assert (other.step.scaler.scale, other.step.scaler.good_steps) == (256.0, 7)
+
+
+def test_what_any_process_skipped_is_known_to_all():
+    """Two processes read other blocks; the first writes the metrics and the checkpoint."""
+
+    class Two(Ranks):
+        def all_reduce(self, values: Any, how: str = "mean") -> Tensor:
+            return torch.ones_like(values)
+
+        def gather_objects(self, item: Any, group: Any = None) -> list[Any]:
+            return [item, {"b.tar (samples 0–3 of train)": 4}]
+
+    training = tiny_training()
+    training.ranks = Two(0, 2)
+    training.loader.skipped = {"a.tar (samples 0–7 of train)": 8}
+    assert training.note_skipped_data() == {"skipped_data": 12}
+    assert len(training.state.state_dict()["counters"]["skipped_data"]) == 2
