@@ -29,16 +29,16 @@ from data.source import Source, describe_failed_read, open_source
 
 OnCorrupt = Literal["error", "skip"]
 MAX_UNREACHABLE_BLOCKS = 3
-"""After so many blocks in a row the reader gives up: the store is gone, not a block."""
+"""After this number of unreachable blocks the reader gives up: the store is gone, not a block."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
 
 class DamagedBlockError(UserError):
-    """A block that is not what the manifest says; one sentence names shard and samples."""
+    """A block differs from the manifest; the message names its shard and samples."""
 
 
 class UnreachableError(DamagedBlockError):
-    """A block that no attempt could read this time."""
+    """No attempt could read a block; a later one may."""
 
 
 class Place(NamedTuple):
@@ -71,7 +71,7 @@ class BlockReader:
         self.manifest = manifest
         self.on_corrupt = on_corrupt
         self.damaged: dict[int, str] = {}
-        """Number of a block that the reader never tries again -> the fault it found."""
+        """Fault of each block that the reader does not try again, by block number."""
         self.reports: list[SkippedBlock] = []
         """The blocks skipped since the last `take_reports`."""
 
@@ -88,8 +88,8 @@ class BlockReader:
         self.shape = (manifest.channels, manifest.height, manifest.width)
         latents = {"latents", "mirrored"} if manifest.flips else {"latents"}
         self.allowed_names = [latents | {"labels"}]
-        """Names of the tensors that a block may have: with those of a variational encoder or
-        without; the first good block shows which."""
+        """Sets of tensor names that a block may have: without the std of a variational encoder, or
+        with it. The first good block decides for all."""
         if manifest.kind == "mean_std":
             stds = {"std", "mirrored_std"} if manifest.flips else {"std"}
             self.allowed_names.append(self.allowed_names[0] | stds)
@@ -132,7 +132,7 @@ class BlockReader:
 
     @cached_property
     def sample_template(self) -> dict[str, Tensor]:
-        """A sample; the tensors of the others have its names, dtypes and shapes."""
+        """One sample, (1, …) per tensor; all samples have its names, dtypes and shapes."""
         return {name: tensor[:1].clone() for name, tensor in sorted(self.read(0).items())}
 
     @property
@@ -140,19 +140,19 @@ class BlockReader:
         return sum(tensor.nbytes for tensor in self.sample_template.values())
 
     def read_rows(self, number: int) -> UInt8[Tensor, "n bytes"]:
-        """Reads a block as bytes, a row a sample: one slice, one copy and one file descriptor, not
-        many."""
+        """Reads a block as bytes, one row per sample: a batch then needs one slice, one copy and
+        one file descriptor instead of one per tensor."""
         tensors = self.read(number)
         flat = [tensors[name].reshape(len(tensors["ids"]), -1) for name in self.sample_template]
         return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
 
     def unpack_rows(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
-        """The samples whose bytes `read_rows` holds, on any device."""
+        """Turns rows of bytes back into tensors, on the device of `rows`."""
         parts = rows.split([tensor.nbytes for tensor in self.sample_template.values()], dim=1)
         return LatentTensors(
             **{
-                name: part.contiguous().flatten().view(like.dtype).view(-1, *like.shape[1:])
-                for (name, like), part in zip(self.sample_template.items(), parts, strict=True)
+                name: part.contiguous().flatten().view(sample.dtype).view(-1, *sample.shape[1:])
+                for (name, sample), part in zip(self.sample_template.items(), parts, strict=True)
             }
         )
 
@@ -161,43 +161,48 @@ class BlockReader:
         self.reports = []
         return reports
 
-    def read_verified(self, number: int, again: bool = True) -> dict[str, Tensor]:
-        """Reads a block, a second time if the source drops a damaged copy of it; DamagedBlockError
-        if it is not what the manifest says."""
+    def read_verified(self, number: int, retry: bool = True) -> dict[str, Tensor]:
+        """Reads a block and checks it against the manifest; DamagedBlockError if they differ.
+
+        A damaged block is read once more if the source can drop a local copy of it.
+        """
         place = self.places[number]
         shard = place.shard
         block = place.block
-        what = f"{self.source}/{place}"
+        name = f"{self.source}/{place}"
         try:
             content = self.source.read(shard.file, block.offset, block.size)
         except OSError as error:
-            # Another attempt does not find a missing file either.
+            # A missing file stays missing; after other errors a later attempt may succeed.
             missing = isinstance(error, FileNotFoundError)
             error_type = DamagedBlockError if missing else UnreachableError
-            raise error_type(f"{describe_failed_read(what, error)}; {REMEDY}.") from error
+            raise error_type(f"{describe_failed_read(name, error)}; {REMEDY}.") from error
         try:
             return self.parse_block(content, block)
         except DamagedBlockError as error:
-            if again and self.source.forget(shard.file):
-                return self.read_verified(number, again=False)
-            raise DamagedBlockError(f"{what} {error}; {REMEDY}.") from error
+            if retry and self.source.forget(shard.file):
+                return self.read_verified(number, retry=False)
+            raise DamagedBlockError(f"{name} {error}; {REMEDY}.") from error
 
     def parse_block(self, content: bytes, block: Block) -> dict[str, Tensor]:
-        """The tensors of a block; DamagedBlockError with the end of a sentence if it is not what
-        the manifest says: a right hash may be of wrong tensors."""
+        """Parses and checks the bytes of a block; DamagedBlockError, with the end of a sentence, if
+        they differ from the manifest. A block with the right hash may still hold wrong tensors."""
         if len(content) != block.size:
             raise DamagedBlockError(f"ends early, {len(content)} of {block.size} bytes are there")
         if hashlib.sha256(content).hexdigest() != block.sha256:
             raise DamagedBlockError("is damaged: its sha256 differs from the manifest's")
+
+        # safetensors raises errors of its own, and torch others for a dtype that it does not know.
         try:
             tensors = load(content)
-        except Exception as error:  # of safetensors, and of torch for a dtype that it does not know
+        except Exception as error:
             raise DamagedBlockError(f"is no safetensors file: {shorten_error(error)}") from error
 
         if tensors.keys() not in self.allowed_names:
             expected = " or ".join(", ".join(sorted(names)) for names in self.allowed_names)
             raise DamagedBlockError(
-                f"holds {escape_unprintable(', '.join(sorted(tensors)))}, and a block of this set {expected}"
+                f"holds {escape_unprintable(', '.join(sorted(tensors)))}, but a block of this set "
+                f"holds {expected}"
             )
         for name, tensor in tensors.items():
             self.check_tensor(name, tensor, block.samples)
@@ -206,14 +211,14 @@ class BlockReader:
 
     def check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
         """DamagedBlockError if a tensor has another dtype, shape or range than the set has."""
-        found = describe_tensor(tensor.shape, tensor.dtype)
-        said = describe_tensor((samples, *self.shape), getattr(torch, self.manifest.dtype))
+        actual = describe_tensor(tensor.shape, tensor.dtype)
+        expected = describe_tensor((samples, *self.shape), getattr(torch, self.manifest.dtype))
         if name == "labels":
-            said = describe_tensor((samples,), torch.int64)
-        if found != said:
-            raise DamagedBlockError(f"holds {name} {found}, the manifest says {said}")
+            expected = describe_tensor((samples,), torch.int64)
+        if actual != expected:
+            raise DamagedBlockError(f"holds {name} {actual}, the manifest says {expected}")
 
-        # An order of magnitude quicker than isfinite.
+        # aminmax passes NaN and infinity on, and is ten times as fast as isfinite.
         low, high = (extreme.item() for extreme in tensor.aminmax())
         classes = len(self.manifest.class_names)
         if name == "labels" and not 0 <= low <= high < max(1, classes):
@@ -227,11 +232,12 @@ class BlockReader:
 
 
 def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Writes dtype and shape, e.g. float16[64, 4, 32, 32]."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 REMOTE_SETTINGS = ("cache", "timeout", "retries")
-"""Settings of a loader that say how its source is read."""
+"""Settings of a loader that `open_source` takes."""
 
 
 def open_set(
@@ -245,8 +251,8 @@ def open_set(
 ) -> tuple[LatentSpec, BlockReader, BlockReader]:
     """Opens the set at `path` for `data=<group>`: its spec, and a reader of each split.
 
-    ValueError if the set was not made with `encoder` and `latent_scale`; None expects nothing.
-    Of the other settings of a loader, `cache`, `timeout` and `retries` go to `open_source`.
+    ValueError if the set was not made with `encoder` and `latent_scale`; None allows any.
+    `settings` may be all others of the loader; only `REMOTE_SETTINGS` matter here.
     """
     if path is None:
         raise UserError(
@@ -278,14 +284,13 @@ def open_set(
     return make_spec(manifest, source, normalisation), train, held_out
 
 
-def add_skipped(found: dict[str, int], reports: list[SkippedBlock]) -> None:
-    """Adds to `found`, place -> samples, the blocks that `data.on_corrupt=skip` left out, and
-    prints each new one."""
+def add_skipped(skipped: dict[str, int], reports: list[SkippedBlock]) -> None:
+    """Enters skipped blocks in `skipped`, samples by place, and prints each new one."""
     for place, samples, reason in reports:
-        if place not in found:
-            found[place] = samples
+        if place not in skipped:
+            skipped[place] = samples
             print(
-                f"skipped {samples} samples, others stand in ({sum(found.values())} so far): "
+                f"skipped {samples} samples, others replace them ({sum(skipped.values())} so far): "
                 f"{reason}",
                 flush=True,
             )
@@ -307,16 +312,14 @@ class BlockLoader(LatentLoader):
         self.held_out_count = held_out.count
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """See `LatentLoader`; a thread reads a block ahead."""
+        """See `LatentLoader`; a thread reads one block ahead."""
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
         try:
-            read = Prefetcher(
-                (blocks.read_rows(number) for number in range(len(blocks.places))), readers
-            )
-            for number, rows in enumerate(cut_rows(read, batch_size)):
-                found = blocks.unpack_rows(rows.to(self.device))
-                yield self.make_plain_batch(found, number * batch_size)
+            content = (blocks.read_rows(number) for number in range(len(blocks.places)))
+            for number, rows in enumerate(cut_rows(Prefetcher(content, readers), batch_size)):
+                samples = blocks.unpack_rows(rows.to(self.device))
+                yield self.make_plain_batch(samples, number * batch_size)
         finally:
             readers.close()
             add_skipped(self.skipped, blocks.take_reports())
@@ -324,9 +327,9 @@ class BlockLoader(LatentLoader):
 
 def cut_rows(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
     """Yields the rows of all blocks `size` at a time; the last part may be smaller."""
-    left: list[Tensor] = []
+    remainder: list[Tensor] = []
     for rows in blocks:
-        *whole, last = torch.cat([*left, rows]).split(size)
-        left = [last]
+        *whole, last = torch.cat([*remainder, rows]).split(size)
+        remainder = [last]
         yield from whole
-    yield from left
+    yield from remainder

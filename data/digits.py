@@ -1,4 +1,4 @@
-"""Scikit-learn's handwritten digits, the default data: no download and no encoder.
+"""The loader of scikit-learn's handwritten digits, the default data: no download, no encoder.
 
 1,797 real 8×8 images of 10 classes come with that package (Alpaydin & Kaynak 1998,
 https://archive.ics.uci.edu/dataset/80).
@@ -22,7 +22,8 @@ class DigitLatents(InMemoryLatents):
     """Pixels in [-1, 1] as latents of shape (1, 8, 8); the held-out split has 180 of the 1,797
     images.
 
-    `classes` are the digits to keep, null all; they are normalised as all of them together.
+    `classes` are the digits to keep, null all. Mean and std are those of all ten, so every choice
+    is normalised alike.
     """
 
     def __init__(self, *, classes: list[int] | None = None, **args: Unpack[LoaderArgs]) -> None:
@@ -34,20 +35,22 @@ class DigitLatents(InMemoryLatents):
             )
         from sklearn.datasets import load_digits
 
-        values, targets = load_digits(return_X_y=True)  # 0 … 16
+        # Values are 0 … 16.
+        values, targets = load_digits(return_X_y=True)
         pixels = torch.from_numpy(values).float().view(-1, 1, 8, 8) / 8.0 - 1.0
         digits = torch.from_numpy(targets).long()
 
+        # The split does not depend on the seed, nor mean and std on the choice of classes.
         device = args["device"]
-
-        # The split is the same for every seed, and mean and std for any choice of classes.
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
-        known = pixels[order[HELD_OUT_IMAGES:]]
+        train_pixels = pixels[order[HELD_OUT_IMAGES:]]
         splits = []
         for part in (order[HELD_OUT_IMAGES:], order[:HELD_OUT_IMAGES]):
             ids = part[torch.isin(digits[part], torch.tensor(kept))]
             labels = torch.searchsorted(torch.tensor(kept), digits[ids])
             splits.append(LatentTensors(pixels[ids].to(device), labels.to(device)))
+
+        suffix = f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""
         spec = LatentSpec(
             channels=1,
             height=8,
@@ -55,10 +58,9 @@ class DigitLatents(InMemoryLatents):
             num_classes=len(kept),
             count=len(splits[0].labels),
             class_names=[str(digit) for digit in kept],
-            mean=[float(known.mean())],
-            std=[float(known.std())],
+            mean=[float(train_pixels.mean())],
+            std=[float(train_pixels.std())],
             encoder=PIXEL_ENCODER,
-            fingerprint="sklearn-digits"
-            + (f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""),
+            fingerprint=f"sklearn-digits{suffix}",
         )
         super().__init__(spec, *splits, **args)

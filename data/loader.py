@@ -21,7 +21,7 @@ Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Finite = Annotated[float, Field(gt=-1e12, lt=1e12, allow_inf_nan=False)]
 Above0 = Annotated[float, Field(gt=1e-12, lt=1e12, allow_inf_nan=False)]
-"""Both far inside fp32, so that normalised latents are finite."""
+"""`Finite` and `Above0` bound mean and std so that normalised latents stay finite in fp32."""
 
 
 class Batch(NamedTuple):
@@ -32,8 +32,8 @@ class Batch(NamedTuple):
     ids: Int[Tensor, "B"]
     """Index of each sample in its latent set."""
     position: Int[Tensor, "B"]
-    """Samples that the run saw before this one. It seeds the sample's noise, time, mirroring and
-    posterior draw."""
+    """Number of samples the run has seen before this one; it seeds the sample's noise, time,
+    mirroring and posterior draw."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class LatentSpec:
     height: Size
     width: Size
     num_classes: Count
-    """0: the set has no classes, and every label is 0."""
+    """Number of classes; 0 = the set has none, and every label is 0."""
     count: Count
     """Training samples, without the held-out ones."""
     class_names: list[str]
     mean: list[Finite]
-    """Per channel; a loader subtracts it from raw latents."""
+    """Mean per channel; a loader subtracts it from raw latents."""
     std: list[Above0]
-    """Per channel; a loader then divides by it."""
+    """Standard deviation per channel; a loader then divides by it."""
     encoder: dict[str, Any] = field(default_factory=dict)
     """`_target_` and arguments of the autoencoder that decodes the latents."""
     encoder_sha256: str | None = None
@@ -59,48 +59,46 @@ class LatentSpec:
     fingerprint: str = ""
     """Identifies the data set, so that no run resumes on another one."""
     earlier_fingerprint: str = ""
-    """The one that checkpoints of earlier versions have for the same set; "" where it is the
-    same."""
+    """Fingerprint of this set in checkpoints of earlier versions; "" if it is the same."""
 
     @property
     def labels(self) -> range:
-        """The labels to draw samples of: all classes, or without classes 0, which is then the null
-        label."""
+        """The labels to draw samples of: all classes; 0, the null label, if the set has none."""
         return range(max(1, self.num_classes))
 
     @property
     def names(self) -> list[str]:
-        """The name of each class; its number where the set names none."""
+        """The name of each class, or its number if the set has no names."""
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
     def with_order(self, suffix: str, earlier: str | None = None) -> LatentSpec:
-        """The spec of the same set in an order, or with an error, that no other run may resume on;
-        `earlier` is what earlier versions called it, if not the same."""
-        known = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
-        return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=known)
+        """Returns a spec with `suffix` in its fingerprint, for a loader whose order or precision
+        another run must not resume on. `earlier` is the suffix of earlier versions, if another."""
+        former = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
+        return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=former)
 
     def make_normaliser(self, device: torch.device) -> Callable[[Any], Tensor]:
-        """The function raw -> (raw - mean) / std in fp32; its constants lie on `device`, so a call
-        copies nothing."""
+        """Makes the function raw -> (raw - mean) / std in fp32, with its constants on `device`: a
+        call copies nothing from the host."""
         mean, std = self.make_channel_statistics(device)
         return lambda raw: (raw.float() - mean) / std
 
     def denormalise(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-        """Raw latents, as an autoencoder decodes them."""
+        """Turns normalised latents into raw ones, which an autoencoder decodes."""
         mean, std = self.make_channel_statistics(latents.device)
         return latents.float() * std + mean
 
     def make_channel_statistics(self, device: torch.device) -> Float[Tensor, "2 C 1 1"]:
-        """Mean and std."""
-        given = torch.tensor([self.mean, self.std], dtype=torch.float32, device=device)
-        return given.view(2, -1, 1, 1)
+        """Mean and std as tensors that broadcast over latents."""
+        statistics = torch.tensor([self.mean, self.std], dtype=torch.float32, device=device)
+        return statistics.view(2, -1, 1, 1)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def find_wrong_lengths(facts: Any) -> list[str]:
-    """Sentences about statistics of a spec or a manifest that are not one a channel."""
+    """Returns a sentence for each statistic of a spec or manifest that is not one a channel."""
     return [
         f"{name} has {len(values)} values, and there are {facts.channels} channels"
         for name, values in (("mean", facts.mean), ("std", facts.std))
@@ -109,7 +107,7 @@ def find_wrong_lengths(facts: Any) -> list[str]:
 
 
 class LoaderArgs(TypedDict):
-    """The arguments that every loader takes from the run, beside those of its configuration."""
+    """Arguments of a loader that come from the run, not from its configuration."""
 
     batch_size: int
     """Samples of this rank in one micro-batch."""
@@ -120,22 +118,22 @@ class LoaderArgs(TypedDict):
 
 
 class LatentLoader:
-    """Base of all loaders: endless batches, of which each has one rank's samples of a global batch.
+    """Base of all loaders: an endless iterator over one rank's share of each global batch.
 
-    The order is a pure function of (seed, samples seen): the n-th training sample is the same one
-    at any batch size, world size and after any resume. Each epoch has every sample once; batches
-    run across the ends of epochs. A subclass adds `batch_at` and `held_out`.
+    The order is a pure function of (seed, samples seen): the n-th training sample is the same at
+    any batch size, any world size and after any resume. Each epoch has every sample once; a batch
+    may span two epochs. A subclass adds `batch_at` and `held_out`.
     """
 
     held_out_count: int = 0
-    """Samples that `held_out` gives; evaluation shows no time left where it is 0."""
+    """Number of held-out samples; 0 = unknown, the progress bar then shows no time left."""
     wait_for_batch_seconds: float = 1800.0
-    """Seconds to wait for a batch whose readers have stopped giving any."""
+    """Seconds after which a batch that no reader delivers is an error."""
 
     def __init__(self, spec: LatentSpec, **args: Unpack[LoaderArgs]) -> None:
         self.spec = spec
         self.skipped: dict[str, int] = {}
-        """Blocks that could not be used and that others stand in for -> their samples."""
+        """Samples of each damaged block that other samples replace, by block."""
         self.batch_size = args["batch_size"]
         self.seed = args["seed"]
         self.device = args["device"]
@@ -146,9 +144,8 @@ class LatentLoader:
 
     @classmethod
     def foresee(cls, memory: float, **settings: Any) -> tuple[LatentSpec, float] | None:
-        """Returns the spec of the latents that these settings of the configuration describe, and
-        the bytes that they would take of a device with `memory` bytes; None if the loader must be
-        built to know."""
+        """Returns the spec of the latents that `settings`, a configuration, describe, and the bytes
+        they would take of a device with `memory` bytes; None if only a built loader knows."""
         return None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -160,8 +157,8 @@ class LatentLoader:
         return batch
 
     def batch_at(self, start: int) -> Batch:
-        """The rank's samples: those at `batch_size` positions from `start` on, or at others that
-        all ranks agree on."""
+        """Returns the rank's batch: the `batch_size` positions from `start` on, or another part of
+        the same global batch, as long as the ranks' parts do not overlap."""
         raise NotImplementedError
 
     def make_batch(self, rows: LatentTensors, position: Int[Tensor, "B"]) -> Batch:
@@ -175,26 +172,26 @@ class LatentLoader:
         return Batch(self.normalise(rows.latents), rows.labels, rows.ids, position)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """The held-out split, once, in a fixed order and without augmentation; the last batch may
-        be smaller."""
+        """Yields the held-out split once, in a fixed order, without augmentation; the last batch
+        may be smaller."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, int]:
-        """A few integers from which `load_state_dict` continues exactly."""
+        """Returns a few integers from which `load_state_dict` continues exactly."""
         return {"samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         for name, value in state.items():
             if type(value) is not int or not 0 <= value < 2**53:
-                raise UserError(f"the state of the loader says {name}={value}, which is no count.")
+                raise UserError(f"the state of the loader has {name}={value}, which is no count.")
         self.samples_seen = state["samples_seen"]
 
 
 class Int8Latents:
     """Latents in 8 bits with one scale per sample and channel: half the memory of 16 bits.
 
-    `latents[ids]` returns fp32, and what is set there is rounded. That moves a value by at most
-    half of 1/127 of the largest one of its channel in its sample.
+    `latents[ids]` returns fp32; assignment rounds. The rounding error is at most 1/254 of the
+    largest absolute value in the same sample and channel.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
@@ -212,13 +209,13 @@ class Int8Latents:
 
 @dataclass
 class LatentTensors:
-    """Samples of a latent set, raw. `mirrored` holds the latents of the flipped images, `std` the
-    posterior's."""
+    """Raw samples of a latent set: `mirrored` are the latents of the flipped images, `std` belongs
+    to the encoder's posterior."""
 
     latents: Float[Tensor, "N C H W"] | Int8Latents
     labels: Int[Tensor, "N"]
     ids: Int[Tensor, "N"] = None  # pyright: ignore[reportAssignmentType]
-    """Number of each sample in its split; 0, 1, 2 … where none are given."""
+    """Number of each sample in its split; 0, 1, 2 … by default."""
     std: Float[Tensor, "N C H W"] | Int8Latents | None = None
     mirrored: Float[Tensor, "N C H W"] | Int8Latents | None = None
     mirrored_std: Float[Tensor, "N C H W"] | Int8Latents | None = None
@@ -228,23 +225,22 @@ class LatentTensors:
             self.ids = torch.arange(len(self.labels), device=self.labels.device)
 
     def as_floating(self) -> Float[Tensor, "N C H W"]:
-        """The latents, for a caller that knows they are not `Int8Latents`."""
+        """Returns the latents of a set that is not stored as `Int8Latents`."""
         assert isinstance(self.latents, Tensor)
         return self.latents
 
     def rows(self, ids: Tensor | slice) -> LatentTensors:
         """Gathers the samples `ids`, as floating-point tensors."""
-        found: Any = [None if tensor is None else tensor[ids] for tensor in vars(self).values()]
-        return LatentTensors(*found)
+        columns: Any = [None if tensor is None else tensor[ids] for tensor in vars(self).values()]
+        return LatentTensors(*columns)
 
 
 def draw_samples(
     rows: LatentTensors, seed: int, position: Int[Tensor, "B"]
 ) -> Float[Tensor, "B C H W"]:
-    """Mirrors each sample or not, and draws it from its posterior, where the set has what that
-    needs.
+    """Mirrors half of the samples and draws each from its posterior, if the set has the tensors.
 
-    Both draws are functions of (seed, position): any rank, worker or restart makes the same.
+    Both draws are functions of (seed, position), so any rank, worker or restart repeats them.
     """
     raw: Any = rows.latents
     std: Any = rows.std

@@ -1,10 +1,10 @@
-"""The manifest of a latent set: what it says, what it must not say, and the spec of the latents.
+"""The manifest of a latent set: its fields, its checks, and the spec that a run takes from it.
 
 `manifest.json` lies beside the shards. It says how precompute_latents.py made them, how to
-normalise them, and what every shard holds, so that nobody has to remember or guess it. A shard is a
+normalise them, and what every shard holds. A shard is a
 WebDataset tar whose members are *blocks*: safetensors files of some hundred samples with raw
-`latents` (n, C, H, W) and `labels` (n,), and where the set has them `std`, `mirrored`,
-`mirrored_std`. Reading a member per sample instead of blocks takes 26 times as long.
+`latents` (n, C, H, W) and `labels` (n,), and in some sets `std`, `mirrored` and `mirrored_std`.
+Tars with one member per sample take 26 times as long to read.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from data.source import Source, describe_failed_read, open_source
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
-"""Which mean and std per channel, or both: [[means], [stds]]."""
+"""The source of mean and std per channel, or both as numbers: [[means], [stds]]."""
 FINGERPRINT_FIELDS = (
     "channels height width class_names kind dtype flips mean std "
     "scaling_factor shift_factor encoder_sha256"
 )
-"""What training sees of a set beside its samples."""
+"""Fields that training depends on, beside the samples; the fingerprint hashes them."""
 SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
-"""No folder, and no letter that means something in a URL."""
+"""File name of a shard: no folder, and no character with a meaning in a URL."""
 
 
 class Block(NamedTuple):
-    """One safetensors member of a shard: offset and size of its bytes, its samples, and the hash of
-    its bytes."""
+    """One safetensors member of a shard: offset, size and hash of its bytes, and its number of
+    samples."""
 
     offset: Count
     size: Size
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar file, its blocks in file order."""
+    """One tar file, with its blocks in file order."""
 
     file: str
     split: Literal["train", "held_out"]
@@ -63,22 +63,21 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The facts about a latent set. `write_manifest` in encoding/job.py makes them."""
+    """The facts about a latent set; encoding/job.py writes them."""
 
     channels: Size
     height: Size
     width: Size
     class_names: list[str]
-    """Empty for a set without classes: then every label is 0, which is the null label of a model
-    without classes."""
+    """Empty for a set without classes: then every label is 0, the null label."""
     kind: Literal["mean_std", "sample"]
-    """"mean_std": the posterior's mean (and its std, if the encoder is variational); "sample": one
-    seeded draw."""
+    """"mean_std": the set stores the posterior's mean (and its std, if the encoder is variational);
+    "sample": one seeded draw."""
     dtype: Literal["float16", "bfloat16", "float32"]
     flips: bool
-    """True if the set has the latents of the mirrored images too."""
+    """True if the set also has the latents of the mirrored images."""
     mean: list[Finite]
-    """Per channel, over the stored training latents; fp64."""
+    """Mean per channel over the stored training latents, computed in fp64."""
     std: list[Above0]
     encoder: dict[str, Any]
     """`_target_` and arguments of the autoencoder."""
@@ -90,11 +89,11 @@ class Manifest:
     input_range: list[Finite]
     resize: str
     resolution: int | None = None
-    """Of the images in pixels; None for imported latents."""
+    """Side of the images in pixels; None for imported latents."""
     psnr_db: float | None = None
-    """Of the reconstruction of the first images of the set."""
+    """PSNR of the reconstructions of the first images, in dB."""
     precision: str
-    """The one in which the encoder really computed: fp32, bf16."""
+    """Precision in which the encoder computed: fp32 or bf16."""
     count: Size
     held_out: Count
     skipped: list[str] = field(default_factory=list)
@@ -107,38 +106,38 @@ class Manifest:
     shards: list[Shard]
     format: Literal[2] = FORMAT
 
-    def fingerprint(self) -> str:
-        """Hashes what training sees: the shards, their order, the class names, the statistics and
-        the encoder."""
+    def compute_fingerprint(self) -> str:
+        """Hashes what training depends on: the shards, their order and `FINGERPRINT_FIELDS`."""
         facts = {name: getattr(self, name) for name in FINGERPRINT_FIELDS.split()}
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 
-    def earlier_fingerprint(self) -> str:
-        """The fingerprint in checkpoints of earlier versions, which left statistics and splits
-        out."""
+    def compute_earlier_fingerprint(self) -> str:
+        """Hashes as earlier versions did, without statistics and splits."""
         hashes = [shard.sha256 for shard in self.shards]
         parts = [*hashes, *self.class_names, str(self.encoder_sha256)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def find_faults(self) -> Iterator[str]:
-        """Sentences about fields that contradict each other; none for a good manifest."""
+        """Yields a sentence for each pair of fields that contradict each other."""
         yield from find_wrong_lengths(self)
-        for what, names in (
+        for role, names in (
             ("shard", [shard.file for shard in self.shards]),
             ("class", [repr(name) for name in self.class_names]),
         ):
             for name, times in Counter(names).items():
                 if times > 1:
-                    yield f"the {what} {name} is there {times} times"
+                    yield f"the {role} {name} is there {times} times"
+
         for shard in self.shards:
             yield from self.find_shard_faults(shard)
-        for split, said in (("train", self.count), ("held_out", self.held_out)):
-            held = sum(shard.count for shard in self.shards if shard.split == split)
-            if held != said:
-                yield f"the {split} shards hold {held} samples, and it says {said}"
+        for split, count in (("train", self.count), ("held_out", self.held_out)):
+            total = sum(shard.count for shard in self.shards if shard.split == split)
+            if total != count:
+                yield f"the {split} shards hold {total} samples, and it says {count}"
 
     def find_shard_faults(self, shard: Shard) -> Iterator[str]:
+        """Yields a sentence for each fault of a shard: its name, its counts, its offsets."""
         if not SHARD_NAME.fullmatch(shard.file):
             yield f"the shard {shard.file!r} is outside its folder or no .tar"
         if sum(block.samples for block in shard.blocks) != shard.count:
@@ -165,8 +164,7 @@ SCHEMA = TypeAdapter(Manifest)
 
 
 def read_manifest(folder: str | Path | Source) -> Manifest:
-    """Reads and checks `folder/manifest.json`; ValueError names the file and the field that does
-    not fit."""
+    """Reads and checks `folder/manifest.json`; ValueError names the file and the bad field."""
     source = open_source(folder) if isinstance(folder, str | Path) else folder
     file = f"{source}/{MANIFEST_NAME}"
     remedy = (
@@ -179,16 +177,16 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     except OSError as error:
         raise UserError(f"{describe_failed_read(file, error)}; {remedy}.") from error
 
-    # First its types, then what its fields say of each other.
-    again = "run precompute_latents.py again to rebuild it"
+    # Pydantic checks the type of each field, `find_faults` the fields against each other.
+    rebuild = "run precompute_latents.py again to rebuild it"
     try:
         manifest = SCHEMA.validate_json(content, strict=True)
     except ValidationError as error:
-        raise UserError(f"{file} {describe_fault(error)}; {again}.") from error
+        raise UserError(f"{file} {describe_fault(error)}; {rebuild}.") from error
     faults = list(manifest.find_faults())
     if faults:
         more = f" (the first of {len(faults)} faults)" if faults[1:] else ""
-        raise UserError(f"{file}: {faults[0]}{more}; {again}.")
+        raise UserError(f"{file}: {faults[0]}{more}; {rebuild}.")
     return manifest
 
 
@@ -201,21 +199,19 @@ def describe_fault(error: ValidationError) -> str:
 
 
 def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
-    """The spec of the training split with the mean and std per channel that `normalisation`
-    chooses, or is."""
+    """Makes the spec of the training split; `normalisation` chooses or gives mean and std."""
     mean = manifest.mean
     std = manifest.std
-    told = str(normalisation)
+    normalisation_name = str(normalisation)
     if isinstance(normalisation, list):
-        if [len(part) for part in normalisation] != [manifest.channels] * 2 or (
-            min(normalisation[1]) <= 0.0
-        ):
+        lengths = [len(part) for part in normalisation]
+        if lengths != [manifest.channels] * 2 or min(normalisation[1]) <= 0.0:
             raise UserError(
                 f"data.normalisation={normalisation} must be [[means],[stds]] of "
                 f"{manifest.channels} channels, the latter above 0; or channel or scale_shift."
             )
         mean, std = normalisation
-        told = f"given-{hashlib.sha256(repr((mean, std)).encode()).hexdigest()[:16]}"
+        normalisation_name = f"given-{hashlib.sha256(repr((mean, std)).encode()).hexdigest()[:16]}"
     elif normalisation not in ("channel", "scale_shift"):
         raise UserError(
             f"data.normalisation={normalisation} is unknown; choose channel or scale_shift."
@@ -229,7 +225,7 @@ def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) 
         mean = [manifest.shift_factor or 0.0] * manifest.channels
         std = [1.0 / manifest.scaling_factor] * manifest.channels
 
-    # A run knows its data again by the fingerprint, so that says which mean and std there are.
+    # A run recognises its data by the fingerprint, so it must tell one normalisation from another.
     return LatentSpec(
         channels=manifest.channels,
         height=manifest.height,
@@ -241,6 +237,6 @@ def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) 
         std=std,
         encoder=manifest.encoder,
         encoder_sha256=manifest.encoder_sha256,
-        fingerprint=f"{manifest.fingerprint()}-{told}",
-        earlier_fingerprint=f"{manifest.earlier_fingerprint()}-{told}",
+        fingerprint=f"{manifest.compute_fingerprint()}-{normalisation_name}",
+        earlier_fingerprint=f"{manifest.compute_earlier_fingerprint()}-{normalisation_name}",
     )

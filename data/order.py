@@ -1,11 +1,11 @@
-"""The orders in which loaders read a set: each a pure function of (seed, epoch, position).
+"""Orders in which loaders read a set: pure functions of (seed, epoch, position).
 
-- `EpochOrder` permutes all samples: for sets that lie on the device.
-- `ChunkOrder` permutes blocks, cuts them into *chunks*, and permutes each: for sets of which a part
-  lies on the device.
+- `EpochOrder` permutes all samples, for sets that lie on the device.
+- `ChunkOrder` permutes blocks, cuts them into *chunks* and permutes the samples of each, for sets
+  of which one chunk lies on the device at a time.
 - `StreamOrder` permutes shards and the blocks in them, and cuts that sequence into S equal
   *streams*. Up to W consecutive samples of a stream make a *window*, shuffled inside. A *batch*
-  takes the next sample of every stream in turn: position p of the epoch has sample p div S of
+  takes the next sample of every stream in turn: position p of the epoch is sample p div S of
   stream p mod S.
 
 Positions count over all epochs, so a run continues from the number of samples that it has seen, at
@@ -28,11 +28,11 @@ from common.errors import UserError
 
 GOLDEN = 0x9E3779B97F4A7C15
 CACHED_EPOCHS = 2
-"""An order keeps what it drew for the latest epochs: batches run across the end of one."""
+"""Epochs whose drawn order stays in memory: a batch may span two."""
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """A CPU generator seeded with a hash of `key`."""
+    """Makes a CPU generator seeded with a hash of `key`."""
     state = 0
     for number in key:
         state = (state * GOLDEN + number) % 2**63
@@ -40,12 +40,12 @@ def make_generator(*key: int) -> torch.Generator:
 
 
 def draw_permutation(count: int, *key: int) -> Int[Tensor, "N"]:
-    """A permutation of `count` numbers that `key` decides, the same on every device."""
+    """Draws a permutation of `count` numbers from `key` alone, on the CPU for every device."""
     return torch.randperm(count, generator=make_generator(*key))
 
 
 class EpochOrder:
-    """Position p has the (p mod N)-th id of the permutation of epoch p div N, on `device`."""
+    """Maps position p to entry p mod N of the permutation of epoch p div N, on `device`."""
 
     def __init__(self, count: int, seed: int, device: torch.device) -> None:
         self.count = count
@@ -54,30 +54,31 @@ class EpochOrder:
         )
 
     def find_ids(self, start: int, count: int) -> Int[Tensor, "B"]:
-        """Ids at positions start … start + count - 1."""
-        found = []
+        """Returns the ids at positions start … start + count - 1."""
+        parts = []
         while count > 0:
             epoch, offset = divmod(start, self.count)
-            found.append(self.find_epoch(epoch)[offset : offset + count])
-            start += len(found[-1])
-            count -= len(found[-1])
-        return torch.cat(found)
+            part = self.find_epoch(epoch)[offset : offset + count]
+            parts.append(part)
+            start += len(part)
+            count -= len(part)
+        return torch.cat(parts)
 
 
 @dataclass
 class Chunk:
-    """Blocks that lie on the device together, `size` samples."""
+    """Blocks that lie on the device together; they have `size` samples."""
 
     epoch: int
     number: int
     first: int
-    """Position of its first sample in the epoch."""
+    """Position of the chunk's first sample in the epoch."""
     size: int = 0
     blocks: list[int] = field(default_factory=list)
 
 
 class ChunkOrder:
-    """The chunks of each epoch, of at most `chunk_size` samples. `counts` are the samples of each
+    """Cuts each epoch into chunks of at most `chunk_size` samples; `counts` are the samples per
     block."""
 
     def __init__(self, counts: list[int], seed: int, chunk_size: int) -> None:
@@ -93,6 +94,7 @@ class ChunkOrder:
         self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def draw_epoch(self, epoch: int) -> list[Chunk]:
+        """Fills chunks with the permuted blocks of an epoch, one after the other."""
         chunk = Chunk(epoch, 0, 0)
         chunks = [chunk]
         for block in draw_permutation(len(self.counts), self.seed, epoch).tolist():
@@ -104,7 +106,7 @@ class ChunkOrder:
         return chunks
 
     def locate(self, position: int) -> tuple[Chunk, int]:
-        """The chunk of a position, and the offset in it."""
+        """Returns the chunk of a position, and the offset in it."""
         epoch, p = divmod(position, self.count)
         chunks = self.find_epoch(epoch)
         chunk = chunks[bisect_right(chunks, p, key=lambda chunk: chunk.first) - 1]
@@ -118,21 +120,21 @@ class ChunkOrder:
 
 
 class Window(NamedTuple):
-    """`size` samples from the `start`-th of the epoch on."""
+    """`size` consecutive samples of a stream, from sample `start` of the epoch on."""
 
     epoch: int
     stream: int
     number: int
-    """In its stream."""
+    """Number of the window in its stream."""
     start: int
     size: int
 
 
 class StreamOrder:
-    """Maps positions to windows and windows to blocks. `blocks_of_shard` and `counts` (samples)
-    describe the set.
+    """Maps positions to windows, and windows to blocks.
 
-    Seen over all epochs a stream does not end: stream s has the positions s, s + S, s + 2 S, …
+    `blocks_of_shard` are the blocks per shard, `counts` the samples per block. Over all epochs a
+    stream has no end: stream s has the positions s, s + S, s + 2 S, …
     """
 
     def __init__(
@@ -147,14 +149,12 @@ class StreamOrder:
         self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def __reduce__(self) -> Any:
-        """Pickles what it was built from: workers that are spawned get it so, and the cache of an
-        instance cannot be pickled."""
-        given = (self.blocks_of_shard, self.counts, self.seed, self.streams, self.window)
-        return type(self), given
+        """Pickles the constructor's arguments for spawned workers, since no lru_cache pickles."""
+        arguments = (self.blocks_of_shard, self.counts, self.seed, self.streams, self.window)
+        return type(self), arguments
 
     def draw_epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Numbers of the blocks in the order of an epoch, and the first sample of each in that
-        order."""
+        """Permutes the blocks of an epoch; returns their numbers and the first sample of each."""
         generator = make_generator(self.seed, epoch)
         shards = torch.arange(len(self.counts)).split(self.blocks_of_shard)
         order = torch.cat(
@@ -167,17 +167,17 @@ class StreamOrder:
         return order, counts.cumsum(0) - counts
 
     def locate(self, position: int) -> tuple[Window, int]:
-        """The window of a position, and the offset in it.
+        """Returns the window of a position, and the offset in it.
 
-        The first window of a stream is shorter, by another amount in each stream. So windows do not
-        end together, and reading is spread evenly over the batches.
+        The first window of each stream is shorter by a different amount, so that windows end at
+        different times and reading is spread evenly over the batches.
         """
         epoch, p = divmod(position, self.count)
         offset, stream = divmod(p, self.streams)
         shorter = stream * self.window // self.streams
         number = (offset + shorter) // self.window
 
-        # Where the streams do not divide the epoch, the first ones have a sample more.
+        # If the streams do not divide the epoch, the first ones have one sample more.
         size, longer = divmod(self.count, self.streams)
         first = stream * size + min(stream, longer)
         start = max(0, number * self.window - shorter)
@@ -185,25 +185,25 @@ class StreamOrder:
         return Window(epoch, stream, number, first + start, end - start), offset - start
 
     def find_blocks(self, window: Window) -> Iterator[tuple[int, int, int]]:
-        """(block, first row, rows) of the samples of a window, before they are shuffled."""
+        """Yields (block, first row, rows) for the samples of a window, before they are shuffled."""
         order, starts = self.find_epoch(window.epoch)
         start = window.start
         end = window.start + window.size
-        at = int(torch.searchsorted(starts, start, right=True)) - 1
+        index = int(torch.searchsorted(starts, start, right=True)) - 1
         while start < end:
-            block = int(order[at])
-            row = start - int(starts[at])
+            block = int(order[index])
+            row = start - int(starts[index])
             rows = min(end - start, self.counts[block] - row)
             yield block, row, rows
             start += rows
-            at += 1
+            index += 1
 
     def draw_permutation(self, window: Window) -> Tensor:
         return draw_permutation(window.size, self.seed, window.epoch, window.stream, window.number)
 
 
 class RankPositions(NamedTuple):
-    """Decides which positions of each global batch a rank reads: `batch_size` of them."""
+    """Deals the positions of each global batch out to the ranks, `batch_size` to each."""
 
     batch_size: int
     rank: int
@@ -215,23 +215,23 @@ class RankPositions(NamedTuple):
         return self.world_size * self.batch_size
 
     def find_streams(self) -> range | None:
-        """The rank's streams where each global batch has as many samples of each stream; else
-        None."""
+        """Returns the rank's streams, or None: ranks divide the streams only if every global batch
+        has the same number of samples of each stream."""
         if self.global_batch % self.streams or self.streams % self.world_size:
             return None
-        each = self.streams // self.world_size
-        return range(self.rank * each, (self.rank + 1) * each)
+        per_rank = self.streams // self.world_size
+        return range(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def find_positions(self, start: int, stream: int) -> range:
-        """The rank's positions in `stream`, of the global batch from position `start` on.
+        """Returns the rank's positions in `stream`, in the global batch that begins at `start`.
 
-        A rank without streams of its own reads `batch_size` consecutive positions.
+        If ranks do not divide the streams, each reads `batch_size` consecutive positions.
         """
-        own = self.find_streams()
+        rank_streams = self.find_streams()
         size = self.global_batch
-        if own is None:
+        if rank_streams is None:
             start += self.rank * self.batch_size
             size = self.batch_size
-        elif stream not in own:
+        elif stream not in rank_streams:
             return range(0)
         return range(start + (stream - start) % self.streams, start + size, self.streams)

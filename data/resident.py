@@ -1,5 +1,5 @@
-"""Loaders of latents that lie on the device: tensors that are there, a set that fits, or a chunk of
-one at a time (`ChunkOrder` in data/order.py)."""
+"""Loaders that keep latents on the device: tensors, a whole set, or one chunk of a set at a time
+(`ChunkOrder` in data/order.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Storage = Literal["native", "int8"]
 
 
 class InMemoryLatents(LatentLoader):
-    """The loader of tensors that lie on the device: a batch is one gather."""
+    """Loader of tensors on the device: a batch is one gather."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class InMemoryLatents(LatentLoader):
 
 
 class ChunkedLatents(BlockLoader):
-    """The loader of a set that does not fit: `chunk_size` samples lie on the device, beside room
-    for as many that come next.
+    """Loader of a set larger than the device's memory: it keeps a chunk of `chunk_size` samples
+    there, and a buffer of the same size for the next one.
 
-    Batches come from one of two buffers, while a thread fills the other one through pinned memory,
-    on a CUDA stream of its own.
+    Batches come from one buffer while a thread fills the other through pinned memory, on a separate
+    CUDA stream.
     """
 
     def __init__(
@@ -79,14 +79,13 @@ class ChunkedLatents(BlockLoader):
         super().__init__(spec, train, held_out, **args)
         self.order = ChunkOrder(train.counts, self.seed, chunk_size)
         self.chunk: Chunk | None = None
-        """From which batches come, once there is one."""
+        """The chunk that batches come from; None before the first batch."""
 
     def start_filling(self, first: Chunk) -> None:
-        """Allocates two buffers; a thread begins to fill them with `first` and the chunks after
-        it."""
+        """Allocates two buffers and starts the thread that fills them, from chunk `first` on."""
         cuda = self.device.type == "cuda"
-        self.copies = torch.cuda.Stream(self.device) if cuda else None
-        self.used = torch.cuda.Event() if cuda else None
+        self.copy_stream = torch.cuda.Stream(self.device) if cuda else None
+        self.last_batch = torch.cuda.Event() if cuda else None
         rows = (self.order.chunk_size, self.blocks.row_bytes)
         buffers = [
             (
@@ -95,18 +94,22 @@ class ChunkedLatents(BlockLoader):
             )
             for _ in range(2)
         ]
+
+        # A copy that outlives the CUDA context is an error, so the process end stops the thread too.
         self.readers = Readers(1, "chunk")
         self.chunks = Prefetcher(self.fill(buffers, first), self.readers)
-        # Also when the process ends: a copy that outlives the CUDA context is an error.
         self.stop = weakref.finalize(self, self.readers.close, wait=True)
 
     def fill(self, buffers: list[tuple[Tensor, Tensor]], chunk: Chunk) -> Iterator[Any]:
-        """Yields (chunk, rows, their order) for `chunk` and those after it, in the buffers by
-        turns."""
+        """Yields (chunk, rows, shuffled order of rows) for `chunk` and all after it, in alternating
+        buffers."""
         while True:
             rows, order = buffers[0]
-            if self.used is not None:
-                self.used.synchronize()  # no batch of the last chunk in this buffer is on its way
+
+            # The GPU may still be gathering batches of the previous chunk from this buffer.
+            if self.last_batch is not None:
+                self.last_batch.synchronize()
+
             first = 0
             for number in chunk.blocks:
                 if self.readers.closed.is_set():
@@ -114,68 +117,72 @@ class ChunkedLatents(BlockLoader):
                 block = self.blocks.read_rows(number)
                 self.copy(block, rows[first : first + len(block)])
                 first += len(block)
+
             self.copy(self.order.draw_permutation(chunk), order[: chunk.size])
             yield chunk, rows, order[: chunk.size]
             buffers.reverse()
             chunk = self.order.find_next(chunk)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copies to the device, and waits for that copy alone."""
-        if self.copies is None:
+        """Copies to the device, and waits for this copy alone."""
+        if self.copy_stream is None:
             target.copy_(source)
             return
-        with torch.cuda.stream(self.copies):
+        with torch.cuda.stream(self.copy_stream):
             target.copy_(source.pin_memory(), non_blocking=True)
-            self.copies.record_event().synchronize()
+            self.copy_stream.record_event().synchronize()
 
     def batch_at(self, start: int) -> Batch:
         position = torch.arange(start, start + self.batch_size, device=self.device)
-        found = []
-        left = self.batch_size
-        while left:
+        parts = []
+        missing = self.batch_size
+
+        # A batch may span two chunks.
+        while missing:
             chunk, offset = self.order.locate(start)
             if self.chunk is None:
                 self.start_filling(chunk)
             while self.chunk != chunk:
                 self.take_next_chunk()
-            wanted = self.drawn[offset : offset + left]
-            found.append(self.rows.index_select(0, wanted))
-            start += len(wanted)
-            left -= len(wanted)
-        return self.make_batch(self.blocks.unpack_rows(torch.cat(found)), position)
+            ids = self.shuffled_ids[offset : offset + missing]
+            parts.append(self.rows.index_select(0, ids))
+            start += len(ids)
+            missing -= len(ids)
+        return self.make_batch(self.blocks.unpack_rows(torch.cat(parts)), position)
 
     def take_next_chunk(self) -> None:
         """Waits for the next chunk, and lets the thread fill the buffer of the present one."""
-        if self.used is not None:
-            self.used.record(torch.cuda.current_stream(self.device))
-        self.chunk, self.rows, self.drawn = next(self.chunks)
+        if self.last_batch is not None:
+            self.last_batch.record(torch.cuda.current_stream(self.device))
+        self.chunk, self.rows, self.shuffled_ids = next(self.chunks)
         add_skipped(self.skipped, self.blocks.take_reports())
 
     def state_dict(self) -> dict[str, int]:
-        # The first version called a chunk so.
+        # Version 1 named a chunk "window", and runs of it must still resume.
         return super().state_dict() | {"window": self.order.chunk_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues with the chunk size that the run began with, because the order of samples
-        depends on it."""
+        """Continues with the run's chunk size, because the order of samples depends on it."""
         super().load_state_dict(state)
         self.order = ChunkOrder(self.blocks.counts, self.seed, state["window"])
         if self.chunk is not None:
             self.stop()
             self.chunk = None
-            del self.chunks, self.rows, self.drawn  # frees the buffers
+
+            # Frees the buffers.
+            del self.chunks, self.rows, self.shuffled_ids
 
 
 class ResidentLatents(LatentLoader):
     """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
-    The device holds all of it if that takes at most `device_memory_gib` (null: half of the free
-    memory), else a chunk (`ChunkedLatents`); the loader prints which, and why. `storage="int8"`
-    halves the memory of 16-bit latents and prints its error. `normalisation`: "channel" uses the
-    mean and std per channel that precompute measured, "scale_shift" the autoencoder's own
-    constants, `[[means], [stds]]` these. `encoder` and `latent_scale` are expectations: the loader
-    refuses a set made with another encoder or scale. With `on_corrupt="skip"` the next good block's
-    samples replace those of a damaged one.
+    The device holds the whole set if that takes at most `device_memory_gib` (null: half of the free
+    memory), otherwise a chunk (`ChunkedLatents`); the loader prints which, and why.
+    `storage="int8"` halves the memory of 16-bit latents; the loader prints the rounding error.
+    `normalisation`: "channel" uses the mean and std per channel that precompute measured,
+    "scale_shift" the autoencoder's constants, `[[means], [stds]]` these numbers. The loader refuses
+    a set made with another encoder than `encoder` or another scale than `latent_scale`. With
+    `on_corrupt="skip"` the samples of the next good block replace those of a damaged one.
     """
 
     @classmethod
@@ -186,7 +193,7 @@ class ResidentLatents(LatentLoader):
         device_memory_gib: float | None = None,
         **settings: Any,
     ) -> tuple[LatentSpec, float]:
-        """See `LatentLoader`; the device holds the whole set, or what is allowed."""
+        """See `LatentLoader`; the device holds the whole set, or fills the memory allowed."""
         spec, train, held_out = open_set("resident", **settings)
         whole = count_sample_bytes(train, storage) * (train.count + held_out.count)
         return spec, min(
@@ -210,38 +217,40 @@ class ResidentLatents(LatentLoader):
         if storage == "int8":
             spec = spec.with_order(storage)
         super().__init__(spec, **args)
+
+        # The whole set if it fits, else chunks; int8 exists for whole sets only.
         device = self.device
         allowed = find_allowed_memory(device, device_memory_gib, self.world_size)
         a_sample = count_sample_bytes(train, storage)
         whole = a_sample * (train.count + held_out.count)
         self.loader: LatentLoader
         if whole <= allowed:
-            what = "all of it on the device"
+            plan = "all of it on the device"
             tensors, error = read_split(train, device, storage)
             if storage == "int8":
                 worst = (error / torch.tensor(train.manifest.std)).max()
-                what += f"; int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst)"
-            kept_out, _ = read_split(held_out, device, storage)
-            self.loader = InMemoryLatents(spec, tensors, kept_out, **args)
+                plan += f"; int8 moves a latent by {worst:.2%} of its channel's std (RMS, worst)"
+            held_out_tensors, _ = read_split(held_out, device, storage)
+            self.loader = InMemoryLatents(spec, tensors, held_out_tensors, **args)
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
         elif storage == "int8":
             raise UserError(
                 f"data.storage=int8: {format_gib(a_sample * train.count)} do not fit into the "
-                f"{format_gib(allowed)} allowed; use storage=native, which takes a window at a time, "
-                "or raise data.device_memory_gib."
+                f"{format_gib(allowed)} allowed; use storage=native, which takes a window at a "
+                "time, or raise data.device_memory_gib."
             )
         else:
             chunk_size = min(train.count, int(allowed // (2 * a_sample)))
-            what = f"a window of {chunk_size} samples on the device, and the next one on its way"
+            plan = f"a window of {chunk_size} samples on the device, and the next one on its way"
             self.loader = ChunkedLatents(spec, train, held_out, chunk_size, **args)
 
         self.skipped = self.loader.skipped
         self.held_out_count = held_out.count
         if self.rank == 0:
-            how = "half of what is free" if device_memory_gib is None else "as given"
+            rule = "half of what is free" if device_memory_gib is None else "as given"
             print(
-                f"data: the set takes {format_gib(whole)} and {format_gib(allowed)} are allowed ({how}), so "
-                f"{what}",
+                f"data: the set takes {format_gib(whole)} and {format_gib(allowed)} are allowed "
+                f"({rule}), so {plan}",
                 flush=True,
             )
 
@@ -256,9 +265,9 @@ class ResidentLatents(LatentLoader):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if ("window" in state) != isinstance(self.loader, ChunkedLatents):
-            what = "a window of the set" if "window" in state else "all of the set"
+            content = "a window of the set" if "window" in state else "all of the set"
             raise UserError(
-                f"the run was started with {what} on the device, which is another order of "
+                f"the run was started with {content} on the device, which is another order of "
                 "samples; set data.device_memory_gib so that it is again."
             )
         self.loader.load_state_dict(state)
@@ -270,10 +279,10 @@ def format_gib(size: float) -> str:
 
 
 def find_allowed_memory(device: torch.device, given: float | None, world_size: int = 1) -> int:
-    """Bytes that latents may take on the device: as given, or half of the memory that is free there
-    now.
+    """Returns the bytes that latents may take on the device: as given, or half of the memory that
+    is free now.
 
-    All processes take the least of theirs, because the order of samples depends on it.
+    All processes use the minimum over ranks, because the order of samples depends on it.
     """
     if given is not None:
         return int(given * GIB)
@@ -281,10 +290,11 @@ def find_allowed_memory(device: torch.device, given: float | None, world_size: i
         allowed = torch.cuda.mem_get_info(device)[0] // 2
     else:
         allowed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
     if world_size > 1 and torch.distributed.is_initialized():
-        least = torch.tensor(allowed, device=device)
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
-        return int(least)
+        minimum = torch.tensor(allowed, device=device)
+        torch.distributed.all_reduce(minimum, torch.distributed.ReduceOp.MIN)
+        return int(minimum)
     if world_size > 1 and device.type == "cuda":
         raise UserError(
             "data=resident in several processes needs data.device_memory_gib=<GiB>, the same for "
@@ -297,17 +307,17 @@ def count_sample_bytes(blocks: BlockReader, storage: Storage) -> int:
     if storage == "native":
         return blocks.row_bytes
     sample = [tensor[0] for tensor in blocks.sample_template.values()]
+
+    # `Int8Latents`: a byte per value, and a scale of 4 bytes per channel.
     return sum(t.numel() + 4 * len(t) if t.ndim == 3 else t.nbytes for t in sample)
 
 
 def read_split(
     blocks: BlockReader, device: torch.device, storage: Storage
 ) -> tuple[LatentTensors, Tensor]:
-    """Reads a split onto `device`: its tensors, and the RMS error per channel of `storage`.
-
-    It goes block by block, so two copies of the split are never in memory.
-    """
-    # An empty split has no block that would say what it lacks.
+    """Reads a split onto `device`, block by block; returns its tensors, and the RMS rounding error
+    of `storage` per channel."""
+    # An empty split has no block to take names and shapes from.
     split: dict[str, Any] = {
         "latents": torch.empty(0, *blocks.shape, device=device),
         "labels": torch.empty(0, dtype=torch.long, device=device),
@@ -316,14 +326,15 @@ def read_split(
     for number, place in enumerate(blocks.places):
         rows = slice(place.first, place.first + place.block.samples)
         for name, tensor in blocks.read(number).items():
-            rounds = storage == "int8" and tensor.ndim == 4
+            rounded = storage == "int8" and tensor.ndim == 4
             if number == 0:
                 shape = (blocks.count, *tensor.shape[1:])
-                empty = Int8Latents if rounds else partial(torch.empty, dtype=tensor.dtype)
+                empty = Int8Latents if rounded else partial(torch.empty, dtype=tensor.dtype)
                 split[name] = empty(shape, device=device)
             split[name][rows] = tensor
-            if rounds and name == "latents":
+            if rounded and name == "latents":
                 error = split[name][rows].cpu() - tensor.float()
                 squares += error.double().square().sum((0, 2, 3))
-    numbers = max(1, blocks.count * math.prod(blocks.shape[1:]))
-    return LatentTensors(**split), (squares / numbers).sqrt()
+
+    values = max(1, blocks.count * math.prod(blocks.shape[1:]))
+    return LatentTensors(**split), (squares / values).sqrt()

@@ -1,10 +1,10 @@
 """Reads the files of a latent set by offset: from a folder, a web server, or any store that fsspec
 opens.
 
-A remote source tries again if a read may succeed later (a timeout, a broken connection, status 408,
-429 or 5xx): at once, then after 0.4, 0.8, 1.6 … seconds, or when the server says. In the end it
-raises an OSError whose text says why. No text shows the user, the password or the query of a URL:
-they may be secrets.
+A remote source retries a read that may succeed later (a timeout, a broken connection, status 408,
+429 or 5xx): at once, then after 0.4, 0.8, 1.6 … seconds, or after the pause that the server asks
+for. When the retries are used up, it raises an OSError with the reason. No message shows the user,
+the password or the query of a URL, because they may be secrets.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from common.text import shorten_error
 
 LONGEST_PAUSE_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
-"""Seconds, of which urllib3 makes 0, then 2, 4, 8 … times as many."""
+"""Base of the pauses: urllib3 waits 0, then 2, 4, 8 … times this."""
 URL_SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
-"""User and password of a URL, its query and its fragment."""
+"""Matches user and password, query and fragment of a URL."""
 FETCH_LOCKS: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-"""One thread of a process at a time fetches a file into the cache."""
+"""Locks by cached file: only one thread of a process at a time fetches it."""
 
 
 class Source(Protocol):
-    """The files of one latent set. A source opens nothing before the first read, so worker
+    """The files of one latent set. It opens no connection before the first read, so that worker
     processes can inherit it."""
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        """`size` bytes at `offset` of file `name`, or all of it; fewer if the file ends there.
+        """Reads `size` bytes at `offset` of file `name`, null: all; fewer if the file ends.
 
-        FileNotFoundError if there is no such file, OSError if it cannot be read.
+        FileNotFoundError if there is no such file, OSError if the read fails.
         """
         ...
 
     def forget(self, name: str) -> bool:
-        """Drops the local copy of `name`; True if the source can fetch it again. Most sources keep
-        no copies."""
+        """Drops the local copy of `name`; returns True if the source keeps copies and can fetch
+        another."""
         return False
 
 
@@ -58,48 +58,49 @@ def open_source(
     """Opens the source at `path`, a folder or a URL; ValueError for a URL that runs commands or
     chains others.
 
-    `timeout` is in seconds, for each connection and each pause of the server. With `cache`, the
+    `timeout` in seconds limits each connection and each pause of the server. With `cache`, the
     source fetches whole shards into that folder and reads them there. The query of an http(s) URL
-    goes behind the name of each file.
+    is appended to the URL of each file.
     """
     url = str(path)
     web = url.startswith(("http://", "https://"))
     if url.startswith("pipe:") or ("::" in url and not web):
         raise UserError(
-            f"data.path={hide_secrets(url)}: pipes and chained URLs are not opened; give a folder or "
-            "one URL."
+            f"data.path={hide_secrets(url)}: pipes and chained URLs are not opened; give a folder "
+            "or one URL."
         )
     if "://" not in url:
         return LocalSource(Path(url).expanduser())
-    mark, what = ("#", "fragment") if web else ("?", "query")
+    mark, part = ("#", "fragment") if web else ("?", "query")
     if mark in url:
         raise UserError(
-            f"data.path={hide_secrets(url)} has a {what} behind a {mark}; leave it out."
+            f"data.path={hide_secrets(url)} has a {part} behind a {mark}; leave it out."
         )
     source = (HttpSource if web else FsspecSource)(url, timeout, retries)
     return source if cache is None else CachedSource(source, Path(cache).expanduser())
 
 
 def hide_secrets(text: str) -> str:
-    """The text without what may be secret in its URLs; the path of a folder as it is."""
+    """Removes possible secrets from the URLs of a text; leaves a folder's path unchanged."""
     return URL_SECRETS.sub("", text) if "://" in text else text
 
 
 def describe_error(error: Exception) -> str:
-    """The type and the first line of an error that names a URL, without what may be secret."""
-    return f"{type(error).__name__} {URL_SECRETS.sub('', shorten_error(error)).removesuffix('.')}".strip()
+    """Returns type and first line of an error that names a URL, without possible secrets."""
+    line = URL_SECRETS.sub("", shorten_error(error)).removesuffix(".")
+    return f"{type(error).__name__} {line}".strip()
 
 
-def describe_failed_read(what: str, error: OSError) -> str:
-    """One sentence for a failed read: `what` is missing, or the reason why it cannot be read."""
+def describe_failed_read(name: str, error: OSError) -> str:
+    """Returns a sentence for a failed read: `name` is missing, or why it cannot be read."""
     if not isinstance(error, FileNotFoundError):
-        return f"{what} cannot be read: {error}"
+        return f"{name} cannot be read: {error}"
     reason = f" ({error})" if "server" in str(error) else ""
-    return f"{what} is missing{reason}"
+    return f"{name} is missing{reason}"
 
 
 class LocalSource(Source):
-    """A folder."""
+    """The files of a local folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -114,8 +115,7 @@ class LocalSource(Source):
 
 
 class TransientError(OSError):
-    """An error after which another attempt may succeed; the server's `reply`, if any, may say
-    when."""
+    """An error after which a retry may succeed; the server's `reply`, if any, may say when."""
 
     def __init__(self, text: str, reply: Any = None) -> None:
         super().__init__(text)
@@ -131,7 +131,7 @@ class Pauses(Retry):
 
 
 class RemoteSource(Source):
-    """Tries a read again after a transient error; a subclass adds `read_once`."""
+    """Retries a read after a transient error; a subclass adds `read_once`."""
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
         folder, mark, query = url.partition("?")
@@ -164,7 +164,7 @@ class RemoteSource(Source):
 
 @cache
 def make_web_client(process: int) -> Any:
-    """The web client of a process, because connections do not survive a fork."""
+    """Makes the web client of a process; no connection survives a fork."""
     import requests
 
     return requests.Session()
@@ -183,11 +183,12 @@ class HttpSource(RemoteSource):
             with make_web_client(os.getpid()).get(
                 f"{self.url}/{name}{self.query}", headers=headers, timeout=self.timeout, stream=True
             ) as reply:
+                # 416: the file ends before the offset.
                 if reply.status_code == 416:
-                    return b""  # the file ends before that place
+                    return b""
                 check_reply(reply, size is not None)
 
-                # A byte more than was asked for shows a server that sends others.
+                # One byte more than the request: it shows a server that ignores the range.
                 amount = None if size is None else size + 1
                 content = reply.raw.read(amount, decode_content=True)
                 if amount == len(content):
@@ -195,7 +196,7 @@ class HttpSource(RemoteSource):
                         f"the server sends more than the {size} bytes that were asked for"
                     )
         except (requests.ConnectionError, requests.Timeout, HTTPError) as error:
-            # urllib3's reason says more than requests' "Max retries exceeded".
+            # urllib3's reason is more specific than requests' "Max retries exceeded".
             reason = getattr(error.args and error.args[0], "reason", error)
             raise TransientError(describe_error(reason)) from error
         except (requests.RequestException, ValueError) as error:  # a bad URL or redirect
@@ -206,7 +207,7 @@ class HttpSource(RemoteSource):
 
 
 def check_reply(reply: Any, in_part: bool) -> None:
-    """Raises for a reply that is not the file, or not the part of it that was asked for."""
+    """Raises an OSError for a reply that is not the file, or not the requested part of it."""
     status = reply.status_code
     headers = reply.headers
     if status in (408, 429) or status >= 500:
@@ -216,7 +217,7 @@ def check_reply(reply: Any, in_part: bool) -> None:
         )
         raise TransientError(f"the server answers {status}{asks if pause else ''}", reply.raw)
 
-    # Another attempt would not help.
+    # No retry helps against the errors below.
     if status in (404, 410):
         raise FileNotFoundError(f"the server answers {status}")
     if status not in (200, 206):
@@ -234,25 +235,26 @@ def check_reply(reply: Any, in_part: bool) -> None:
         )
 
 
-def check_part(content: bytes, said: str | None, offset: int, size: int) -> None:
-    """OSError if `content` is another part of a file than was asked for; `said` is its
-    Content-Range."""
+def check_part(content: bytes, content_range: str | None, offset: int, size: int) -> None:
+    """Raises an OSError if `content`, with this Content-Range, is not the requested part."""
     end = offset + len(content)
-    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said or f"bytes {offset}-{end - 1}/{end}")
+    expected = f"bytes {offset}-{end - 1}/{end}"
+    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", content_range or expected)
+
+    # Fewer bytes than requested are right only at the end of the file.
     if (
-        not found
-        or (int(found[1]), int(found[2]) + 1) != (offset, end)
-        or (len(content) < size and found[3] != str(end))  # the file goes on
+        not match
+        or (int(match[1]), int(match[2]) + 1) != (offset, end)
+        or (len(content) < size and match[3] != str(end))
     ):
         raise OSError(
-            f"the server sends {len(content)} bytes as {said!r}, and {size} bytes from {offset} "
-            "were asked for"
+            f"the server sends {len(content)} bytes as {content_range!r}, and {size} bytes from "
+            f"{offset} were asked for"
         )
 
 
 class FsspecSource(RemoteSource):
-    """s3://, gs://, hf:// and whatever else fsspec has an implementation for; the store sets its
-    own timeouts."""
+    """s3://, gs://, hf:// and all other stores that fsspec implements, each with its timeouts."""
 
     def read_once(self, name: str, offset: int, size: int | None) -> bytes:
         import fsspec
@@ -263,9 +265,11 @@ class FsspecSource(RemoteSource):
             return store.cat_file(f"{folder}/{name}", start=offset or None, end=end)
         except FileNotFoundError:
             raise
-        except (ImportError, ValueError) as error:  # no such store, or its package is missing
+        except (ImportError, ValueError) as error:
+            # fsspec does not know the store, or its package is missing.
             raise OSError(hide_secrets(shorten_error(error))) from error
-        except Exception as error:  # each store has errors of its own
+        except Exception as error:
+            # Each store raises other errors.
             raise TransientError(describe_error(error)) from error
 
 
@@ -273,8 +277,8 @@ class CachedSource(Source):
     """Keeps copies of whole shards in `folder`/<hash of the URL>; reads other files from `source`
     each time.
 
-    The hash is of the URL without its query, so a renewed token finds the copies. Threads and
-    processes may share a cache: each fetches to a temporary name of its own and renames.
+    The hash leaves out the query of the URL, so the copies stay valid with a renewed token. Threads
+    and processes may share a cache: each fetches to its own temporary file and renames it.
     """
 
     def __init__(self, source: RemoteSource, folder: Path) -> None:
@@ -295,7 +299,8 @@ class CachedSource(Source):
             try:
                 return LocalSource(self.folder).read(name, offset, size)
             except FileNotFoundError:
-                continue  # another process found the copy damaged and dropped it
+                # Another process found the copy damaged and dropped it: fetch it again.
+                continue
 
     def fetch(self, file: Path) -> None:
         content = self.source.read(file.name)

@@ -1,10 +1,9 @@
 """The loader of latents streamed from WebDataset tars, local or remote.
 
-A latent goes this way: `StreamOrder` (data/order.py) says which windows of which streams a rank
-needs; threads of a worker process read and shuffle them (`read_windows`); the worker puts the next
-samples of its streams together (`StreamDataset`); a thread of the run's process joins what all
-workers have for a batch (`join_batches`); `StreamedLatents` copies that to the device and normalises
-it.
+The path of a latent: `StreamOrder` (data/order.py) says which windows of which streams a rank
+needs; threads of a worker process read and shuffle them (`read_windows`); the worker collects the
+next samples of its streams (`StreamDataset`); a thread of the run's process joins the parts of a
+batch from all workers (`join_batches`); `StreamedLatents` copies it to the device, normalised.
 """
 
 from __future__ import annotations
@@ -34,47 +33,46 @@ from data.order import RankPositions, StreamOrder
 GIB = 2**30
 MAX_STREAMS = 64
 READERS_PER_WORKER = 8
-"""Threads of a worker; they wait for the disk or the network most of the time."""
+"""Reading threads per worker: most of the time they wait for the disk or the network."""
 COPIES_OF_A_BLOCK = 3
-"""Peak copies of a block in memory while a thread reads it: its bytes, its tensors, its rows."""
+"""Peak copies of a block in memory while a thread reads it: bytes, tensors, rows."""
 
 
 def read_windows(
     order: StreamOrder, blocks: BlockReader, position: int
 ) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
-    """Yields the windows of a stream without end, shuffled, from `position` on: the position of the
-    first row, and the rows.
-
-    It keeps the last block of a window, because the next window begins in it.
-    """
-    last = -1
+    """Yields the shuffled windows of a stream from `position` on, without end: the position of the
+    first row, and the rows."""
+    last_block = -1
     content = torch.empty(0)
     while True:
         window, offset = order.locate(position)
         shuffled = torch.empty(window.size, blocks.row_bytes, dtype=torch.uint8)
-        place = order.draw_permutation(window).argsort()
+        target = order.draw_permutation(window).argsort()
         done = 0
+
+        # The next window begins in the last block of this one, so that block stays in memory.
         for block, first, rows in order.find_blocks(window):
-            if block != last:
+            if block != last_block:
                 content = blocks.read_rows(block)
-                last = block
-            shuffled[place[done : done + rows]] = content[first : first + rows]
+                last_block = block
+            shuffled[target[done : done + rows]] = content[first : first + rows]
             done += rows
         yield position, shuffled[offset:]
         position += (window.size - offset) * order.streams
 
 
 WorkerBatch = tuple[Tensor, list[int], list[SkippedBlock]]
-"""A worker's samples of a batch as rows of bytes, their positions, and the blocks it skipped."""
+"""A worker's part of a batch: rows of bytes, their positions, and the blocks it skipped."""
 
 
 @dataclass(eq=False)
 class StreamDataset(IterableDataset):
-    """Yields a worker's samples of each batch, without end: of the rank's streams worker w of W
-    reads every W-th.
+    """Yields a worker's part of each batch, without end; worker w of W reads every W-th stream of
+    the rank.
 
-    In the end it yields the reason of a failure, because an exception would arrive in the parent
-    process as a page of traceback.
+    A failure is yielded as text, because an exception would reach the parent process as a page of
+    traceback.
     """
 
     order: StreamOrder
@@ -85,7 +83,7 @@ class StreamDataset(IterableDataset):
     def __iter__(self) -> Iterator[WorkerBatch | str]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        own = self.rank_positions.find_streams() or range(self.order.streams)
+        rank_streams = self.rank_positions.find_streams() or range(self.order.streams)
         readers = Readers(READERS_PER_WORKER, "reader")
         streams: dict[int, Iterator[tuple[int, Tensor]]] = {}
         start = self.start
@@ -93,7 +91,7 @@ class StreamDataset(IterableDataset):
             while True:
                 wanted = [
                     position
-                    for number in own[worker::workers]
+                    for number in rank_streams[worker::workers]
                     for position in self.rank_positions.find_positions(start, number)
                 ]
                 yield self.batch(streams, readers, wanted)
@@ -106,7 +104,7 @@ class StreamDataset(IterableDataset):
     def batch(
         self, streams: dict[int, Iterator[tuple[int, Tensor]]], readers: Readers, wanted: list[int]
     ) -> WorkerBatch:
-        """The samples at `wanted` positions, of `streams`; it begins those that are not there."""
+        """Takes the samples at `wanted` positions from `streams`; opens streams on first use."""
         every = self.order.streams
         for position in wanted:
             if position % every not in streams:
@@ -115,29 +113,29 @@ class StreamDataset(IterableDataset):
                     zip(count(first, every), rows, strict=False) for first, rows in windows
                 )
 
-        # What comes before a position in its stream is for other ranks.
-        taken = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
-        rows = torch.stack(taken) if taken else torch.empty(0, dtype=torch.uint8)
+        # Rows before a wanted position belong to other ranks.
+        parts = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
+        rows = torch.stack(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return rows, wanted, self.blocks.take_reports()
 
 
 def join_batches(
     loader: DataLoader, workers: int, pin_memory: bool
 ) -> Generator[tuple[Tensor, Tensor, list[SkippedBlock]]]:
-    """Yields (rows, positions, reports) of each batch, in the order of positions, without end;
+    """Yields (rows, positions, reports) of each batch, in order of positions, without end;
     ValueError with the reason if a worker fails.
 
-    It runs in a thread, whose children the workers are: in the main thread PyTorch would raise the
-    death of one as an error of whatever line runs then.
+    It runs in a thread that owns the workers: PyTorch reports a worker's death by a signal to the
+    owner, and in the main thread that error would hit any line that happens to run.
     """
     items = iter(loader)
     try:
         while True:
-            found = [next(items) for _ in range(workers)]
-            for item in found:
+            worker_batches = [next(items) for _ in range(workers)]
+            for item in worker_batches:
                 if isinstance(item, str):
                     raise UserError(item)
-            parts, positions, reports = zip(*found, strict=True)
+            parts, positions, reports = zip(*worker_batches, strict=True)
             position, order = torch.tensor(list(chain(*positions))).sort()
             rows = torch.cat(parts)[order]
             if pin_memory:
@@ -145,7 +143,7 @@ def join_batches(
                 position = position.pin_memory()
             yield rows, position, list(chain(*reports))
     except (RuntimeError, OSError, EOFError) as error:
-        # The latter two come of a kill while a worker sent a batch.
+        # OSError and EOFError: a worker was killed while it sent a batch.
         reason = shorten_error(error)
         if isinstance(error, RuntimeError) and not reason.startswith("DataLoader worker"):
             raise
@@ -154,14 +152,16 @@ def join_batches(
             "with a smaller data.window or data.num_workers if memory ran out."
         ) from error
     finally:
-        # Not when `items` is collected, for the traceback of a failure keeps it.
+        # The traceback of a failure keeps `items` alive, so its collection would come too late.
         getattr(items, "_shutdown_workers", lambda: None)()
 
 
 def end_reading(feeder: Readers, batches: Generator[Any]) -> None:
-    """Ends the thread and the workers; `weakref.finalize` calls this when the process ends, too."""
+    """Ends the thread and the workers; `weakref.finalize` also calls this when the process ends."""
     feeder.close(wait=True)
-    with contextlib.suppress(ValueError):  # the thread still waits for a worker
+
+    # `close` raises while the thread still waits for a worker.
+    with contextlib.suppress(ValueError):
         batches.close()
 
 
@@ -169,18 +169,17 @@ class StreamedLatents(BlockLoader):
     """Streams the latent set at `path`, a folder or a URL, block by block.
 
     A batch takes its samples from `streams` ranges of the set, each shuffled inside a `window` of
-    samples. Null chooses as many as the set is large enough for (`choose_stream_count`); a resumed run
-    keeps the number that it began with. The windows take at most `host_memory_gib` of host memory,
-    all streams together; the loader prints how much. `num_workers` processes read ahead,
-    `prefetch_factor` batches each; with 0 threads of this process read. `persistent_workers` is
-    PyTorch's: they live on from one epoch to the next, or new ones are started there. `timeout`,
-    `retries` and `cache` are for URLs (data/source.py). `normalisation`, `encoder`,
-    `latent_scale`: see ResidentLatents.
+    samples. `streams` null: `choose_stream_count` decides by the size of the set; a resumed run
+    keeps the number it began with. All windows together take at most `host_memory_gib` of host
+    memory; the loader prints how much. `num_workers` processes read `prefetch_factor` batches ahead
+    each; 0: threads of this process read. `persistent_workers`: workers survive the end of an epoch
+    (otherwise new ones start). `timeout`, `retries` and `cache` are for URLs (data/source.py).
+    `normalisation`, `encoder`, `latent_scale`: see ResidentLatents.
     """
 
     @classmethod
     def foresee(cls, memory: float, **settings: Any) -> tuple[LatentSpec, float]:
-        """See `LatentLoader`; nothing of the set stays on the device."""
+        """See `LatentLoader`; no part of the set stays on the device."""
         return open_set("webdataset", **settings)[0], 0.0
 
     def __init__(
@@ -213,7 +212,7 @@ class StreamedLatents(BlockLoader):
         self.prefetch_factor = prefetch_factor
         self.persistent_workers = persistent_workers
         self.epoch = 0
-        """The epoch of the latest batch."""
+        """Epoch of the latest batch."""
         self.pin_memory = pin_memory and self.device.type == "cuda"
         self.given_streams = streams
         self.window = window
@@ -222,8 +221,7 @@ class StreamedLatents(BlockLoader):
         self.use_streams(streams)
 
     def use_streams(self, given: int | None) -> None:
-        """Cuts the set into `given_streams` streams, or as many as fit, and prints the memory that they
-        take."""
+        """Cuts the set into `given` streams, null: as many as fit; prints the memory they take."""
         places = self.blocks.places
         a_stream = count_stream_bytes(self.blocks, self.window)
         streams = choose_stream_count(given, len(places), a_stream, self.allowed_gib)
@@ -250,7 +248,7 @@ class StreamedLatents(BlockLoader):
         )
 
     def start_reading(self) -> Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]]:
-        """Starts the workers, and the thread that takes from them."""
+        """Starts the workers, and the thread that joins their batches."""
         a_batch = self.batch_size * self.blocks.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
@@ -260,12 +258,14 @@ class StreamedLatents(BlockLoader):
                 a_batch,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
+
+        # Without a generator of its own the DataLoader would draw from the run's.
         loader = DataLoader(
             StreamDataset(self.order, self.blocks, self.rank_positions, self.samples_seen),
             batch_size=None,
             num_workers=self.num_workers,
             prefetch_factor=prefetch,
-            generator=torch.Generator(),  # the default would draw from the run's generator
+            generator=torch.Generator(),
         )
 
         feeder = Readers(1, "feeder")
@@ -275,7 +275,7 @@ class StreamedLatents(BlockLoader):
         return self.batches
 
     def stop_reading(self) -> None:
-        """Ends the workers and the thread, if there are any."""
+        """Ends the workers and the thread, if they run."""
         if self.batches is not None:
             self.stop()
             self.batches = None
@@ -297,21 +297,20 @@ class StreamedLatents(BlockLoader):
         add_skipped(self.skipped, reports)
         rows = rows.to(self.device, non_blocking=True)
         position = position.to(self.device, non_blocking=True)
-        return self.batch(self.blocks.unpack_rows(rows), position)
+        return self.make_batch(self.blocks.unpack_rows(rows), position)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues with the number of streams that the run began with, because the order of
-        samples depends on it."""
+        """Continues with the run's number of streams: the order of samples depends on it."""
         super().load_state_dict(state)
-        # Earlier versions had 64 where none were given.
+        # Earlier versions used 64 by default and did not save the number.
         streams = state.get("streams", self.given_streams or MAX_STREAMS)
         if streams < 1 or self.given_streams not in (None, streams):
             raise UserError(
-                f"data.streams={self.given_streams}, but the run began with {streams}; leave data.streams "
-                "out."
+                f"data.streams={self.given_streams}, but the run began with {streams}; leave "
+                "data.streams out."
             )
         if streams != self.order.streams:
             self.use_streams(streams)
@@ -319,25 +318,27 @@ class StreamedLatents(BlockLoader):
 
 
 def count_stream_bytes(blocks: BlockReader, window: int) -> int:
-    """Bytes of a stream's two windows, and of the block that the later one ends in."""
+    """Counts the bytes of a stream: two windows, and the block in which the later one ends."""
     largest = max(blocks.counts)
     a_sample = max(place.block.size / place.block.samples for place in blocks.places)
     return math.ceil((2 * window + largest) * a_sample)
 
 
 def choose_stream_count(given: int | None, blocks: int, a_stream: int, allowed_gib: float) -> int:
-    """The number of streams: as given, or a power of two, at most 64 and a quarter of the blocks,
-    that fits.
+    """Returns `given`, or the largest power of two that fits in memory and is at most 64 and at
+    most a quarter of the blocks.
 
-    Two streams share the block where one ends and the other begins, so a quarter makes at most a
-    quarter more reads. ValueError if they take more than `allowed_gib` of memory.
+    Neighbouring streams both read the block at their border; with a quarter of the blocks these
+    double reads add at most a quarter. ValueError if the streams take more than `allowed_gib`.
     """
-    least = given or 1
-    if not least * a_stream <= allowed_gib * GIB:
+    fewest = given or 1
+    if not fewest * a_stream <= allowed_gib * GIB:
         raise UserError(
-            f"data.host_memory_gib={allowed_gib} is too little for {least} streams, whose windows "
-            f"take {least * a_stream / GIB:.2f} GiB; raise it, or lower "
+            f"data.host_memory_gib={allowed_gib} is too little for {fewest} streams, whose windows "
+            f"take {fewest * a_stream / GIB:.2f} GiB; raise it, or lower "
             f"data.{'streams' if given else 'window'}."
         )
-    most = min(MAX_STREAMS, blocks // 4, allowed_gib * GIB // a_stream)
-    return given or 1 << (max(1, int(most)).bit_length() - 1)
+    if given:
+        return given
+    limit = min(MAX_STREAMS, blocks // 4, allowed_gib * GIB // a_stream)
+    return 1 << (max(1, int(limit)).bit_length() - 1)

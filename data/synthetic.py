@@ -1,5 +1,4 @@
-"""Noise of any size as latents, for timing and for tests of shapes; a model learns nothing from
-it."""
+"""Loader of noise of any shape, for timing and for tests; a model learns nothing from it."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ class SyntheticLatents(InMemoryLatents):
 
     @classmethod
     def foresee(cls, memory: float, count: int = 1024, **settings: Any) -> tuple[LatentSpec, float]:
-        """See `LatentLoader`; all of them lie on the device."""
-        one = cls(count=1, **settings, batch_size=1, seed=0, device=torch.device("cpu"))
-        spec = one.spec
+        """See `LatentLoader`; all latents lie on the device, in bf16, with a tenth to hold out."""
+        sample = cls(count=1, **settings, batch_size=1, seed=0, device=torch.device("cpu"))
+        spec = sample.spec
         return spec, 2.2 * count * spec.channels * spec.height * spec.width
 
     def __init__(
@@ -34,13 +33,13 @@ class SyntheticLatents(InMemoryLatents):
         count: Size = 1024,
         **args: Unpack[LoaderArgs],
     ) -> None:
-        # The draw of a sample is a function of its number, at any count.
+        # A sample depends on its number alone, not on `count`.
         total = count + max(1, count // 10)
         position = torch.arange(total, device=args["device"])
         shape = (channels, height, width)
         draws = [
-            counter_normal(args["seed"], Purpose.SYNTHETIC, some, shape).bfloat16()
-            for some in position.split(256)
+            counter_normal(args["seed"], Purpose.SYNTHETIC, part, shape).bfloat16()
+            for part in position.split(256)
         ]
         latents = torch.cat(draws)
         labels = position % num_classes
