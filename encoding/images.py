@@ -40,8 +40,8 @@ FORMATS = {
     "JPEG2000": (".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc"),
     "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
 }
-"""Pillow's name of each format that is read, and its extensions. Of several frames or pages the
-first is read."""
+"""Formats that are read: Pillow's name -> extensions. An animation or a document counts as its
+first frame or page."""
 EXTENSIONS = tuple(extension for extensions in FORMATS.values() for extension in extensions)
 OPTIONAL_CODECS = {
     "WEBP": "webp",
@@ -51,15 +51,16 @@ OPTIONAL_CODECS = {
     "JPEG": "jpg",
     "PNG": "zlib",
 }
-"""The codecs that a Pillow may have been built without."""
+"""Codecs that a build of Pillow may lack: format -> Pillow's name of the feature."""
 RESIZE = "box-halving, bicubic, center crop"
 BATCHES_AHEAD = 2
 """Batches that each process decodes ahead, PyTorch's default."""
 BATCH_TIMEOUT_SECONDS = 1800.0
 """Seconds to wait for a batch of images."""
 MAX_NAMES_SHOWN = 20
+"""Names, or kinds of unused files, that a text lists before it only counts the rest."""
 MAX_CLASSES_SHOWN = 100
-"""So many kinds of unused files, and classes, are named one by one."""
+"""Largest number of classes for which the job's plan lists every class."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +76,26 @@ class ImageEntry:
 
 
 class Unused:
-    """Counts the files that no image is read from, by kind, with one example of each."""
+    """Counts the files without an image that is used, by kind, with an example of each."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, name: str) -> None:
-        """Counts one more; the example is the first by name."""
+        """Counts one more file; the example of its kind is the first by name."""
         number, example = self.kinds.get(kind, (0, name))
         self.kinds[kind] = (number + 1, min(name, example))
 
     def __str__(self) -> str:
-        """Such as "2 .txt (e.g. cat/a.txt); 1 hidden (e.g. .cache)"; the largest number comes
-        first."""
+        """Lists the kinds, the most frequent first: "2 .txt (e.g. cat/a.txt); 1 hidden (e.g.
+        .cache)"."""
         ordered = sorted(self.kinds.items(), key=lambda item: (-item[1][0], item[0]))
         shown = [
             f"{number} {kind} (e.g. {escape_name(name)})"
             for kind, (number, name) in ordered[:MAX_NAMES_SHOWN]
         ]
-        if rest := ordered[MAX_NAMES_SHOWN:]:
+        rest = ordered[MAX_NAMES_SHOWN:]
+        if rest:
             shown.append(f"{sum(number for _, (number, _) in rest)} of {len(rest)} more kinds")
         return "; ".join(shown)
 
@@ -107,7 +109,7 @@ class ImageList:
     """Empty: there are no classes, and every label is 0."""
     unused: Unused = field(default_factory=Unused)
     notes: list[str] = field(default_factory=list)
-    """What the user may not have meant, a sentence each."""
+    """Sentences about what the user may not have intended."""
 
     def sha256(self) -> str:
         """Hashes names, labels and sizes, in order."""
@@ -115,8 +117,8 @@ class ImageList:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def describe(self, source: str, planned: int) -> str:
-        """The part of a job's plan that tells what the source was taken for; `planned` images are
-        to be encoded."""
+        """Describes the images, classes, unused files and notes of `source`; the job will encode
+        `planned` images."""
         counts = Counter(entry.label for entry in self.entries)
         numbers = [(counts[label], name) for label, name in enumerate(self.class_names)]
         images = f"{len(self.entries)} image{'s' * (len(self.entries) != 1)}"
@@ -125,32 +127,35 @@ class ImageList:
         )
         lines = [f"{images} {classes} in {source}, {planned} to encode"]
         if len(numbers) > MAX_CLASSES_SHOWN:
-            (fewest, rare), (most, common) = min(numbers), max(numbers)
-            lines.append(f"  from {fewest} images ({rare}) to {most} ({common})")
+            fewest, rarest_class = min(numbers)
+            most, largest_class = max(numbers)
+            lines.append(f"  from {fewest} images ({rarest_class}) to {most} ({largest_class})")
         elif numbers:
-            named = ", ".join(f"{name}: {number}" for number, name in numbers)
-            lines.append(textwrap.fill(named, 120, initial_indent="  ", subsequent_indent="  "))
-        if without := [name for number, name in numbers if not number]:
-            lines.append(f"  classes without images: {join_few(without)}")
+            sizes = ", ".join(f"{name}: {number}" for number, name in numbers)
+            lines.append(textwrap.fill(sizes, 120, initial_indent="  ", subsequent_indent="  "))
+
+        empty_classes = [name for number, name in numbers if not number]
+        if empty_classes:
+            lines.append(f"  classes without images: {join_few(empty_classes)}")
         if self.unused.kinds:
             lines.append(f"  not used: {self.unused}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 def join_few(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Joins the first few names and counts the rest."""
     return ", ".join(names[:MAX_NAMES_SHOWN]) + (
         f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     )
 
 
 def is_image(extension: str) -> bool:
-    """Whether files with this extension, in lower case, are read as images."""
+    """Tells whether list_images takes files with this extension, in lower case, for images."""
     return extension in EXTENSIONS and not find_missing_codec(extension)
 
 
 def describe_kind(name: str) -> str:
-    """What an unused file is, by its extension."""
+    """Names the kind of an unused file, by its extension."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if not suffixes:
         return "without extension"
@@ -165,7 +170,7 @@ def describe_kind(name: str) -> str:
 
 
 def escape_name(name: str) -> str:
-    r"""The name of a file as one line that can be printed, hashed and stored: bytes that are not
+    r"""Returns a file's name as one line that can be printed, hashed and stored: bytes that are not
     UTF-8 become \xff."""
     return escape_unprintable(
         name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -174,21 +179,21 @@ def escape_name(name: str) -> str:
 
 @functools.cache
 def find_missing_codec(extension: str) -> str | None:
-    """The format of images with this extension, if the Pillow at hand cannot read it."""
+    """Returns the format of images with this extension if the installed Pillow cannot read it."""
     name = next(name for name, extensions in FORMATS.items() if extension in extensions)
     return name if name in OPTIONAL_CODECS and not features.check(OPTIONAL_CODECS[name]) else None
 
 
 class UnusableError(ValueError):
-    """An image that is left out; its text is the reason."""
+    """An image that the job skips; the text of the error is the reason."""
 
 
 @functools.cache
 def open_dataset(path: str) -> tuple[Any, str, list[str]]:
-    """Opens a folder of `datasets`, its images left encoded; returns also the names of its image
-    and label columns.
+    """Opens a folder of `datasets` without decoding its images; returns the data set and the names
+    of its image and label columns.
 
-    ValueError unless it can be opened and has one column of images.
+    ValueError if it cannot be opened, or has no column of images or several.
     """
     try:
         datasets: Any = importlib.import_module("datasets")
@@ -202,6 +207,7 @@ def open_dataset(path: str) -> tuple[Any, str, list[str]]:
         raise UserError(
             f"source={path} is a broken folder of datasets ({shorten_error(error)}); save it again."
         ) from error
+
     kinds = dataset.features.items()
     images = [name for name, kind in kinds if isinstance(kind, datasets.Image)]
     labels = [name for name, kind in kinds if isinstance(kind, datasets.ClassLabel)]
@@ -218,18 +224,18 @@ def read_image(entry: ImageEntry) -> bytes:
     """Reads the encoded image."""
     if entry.size == 0 and Path(entry.file).is_dir():
         dataset, images, _ = open_dataset(entry.file)
-        found = dataset[entry.offset][images] or {}
-        if found.get("bytes") is None and found.get("path"):
-            return Path(found["path"]).read_bytes()
-        return found.get("bytes") or b""
+        cell = dataset[entry.offset][images] or {}
+        if cell.get("bytes") is None and cell.get("path"):
+            return Path(cell["path"]).read_bytes()
+        return cell.get("bytes") or b""
     with open(entry.file, "rb") as stream:
         stream.seek(entry.offset)
         return stream.read(entry.size)
 
 
 def read_with_retries(entry: ImageEntry) -> bytes:
-    """Reads the encoded image, with pauses between attempts, for the network may come back. OSError
-    in the end."""
+    """Reads the encoded image; after an error it pauses and tries again, because a network drive
+    may recover. OSError after the last attempt."""
     for pause in (0.1, 0.4, 1.6):
         try:
             return read_image(entry)
@@ -249,11 +255,12 @@ def decode_image(
     """Decodes, turns upright by EXIF, lays transparent pixels on `background`, resizes the shorter
     side to `side` and crops the centre.
 
-    Halving by box filter while the image is twice too large, then bicubic: the crop of ADM
-    (Dhariwal & Nichol 2021), which DiT and its successors made their latents with. UnusableError,
-    before anything is decoded, for an image of more than `max_megapixels`.
+    A box filter halves the image while it is twice too large, then a bicubic filter resizes it: the
+    crop of ADM (Dhariwal & Nichol 2021), with which DiT and its successors made their latents.
+    UnusableError, before anything is decoded, for an image of more than `max_megapixels`.
     """
-    Image.MAX_IMAGE_PIXELS = None  # max_megapixels is the limit, and it can be higher than Pillow's
+    # Pillow's own limit may be lower than max_megapixels.
+    Image.MAX_IMAGE_PIXELS = None
     with Image.open(io.BytesIO(content), formats=list(FORMATS)) as image:
         if image.width * image.height > 1e6 * max_megapixels:
             raise UnusableError(
@@ -263,6 +270,7 @@ def decode_image(
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
         image = convert_to_rgb(image, background)
+
     while min(image.size) >= 2 * side:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = side / min(image.size)
@@ -274,8 +282,7 @@ def decode_image(
 
 
 def mend_colour_key(image: ImageFile.ImageFile) -> None:
-    """Scales the transparent colour of a PNG to 8 bits, as Pillow scales the pixels and forgets to
-    scale the colour."""
+    """Scales the transparent colour of a PNG to 8 bits, since Pillow scales only the pixels."""
     key = image.info.get("transparency")
     raw = image.tile[0].args if image.format == "PNG" and image.tile else None
     if key is not None and raw == "RGB;16B":
@@ -285,12 +292,12 @@ def mend_colour_key(image: ImageFile.ImageFile) -> None:
 
 
 def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
-    """The image in mode RGB, what is transparent composited on `background`.
+    """Converts the image to mode RGB, with transparent pixels composited on `background`.
 
-    UnusableError for grey of 32 bits or floats, whose range no file states.
+    UnusableError for 32-bit or floating-point grey, since no file states its range.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        # of 16 bits; Pillow would clip them at 255: nearly all of it white
+        # Pillow would clip 16-bit grey at 255, so that nearly all of the image became white.
         values = np.asarray(image)
         key = image.info.get("transparency")
         image = Image.fromarray((values >> 8).astype(np.uint8))
@@ -309,11 +316,12 @@ def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
 
 
 def describe_error(error: Exception) -> str:
-    """Why an image cannot be decoded, in one line without anything that differs from run to run or
-    between machines."""
+    """Says in one line why an image cannot be decoded, in words that are the same in every run and
+    on every machine."""
     if isinstance(error, UnusableError):
         return str(error)
-    if isinstance(error, UnidentifiedImageError):  # its text is the address of an object in memory
+    # The text of this error contains the address of an object in memory.
+    if isinstance(error, UnidentifiedImageError):
         return f"no image of a format that is read ({', '.join(FORMATS)})"
     return re.sub(r"<[^<>]*>|0x[0-9a-fA-F]+", "…", f"damaged ({shorten_error(error)})")
 
@@ -321,8 +329,8 @@ def describe_error(error: Exception) -> str:
 class DecodedImages(Dataset):
     """Decodes images to 8-bit tensors.
 
-    An item is text, name and reason, if Pillow cannot decode the image, and an OSError that says
-    both if no attempt read it, or if memory does not suffice.
+    An item is a text (name and reason) if Pillow cannot decode the image, and an OSError with such
+    a text if no attempt could read the file or the memory does not suffice.
     """
 
     def __init__(self, entries: list[ImageEntry], side: int, **settings: Any) -> None:
@@ -353,21 +361,21 @@ class DecodedImages(Dataset):
 
 
 class Decoded(NamedTuple):
-    """A worker's batch. It has one tensor for all images, because each tensor costs a file
+    """A batch of a worker process. One tensor holds all images, because each tensor costs a file
     descriptor."""
 
     pixels: Tensor
     """8 bits, (n, 3, S, S)."""
     places: list[int]
-    """Index of each of these n images in the batch."""
+    """Index of each of the n images in the batch."""
     reasons: list[str]
-    """Name of each other image, and the reason why Pillow cannot decode it."""
+    """Name of each image that Pillow cannot decode, and the reason."""
     unread: str | None
     """Name of the first image that no attempt could read, and the reason."""
 
 
 def collate(items: list[Tensor | str | OSError]) -> Decoded:
-    """Joins items of `DecodedImages` to one batch."""
+    """Joins items of `DecodedImages` into one batch."""
     images = {i: item for i, item in enumerate(items) if isinstance(item, Tensor)}
     pixels = torch.stack(list(images.values())) if images else torch.empty(0, dtype=torch.uint8)
     reasons = [item for item in items if isinstance(item, str)]
@@ -378,14 +386,17 @@ def collate(items: list[Tensor | str | OSError]) -> Decoded:
 def make_decoding_loader(
     images: DecodedImages, batches: list[list[int]], workers: int
 ) -> DataLoader[Decoded]:
-    """The `batches` of images, which `workers` processes decode ahead; ValueError if shared memory
-    is too small."""
+    """Makes a loader of these `batches` of images, which `workers` processes decode ahead.
+    ValueError if shared memory is too small."""
     if workers:
-        a_batch = max(map(len, batches), default=0) * 3 * images.side**2
+        batch_bytes = max(map(len, batches), default=0) * 3 * images.side**2
         refuse_small_shared_memory(
-            "processes that decode images", BATCHES_AHEAD * workers, a_batch, "use num_workers=0"
+            "processes that decode images",
+            BATCHES_AHEAD * workers,
+            batch_bytes,
+            "use num_workers=0",
         )
-    patience = BATCH_TIMEOUT_SECONDS if workers else 0.0
+    timeout = BATCH_TIMEOUT_SECONDS if workers else 0.0
     return DataLoader(
-        images, batch_sampler=batches, num_workers=workers, collate_fn=collate, timeout=patience
+        images, batch_sampler=batches, num_workers=workers, collate_fn=collate, timeout=timeout
     )

@@ -1,19 +1,20 @@
-"""Published weights of SiT and LightningDiT as weights of our denoiser.
+"""Converts published weights of SiT and LightningDiT to weights of our denoiser.
 
 Both are transformers on latents with the condition in the norms (adaLN-Zero), trained on x = t·z +
-(1-t)·ε with the velocity z - ε. Ours has t = 1 for noise and the velocity ε - z, so v(x, t) =
--theirs(x, 1-t). What differs is folded into the weights where that is exact in real numbers:
+(1-t)·ε with the velocity u = z - ε. Our denoiser has t = 1 for noise and the velocity ε - z, so
+v(x, t) = -u(x, 1-t). The conversion folds the differences into the weights; each step is exact in
+real numbers:
 
-- the sign of the velocity into the head;
-- the reversal of time into the first layer of the time MLP: cos(ω(1-t)) and sin(ω(1-t)) are the
-  rotation by ω of cos(ωt) and -sin(ωt);
-- the weight w of an RMSNorm into its modulation: w·(1 + s) = 1 + (w·s + w - 1);
-- the modulations of all layers into one product, where ours stand as scale, shift, gate and theirs
-  as shift, scale, gate; the rows of the head, theirs by (row, column, channel), ours by (channel,
-  row, column).
+- the sign of the velocity goes into the head;
+- the reversal of time goes into the first layer of the time MLP: cos(ω(1-t)) and sin(ω(1-t)) are
+  the rotation by ω of cos(ωt) and -sin(ωt);
+- the weight w of an RMSNorm goes into its modulation: w·(1 + s) = 1 + (w·s + w - 1);
+- the modulations of all layers become one product, reordered from (shift, scale, gate) to (scale,
+  shift, gate);
+- the rows of the head are reordered from (row, column, channel) to (channel, row, column), without
+  the rows for a learned sigma;
+- zeros fill up a SwiGLU whose width is no multiple of 32.
 
-Rows of the head for a learned sigma are dropped. A SwiGLU whose width is no multiple of 32 is
-filled up with zeros.
 Sources: https://github.com/willisma/SiT (Ma et al. 2024, https://arxiv.org/abs/2401.08740),
 https://github.com/hustvl/LightningDiT (Yao et al. 2025, https://arxiv.org/abs/2501.01423).
 Letters: D width, C channels, P patch size, L tokens, K classes.
@@ -40,7 +41,7 @@ from training.weights.pretrained import read_tensors
 FREQUENCIES = 128
 ROPE_BASE = 10_000.0
 MLP_WIDTH_MULTIPLE = 32
-"""Of the width of an MLP."""
+"""The width of an MLP must be a multiple of this."""
 DIT_NAME = re.compile(r"(?<![A-Za-z])DiT[-_]", re.IGNORECASE)
 DIT_REFUSAL = (
     "DiT predicts the noise on another schedule, which is no velocity, and this sampler has no "
@@ -49,57 +50,58 @@ DIT_REFUSAL = (
 
 
 class Published(NamedTuple):
-    """A published model in our terms."""
+    """A published model, converted to our denoiser."""
 
     node: dict[str, Any]
-    """Configuration of the model."""
+    """Configuration of the denoiser."""
     tensors: dict[str, Tensor]
     channels: int
     side: int
-    """Height and width of its latents."""
+    """Height and width of the latents."""
     classes: int
 
 
 def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: .safetensors, or .pt, where an `argparse.Namespace` may lie
-    beside plain tensors.
+    """Reads the tensors of a .safetensors or .pt file; a .pt may also hold an `argparse.Namespace`.
 
-    Of a training checkpoint those of `weights`, "ema" or "model". ValueError for anything else in
-    it, and for a DiT.
+    From a training checkpoint it takes `weights`, "ema" or "model". ValueError for values that are
+    no tensors, and for a DiT.
     """
     if file.suffix == ".safetensors":
         return read_tensors(file)
+
     with torch.serialization.safe_globals([argparse.Namespace]):
-        found = read_plain_tensors(file)
-    if not isinstance(found, dict):
+        content = read_plain_tensors(file)
+    if not isinstance(content, dict):
         raise UserError(
-            f"{file} holds a {type(found).__name__}, not tensors by name; give a checkpoint."
+            f"{file} holds a {type(content).__name__}, not tensors by name; give a checkpoint."
         )
-    name = getattr(found.get("args"), "model", "")
+    name = getattr(content.get("args"), "model", "")
     if isinstance(name, str) and DIT_NAME.search(name):
         raise UserError(f"{file} is a checkpoint of {name[:40]}: {DIT_REFUSAL}.")
-    if "ema" in found or "model" in found:
-        if not isinstance(found.get(weights), dict):
+    if "ema" in content or "model" in content:
+        if not isinstance(content.get(weights), dict):
             raise UserError(
                 f"{file} has no {weights}; use weights={'model' if weights == 'ema' else 'ema'}."
             )
-        found = found[weights]
-    for key, value in found.items():
-        numbers = is_dense(value) and value.is_floating_point() and value.is_contiguous()
-        if not isinstance(key, str) or not numbers:
+        content = content[weights]
+
+    for key, value in content.items():
+        is_plain = is_dense(value) and value.is_floating_point() and value.is_contiguous()
+        if not isinstance(key, str) or not is_plain:
             raise UserError(
                 f"{file}: {str(key)[:80]} is no tensor of numbers; give a checkpoint of a model."
             )
-    if sum(value.nbytes for value in found.values()) > file.stat().st_size:
+    if sum(value.nbytes for value in content.values()) > file.stat().st_size:
         raise UserError(
             f"{file}: its tensors share memory, and would be larger than the file; give another "
             "copy."
         )
-    return found
+    return content
 
 
 class Keys:
-    """Tensors by their published names, each to be taken once and of the shape that is expected."""
+    """Hands out tensors by their published names, each once, and checks their shapes."""
 
     def __init__(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         self.file = file
@@ -109,6 +111,8 @@ class Keys:
         return name in self.remaining
 
     def read_shape(self, name: str, dims: int) -> tuple[int, ...]:
+        """Returns the shape of a tensor that is left. ValueError if it is absent, or has another
+        number of dimensions."""
         if name not in self.remaining:
             raise UserError(
                 f"{self.file} has no {name}, which SiT and LightningDiT have; is it one of them?"
@@ -121,35 +125,36 @@ class Keys:
         return tuple(self.remaining[name].shape)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """In fp32."""
-        found = self.read_shape(name, len(shape))
-        if found != shape:
+        """Removes a tensor and returns it in fp32. ValueError if it has not this shape."""
+        file_shape = self.read_shape(name, len(shape))
+        if file_shape != shape:
             raise UserError(
-                f"{self.file}: {name} has shape {found}, and the rest of the model asks for "
+                f"{self.file}: {name} has shape {file_shape}, and the rest of the model asks for "
                 f"{shape}."
             )
         return self.remaining.pop(name).float()
 
     def take_linear(self, name: str, rows: int, columns: int) -> Tensor:
-        """A linear layer as one matrix, its bias in the first column: what reorders or scales its
-        outputs does so to both."""
+        """Removes a linear layer and returns it as one matrix with the bias in the first column, so
+        that one operation reorders or scales weight and bias alike."""
         weight = self.take(f"{name}.weight", rows, columns)
         return torch.cat([self.take(f"{name}.bias", rows)[:, None], weight], dim=1)
 
     def refuse_rest(self) -> None:
+        """ValueError if a tensor is left that nobody took."""
         if self.remaining:
-            first, *more = self.remaining
-            others = f", and {len(more)} more" if more else ""
-            raise UserError(f"{self.file} has {first}{others}, which this version does not know.")
+            first, *others = self.remaining
+            more = f", and {len(others)} more" if others else ""
+            raise UserError(f"{self.file} has {first}{more}, which this version does not know.")
 
 
 def convert_published(
     file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = None
 ) -> Published:
-    """A published model in our terms, from its tensors by their published names.
+    """Converts a published model to our denoiser, from its tensors by their published names.
 
-    `head_dim` where neither the tensors nor the published sizes tell it. ValueError for a tensor
-    that is missing, left over, or of another shape than the others ask for.
+    `head_dim` is needed where neither the tensors nor the published sizes tell it. ValueError for a
+    tensor that is missing, unknown, or does not fit the shapes of the others.
     """
     keys = Keys(file, tensors)
     dim, channels, patch, _ = keys.read_shape("x_embedder.proj.weight", 4)
@@ -164,10 +169,10 @@ def convert_published(
     node: dict[str, Any] = {"dim": dim, "depth": depth, "patch_size": patch}
     node |= make_node(keys, rows, head_dim or find_head_dim(keys, dim))
 
-    # The tensors that ours are made of are taken one by one, and none may be left.
+    # Each published tensor is taken once, so that one that is left has no place in our model.
     patches = keys.take("x_embedder.proj.weight", dim, channels, patch, patch)
     labels = keys.take("y_embedder.embedding_table.weight", classes + 1, dim)
-    ours = {
+    converted = {
         "patch_embed.weight": patches.flatten(1),
         "patch_embed.bias": keys.take("x_embedder.proj.bias", dim),
         "pos_embed": keys.take("pos_embed", 1, tokens, dim),
@@ -181,17 +186,17 @@ def convert_published(
     modulation = []
     for i in range(depth):
         layers, node["mlp_ratio"], node["mlp"] = convert_block(keys, f"blocks.{i}", dim)
-        ours |= name_tensors(f"blocks.{i}.layers", layers)
+        converted |= name_tensors(f"blocks.{i}.layers", layers)
         modulation += convert_modulations(keys, f"blocks.{i}", ("norm1", "norm2"), dim)
     modulation += convert_modulations(keys, "final_layer", ("norm_final",), dim)
-    ours |= name_tensors("modulation", torch.cat(modulation))
-    ours |= name_tensors("head", convert_head(keys, dim, channels, patch))
+    converted |= name_tensors("modulation", torch.cat(modulation))
+    converted |= name_tensors("head", convert_head(keys, dim, channels, patch))
     keys.refuse_rest()
-    return Published(node, ours, channels, rows * patch, classes)
+    return Published(node, converted, channels, rows * patch, classes)
 
 
 def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
-    """The configuration of the model, but for its sizes and its MLP."""
+    """Makes the configuration of the denoiser, except for its sizes and its MLP."""
     attention = {
         "_target_": "models.mixers.attention.Attention",
         "_partial_": True,
@@ -209,21 +214,21 @@ def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
 
 
 def name_tensors(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
-    """The tensors of a layer by dotted names: of its parts, or of a matrix (see `Keys.linear`). A
-    vector is one itself."""
+    """Names the tensors of a layer: a mapping holds its parts, a matrix is a linear layer (see
+    `Keys.take_linear`), and a vector is one tensor."""
     if isinstance(layer, Mapping):
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for part, inner in layer.items():
-            found |= name_tensors(f"{name}.{part}", inner)
-        return found
+            tensors |= name_tensors(f"{name}.{part}", inner)
+        return tensors
     if layer.ndim == 1:
         return {name: layer}
     return {f"{name}.weight": layer[:, 1:].contiguous(), f"{name}.bias": layer[:, 0].contiguous()}
 
 
 def find_head_dim(keys: Keys, dim: int) -> int:
-    """As the norm of queries or the rotations tell it, or as the published sizes have it: 16 heads
-    of 72, or 64."""
+    """Finds the width of a head from the norm of the queries or the rotations; else assumes the
+    published sizes: 72 at width 1152, 64 at all others."""
     for name in ("blocks.0.attn.q_norm.weight", "feat_rope.freqs_cos"):
         if name in keys:
             return keys.remaining[name].shape[-1]
@@ -231,8 +236,8 @@ def find_head_dim(keys: Keys, dim: int) -> int:
 
 
 def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
-    """The base of the rotary embedding, None without; ValueError if its rotations are others than
-    ours."""
+    """Returns the base of the rotary embedding, or None without one. ValueError if its rotations
+    differ from ours."""
     if "feat_rope.freqs_cos" not in keys:
         return None
     tokens, width = keys.read_shape("feat_rope.freqs_cos", 2)
@@ -241,11 +246,11 @@ def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
             f"{keys.file}: feat_rope has width {width}, the heads {head_dim}: one multiple of 4 "
             "is read."
         )
-    theirs = torch.stack(
+    rotations = torch.stack(
         [keys.take(f"feat_rope.freqs_{part}", tokens, width) for part in ("cos", "sin")]
     )
     if tokens != rows * rows or not torch.allclose(
-        theirs, axial_rotations((rows, rows), width, ROPE_BASE), rtol=0.0, atol=1e-4
+        rotations, axial_rotations((rows, rows), width, ROPE_BASE), rtol=0.0, atol=1e-4
     ):
         raise UserError(
             f"{keys.file}: feat_rope turns otherwise than LightningDiT's, which this version reads."
@@ -254,21 +259,21 @@ def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
 
 
 def reverse_time(weight: Tensor) -> Tensor:
-    """The weights (D, 2F) of cosines and sines of ωt, from those of cosines and sines of ω(1-t), in
-    fp64."""
+    """Converts weights (D, 2F) that act on cosines and sines of ω(1-t) to weights that act on those
+    of ωt; computes in fp64."""
     count = weight.shape[1] // 2
     omega = torch.exp(-math.log(10_000.0) * torch.arange(count, dtype=torch.float64) / count)
     cosines, sines = weight.double().chunk(2, dim=1)
-    turned = (
+    rotated = (
         cosines * omega.cos() + sines * omega.sin(),
         cosines * omega.sin() - sines * omega.cos(),
     )
-    return torch.cat(turned, dim=1).float()
+    return torch.cat(rotated, dim=1).float()
 
 
 def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, dict[str, Any]]:
-    """The attention and MLP of a block, the MLP's width over that of the model, and its
-    configuration."""
+    """Returns the attention and MLP of a block, the MLP's width as a multiple of the model's, and
+    the MLP's configuration."""
     attention = {
         "qkv": keys.take_linear(f"{name}.attn.qkv", 3 * dim, dim),
         "out_proj": keys.take_linear(f"{name}.attn.proj", dim, dim),
@@ -281,6 +286,8 @@ def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], floa
         if f"{name}.attn.{part}_norm.weight" in keys:
             width = keys.remaining[f"{name}.attn.{part}_norm.weight"].shape[-1]
             attention[f"{part}_weight"] = keys.take(f"{name}.attn.{part}_norm.weight", width)
+
+    # LightningDiT has a SwiGLU in its blocks, SiT a GELU MLP.
     if f"{name}.mlp.w12.weight" in keys:
         hidden = keys.read_shape(f"{name}.mlp.w12.weight", 2)[0] // 2
         halves = keys.take_linear(f"{name}.mlp.w12", 2 * hidden, dim).unflatten(0, (2, hidden))
@@ -305,8 +312,8 @@ def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], floa
 
 
 def convert_modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[Tensor]:
-    """Scale, shift and gate of each norm as products of the condition; the last norm of the model
-    has no gate."""
+    """Returns scale, shift and gate of each norm as linear layers on the condition; the model's
+    last norm has no gate."""
     each = 2 if name == "final_layer" else 3
     rows = keys.read_shape(f"{name}.adaLN_modulation.1.weight", 2)[0]
     if rows != each * len(norms) * dim:
@@ -315,20 +322,21 @@ def convert_modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int)
             "shifts."
         )
     parts = keys.take_linear(f"{name}.adaLN_modulation.1", rows, dim).split(dim)
-    found = []
+
+    layers = []
     for i, norm in enumerate(norms):
         shift, scale, *gate = parts[each * i : each * (i + 1)]
         if f"{name}.{norm}.weight" in keys:
             w = keys.take(f"{name}.{norm}.weight", dim)
             scale = scale * w[:, None]
             scale[:, 0] = scale[:, 0] + w - 1.0
-        found += [scale, shift, *gate]
-    return found
+        layers += [scale, shift, *gate]
+    return layers
 
 
 def convert_head(keys: Keys, dim: int, channels: int, patch: int) -> Tensor:
-    """The head with its sign turned, without the rows for a learned sigma, by channel, row and
-    column."""
+    """Returns the head with its sign reversed and its rows ordered by channel, row and column,
+    without the rows for a learned sigma."""
     rows = keys.read_shape("final_layer.linear.weight", 2)[0]
     if rows not in (patch**2 * channels, 2 * patch**2 * channels):
         raise UserError(

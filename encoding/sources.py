@@ -1,7 +1,7 @@
 """Finds the images of a source: a folder with a subfolder per class, WebDataset tars, or a folder
 of `datasets`.
 
-Whatever lies there and is not used is counted, and what looks like a mistake is refused or noted.
+It counts the files that it does not use, and refuses or notes what looks like a mistake.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ SPLIT_NAME = re.compile(
     r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?",
     re.I,
 )
-"""Names of folders that hold a part of a set, not a class."""
+"""Names of folders that hold a part of a set (train, test), not a class."""
 POSSIBLE_SPLIT_NAME = re.compile(
     r"(.*[-_ ])?(train|val|valid|test|dev|extra|unlabell?ed)([-_ ].*)?", re.I
 )
-"""Names that may be such ones."""
+"""Names of folders that may hold a part of a set."""
 BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-"""Of a symlink: what it names is not there, or is itself."""
+"""Errors of a symlink that names nothing, or itself."""
 
 
 def list_images(
     source: str | Path, classes: Classes = "given", allow_cut: bool = False
 ) -> ImageList:
-    """Lists the images of a folder with a subfolder per class, of WebDataset tars (a folder of them
-    or one), both by name, or of a folder that Hugging Face `datasets` saved.
+    """Lists the images of a folder with a subfolder per class, of one WebDataset tar or a folder of
+    them, or of a folder that Hugging Face `datasets` saved. Files are in the order of their names.
 
-    classes="none": of a flat folder, of tars without .cls, of `datasets` without labels too; all
-    labels are 0. A number says how many classes there are where the source does not name them: in a
-    part of a set some may lack images. ValueError if there is no such source, no image in it, one
-    without a label, or if it is not clear what is meant; for a tar that is cut or damaged, unless
-    `allow_cut`.
+    classes="none" also takes a flat folder, tars without .cls and `datasets` without labels, and
+    all labels are 0. A number states how many classes there are where the source does not name
+    them, since a part of a set may lack images of some. ValueError if the source is absent, holds
+    no image or an image without a label, or is ambiguous; and for a tar that is cut or damaged,
+    unless `allow_cut`.
     """
     path = Path(source).expanduser()
-    plain = path.is_file() and path.suffix.lower() == ".tar"
-    if not path.is_dir() and not plain:
+    is_tar = path.is_file() and path.suffix.lower() == ".tar"
+    if not path.is_dir() and not is_tar:
         if path.is_file() and ".tar" in path.suffixes:
             raise UserError(
                 f"source={source} is a compressed tar, and images are read from their place in the "
@@ -66,8 +66,9 @@ def list_images(
             f"source={source} is no folder and no tar; give a folder with one subfolder a class, "
             "WebDataset tars, or a folder of datasets."
         )
+
     try:
-        if plain:
+        if is_tar:
             images = list_tars([path], classes, allow_cut, Unused())
         elif any(path.glob("dataset_info.json")) or any(path.glob("*/dataset_info.json")):
             images = list_rows(path, classes)
@@ -78,22 +79,23 @@ def list_images(
             f"source={source}: {escape_name(str(error.filename or path))} cannot be read "
             f"({error.strerror}); make it readable, or move it away."
         ) from error
+
     if not images.entries:
-        there = f" What is there: {images.unused}." if images.unused.kinds else ""
+        content = f" It holds: {images.unused}." if images.unused.kinds else ""
         raise UserError(
             f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no "
-            f".tar files with images.{there}"
+            f".tar files with images.{content}"
         )
     return images
 
 
 def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
-    """Name below `root` and size of every plain file that is not hidden; follows symlinks, except
-    in circles."""
-    found = root.stat()
-    todo = [("", {(found.st_dev, found.st_ino)})]
+    """Yields the name below `root` and the size of every plain file that is not hidden; follows
+    symlinks, except in circles."""
+    status = root.stat()
+    todo = [("", {(status.st_dev, status.st_ino)})]
     while todo:
-        folder, above = todo.pop()
+        folder, parents = todo.pop()
         with os.scandir(root / folder) as entries:
             for entry in entries:
                 name = f"{folder}{entry.name}"
@@ -101,49 +103,55 @@ def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                     unused.add("hidden", name)
                     continue
                 try:
-                    found = entry.stat()
+                    status = entry.stat()
                 except OSError as error:
                     if not entry.is_symlink() or error.errno not in BROKEN_LINK_ERRORS:
                         raise
                     unused.add("symlinks to nothing or in a circle", name)
                     continue
-                place = (found.st_dev, found.st_ino)
-                if stat.S_ISREG(found.st_mode):
-                    yield name, found.st_size
-                elif not stat.S_ISDIR(found.st_mode):
+
+                # Device and inode identify a folder, also where a symlink leads back to it.
+                place = (status.st_dev, status.st_ino)
+                if stat.S_ISREG(status.st_mode):
+                    yield name, status.st_size
+                elif not stat.S_ISDIR(status.st_mode):
                     unused.add("neither file nor folder", name)
-                elif place in above:
+                elif place in parents:
                     unused.add("symlinks to nothing or in a circle", name)
                 else:
                     if is_image(PurePosixPath(name).suffix.lower()):
                         unused.add("folders named like images (only what is in them)", name)
-                    todo.append((f"{name}/", above | {place}))
+                    todo.append((f"{name}/", parents | {place}))
 
 
 def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
-    """Lists a folder of tars, or one with a subfolder per class; without classes: images anywhere
-    below it."""
+    """Lists a folder of tars, or one with a subfolder per class; without classes, the images
+    anywhere below it."""
     unused = Unused()
-    tars, found = sort_files(path, unused)
-    if tars and found:
+    tars, files_by_folder = sort_files(path, unused)
+    if tars and files_by_folder:
         raise UserError(
             f"source={path} holds both {escape_name(tars[0].name)} and images such as "
-            f"{escape_name(next(iter(found.values()))[0][0])}; take the tar, "
+            f"{escape_name(next(iter(files_by_folder.values()))[0][0])}; take the tar, "
             f"source={escape_name(str(tars[0]))}, or move it away."
         )
     if tars:
         return list_tars(tars, classes, allow_cut, unused)
-    names = [escape_name(name) for name in sorted(found) if name]
+    names = [escape_name(name) for name in sorted(files_by_folder) if name]
     if classes == "none":
         splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
         notes = [f"images of {join_few(splits)} are all used"] if splits else []
         return make_image_list(
-            path, [[file for files in found.values() for file in files]], [], unused, notes
+            path,
+            [[file for files in files_by_folder.values() for file in files]],
+            [],
+            unused,
+            notes,
         )
 
     # The top folders are the classes.
-    in_root = found.pop("", [])
-    if in_root and not found:
+    in_root = files_by_folder.pop("", [])
+    if in_root and not files_by_folder:
         raise UserError(
             f"source={path} holds {len(in_root)} images and no class folders; put each class into "
             "a subfolder, or take classes=none to train without classes."
@@ -151,25 +159,26 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
     for name, _ in in_root:
         unused.add("images in the root beside class folders", name)
     for folder in path.iterdir():
-        if folder.name not in found and folder.is_dir() and not folder.name.startswith("."):
+        hidden = folder.name.startswith(".")
+        if folder.name not in files_by_folder and folder.is_dir() and not hidden:
             unused.add("top folders without images", folder.name)
-    if classes not in ("given", len(found)):
+    if classes not in ("given", len(files_by_folder)):
         raise UserError(
-            f"source={path} has {len(found)} class folders; leave classes={classes} out."
+            f"source={path} has {len(files_by_folder)} class folders; leave classes={classes} out."
         )
-    folders = [found[name] for name in sorted(found)]
+    folders = [files_by_folder[name] for name in sorted(files_by_folder)]
     return make_image_list(path, folders, names, unused, check_class_folders(path, folders, names))
 
 
 Files = list[tuple[str, int]]
-"""Names below the source, and sizes."""
+"""Names below the source, and sizes in bytes."""
 
 
 def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]]:
-    """The tars right in a folder, and the images below it by top folder ("" for those right in
-    it)."""
+    """Separates the tars at the top of a folder from the images below it. Returns the tars, and the
+    images by top folder ("" for images at the top)."""
     tars = []
-    found: dict[str, Files] = {}
+    images: dict[str, Files] = {}
     for name, size in walk_files(path, unused):
         top, slash, _ = name.partition("/")
         extension = PurePosixPath(name).suffix.lower()
@@ -180,14 +189,14 @@ def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]
         elif not size:
             unused.add("empty files", name)
         else:
-            found.setdefault(top if slash else "", []).append((name, size))
-    return sorted(tars), found
+            images.setdefault(top if slash else "", []).append((name, size))
+    return sorted(tars), images
 
 
 def make_image_list(
     path: Path, folders: list[Files], names: list[str], unused: Unused, notes: list[str]
 ) -> ImageList:
-    """The list of the files in folders, one a class; `names` are those of the classes, if any."""
+    """Lists the files of `folders`, one per class; `names` are the class names, if any."""
     entries = [
         ImageEntry(escape_name(name), label, str(path / name), 0, size)
         for label, files in enumerate(folders)
@@ -197,28 +206,30 @@ def make_image_list(
 
 
 def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> list[str]:
-    """What the class folders could be instead; ValueError if most of them have the names of
-    splits."""
+    """Returns notes on class folders that may be something else. ValueError if most of them have
+    the names of splits."""
     splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
     if 2 * len(splits) > len(names):
         first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
         raise UserError(
-            f"source={path} holds {join_few(splits)}, which are parts of a set and no classes; name "
-            f"one: source={path / first}."
+            f"source={path} holds {join_few(splits)}, which are parts of a set and no classes; "
+            f"name one: source={path / first}."
         )
-    odd = [
+    doubtful = [
         name for name in names if SPLIT_NAME.fullmatch(name) or POSSIBLE_SPLIT_NAME.fullmatch(name)
     ]
-    notes = [f"{join_few(odd)} among the class folders: parts of a set, or classes?"] if odd else []
+    notes = []
+    if doubtful:
+        notes.append(f"{join_few(doubtful)} among the class folders: parts of a set, or classes?")
 
-    # Of each class, the subfolders that have images.
-    inside = [
+    # A class may have subfolders, whose images all get its label.
+    subfolders = [
         len({name.split("/")[1] for name, _ in files if name.count("/") > 1}) for files in folders
     ]
-    merged = [name for name, number in zip(names, inside, strict=True) if number > 1]
+    merged = [name for name, number in zip(names, subfolders, strict=True) if number > 1]
     if merged:
         notes.append(
-            f"{sum(number for number in inside if number > 1)} subfolders are merged into "
+            f"{sum(number for number in subfolders if number > 1)} subfolders are merged into "
             f"{len(merged)} class{'es' * (len(merged) > 1)} ({join_few(merged)}); "
             "if the subfolders are the classes, take one folder, "
             f"source={path / merged[0]}, or move them up one level"
@@ -248,18 +259,18 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
                 "without classes."
             )
         labels = list(dataset[columns[0]])
-        given = getattr(dataset.features[columns[0]], "names", None)
-        if given and classes not in ("given", len(given)):
+        class_names = getattr(dataset.features[columns[0]], "names", None)
+        if class_names and classes not in ("given", len(class_names)):
             raise UserError(
-                f"source={path} names {len(given)} classes; leave classes={classes} out."
+                f"source={path} names {len(class_names)} classes; leave classes={classes} out."
             )
-        told = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
-        names = name_classes(told, classes, given)
+        labelled_rows = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
+        names = name_classes(labelled_rows, classes, class_names)
 
-    # of the data, so that another set of the same length is another job
-    content = dataset._fingerprint
+    # The keys contain a hash of the data, so that another set of the same length is another job.
+    fingerprint = dataset._fingerprint
     entries = [
-        ImageEntry(f"{content}:{images}:{i}", label, str(path), i, 0)
+        ImageEntry(f"{fingerprint}:{images}:{i}", label, str(path), i, 0)
         for i, label in enumerate(labels)
     ]
     return ImageList(entries, names)

@@ -1,7 +1,6 @@
 """Lists the images of WebDataset tars, and reads each tar to its end marker.
 
-Python's tarfile takes the end of a file and a damaged header for the end of a tar, and says
-nothing.
+Python's tarfile treats a truncated file and a damaged header as the end of a tar, silently.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape
 BLOCK = tarfile.BLOCKSIZE
 MAX_LABEL_BYTES = 64
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""First bytes of the files of gzip, bzip2, xz and zstd."""
+"""First bytes of files in the formats gzip, bzip2, xz and zstd."""
 Sample = dict[str, tarfile.TarInfo]
-"""The members with one key, by extension."""
+"""The members with the same key, by extension."""
 
 
 def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unused) -> ImageList:
-    """Lists the images of WebDataset tars: a key is a name up to its first dot, a label the integer
-    in `<key>.cls`.
+    """Lists the images of WebDataset tars. A sample's key is the file name up to its first dot, its
+    label the integer in `<key>.cls`; with classes="none" all labels are 0.
 
-    classes="none": all labels are 0. ValueError for a tar that is cut or damaged, unless
-    `allow_cut`; for a sample of two images or without a label; and for a label that makes more
-    classes than were stated, or than there are images.
+    ValueError for a tar that is cut or damaged, unless `allow_cut`; for a sample with two images or
+    without a label; and for a label above the stated number of classes, or the number of images.
     """
     labelled = classes != "none"
     entries: list[ImageEntry] = []
@@ -36,6 +34,8 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
     for file in tars:
         with file.open("rb") as stream:
             samples, cut = read_samples(file, stream, unused)
+
+            # The label of the last sample may be lost, since it can stand behind the image.
             if cut and not allow_cut:
                 raise UserError(f"{cut}. Fetch it again, or use what comes before: allow_cut=true.")
             if cut:
@@ -44,12 +44,13 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
                 if labelled and last is not None and ".cls" not in samples[last]:
                     unused.add("samples cut off from their label", f"{file.name}:{last}")
                     del samples[last]
-            found = [
+
+            images = [
                 make_entry(file, stream, key, sample, labelled, unused)
                 for key, sample in samples.items()
             ]
-        entries += filter(None, found)
-        if not any(found):
+        entries += filter(None, images)
+        if not any(images):
             unused.add("tars without images", file.name)
     if not labelled or not entries:
         return ImageList(entries, [], unused, notes)
@@ -60,11 +61,11 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
 def name_classes(
     labels: list[tuple[str, Any]], classes: int | str, names: list[str] | None = None
 ) -> list[str]:
-    """The names of all classes: those that the source gives, or else numbers, as many as stated, or
-    as the largest of `labels`, (image, label), says.
+    """Returns the names of all classes: `names` from the source, or numbers as text. Their count is
+    `classes` where that is a number, else one more than the largest of `labels` (image, label).
 
-    ValueError for a label that is no class index, or one for more classes than were stated, or than
-    there are images.
+    ValueError for a label that is no class index below the stated number of classes, or below the
+    number of images where none is stated.
     """
     stated = len(names) if names else classes
     limit = stated if isinstance(stated, int) else len(labels)
@@ -83,8 +84,8 @@ def name_classes(
 def make_entry(
     file: Path, stream: BinaryIO, key: str, sample: Sample, labelled: bool, unused: Unused
 ) -> ImageEntry | None:
-    """The image of a sample, if it has one; ValueError if it has two, or no class index where it
-    needs one."""
+    """Returns the image of a sample, or None. ValueError if it has two, or lacks a label although
+    the set is `labelled`."""
     images = [member for extension, member in sample.items() if is_image(extension)]
     if len(images) > 1:
         raise UserError(
@@ -95,6 +96,7 @@ def make_entry(
             unused.add(describe_kind(member.name), f"{file.name}:{member.name}")
     if not images:
         return None
+
     name = escape_name(images[0].name)
     label = 0
     if labelled:
@@ -109,24 +111,24 @@ def make_entry(
 
 
 def read_label(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:
-    """The class index that a member holds as text."""
-    told = f"{file}: {escape_name(member.name)} must hold a class index, not"
+    """Reads the class index that a member holds as text."""
+    problem = f"{file}: {escape_name(member.name)} must hold a class index, not"
     if member.size > MAX_LABEL_BYTES:
-        raise UserError(f"{told} {member.size} bytes.")
+        raise UserError(f"{problem} {member.size} bytes.")
     stream.seek(member.offset_data)
     text = stream.read(member.size).decode("utf-8", "backslashreplace").strip()
     if not text.isdecimal():
-        raise UserError(f"{told} {text!r}.")
+        raise UserError(f"{problem} {text!r}.")
     return int(text)
 
 
 def read_samples(
     file: Path, stream: BinaryIO, unused: Unused
 ) -> tuple[dict[str, Sample], str | None]:
-    """The samples of a tar by key, and how it ends if not with its end marker; ValueError if two of
-    their members have one name.
+    """Groups the members of a tar by key, as WebDataset does: the key ends at the first dot of the
+    file name. Returns the samples, and a text on the tar's end if the end marker is missing.
 
-    As WebDataset does it, a sample's key ends at the first dot of the file name.
+    ValueError if two members have the same name.
     """
     members, cut = read_members(file, stream)
     samples: dict[str, Sample] = {}
@@ -141,6 +143,7 @@ def read_samples(
             kind = "hidden" if name.startswith(".") else "empty files"
             unused.add(kind, f"{file.name}:{member.name}")
             continue
+
         stem, dot, extension = name.partition(".")
         sample = samples.setdefault(f"{folder}/{stem}".lstrip("/"), {})
         extension = dot + extension.lower()
@@ -154,10 +157,11 @@ def read_samples(
 
 
 def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], str | None]:
-    """The whole members of a tar, and of the tars that were appended to it with `cat`; and where it
-    ends other than with its end marker, two blocks of zeros: a hole looks like one, but goes on.
+    """Returns the complete members of a tar, also of tars appended to it with `cat`, and a text if
+    the file does not end with a tar's end marker: two or more blocks of zeros.
 
-    ValueError if the file is no tar.
+    Zeros between members are no end, so the reading goes on behind them. ValueError if the file is
+    no tar.
     """
     size = os.fstat(stream.fileno()).st_size
     members = []
@@ -169,8 +173,8 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
             stream.seek(start)
             tar = tarfile.TarFile(fileobj=stream)
             while member := tar.next():
-                plain = member.isreg() and not member.issparse()
-                if not plain or member.offset_data + member.size <= size:
+                has_content = member.isreg() and not member.issparse()
+                if not has_content or member.offset_data + member.size <= size:
                     members.append(member)
         except OSError:
             raise
@@ -178,6 +182,8 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
             if tar is None and not start:
                 raise UserError(explain_no_tar(file, stream)) from error
             damaged = True
+
+        # The end marker, or else the place of the damage, lies behind the last member.
         end = start if tar is None else min(tar.offset, size)
         start = skip_zeros(stream, end)
         if damaged or start - end < 2 * BLOCK:
@@ -188,8 +194,8 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
 
 
 def skip_zeros(stream: BinaryIO, start: int) -> int:
-    """The first block from `start` on that is not all zeros; the size of the file if there is
-    none."""
+    """Returns the offset of the first block from `start` on that is not all zeros, or the size of
+    the file."""
     stream.seek(start)
     while block := stream.read(BLOCK):
         if any(block):
@@ -199,6 +205,7 @@ def skip_zeros(stream: BinaryIO, start: int) -> int:
 
 
 def explain_no_tar(file: Path, stream: BinaryIO) -> str:
+    """Says why a file without a tar header cannot be read."""
     stream.seek(0)
     head = stream.read(6)
     if head.startswith(COMPRESSED):

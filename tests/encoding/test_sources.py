@@ -406,7 +406,7 @@ def test_a_compressed_tar_is_refused(tmp_path: Path, name: str):
         list_images(tmp_path / name)
     folder_of(tmp_path, "sub/x.txt")
     (tmp_path / "whole" / "whole.tar").unlink()
-    with pytest.raises(ValueError, match=r"decompress it\.|What is there: .*1 \.tar\.gz"):
+    with pytest.raises(ValueError, match=r"decompress it\.|It holds: .*1 \.tar\.gz"):
         list_images(tmp_path)
 
 
