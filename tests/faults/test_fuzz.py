@@ -39,13 +39,7 @@ from scripts.report.__main__ import ReportConfig, report
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.foreign import FORMATS
 from tests.harness.limits import is_unfit, run_limited
-from tests.harness.mutants import (
-    Draw,
-    mutate_file,
-    mutate_safetensors,
-    mutate_tensor,
-    mutate_tree,
-)
+from tests.harness.mutants import Draw, mutate_file, mutate_safetensors, mutate_tensor, mutate_tree
 from tests.harness.payloads import as_json, make_weights, read_description, with_description
 from tests.harness.sets import random_samples, save_images, save_latent_set, write_tar
 from tests.harness.words import CPU, TINY_RUN

@@ -420,7 +420,11 @@ def test_a_manifest_must_name_the_files_that_belong_there(
 def test_the_files_of_several_processes_belong_together():
     parts = {f"rank-{rank}-of-3.safetensors" for rank in range(3)}
     assert list_expected_files(parts) == {*parts, *WEIGHTS_FILES, "state.json"}
-    assert list_expected_files(parts - {"rank-0-of-3.safetensors"}) != {*parts, *WEIGHTS_FILES, "state.json"}
+    assert list_expected_files(parts - {"rank-0-of-3.safetensors"}) != {
+        *parts,
+        *WEIGHTS_FILES,
+        "state.json",
+    }
 
 
 @pytest.mark.fault(

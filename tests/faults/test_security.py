@@ -407,7 +407,8 @@ def test_messages_are_scrubbed(capsys):
         assert "hunter2" not in str(written)
         assert "http://h/set?<redacted>" in str(written)
     assert (
-        redact_text("a plain: text, a@b.c ?x=1, no key: 3") == "a plain: text, a@b.c ?x=1, no key: 3"
+        redact_text("a plain: text, a@b.c ?x=1, no key: 3")
+        == "a plain: text, a@b.c ?x=1, no key: 3"
     )
     assert redact_words(["a={TOKEN:x,b:1}", "token=x", "b=[{my_key: x}]"]) == [
         "a={TOKEN:<redacted>,b:1}",
@@ -532,7 +533,9 @@ def test_every_shape_of_a_secret_is_redacted(shape: str):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_row_of_the_table_is_needed(shape: str, monkeypatch: pytest.MonkeyPatch):
-    kept = [ready for name, ready in zip(SHAPES, secrets.COMPILED_SHAPES, strict=True) if name != shape]
+    kept = [
+        ready for name, ready in zip(SHAPES, secrets.COMPILED_SHAPES, strict=True) if name != shape
+    ]
     monkeypatch.setattr(secrets, "COMPILED_SHAPES", kept)
     assert any(re.search(r"HUN|TER2|SFVO|dXNl|1234567", redact_text(text)) for text in TOLD[shape])
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +23,7 @@ from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.sets import pairwise
 from tests.harness.zygote import Zygote, read_output
 from training.config.compose import compose
-from training.distributed.ranks import Ranks
 from training.environment import refuse_contradictions
-from training.evaluate import share_work
 
 EXTRAS = [
     "eval_every=2",
@@ -505,25 +502,6 @@ def test_what_accelerate_says_otherwise_is_refused(monkeypatch: pytest.MonkeyPat
 def test_keys_that_do_not_go_together_are_refused(words: list[str], sentence: str):
     with pytest.raises(ValueError, match=sentence):
         compose(words)
-
-
-@pytest.mark.parametrize("count", range(8))
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_items_are_shared_evenly(count: int, world: int):
-    """Processes one after the other; the last one knows what all have done."""
-
-    class OneOfThem(Ranks):
-        def gather_objects(self, item: Any, group: Any = None) -> list[Any]:
-            hands.append(item)
-            return hands if len(hands) == self.world_size else [item] * self.world_size
-
-    hands: list[list[int]] = []
-    found: list[int] = []
-    for rank in range(world):
-        ranks = OneOfThem(rank, world, rank)
-        found = share_work(range(count), count, "items", ranks, lambda item: item)
-    assert len({len(hand) for hand in hands}) == 1
-    assert found == list(range(count))
 
 
 def test_one_process_may_take_the_path_of_many(finished: Finished, single: Path, tmp_path: Path):
