@@ -95,7 +95,7 @@ class ChunkedLatents(BlockLoader):
             for _ in range(2)
         ]
 
-        # A copy that outlives the CUDA context is an error, so the process end stops the thread too.
+        # A copy that outlives the CUDA context is an error: the thread ends with the process.
         self.readers = Readers(1, "chunk")
         self.chunks = Prefetcher(self.fill(buffers, first), self.readers)
         self.stop = weakref.finalize(self, self.readers.close, wait=True)

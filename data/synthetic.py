@@ -41,6 +41,7 @@ class SyntheticLatents(InMemoryLatents):
             counter_normal(args["seed"], Purpose.SYNTHETIC, part, shape).bfloat16()
             for part in position.split(256)
         ]
+
         latents = torch.cat(draws)
         labels = position % num_classes
         spec = LatentSpec(

@@ -1,1 +1,1 @@
-"""How good samples are: distances between sets of images, in several feature spaces."""
+"""Measures samples: distances between sets of images, in several feature spaces."""

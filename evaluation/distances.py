@@ -18,25 +18,25 @@ from common.errors import UserError
 KD_SUBSETS = 100
 KD_SUBSET_SIZE = 1000
 CHUNK_ELEMENTS = 2**24
-"""Distances held at once: 128 MiB in fp64."""
+"""Distances in memory at a time: 128 MiB in fp64."""
 FIRST_SAMPLES = 10_000
-"""So many first samples of each set enter all figures but the Fréchet distance."""
+"""All figures but the Fréchet distance use this number of samples, the first of each set."""
 NEIGHBOURS = 3
 NEAREST_SHARE = 0.05
-"""The share of a set whose nearest distances count as those of copies."""
+"""Distances below this quantile of the nearest distances within the real set count as copies."""
 DISTANCE_ROUNDING = 1e-12
-"""The error of a squared distance, relative to the squared length of features."""
+"""Rounding error of a squared distance, relative to the mean squared length of features."""
 EIGENVALUE_ROUNDING = 1e-9
-"""Rounding makes eigenvalues down to minus this, relative to the largest one."""
+"""Rounding makes eigenvalues as low as minus this, relative to the largest one."""
 COPIES_WARNING_FACTOR = 3.0
-"""A share of copies is worth a sentence above this multiple of what is expected."""
+"""A share of copies above this multiple of the expected share is reported."""
 
 
 class Moments:
-    """Count, mean and covariance of features that arrive in batches, on the CPU in fp64.
+    """Accumulates count, mean and covariance of batches of features, on the CPU in fp64.
 
-    Batches are merged by deviations from their means (Chan, Golub & LeVeque 1983), so a large mean
-    costs no digits.
+    It merges batches by deviations from their means (Chan, Golub & LeVeque 1983), so a large mean
+    costs no precision.
     """
 
     def __init__(self, dim: int) -> None:
@@ -48,7 +48,7 @@ class Moments:
     def add(self, features: Float[Tensor, "B D"]) -> None:
         """Adds a batch of any float type from any device.
 
-        ValueError for another width, or a NaN or infinity.
+        ValueError for features of another width, a NaN or an infinity.
         """
         if features.ndim != 2 or features.shape[1] != len(self.mean):
             raise UserError(
@@ -61,27 +61,27 @@ class Moments:
             )
         if not len(features):
             return
+
         batch = features.cpu().double()
         count = self.count + len(batch)
         mean = batch.mean(0)
         deviations = batch - mean
         step = mean - self.mean
-        self.scatter += deviations.T @ deviations + torch.outer(step, step) * (
-            self.count * len(batch) / count
-        )
+        between = torch.outer(step, step) * (self.count * len(batch) / count)
+        self.scatter += deviations.T @ deviations + between
         self.mean = self.mean + step * (len(batch) / count)
         self.count = count
 
     @property
     def covariance(self) -> Float[Tensor, "D D"]:
-        """The covariance with N - 1 in the denominator, of two samples or more."""
+        """The covariance with N - 1 in the denominator; needs two samples."""
         return self.scatter / (self.count - 1)
 
 
 def explain_too_few(count: int, dim: int) -> str | None:
-    """Says why `count` samples of `dim` features give no useful Fréchet distance; None if they do.
+    """Returns why `count` samples of `dim` features are too few for a Fréchet distance, or None.
 
-    With N <= 2·D the estimated covariance is (nearly) singular, and the distance is mostly bias.
+    With N <= 2·D the estimated covariance is (nearly) singular, and the distance mostly bias.
     """
     if count > 2 * dim:
         return None
@@ -95,9 +95,11 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     """Fréchet distance of the Gaussians with the moments `a` and `b` (Heusel et al. 2017, eq. 6),
     squared as usual, in squared units of the features.
 
+    Both sets must be large enough for `explain_too_few`. ValueError if a covariance has a clearly
+    negative eigenvalue.
+
     |mu1 - mu2|² + tr S1 + tr S2 - 2 tr((S1^½ S2 S1^½)^½): the symmetric form, whose eigenvalues are
-    real. Neither has `explain_too_few` samples. ValueError where a covariance has a clearly negative
-    eigenvalue.
+    real.
     """
     assert explain_too_few(min(a.count, b.count), len(a.mean)) is None
     first = a.covariance
@@ -111,14 +113,14 @@ def frechet_distance(a: Moments, b: Moments) -> float:
 
 
 def clamp_eigenvalues(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float[Tensor, "D"]:
-    """Sets negative eigenvalues to 0 that are as small as rounding makes them beside `largest`.
+    """Sets negative eigenvalues to 0 if rounding explains them, beside the `largest` one.
 
-    ValueError for other negative ones and for NaN.
+    ValueError for more negative ones and for NaN.
     """
     if not bool((eigenvalues >= -EIGENVALUE_ROUNDING * largest.abs()).all()):
         raise UserError(
             f"a covariance has the eigenvalue {float(eigenvalues.min()):.3g} beside "
-            f"{float(largest):.3g}, so it is none; compute the features again."
+            f"{float(largest):.3g}, so it is no covariance; compute the features again."
         )
     return eigenvalues.clamp(min=0.0)
 
@@ -129,25 +131,25 @@ def kernel_distance(
     """Mean and standard deviation of the kernel distance of Bińkowski et al. 2018 ("KID").
 
     It is the unbiased squared MMD with the kernel (x·y/D + 1)³ over 100 random subsets of 1000, so
-    it may be below 0. Some tables multiply it by 1000; this does not. With fewer than 2000 samples
-    the subsets are half of the smaller set: larger ones would nearly coincide, and their spread
-    would say nothing. The mean is unbiased at any size.
+    it may be negative. Some tables multiply it by 1000; this function does not. With fewer than
+    2000 samples a subset has half of the smaller set: larger subsets would nearly coincide, and
+    their standard deviation would be meaningless. The mean is unbiased at any size.
 
-    Both sets have four samples or more.
+    Both sets need four samples.
     """
     fewest = min(len(a), len(b))
     assert fewest >= 4
     size = min(KD_SUBSET_SIZE, fewest // 2)
     generator = torch.Generator().manual_seed(seed)
 
-    def members(count: int) -> Float[Tensor, "S count"]:
-        """A row for each subset: 1 for its samples, 0 for the others."""
+    def draw_members(count: int) -> Float[Tensor, "S count"]:
+        """Draws a row for each subset: 1 for its samples, 0 for all others."""
         rows = torch.zeros(KD_SUBSETS, count, dtype=torch.float64)
         for row in rows:
             row[torch.randperm(count, generator=generator)[:size]] = 1.0
         return rows
 
-    kd = squared_mmd(a.double(), b.double(), members(len(a)), members(len(b)))
+    kd = squared_mmd(a.double(), b.double(), draw_members(len(a)), draw_members(len(b)))
     return float(kd.mean()), float(kd.std(correction=0))
 
 
@@ -157,41 +159,43 @@ def squared_mmd(
     u: Float[Tensor, "S N"],
     v: Float[Tensor, "S M"],
 ) -> Float[Tensor, "S"]:
-    """Estimates the squared maximum mean discrepancy of S pairs of subsets without bias.
+    """Estimates the squared maximum mean discrepancy of S pairs of subsets without bias
+    (Gretton et al. 2012, eq. 3).
 
-    It is eq. 3 of Gretton et al. 2012. A row of `u` and of `v` is 1 for the samples of a subset and
-    0 for the others. Each kernel value is computed once, a chunk of rows at a time, whatever S is.
+    A row of `u` and of `v` is 1 for the samples of a subset and 0 for all others. Each kernel value
+    is computed once for all S, a chunk of rows at a time.
     """
 
-    def summed(x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor) -> Tensor:
-        """The sum of the kernel over all pairs of a subset of `x` and one of `y`."""
+    def sum_kernel(x: Tensor, y: Tensor, x_members: Tensor, y_members: Tensor) -> Tensor:
+        """Sums the kernel over all pairs of a sample of a subset of `x` and one of `y`."""
         total = x.new_zeros(())
         step = max(1, CHUNK_ELEMENTS // len(y))
-        for rows, members in zip(x.split(step), of_x.split(step, dim=1), strict=True):
+        for rows, members in zip(x.split(step), x_members.split(step, dim=1), strict=True):
             kernel = (rows @ y.T / x.shape[1] + 1.0) ** 3
-            total = total + ((members @ kernel) * of_y).sum(1)
+            total = total + ((members @ kernel) * y_members).sum(1)
         return total
 
-    def within(x: Tensor, of_x: Tensor) -> Tensor:
-        """The mean of the kernel over all pairs of two different samples of a subset."""
-        count = of_x.sum(1)
-        own = of_x @ (x.square().mean(1) + 1.0) ** 3
-        return (summed(x, x, of_x, of_x) - own) / (count * (count - 1.0))
+    def average_within(x: Tensor, members: Tensor) -> Tensor:
+        """Averages the kernel over all pairs of two different samples of a subset."""
+        count = members.sum(1)
+        diagonal = members @ (x.square().mean(1) + 1.0) ** 3
+        return (sum_kernel(x, x, members, members) - diagonal) / (count * (count - 1.0))
 
-    return within(a, u) + within(b, v) - 2.0 * summed(a, b, u, v) / (u.sum(1) * v.sum(1))
+    between = 2.0 * sum_kernel(a, b, u, v) / (u.sum(1) * v.sum(1))
+    return average_within(a, u) + average_within(b, v) - between
 
 
 class Nearness(NamedTuple):
     """Four shares in [0, 1] that follow from the distances between two sets of samples."""
 
     precision: float
-    """Of the fakes, those no farther from some real one than its third nearest real neighbour."""
+    """Share of fakes that lie no farther from some real sample than its third nearest real one."""
     recall: float
-    """The same with the sets exchanged."""
+    """Precision with the two sets exchanged."""
     copied: float
-    """Of the fakes, those nearer to a real one than 95 % of the real ones are to another one."""
+    """Share of fakes nearer to a real sample than 95 % of real samples are to another real one."""
     expected: float
-    """What `copied` comes to without copies: 0.05, or more where real ones coincide."""
+    """Expected `copied` of a model without copies: 0.05, or more if real samples coincide."""
 
 
 def compare_neighbours(
@@ -199,12 +203,12 @@ def compare_neighbours(
 ) -> Nearness:
     """Compares nearest distances within and between two sets of samples.
 
-    Precision and recall are those of Kynkäänniemi et al. 2019; both grow with fewer samples, so
-    compare equal counts. Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675) test for copies by
-    the distances to the training set of samples and of images left out of it; here each real image
-    is left out once, and the tails of the distances are compared.
+    Precision and recall follow Kynkäänniemi et al. 2019; both grow with fewer samples, so compare
+    equal counts. The test for copies follows Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675),
+    who compare the distances of samples to the training set with those of held-out images; here
+    each real image is left out once, and only the tails of the distances count.
 
-    Both sets have more than `neighbours` samples.
+    Both sets need more than `neighbours` samples.
     """
     assert min(len(real), len(fake)) > neighbours
     centre = real.double().mean(0)
@@ -213,34 +217,33 @@ def compare_neighbours(
 
     among_real = find_nearest_others(real, neighbours)
     among_fake = find_nearest_others(fake, neighbours)
-    near = (
-        among_real[:, 0].quantile(NEAREST_SHARE) + DISTANCE_ROUNDING * real.square().sum(1).mean()
-    )
+    slack = DISTANCE_ROUNDING * real.square().sum(1).mean()
+    threshold = among_real[:, 0].quantile(NEAREST_SHARE) + slack
 
-    # whether each fake lies in the ball of a real one, and how far the nearest real one is
+    # For each fake: does it lie in the ball of a real sample, and how far is the nearest one?
     to_real = [((d <= among_real[:, -1]).any(1), d.amin(1)) for d in squared_distances(fake, real)]
     to_fake = [(d <= among_fake[:, -1]).any(1) for d in squared_distances(real, fake)]
     inside, closest = (torch.cat(parts) for parts in zip(*to_real, strict=True))
     return Nearness(
         precision=compute_share(inside),
         recall=compute_share(torch.cat(to_fake)),
-        copied=compute_share(closest <= near),
-        expected=compute_share(among_real[:, 0] <= near),
+        copied=compute_share(closest <= threshold),
+        expected=compute_share(among_real[:, 0] <= threshold),
     )
 
 
 def compute_share(flags: Tensor) -> float:
-    """The share of flags that are true."""
+    """Returns the share of flags that are true."""
     return float(flags.double().mean())
 
 
 def find_nearest_others(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "N count"]:
-    """Squared distances of each row to its `count` nearest others, ascending."""
-    found = [
-        d.topk(count + 1, largest=False).values[:, 1:]  # the nearest of all is the row itself
-        for d in squared_distances(rows, rows)
+    """Returns the squared distances of each row to its `count` nearest others, ascending."""
+    # The nearest row of all is the row itself.
+    nearest = [
+        d.topk(count + 1, largest=False).values[:, 1:] for d in squared_distances(rows, rows)
     ]
-    return torch.cat(found)
+    return torch.cat(nearest)
 
 
 def squared_distances(
@@ -248,7 +251,7 @@ def squared_distances(
 ) -> Iterator[Float[Tensor, "n M"]]:
     """Yields squared distances in chunks of rows.
 
-    In fp64 and about the mean, |x|² + |y|² - 2x·y keeps enough digits.
+    |x|² + |y|² - 2x·y is precise enough, because callers pass fp64 relative to the mean.
     """
     for chunk in rows.split(max(1, CHUNK_ELEMENTS // len(columns))):
         lengths = chunk.square().sum(1, keepdim=True) + columns.square().sum(1)
@@ -256,9 +259,10 @@ def squared_distances(
 
 
 class FeatureStats:
-    """What distances need of one set: moments of all and of both halves, and the first features.
+    """Accumulates the statistics that distances need of one set: moments of the whole set and of
+    its halves, and the features of the first samples.
 
-    The halves are the samples of even and of odd number. Memory does not grow with the number of
+    The halves are the samples of even and of odd number. Memory is bounded for any number of
     samples.
     """
 
@@ -283,7 +287,7 @@ class FeatureStats:
 
 
 def collect_stats(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
-    """Sums up features of samples, by space, that arrive in batches."""
+    """Collects the statistics of each feature space over batches of features."""
     stats: dict[str, FeatureStats] = {}
     for batch in batches:
         for name, features in batch.items():
@@ -294,10 +298,8 @@ def collect_stats(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureS
 
 
 def compute_distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
-    """`fd`, `kd` and `kd_std` between two sets.
-
-    `fd` is None where samples are too few, and `why` says so.
-    """
+    """Computes `fd`, `kd` and `kd_std` between two sets; with too few samples `fd` is None, and
+    `why` gives the reason."""
     kd, spread = kernel_distance(fake.rows, real.rows)
     why = explain_too_few(min(fake.all.count, real.all.count), len(real.all.mean))
     found = {
@@ -309,22 +311,22 @@ def compute_distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
 
 
 def compute_floor(real: FeatureStats) -> dict[str, Any]:
-    """The distances between the halves of the reference, `floor_fd` and `floor_kd`.
+    """Computes the distances between the halves of the reference, `floor_fd` and `floor_kd`.
 
-    Both halves are smaller than the reference, and the bias of a Fréchet distance falls like 1/n,
-    so as many samples as the reference has may come out below `floor_fd`.
+    The bias of a Fréchet distance falls like 1/n and the halves are small, so a full set of good
+    samples may come out below `floor_fd`.
     """
-    few = explain_too_few(min(half.count for half in real.halves), len(real.all.mean))
+    reason = explain_too_few(min(half.count for half in real.halves), len(real.all.mean))
     kd, _ = kernel_distance(real.rows[::2], real.rows[1::2])
-    found = {"floor_fd": None if few else frechet_distance(*real.halves), "floor_kd": kd}
-    return found | ({"why": f"the floor is of halves: {few}"} if few else {})
+    found = {"floor_fd": None if reason else frechet_distance(*real.halves), "floor_kd": kd}
+    return found | ({"why": f"the floor is of halves: {reason}"} if reason else {})
 
 
 def compute_figures(
     fake: Mapping[str, FeatureStats], real: Mapping[str, FeatureStats]
 ) -> dict[str, dict[str, Any]]:
-    """All figures of each feature space; `why` tells of those that are left out, and of copies."""
-    found = {}
+    """Computes all figures of each feature space; `why` explains missing figures and copies."""
+    rows = {}
     for space in real:
         stats = fake[space]
         fakes = stats.rows
@@ -336,14 +338,14 @@ def compute_figures(
         )
         expected = row.pop("expected")
 
-        # a share of copies far above the expected one, and above chance
+        # Report copies only if their share is far above the expected one, and above chance.
         variance = expected * (1 - expected)
         error = math.sqrt(variance * (1 / len(fakes) + 1 / len(reals)))
         if row["copied"] > max(COPIES_WARNING_FACTOR * expected, expected + 5 * error):
-            many = (
+            warning = (
                 f"copied={row['copied']:.2g}, and {expected:.2g} is expected: the model may repeat "
                 "images of the reference"
             )
-            row["why"] = f"{row['why']}; {many}" if "why" in row else many
-        found[space] = row
-    return found
+            row["why"] = f"{row['why']}; {warning}" if "why" in row else warning
+        rows[space] = row
+    return rows

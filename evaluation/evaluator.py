@@ -1,7 +1,7 @@
 """Compares samples with a reference: for `scripts.evaluate`, and for a run while it trains.
 
-The reference is a folder's images, or a run's training latents, decoded. Its features are made once
-and kept below ~/.cache/fastlatent, so the set itself may be read-only.
+The reference is a folder of images, or a run's decoded training latents. Its features are computed
+once and kept below ~/.cache/fastlatent, so the set itself may be read-only.
 
 Letters: B images, H W their size.
 """
@@ -50,7 +50,7 @@ from training.goodput import CLOCK
 
 PROTOCOL_FILE = "fd_protocol.json"
 CHUNK_IMAGES = 512
-"""Images whose features lie in one file."""
+"""Images per file of cached features."""
 BATCH_IMAGES = 64
 MIN_IMAGES = 8
 Images = Iterator[UInt8[Tensor, "B H W 3"]]
@@ -58,12 +58,12 @@ Images = Iterator[UInt8[Tensor, "B H W 3"]]
 
 @dataclass(frozen=True)
 class ReferenceImages:
-    """Images to compare with: what they are, how many, and how to get them."""
+    """Reference images: their identity, their number, and a function that reads them."""
 
     facts: dict[str, Any]
-    """`kind`, `sha256` of what determines them, `count`, `resize`, and the `name` of a folder."""
+    """`kind`, `count`, `resize`, the `name` of a folder, and the `sha256` of their content."""
     images: Callable[[Iterable[range]], Iterator[Images]]
-    """Yields for each range of numbers the batches of those images, to be used in turn."""
+    """Yields an iterator over batches for each range of image numbers; use one after the other."""
 
     @property
     def count(self) -> int:
@@ -71,15 +71,15 @@ class ReferenceImages:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What `told` says but for the name: the same images may lie in another folder."""
+        """`facts` without the name: the same images may lie in another folder."""
         return {key: value for key, value in self.facts.items() if key != "name"}
 
 
 def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
-    """Takes the images of a folder, tars or `datasets`, cropped to squares of `side` pixels.
+    """Opens the images of a folder, tars or `datasets`, cropped to squares of `side` pixels.
 
-    Classes do not matter. Of more than `limit` a fixed order draws some. ValueError if there are
-    none, or one cannot be decoded.
+    Classes are ignored. If there are more than `limit` images, a fixed permutation chooses.
+    ValueError if there are none, or if one cannot be decoded.
     """
     path = Path(folder).expanduser()
     try:
@@ -88,27 +88,29 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
         raise UserError(str(error).replace(f"source={path}", f"reference={folder}", 1)) from error
     order = torch.randperm(len(listed), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
     entries = [listed[i] for i in order]
+
+    # Hash all bytes: a file of the same name and size may be another image.
     digest = hashlib.sha256()
-    for entry in entries:  # all bytes: a file of the same name and size may be another image
+    for entry in entries:
         digest.update(hashlib.sha256(read_with_retries(entry)).digest())
 
-    def batches(wanted: range) -> Images:
+    def read_batches(wanted: range) -> Images:
         dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
         parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH_IMAGES)]
         for batch in make_decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
-            for trouble in (*batch.reasons, batch.unread):
-                if trouble:
-                    raise UserError(f"reference={folder}: {trouble}; remove or mend it.")
+            for fault in (*batch.reasons, batch.unread):
+                if fault:
+                    raise UserError(f"reference={folder}: {fault}; remove or mend it.")
             yield batch.pixels.permute(0, 2, 3, 1)
 
-    told = {
+    facts = {
         "kind": "images",
         "name": folder,
         "sha256": digest.hexdigest(),
         "resize": f"{RESIZE}, {side}",
         "count": len(entries),
     }
-    return ReferenceImages(told, lambda ranges: map(batches, ranges))
+    return ReferenceImages(facts, lambda ranges: map(read_batches, ranges))
 
 
 def make_reconstructions(
@@ -118,13 +120,14 @@ def make_reconstructions(
     device: torch.device,
     limit: int,
 ) -> ReferenceImages:
-    """Decodes the training latents of `node`, a run's data configuration.
+    """Decodes the first `limit` training latents, in the order of seed 0, of `node`, a run's data
+    configuration.
 
-    They are the first `limit` in the order of seed 0, and are read into host memory only where
-    their features are not known yet. ValueError if it is no longer the set of `spec`.
+    It reads only latents whose features are not cached yet, into host memory. ValueError if the
+    data are no longer the set of `spec`.
     """
 
-    def images(ranges: Iterable[range]) -> Iterator[Images]:
+    def decode_ranges(ranges: Iterable[range]) -> Iterator[Images]:
         loader = build_loader(node, 0, BATCH_IMAGES, torch.device("cpu"))
         if spec.fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
             raise UserError(
@@ -132,9 +135,9 @@ def make_reconstructions(
                 f"{spec.fingerprint}; give images to compare with: reference=<folder>."
             )
         for wanted in ranges:
-            place = loader.state_dict()
-            if place["samples_seen"] != wanted.start:
-                loader.load_state_dict(place | {"samples_seen": wanted.start})
+            state = loader.state_dict()
+            if state["samples_seen"] != wanted.start:
+                loader.load_state_dict(state | {"samples_seen": wanted.start})
             counts = [min(BATCH_IMAGES, wanted.stop - start) for start in wanted[::BATCH_IMAGES]]
             yield (
                 decode_images(
@@ -143,28 +146,27 @@ def make_reconstructions(
                 for count in counts
             )
 
-    facts = [
+    identity = [
         spec.fingerprint,
         spec.encoder_sha256 or spec.encoder.get("_target_"),
         spec.mean,
         spec.std,
         {key: node[key] for key in ("_target_", "streams", "window") if key in node},
     ]
-    told = {
+    facts = {
         "kind": "reconstructions",
-        "sha256": hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         "resize": "none",
         "count": min(spec.count, limit),
     }
-    return ReferenceImages(told, images)
+    return ReferenceImages(facts, decode_ranges)
 
 
 class Evaluator:
-    """The feature spaces, and the features of the reference in each.
+    """Feature spaces, and the statistics of the reference in each.
 
-    All processes build it together; the first one has the reference's features. ValueError for a
-    reference that is unknown or too small for any distance, or whose images are square while the
-    samples are not.
+    All processes build it together; only the first has the statistics. ValueError for a reference
+    that is unknown or too small for any distance, or that is a folder while samples are not square.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class Evaluator:
         spaces = build_features(cfg, autoencoder, example)
         self.spaces = {name: space.to(device) for name, space in spaces.items()}
 
+        # A folder of images, or the training set of the run.
         name = "the training set" if cfg.reference is None else f"reference={cfg.reference}"
         height, width = example.shape[2:]
         if cfg.reference is not None:
@@ -201,26 +204,30 @@ class Evaluator:
             )
         if self.source.count < MIN_IMAGES:
             raise UserError(
-                f"{name} gives {self.source.count} images to compare with; give {MIN_IMAGES} or more."
+                f"{name} gives {self.source.count} images to compare with; give {MIN_IMAGES} or "
+                "more."
             )
         self.reference = self.collect_reference_stats(ranks)
 
     @CLOCK.count_as("evaluation")
     def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
-        """Returns the reference's features in each space; the first process has them.
+        """Returns the reference's statistics in each space, on the first process only.
 
-        The processes share the work. Every space has a folder of its own in the cache, so that one
-        more space costs only its own features.
+        All processes share the work. Every space has a folder in the cache, so that another space costs only its own features.
         """
-        kept = {}
+        caches = {}
         count = self.source.count
-        for name in sorted(self.spaces):  # so that two commands never wait for each other
+
+        # All commands lock the folders in the same order, so two never wait for each other.
+        for name in sorted(self.spaces):
             job = {"reference": self.source.identity, "features": self.spaces[name].describe()}
             key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
             folder = find_cache_folder("references") / key
-            kept[name] = ResumableChunks(folder, job, -(-count // CHUNK_IMAGES), ranks, waits=True)
+            caches[name] = ResumableChunks(
+                folder, job, -(-count // CHUNK_IMAGES), ranks, waits=True
+            )
 
-        missing = {name: set(chunks.missing()) for name, chunks in kept.items()}
+        missing = {name: set(chunks.list_missing_chunks()) for name, chunks in caches.items()}
         todo = sorted(set().union(*missing.values()))
         if todo:
             ranks.say(
@@ -233,35 +240,36 @@ class Evaluator:
                 sum(map(len, ranges)), "images", silent=not ranks.first, lasting=False
             )
             for number, batches in zip(todo, self.source.images(ranges), strict=True):
-                wanted = [name for name in kept if number in missing[name]]
-                found = []
+                wanted = [name for name in caches if number in missing[name]]
+                features = []
                 for images in batches:
-                    found.append(self.compute_features(images, wanted))
+                    features.append(self.compute_features(images, wanted))
                     progress.advance(len(images))
                 for name in wanted:
-                    kept[name].write(number, {name: torch.cat([batch[name] for batch in found])})
+                    content = torch.cat([batch[name] for batch in features])
+                    caches[name].write(number, {name: content})
             progress.close()
 
         ranks.wait_for_all()
-        read = [(name, n) for name in self.spaces for n in range(kept[name].count) if ranks.first]
-        stats = collect_stats(kept[name].read(n) for name, n in read)
-        for chunks in kept.values():
+        files = [(name, n) for name in self.spaces for n in range(caches[name].count)]
+        stats = collect_stats(caches[name].read(n) for name, n in files if ranks.first)
+        for chunks in caches.values():
             chunks.close()
         return stats
 
     def compute_features(
         self, images: UInt8[Tensor, "B H W 3"], spaces: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
-        """Computes the features of images in all or some spaces, as fp32 on the CPU."""
+        """Computes the features of images in `spaces`, null: all; in fp32 on the CPU."""
         images = images.to(self.device)
         return {name: self.spaces[name](images).cpu() for name in spaces or self.spaces}
 
     def compute_latent_features(self, latents: Float[Tensor, "B C h w"]) -> dict[str, Tensor]:
-        """Computes the features of raw latents, decoded and quantised as the reference's are."""
+        """Decodes raw latents, quantises them like the reference, and computes their features."""
         return self.compute_features(decode_images(self.autoencoder, latents))
 
-    def protocol(self) -> dict[str, Any]:
-        """Returns what the figures depend on, beside the samples."""
+    def describe_protocol(self) -> dict[str, Any]:
+        """Returns all that the figures depend on, except the samples."""
         return {
             "reference": self.source.facts,
             "features": {name: space.describe() for name, space in self.spaces.items()},
@@ -272,9 +280,10 @@ class Evaluator:
 
 
 class TrainingDistances:
-    """Computes `fd_<space>` and `kd_<space>` of a model in training, each time of the same samples.
+    """Computes `fd_<space>` and `kd_<space>` of a model in training, each time with the same noise
+    and labels.
 
-    ValueError where `fd.count` samples are too few for the distance that `keep_best` names.
+    ValueError if `fd.count` samples are too few for the distance that `keep_best` names.
     """
 
     def __init__(self, training: Training, autoencoder: Autoencoder) -> None:
@@ -284,7 +293,9 @@ class TrainingDistances:
         self.training = training
         self.count = cfg.fd.count
         self.evaluator = Evaluator(cfg.fd, spec, cfg.data, autoencoder, device, training.ranks)
-        batch_size = max(1, training.micro_batch // 2)  # guidance doubles it
+
+        # Guidance doubles the batch, which must not need more memory than a training step.
+        batch_size = max(1, training.micro_batch // 2)
         labels = deal_labels_in_turn(spec.labels, device)
         forward = training.step.forward
         self.stream = SampleStream(forward, spec, cfg.sampling, labels, 0, batch_size, device)
@@ -297,23 +308,26 @@ class TrainingDistances:
                 training.ranks.say(f"fd_{name} is left out: {why}")
 
     def record(self, folder: Path) -> None:
-        """Writes what the figures depend on to the run's folder.
-
-        ValueError if the run has figures of another protocol.
-        """
+        """Writes the protocol of the figures to the run's folder; ValueError if the run has figures
+        of another protocol."""
         self.training.ranks.broadcast_result(lambda: self.write_protocol(folder / PROTOCOL_FILE))
 
     def write_protocol(self, file: Path) -> None:
-        """Writes the protocol and the floors, unless `file` has them of another protocol."""
-        samples = self.stream.protocol(self.training.stack, self.count, "balanced")
-        told = json.loads(json.dumps(samples | self.evaluator.protocol() | {"weights": "ema"}))
+        """Writes protocol and floors; ValueError if `file` has another protocol."""
+        samples = self.stream.describe_protocol(self.training.stack, self.count, "balanced")
+        protocol = samples | self.evaluator.describe_protocol() | {"weights": "ema"}
+
+        # As JSON returns it, so that it compares equal to the file.
+        protocol = json.loads(json.dumps(protocol))
         if file.is_file():
-            found = read_object(file)
-            earlier = {key: found.get(key) for key in told}
+            content = read_object(file)
+            earlier = {key: content.get(key) for key in protocol}
+
+            # The name of a folder may change; its images must not.
             if isinstance(earlier["reference"], dict):
                 earlier["reference"].pop("name", None)
             changed = describe_difference(
-                earlier, told | {"reference": self.evaluator.source.identity}
+                earlier, protocol | {"reference": self.evaluator.source.identity}
             )
             if changed:
                 raise UserError(
@@ -322,35 +336,33 @@ class TrainingDistances:
                     "curve."
                 )
         floors = {name: compute_floor(stats) for name, stats in self.evaluator.reference.items()}
-        write_json(file, replace_non_finite(told | {"floors": floors}))
+        write_json(file, replace_non_finite(protocol | {"floors": floors}))
 
     @CLOCK.count_as("evaluation")
     def __call__(self) -> dict[str, float]:
-        """Draws and compares; the first process has the figures, the others only the seconds.
+        """Draws samples and compares them; only the first process gets figures, all get seconds.
 
-        Samples that are not finite have no figures: a warning says so, and training goes on.
+        If samples are not finite, a warning replaces the figures, and training goes on.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         ranks = self.training.ranks
         count = -(-self.count // self.stream.batch_size)
 
-        def look(number: int) -> dict[str, Tensor]:
-            _, latents = self.stream.batch(number)
-            return (
-                self.evaluator.compute_latent_features(latents)
-                if bool(latents.isfinite().all())
-                else {}
-            )
+        def measure_batch(number: int) -> dict[str, Tensor]:
+            _, latents = self.stream.draw_batch(number)
+            if not bool(latents.isfinite().all()):
+                return {}
+            return self.evaluator.compute_latent_features(latents)
 
         with self.training.state.use_averages(), torch.no_grad():
-            drawn = share_work(range(count), count, "batches of distances", ranks, look)
+            drawn = share_work(range(count), count, "batches of distances", ranks, measure_batch)
         figures = {}
         if not all(drawn):
             ranks.say("warning: samples are not finite, so they have no distances")
         elif ranks.first:
             samples = {n: torch.cat([batch[n] for batch in drawn])[: self.count] for n in drawn[0]}
             for name, stats in collect_stats([samples]).items():
-                told = compute_distances(stats, self.evaluator.reference[name])
-                kinds = ("kd",) if told["fd"] is None else ("fd", "kd")
-                figures |= {f"{kind}_{name}": told[kind] for kind in kinds}
-        return figures | {"distances_s": time.perf_counter() - began}
+                distances = compute_distances(stats, self.evaluator.reference[name])
+                kinds = ("kd",) if distances["fd"] is None else ("fd", "kd")
+                figures |= {f"{kind}_{name}": distances[kind] for kind in kinds}
+        return figures | {"distances_s": time.perf_counter() - start}

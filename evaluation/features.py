@@ -1,6 +1,6 @@
-"""Feature spaces: what one is, those that download nothing, and those of published networks.
+"""Feature spaces: their base class, two that download nothing, and two of published networks.
 
-The packages of published networks are imported only when a configuration asks for them.
+Only a configuration that names a published network imports its package.
 
 Letters: B images, H W their size, D features, C channels.
 """
@@ -44,7 +44,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class Features(nn.Module, ABC):
-    """Maps 8-bit RGB images to features; your own class derives from it and takes no arguments.
+    """Maps 8-bit RGB images to features. Derive your own space from it; its constructor takes no
+    arguments.
 
     Calling it runs `forward` without gradients, in true fp32 (no TF32, no autocast), with
     deterministic convolutions. An image's features do not depend on the other images of its batch,
@@ -53,17 +54,17 @@ class Features(nn.Module, ABC):
 
     name: str
     dim: int
-    """Features of an image."""
+    """Features per image."""
     facts: Mapping[str, Any]
-    """What else must be equal for two figures to be comparable, as values for JSON: the version or
-    the hash of the weights, and the resizing."""
+    """JSON values that comparable figures share, beside name and dim: version or hash of the
+    weights, and the resizing."""
 
     @abstractmethod
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
-        """Returns features in fp32, on the device of the images, which is that of this module."""
+        """Returns features in fp32 on the device of images and module."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns all that must be equal for two figures to be comparable."""
+        """Returns all values that comparable figures share."""
         return {"name": self.name, "dim": self.dim, **self.facts}
 
     def __call__(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
@@ -76,20 +77,20 @@ class Features(nn.Module, ABC):
 @contextmanager
 def use_exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Computes without autocast and TF32, and with the same convolution algorithms every time."""
-    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    settings = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     try:
         with disable_tf32(), torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings
 
 
 def decode_images(
     autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]
 ) -> UInt8[Tensor, "B H W 3"]:
-    """Decodes raw latents to 8-bit images, in true fp32 whatever the process has set."""
+    """Decodes raw latents to 8-bit images, in true fp32 under any settings of the process."""
     with torch.no_grad(), use_exact_arithmetic(latents.device):
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
@@ -100,11 +101,11 @@ def to_planes(images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
 
 
 class RandomFeatures(Features):
-    """A fixed random convolutional network: 64 channels on a 2×2 grid, so that it sees layout too.
+    """A fixed random convolutional network: 64 channels on a 2×2 grid, which keeps some layout.
 
-    Random features rank generators much as trained ones do (https://arxiv.org/abs/2208.09218). The
-    weights come from numpy's RandomState, whose stream numpy has frozen. A change of the network
-    needs another `version`, as its figures do not compare with older ones.
+    Random features rank generators much like trained ones (https://arxiv.org/abs/2208.09218). The
+    weights come from numpy's RandomState, whose stream numpy has frozen. A change of
+    the network needs another `version`, because its figures no longer compare with older ones.
     """
 
     name = "random"
@@ -113,11 +114,11 @@ class RandomFeatures(Features):
 
     def __init__(self) -> None:
         super().__init__()
-        draw = np.random.RandomState(0)
+        generator = np.random.RandomState(0)
         self.weights = nn.ParameterList()
         for C_in, C_out in pairwise((3, 32, 64, 64, 64)):
-            # He et al. 2015
-            weight = draw.standard_normal((C_out, C_in, 3, 3)) * math.sqrt(2.0 / (9 * C_in))
+            # Initialisation of He et al. 2015.
+            weight = generator.standard_normal((C_out, C_in, 3, 3)) * math.sqrt(2.0 / (9 * C_in))
             self.weights.append(torch.from_numpy(weight).float())
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 256"]:
@@ -133,8 +134,8 @@ class RandomFeatures(Features):
 class EncoderFeatures(Features):
     """The mean latents of the set's own autoencoder, pooled to a square grid of ≤ 256 values.
 
-    `example` is what the autoencoder makes of one latent: all images must have its size. Of grey
-    images one channel is taken: three equal ones would make the covariance singular.
+    `example` is an image that the autoencoder decoded; all images must have its size. Grey images
+    count with one channel, because three equal ones would make the covariance singular.
     """
 
     name = "encoder"
@@ -168,8 +169,8 @@ class EncoderFeatures(Features):
 class InceptionFeatures(Features):
     """The 2048 pooled features of FID's Inception v3, computed by torch-fidelity.
 
-    `weights` is the local file `INCEPTION_FILE`, known by its hash; nothing is downloaded.
-    ValueError without it, and without torch-fidelity or a torchvision that fits torch.
+    `weights` is the path of `INCEPTION_FILE`, checked by its hash; the class downloads nothing.
+    ValueError if the file, torch-fidelity or a torchvision that fits torch is missing.
     """
 
     name = "inception"
@@ -195,10 +196,10 @@ class InceptionFeatures(Features):
 
 
 class Dinov2Features(Features):
-    """DINOv2's class token after the last norm (Oquab et al. 2023), such as 768 values of the base.
+    """DINOv2's class token after the last norm (Oquab et al. 2023), 768 values for the base model.
 
-    `path` is a folder or a hub id in the format of transformers; only safetensors are read.
-    ValueError where it is missing or another model, and where transformers is.
+    `path` is a folder or hub id in the format of transformers, with safetensors. ValueError if it
+    is missing or another model, or if transformers is missing.
     """
 
     name = "dinov2"
@@ -209,8 +210,9 @@ class Dinov2Features(Features):
             raise UserError(
                 "features=dinov2 needs dinov2=<folder or hub id>, for example facebook/dinov2-base."
             )
+
         model = import_attribute(self.name, "transformers", "Dinov2Model")
-        folder = dinov2_folder(path)
+        folder = find_dinov2_folder(path)
         try:
             self.network, loaded = model.from_pretrained(
                 folder,
@@ -225,6 +227,7 @@ class Dinov2Features(Features):
             raise UserError(
                 f"dinov2={path} cannot be read ({error}); download it again."
             ) from error
+
         self.network.float().eval().requires_grad_(False)
         self.dim = self.network.config.hidden_size
         sha256 = hash_file(folder / "model.safetensors")
@@ -238,10 +241,10 @@ class Dinov2Features(Features):
         return self.network(pixel_values=(x / 255.0 - mean) / std).last_hidden_state[:, 0]
 
 
-def dinov2_folder(path: str) -> Path:
-    """Returns the folder at `path`, or the one that holds the files of a hub id.
+def find_dinov2_folder(path: str) -> Path:
+    """Returns the folder at `path`, or the folder with the files of a hub id.
 
-    ValueError where there is neither, or another model than DINOv2.
+    ValueError if neither exists, or if it holds another model than DINOv2.
     """
     files = ["config.json", "model.safetensors"]
     folder = find_folder("dinov2", path, files, "facebook/dinov2-base.")
@@ -257,11 +260,12 @@ def dinov2_folder(path: str) -> Path:
 
 
 def import_attribute(space: str, module: str, name: str) -> Any:
-    """Imports what a feature space needs; ValueError, with the fix, where that fails."""
+    """Imports `name` of a package that a feature space needs; ValueError says how to install it."""
     package = module.partition(".")[0]
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # a torchvision built for another torch raises RuntimeError and more
+    except Exception as error:
+        # A torchvision built for another torch raises RuntimeError and others.
         if find_spec(package) is None:
             raise UserError(
                 f"features={space} needs {package}, which is not installed; "
@@ -269,52 +273,54 @@ def import_attribute(space: str, module: str, name: str) -> Any:
             ) from error
         raise UserError(
             f"features={space}: {package} is installed and cannot be imported "
-            f"({' '.join(str(error).split())}); mostly "
-            "its torchvision is built for another torch: install the one that belongs to torch "
-            f"{torch.__version__}."
+            f"({' '.join(str(error).split())}); mostly its torchvision is built for another torch: "
+            f"install the one that belongs to torch {torch.__version__}."
         ) from error
 
 
 def build_features(
     cfg: FdConfig, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"]
 ) -> dict[str, Features]:
-    """Builds the feature spaces that `cfg.features` names: ours, or classes of `extensions=`.
+    """Builds the feature spaces that `cfg.features` names: built-in ones, or classes of
+    `extensions=`.
 
-    `example` is an image that the autoencoder made. ValueError for an unknown or doubled name, for
-    none at all, and for weights that are missing or other ones.
+    `example` is an image that the autoencoder decoded. ValueError for an empty list, an unknown or
+    doubled name, and missing or wrong weights.
     """
-    ours: dict[str, Callable[[], Features]] = {
+    builders: dict[str, Callable[[], Features]] = {
         "encoder": lambda: EncoderFeatures(autoencoder, example),
         "random": RandomFeatures,
         "inception": lambda: InceptionFeatures(cfg.inception),
         "dinov2": lambda: Dinov2Features(cfg.dinov2),
     }
-    known = ", ".join(ours)
+    known = ", ".join(builders)
     if not cfg.features or len(set(cfg.features)) < len(cfg.features):
         raise UserError(
-            f"features={cfg.features} must name one space or more, each once; choose of {known}."
+            f"features={cfg.features} must name one space or more, each once; choose from {known}."
         )
-    return {name: (ours.get(name) or import_feature_class(name, known))() for name in cfg.features}
+    return {
+        name: (builders.get(name) or import_feature_class(name, known))() for name in cfg.features
+    }
 
 
 def import_feature_class(name: str, known: str) -> Callable[[], Features]:
-    """Imports your own feature space from its dotted path; ValueError where it is none."""
+    """Imports a user's feature space from its dotted path; ValueError if it is no such class."""
     module, _, attribute = name.rpartition(".")
     if not module or not is_admitted(name):
         raise UserError(
-            f"features={name} is unknown; choose of {known}, or give the path of a class in a "
+            f"features={name} is unknown; choose from {known}, or give the path of a class in a "
             "package that extensions=[…] on this command line names."
         )
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        feature_class = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         raise UserError(
             f"features={name}: there is no module {error.name}; correct the path, or install it "
             "(Features is in evaluation.features)."
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Features)):
+    if not (isinstance(feature_class, type) and issubclass(feature_class, Features)):
         raise UserError(
             f"features={name} is no class derived from evaluation.features.Features, which it "
             "must be."
         )
-    return found
+    return feature_class

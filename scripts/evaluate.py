@@ -74,8 +74,8 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     )
 
     # where the result goes: its name tells figures of different settings apart
-    compared_by = evaluator.protocol()
-    protocol = job.protocol() | compared_by
+    compared_by = evaluator.describe_protocol()
+    protocol = job.describe_protocol() | compared_by
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
     out = Path(cfg.out or default).expanduser()
@@ -91,7 +91,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             "features": compute_figures(stats, evaluator.reference),
             "protocol": protocol,
             "environment": describe_environment(trained.device),
-            "classes": job.classes(),
+            "classes": job.list_classes(),
         }
         file = out.with_name(out.name + ".json")
         write_json(file, result)

@@ -570,7 +570,7 @@ def test_spaces_by_name():
     for names, sentence in (
         ([], "must name one space"),
         (["random", "random"], "each once"),
-        (["fid"], "features=fid is unknown; choose of encoder, random, inception, dinov2"),
+        (["fid"], "features=fid is unknown; choose from encoder, random, inception, dinov2"),
         (["torch.nn.Linear"], "extensions="),
         (["inception"], "needs inception="),
         (["dinov2"], "needs dinov2="),
