@@ -16,17 +16,16 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
-# the profiled warm-up step is ours; its messages help nobody
+# PyTorch's profiler logs the profiled warm-up step; those messages help nobody
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def train(composed: Composed) -> dict[str, Any]:
-    """Runs what `composed` describes and returns its summary, which `run_dir/summary.json` holds
-    too."""
+    """Trains as `composed` says; returns the summary, which is also in `run_dir/summary.json`."""
     from common.terminal import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
-    from training.config.build import build  # torch comes in with these, so that --help stays quick
+    from training.config.build import build  # imported here, for torch would slow down --help
     from training.distributed.exit import Request, StopRequest
     from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
@@ -35,7 +34,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.weights.adapter_base import insert_pretrained
     from training.weights.pretrained import build_autoencoder
 
-    # 1. Where we run: on which device, among how many processes, in which folder.
+    # 1. Set up the run: device, processes, folder, logger.
     composed = insert_pretrained(composed)
     run = Run(composed)
     if run.finished:
@@ -44,7 +43,7 @@ def train(composed: Composed) -> dict[str, Any]:
     run.show_rehearsal()
     logger = SafeLogger(build(run.cfg.logger, "logger"), silent=not ranks.first)
 
-    # 2. What we train, on what, and what makes it fast. One observed step shows what is really on.
+    # 2. Build model, data and techniques. An observed step shows which techniques are really on.
     cfg = run.apply_tuning()
     training = assemble(cfg, run.device, ranks, run.folder)
     run.write_kernels(training)
@@ -57,7 +56,7 @@ def train(composed: Composed) -> dict[str, Any]:
     with explain_failures(training, run.folder):
         ledger = training.warm_up()
 
-    # 3. Where we left off.
+    # 3. Resume from the newest checkpoint, if there is one.
     checkpoints = run.open_checkpoints()
     described = describe_run(composed, spec, ledger, training.base)
     where = restore(cfg, state, checkpoints, described)
@@ -65,9 +64,9 @@ def train(composed: Composed) -> dict[str, Any]:
         cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
     )
 
-    # 4. What happens now and then between two steps; the meter does not count it as training.
+    # 4. Define the maintenance between two steps; the meter does not count it as training.
     def report() -> dict[str, float]:
-        """Logs the window since the last report; returns the scores measured at this step."""
+        """Logs the steps since the last report; returns the scores measured at this step."""
         metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
         metrics |= checkpoints.report_times()
         state.skipped_steps += metrics["skipped"]
@@ -91,10 +90,10 @@ def train(composed: Composed) -> dict[str, Any]:
         training.note_skipped_data()
         checkpoints.save(state, described, scores)
 
-    # 5. The loop: what is due after the step before, then a step.
-    explained = explain_failures(training, run.folder)
+    # 5. Loop: maintenance that is due after the last step, then the next step.
+    failures = explain_failures(training, run.folder)
     stop_request = StopRequest(ranks, checkpoints.has_failed, training.has_skipped_too_many)
-    with stop_request as stop, logger, explained, checkpoints:
+    with stop_request, logger, failures, checkpoints:
         run.announce_start(training, ledger, logger, where)
         if distances:
             distances.record(run.folder)
@@ -103,27 +102,31 @@ def train(composed: Composed) -> dict[str, Any]:
         batches = []
 
         while True:
-            # What is due after the step before, in this order.
-            asked = stop.poll()
+            # Decide which maintenance is due. A run that is asked to stop saves first.
+            request = stop_request.poll()
+            stopping = request is Request.stop
             ending = state.done and state.moved
             report_due = ending or state.is_due(cfg.log_every, cfg.eval_every, cfg.fd_every)
-            stop_due = asked is Request.stop and state.moved and cfg.save_every > 0
-            save_due = stop_due or state.is_due(cfg.save_every)
+            draw_due = state.is_due(cfg.sample_every)
+            save_due = state.is_due(cfg.save_every)
+            save_due = save_due or (stopping and state.moved and cfg.save_every > 0)
+
+            # Do it in this order: a checkpoint stores the scores of the report.
             scores = report() if report_due else {}
-            if ending or asked is Request.look:
-                end_if_failed(training, run.folder, batches, checkpoints, asked)
-            if state.is_due(cfg.sample_every):
+            if ending or request is Request.look:
+                end_if_failed(training, run.folder, batches, checkpoints, request)
+            if draw_due:
                 draw()
             if save_due:
                 save(scores)
             run.write_time(state, saved=save_due)
             if state.done:
                 break
-            if asked is Request.stop:
+            if stopping:
                 checkpoints.finish()
                 run.stop(state)
 
-            # A step.
+            # Take a step.
             with meter.measure_wait():
                 batches = training.take_batches()
             step.schedule(state.samples)
@@ -132,7 +135,7 @@ def train(composed: Composed) -> dict[str, Any]:
             progress.advance(cfg.batch_size)
     progress.close()
 
-    # 6. What came of it.
+    # 6. Summarise.
     summary = run.summarise(state, ledger)
     logger.finish(summary)
     ranks.say(f"\nsummary\n{format_summary(summary)}")

@@ -1,1 +1,1 @@
-"""What every other package may use; it imports none of them."""
+"""Helpers that every other package may import; they import no other package."""

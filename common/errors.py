@@ -1,5 +1,5 @@
-"""The error that a user can mend, and those of a machine that has no memory, disk, threads or name
-for what was asked."""
+"""Errors with a sentence for the user: mistakes, and a machine that runs out of memory, disk or
+threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Variables with a folder that PyTorch and Triton make when they are imported or compile."""
+"""Environment variables that name folders which PyTorch and Triton create."""
 
 
 class UserError(ValueError):
@@ -26,10 +26,12 @@ class UserError(ValueError):
 
 def describe_first_fault(error: ValidationError, kind: str) -> str:
     """Says what is wrong with JSON that should be a `kind`, as the end of a sentence."""
-    found = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
-    if missing := [field for field, fault in found.items() if fault["type"] == "missing"]:
+    faults = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
+    missing = [field for field, fault in faults.items() if fault["type"] == "missing"]
+    if missing:
         return f"lacks {', '.join(missing[:8])}"
-    field, fault = next(iter(found.items()))
+
+    field, fault = next(iter(faults.items()))
     if fault["type"] == "json_invalid":
         return f"is not valid JSON ({fault['msg'].removeprefix('Invalid JSON: ')})"
     problem = fault["msg"].removeprefix("Input ")
@@ -43,13 +45,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def describe_machine_fault(error: Exception) -> str | None:
-    """What a user is told where the machine has no memory, disk, threads or name for what was
-    asked; otherwise None."""
+    """Returns a sentence for the user if the machine ran out of memory, disk or threads, or a path
+    is too long; otherwise None."""
     text = str(error)
     if is_out_of_memory(error):
         return (
-            "the memory of this machine is used up; use smaller batches, fewer workers, less "
-            "data at a time, or a smaller model."
+            "this machine ran out of memory; use smaller batches, fewer workers, less data at a "
+            "time, or a smaller model."
         )
     if isinstance(error, BlockingIOError) or "can't start new thread" in text:
         return (
@@ -59,8 +61,8 @@ def describe_machine_fault(error: Exception) -> str | None:
     if text.startswith(("DataLoader timed out", "DataLoader worker")):
         first = text.splitlines()[0].rstrip(".")
         return (
-            f"{first}; the same command goes on, with fewer num_workers if memory or /dev/shm ran "
-            "out."
+            f"{first}; run the same command again to continue, with fewer num_workers if memory "
+            "or /dev/shm ran out."
         )
     if not isinstance(error, OSError):
         return None
@@ -69,12 +71,12 @@ def describe_machine_fault(error: Exception) -> str | None:
         folder = os.environ.get(name)
         if folder and text.endswith(f"'{folder}'"):
             return (
-                f"{name}={folder} cannot be made or used ({error.strerror}); set it to another "
+                f"{name}={folder} cannot be created or used ({error.strerror}); set it to another "
                 "folder."
             )
     if error.errno == errno.ENAMETOOLONG:
         return f"the path {str(error.filename)[:60]}… is too long; use a shorter one."
     if error.errno in DISK_ERRNOS:
-        what = error.filename or "a file"
-        return f"{what} cannot be read or written ({error.strerror}); free space or mend the disk."
+        file = error.filename or "a file"
+        return f"{file} cannot be read or written ({error.strerror}); free space or mend the disk."
     return None

@@ -1,4 +1,4 @@
-"""Files and folders that survive a kill and a power cut, and folders that one process writes to."""
+"""Writes files that survive a kill and a power cut, and locks folders for one process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The checkout."""
+"""The folder of the checkout."""
 LOCK_FILE = ".lock"
-"""The file by which a process locks a folder."""
+"""Name of the lock file in a folder."""
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -38,17 +38,16 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Writes `content` as JSON that people can read, a line each value, as `write_atomically`
-    does."""
+    """Writes `content` atomically, as JSON with one value a line."""
     write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a file or a folder, in the place of a file or an empty folder that is there; OSError
-    if it did not.
+    """Renames a file or folder and replaces a file or an empty folder at `target`; OSError if it
+    failed.
 
-    A server may carry a rename out and answer with an error, as NFS does to a request that it gets
-    twice.
+    A server may carry a rename out and still answer with an error, as NFS does to a request that it
+    receives twice; that is no failure.
     """
     try:
         source.replace(target)
@@ -58,25 +57,25 @@ def rename(source: Path, target: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError if it holds anything else, OSError if it cannot be
-    read."""
+    """Reads the JSON object in a file; ValueError if it holds anything else, OSError if it cannot
+    be read."""
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{file} cannot be read as JSON ({error}); restore it or delete it."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{file} holds no JSON object; restore it or delete it.")
-    return found
+    return content
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, so that they survive a power cut."""
+    """Creates a folder and its missing parents, so that they survive a power cut."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # a folder that is for writing only
+        with contextlib.suppress(PermissionError):  # a folder without read permission
             sync_folder(folder.parent)
 
 
@@ -98,13 +97,12 @@ def hash_file(file: Path) -> str:
 
 
 def find_cache_folder(name: str) -> Path:
-    """A folder for what can be made again: below $XDG_CACHE_HOME, or ~/.cache."""
+    """Returns fastlatent's cache folder `name`, below $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastlatent" / name
 
 
 class FolderLock:
-    """A lock file that is open and locked until `close()`, the end of this object, or the end of
-    the process."""
+    """An open lock file; `close()`, or the end of this object or the process, unlocks it."""
 
     def __init__(self, descriptor: int) -> None:
         self.close = weakref.finalize(self, os.close, descriptor)
@@ -117,10 +115,10 @@ class FolderLock:
 
 
 def lock_folder(folder: Path, refusal: str) -> FolderLock:
-    """Locks a folder that exists for this process; ValueError with `refusal` if another one has it.
+    """Locks an existing folder for this process; ValueError with `refusal` if another one holds it.
 
-    A POSIX lock: it works on NFS, forked workers do not inherit it, and a killed process has let it
-    go.
+    It is a POSIX lock: it works on NFS, forked workers do not inherit it, and the system releases
+    it when a process is killed.
     """
     import fcntl  # POSIX only
 
@@ -134,8 +132,8 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
             lock.close()
             raise UserError(f"{refusal} {f'It is {holder}.' if holder else ''}".strip()) from error
         print(
-            f"warning: {folder} cannot be locked ({error.strerror}); see that nothing else writes "
-            "there",
+            f"warning: {folder} cannot be locked ({error.strerror}); make sure that no other "
+            "process writes there",
             flush=True,
         )
     else:
@@ -145,13 +143,13 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
 
 
 def write_to_cache(file: Path, content: Any) -> None:
-    """Writes JSON to a file of a cache; if that fails, this run gives a warning, and the next one
-    does the same work again."""
+    """Writes JSON to a file of a cache; where that fails, warns: the next run then repeats the
+    work."""
     try:
         make_folder(file.parent)
         write_json(file, content)
     except OSError as error:
         warnings.warn(
-            f"{file} cannot be written ({error.strerror}), so the next run tries again.",
+            f"{file} cannot be written ({error.strerror}), so the next run repeats this work.",
             stacklevel=2,
         )

@@ -1,5 +1,4 @@
-"""What libraries are told: to keep quiet while they are imported, and to multiply in full fp32; and
-one sentence where an optional one is missing."""
+"""Imports libraries quietly, explains a missing one in a sentence, and switches TF32 off."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from common.errors import UserError
 
 @contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Without what libraries say when they are imported: torchao, that kernels fail to load which
-    nothing here uses."""
+    """Suppresses messages of libraries inside; torchao warns at import that kernels fail to load
+    which nothing here uses."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -30,7 +29,7 @@ def silence_libraries() -> Iterator[None]:
 
 
 def import_optional(module: str, wanted_by: str) -> ModuleType:
-    """Imports `module` quietly; ValueError, in a sentence, where its package is missing."""
+    """Imports `module` quietly; ValueError if its package is missing."""
     package = module.partition(".")[0]
     try:
         with silence_libraries():
@@ -44,12 +43,13 @@ def import_optional(module: str, wanted_by: str) -> ModuleType:
 
 @contextmanager
 def disable_tf32() -> Iterator[None]:
-    """Inside, products of matrices and convolutions are full fp32, without TF32."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    """Computes matrix products and convolutions inside in full fp32, without TF32."""
+    precision = torch.get_float32_matmul_precision()
+    allow_tf32 = torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = allow_tf32

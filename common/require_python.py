@@ -1,19 +1,19 @@
-"""Ends the process with a sentence if this Python is none that fastlatent is tested with.
+"""Exits with a sentence if fastlatent is not tested with this version of Python.
 
-Entry points import it before anything else, so any Python from 3.8 on has to be able to read it.
+Entry points import this file first, so it must parse on any Python from 3.8 on.
 """
 
 import sys
 import time
 
 PROCESS_START = time.perf_counter()
-"""When this process began, but for Python itself."""
+"""Time at which this process began, without Python's own start."""
 OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 13)
 
 
 def refuse_python(version: tuple = sys.version_info, program: str = sys.executable) -> None:
-    """SystemExit with a sentence for a version outside of the range."""
+    """Exits with a sentence for a version outside of the tested range."""
     if not OLDEST_PYTHON <= tuple(version[:2]) <= NEWEST_PYTHON:
         oldest, newest, this = (
             ".".join(map(str, numbers[:3])) for numbers in (OLDEST_PYTHON, NEWEST_PYTHON, version)

@@ -1,4 +1,4 @@
-"""What commands print: progress, and a stream that may break without ending them."""
+"""Shows progress, and keeps a command alive when its output stream breaks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from typing import Any, TextIO, TypeVar
 
 Item = TypeVar("Item")
 LINE_INTERVAL_SECONDS = 10.0
-"""Seconds between two plain lines."""
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 class Progress:
-    """Counts towards `total`: a tqdm bar on a terminal; elsewhere a line every `EVERY` seconds,
-    unless `plain` is off.
-
-    `lasting` leaves the finished bar on the screen.
-    """
+    """Shows a count towards `total`: a tqdm bar on a terminal; elsewhere, with `plain`, a line every
+    `LINE_INTERVAL_SECONDS`. `lasting` leaves the finished bar on the screen."""
 
     def __init__(
         self,
@@ -36,8 +33,10 @@ class Progress:
         self.total = total
         self.unit = unit
         self.silent = silent
-        self.count = self.initial = initial
-        self.started = self.shown = time.perf_counter()
+        self.initial = initial
+        self.count = initial
+        self.started = time.perf_counter()
+        self.last_line = self.started
         terminal = sys.stderr.isatty() and not silent
         self.bar = tqdm(
             total=total,
@@ -52,16 +51,16 @@ class Progress:
     def advance(self, count: int) -> None:
         self.count += count
         self.bar.update(count)
-        if self.plain and time.perf_counter() - self.shown >= LINE_INTERVAL_SECONDS:
-            self.shown = time.perf_counter()
-            rate = (self.count - self.initial) / (self.shown - self.started)
+        if self.plain and time.perf_counter() - self.last_line >= LINE_INTERVAL_SECONDS:
+            self.last_line = time.perf_counter()
+            rate = (self.count - self.initial) / (self.last_line - self.started)
             print(
                 f"{self.count}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, {self.format_time_left()}",
                 flush=True,
             )
 
     def format_time_left(self) -> str:
-        """The time that the rest takes at the rate so far, such as 02:46:39."""
+        """Formats the remaining time at the average rate so far, such as "02:46:39 left"."""
         done = self.count - self.initial
         if done <= 0:
             return "time left unknown"
@@ -82,7 +81,7 @@ class Progress:
 def show_progress(
     items: Iterable[Item], total: int, unit: str, silent: bool = False
 ) -> Iterator[Item]:
-    """The items, with progress towards `total` of them while they are used."""
+    """Yields the items and shows progress towards `total` of them."""
     progress = Progress(total, unit, silent=silent, lasting=False)
     try:
         for item in items:
@@ -93,8 +92,7 @@ def show_progress(
 
 
 class AdvisoryStream:
-    """A text stream that warns once, on stderr, where it cannot be written, and loses what comes
-    after that."""
+    """A text stream that warns once, on stderr, when writing fails, and drops all later output."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -110,18 +108,18 @@ class AdvisoryStream:
         self.attempt(self.stream.flush)
 
     def attempt(self, act: Callable[[], object]) -> None:
-        """Acts on the stream; after an OSError its file descriptor is /dev/null, which also takes
-        what is still in its buffer."""
+        """Acts on the stream; an OSError points its file descriptor to /dev/null."""
         try:
             act()
         except OSError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
+            # The descriptor, not the stream: Python still flushes the stream's buffer at exit.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.stream.fileno())
+            os.close(null)
             with suppress(OSError):
                 print(
-                    f"warning: what is printed cannot be written ({error.strerror}); it is lost "
-                    "from here on, and the command goes on.",
+                    f"warning: output cannot be written ({error.strerror}); the command continues "
+                    "without output.",
                     file=sys.__stderr__,
                     flush=True,
                 )
@@ -129,7 +127,7 @@ class AdvisoryStream:
 
 @contextmanager
 def tolerate_broken_output() -> Iterator[None]:
-    """Inside, nothing that is printed to stdout or stderr can raise an OSError."""
+    """Keeps an OSError of stdout or stderr from ending the code inside."""
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:  # it was closed before Python started (`>&-`)

@@ -1,5 +1,4 @@
-"""Processes and threads that work for this process: how they start and end, and the shared memory
-in which they hand over batches."""
+"""Starts and ends child processes and threads, and checks the shared memory for their batches."""
 
 from __future__ import annotations
 
@@ -21,18 +20,19 @@ from common.errors import UserError
 
 Result = TypeVar("Result")
 SHARED_MEMORY = "/dev/shm"
-"""Where Linux keeps shared memory; containers often have little of it."""
+"""Linux's file system for shared memory; containers often have little of it."""
 RESERVED_BYTES = 2**20
-"""Bytes there for locks and queues."""
+"""Bytes of shared memory for locks and queues."""
 EXTRA_BATCHES = 2
-"""Batches that the workers make beside those that wait: one is in use, and one is begun."""
+"""Batches in shared memory besides the waiting ones: one in use and one being made."""
 
 
 def make_child_environment(without: Collection[str] = ()) -> dict[str, str]:
-    """Variables for a child: this process's, but for those `without`, and its import path."""
+    """Returns this process's environment variables except those in `without`, and its import
+    path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    own = {name: value for name, value in os.environ.items() if name not in without}
-    return own | {"PYTHONPATH": path}
+    variables = {name: value for name, value in os.environ.items() if name not in without}
+    return variables | {"PYTHONPATH": path}
 
 
 def run_to_end(
@@ -41,9 +41,11 @@ def run_to_end(
     output: IO[bytes] | None = None,
     without: Collection[str] = (),
 ) -> int | None:
-    """Runs a command to its end, in a session of its own; returns its exit code, or None if it took
-    longer than `seconds`. Whatever it started has ended too. `output` takes what it says,
-    `without` names variables that it does not get."""
+    """Runs a command in its own session; returns its exit code, or None after `seconds`.
+
+    On return the command and all its children have ended. `output` receives stdout and stderr;
+    `without` names environment variables that the command does not get.
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -61,31 +63,31 @@ def run_to_end(
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process that leads a session of its own, and all that it started; waits for it, and
-    closes its stdin."""
+    """Kills a process that leads its own session, with all its children; waits for it and closes
+    its stdin."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if process.stdin is not None:
-        with suppress(OSError):  # what it was told last was never read
+        with suppress(OSError):  # the process did not read its last input
             process.stdin.close()
 
 
 def end_with_parent(parent: int) -> None:
-    """Ends this process, which leads a session of its own, and those that it started, within a
-    second after `parent`, however that ends."""
+    """Has this process, which leads its own session, and its children end within a second after
+    `parent`, even if that is killed."""
 
-    def look() -> None:
+    def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[], float]) -> str:
-    """Runs a command that writes to the file `news` as it gets on, and returns how it ended, as the
-    end of a sentence. It is killed after `patience()` seconds without news."""
+    """Runs a command that writes to the file `news` as it progresses; returns how it ended, as the
+    end of a sentence. Kills it after `patience()` seconds without news."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -94,15 +96,17 @@ def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[]
             stderr=subprocess.STDOUT,
             env=make_child_environment(),
         )
+
+    # The limit may change with each piece of news: some phases of a command take longer.
     limit = patience()
     since = time.monotonic()
-    seen = None
+    last_stamp = None
     try:
         while process.poll() is None:
             time.sleep(0.05)
             stamp = news.stat().st_mtime_ns if news.exists() else None
-            if stamp != seen:
-                seen = stamp
+            if stamp != last_stamp:
+                last_stamp = stamp
                 since = time.monotonic()
                 limit = patience()
             if time.monotonic() - since > limit:
@@ -117,10 +121,10 @@ def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[]
 
 
 def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy: str) -> None:
-    """ValueError if there is no room for `batches` of `batch_bytes` that wait, in each process of
-    this machine.
+    """ValueError if shared memory has no room for `batches` waiting batches of `batch_bytes`, for
+    each process of this machine.
 
-    A worker that finds no room drops its batch, and its reader would wait for that without end.
+    A worker that finds no room drops its batch, and the reader would then wait forever.
     """
     if not os.path.isdir(SHARED_MEMORY):
         return
@@ -138,8 +142,8 @@ def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy:
 class Readers:
     """A pool of `count` daemon threads.
 
-    Not a ThreadPoolExecutor: Python waits for its threads at exit, and a read from a server that
-    hangs takes minutes.
+    This is no ThreadPoolExecutor, for Python waits for its threads at exit, and a read from a
+    hanging server takes minutes.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -160,8 +164,7 @@ class Readers:
         return future
 
     def close(self, wait: bool = False) -> None:
-        """Drops queued tasks; with `wait` it lets running ones end, for ten seconds a thread at
-        most."""
+        """Drops queued tasks; with `wait`, waits for running ones, at most ten seconds a thread."""
         self.closed.set()
         for _ in self.threads:
             self.tasks.put(None)
@@ -172,18 +175,19 @@ class Readers:
 
 
 def run_tasks(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
-    """What a thread does. It holds no reference to the pool, so a forgotten pool is collected."""
+    """Runs a thread's tasks. It holds no reference to the pool, so Python can collect a pool that
+    nothing else refers to."""
     for future, function, arguments in iter(tasks.get, None):
         if not closed.is_set():
             try:
                 future.set_result(function(*arguments))
             except BaseException as error:
                 future.set_exception(error)
-        del future, function, arguments  # while a thread waits, it keeps no owner alive
+        del future, function, arguments  # or a waiting thread would keep their owner alive
 
 
 class Prefetcher(Iterator[Result]):
-    """Takes the items of an iterator in a thread of `readers`, one ahead, from this moment on."""
+    """Yields the items of an iterator; a thread of `readers` takes each one ahead of its use."""
 
     def __init__(self, items: Iterator[Result], readers: Readers) -> None:
         self.items = items
@@ -197,7 +201,7 @@ class Prefetcher(Iterator[Result]):
         return self.get(None)
 
     def get(self, timeout: float | None) -> Result:
-        """The next item; TimeoutError if it takes longer than `timeout` seconds."""
+        """Returns the next item; TimeoutError if it takes longer than `timeout` seconds."""
         item = self.ahead.result(timeout)
         if item is None:
             raise StopIteration

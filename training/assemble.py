@@ -1,5 +1,5 @@
 """Assembles a training run from its configuration, describes it for its checkpoints, and restores
-it from one."""
+it from a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,20 +50,21 @@ CHANGEABLE_KEYS = (
     *("batch_size", "accumulation_steps", "total_samples", "max_grad_norm", "deterministic"),
     *("optim", "schedule", "ema", "guards", "runtime"),
 )
-"""What may change from one start to the next and has a part in the weights."""
+"""Configuration keys that influence the weights and may still change on resume."""
 
 
 def build_optimizer(
     node: dict[str, Any], model: Denoiser, stack: AccelerationStack
 ) -> torch.optim.Optimizer:
-    """The optimizer over the model's parameter groups, with the stack's arguments where its class
-    takes them."""
+    """Builds the optimizer over the model's parameter groups, with those arguments of the stack
+    that its class takes."""
     kind = resolve_target(node.get("_target_", ""), "optim")
     known = set(inspect.signature(kind).parameters)
-    # of a first step that is skipped its fused update keeps a momentum that nothing wrote
+
+    # Fused SGD that skips its first step keeps an uninitialised momentum buffer.
     if kind is torch.optim.SGD:
         known.discard("fused")
-    extra = {name: value for name, value in stack.optimizer_kwargs().items() if name in known}
+    extra = {name: value for name, value in stack.make_optimizer_kwargs().items() if name in known}
 
     def make(groups: Groups) -> torch.optim.Optimizer:
         return build(node, "optim", groups, kind=torch.optim.Optimizer, **extra)
@@ -77,24 +78,27 @@ def build_stack(
     alone: bool = False,
     kind: type[AccelerationStack] = AccelerationStack,
 ) -> AccelerationStack:
-    """The techniques that `runtime` asks for; ValueError if one cannot be had and `on_unavailable`
-    is error, and if several processes would train apart from each other. `alone`: for one of them,
-    whatever the others do. A plan has a `kind` of its own."""
+    """Builds the techniques that `runtime` asks for.
+
+    ValueError if one is unavailable and `on_unavailable` is error, or if several processes would
+    train without synchronising gradients; `alone` allows that. A plan passes its own `kind`.
+    """
+    # The ledger also checks the form of the optimizer's state and an adapter's gradients.
     optimizer = resolve_target(cfg.optim.get("_target_", ""), "optim")
-    also: list[Technique] = [
+    extra_rows: list[Technique] = [
         OptimizerState(find_promise(optimizer, cfg.optim.get("momentum", 0.0)), device)
     ]
     if cfg.adapter:
         adapter = resolve_target(cfg.adapter.get("_target_", ""), "adapter")
-        also.append(AdapterGradients(adapter.__name__.lower(), device))
+        extra_rows.append(AdapterGradients(adapter.__name__.lower(), device))
     stack = kind(
         cfg.runtime.values(),
         device,
         on_unavailable=cfg.runtime.on_unavailable.value,
         deterministic=cfg.deterministic,
-        also=also,
+        extra_rows=extra_rows,
     )
-    reason = stack.why_apart()
+    reason = stack.explain_separate_training()
     if reason and not alone:
         mode = cfg.runtime.parallel.mode.value
         raise UserError(f"runtime.parallel.mode={mode} with {get_world_size()} processes: {reason}")
@@ -103,26 +107,26 @@ def build_stack(
 
 @dataclass
 class Training:
-    """All that trains, built from one configuration; `train.py`, the benchmarks and the tests run
-    the same parts."""
+    """The parts of a training run, built from one configuration; `train.py`, the benchmarks and the
+    tests use the same ones."""
 
     cfg: TrainConfig
     device: torch.device
     ranks: Ranks
     micro_batch: int
-    """Samples in a micro-batch of this process."""
+    """Samples in a micro-batch, per process."""
     loader: LatentLoader
     stack: AccelerationStack
     model: Denoiser
     state: TrainState
     step: TrainStep
     kernels: dict[str, Any]
-    """The choice of fused kernels and what it rests on; empty where there was nothing to choose."""
+    """The chosen fused kernels and the measurements behind the choice; empty without a choice."""
     base: Base | None = None
-    """The model that an adapter goes on."""
+    """The base model of an adapter."""
 
     def take_batches(self) -> list[Batch]:
-        """The micro-batches of one step."""
+        """Takes the micro-batches of one step from the loader."""
         return [next(self.loader) for _ in range(self.cfg.accumulation_steps)]
 
     def take_step(self) -> StepOutput:
@@ -133,25 +137,24 @@ class Training:
         return output
 
     def note_skipped_data(self) -> dict[str, int]:
-        """Takes what `data.on_corrupt=skip` left out in any process into the state; returns the
-        samples as a metric."""
+        """Adds the blocks that `data.on_corrupt=skip` left out on any rank to the state; returns
+        the count of their samples as a metric."""
         state = self.state
-        own = self.loader.skipped
-        new = float(not own.keys() <= state.skipped_data.keys())
+        rank_skipped = self.loader.skipped
+        new = float(not rank_skipped.keys() <= state.skipped_data.keys())
         if self.ranks.all_reduce(torch.tensor(new), "max"):
-            for found in self.ranks.gather_objects(own):
-                state.skipped_data = state.skipped_data | found
+            for skipped in self.ranks.gather_objects(rank_skipped):
+                state.skipped_data = state.skipped_data | skipped
         return {"skipped_data": sum(state.skipped_data.values())}
 
     def has_skipped_too_many(self) -> bool:
-        """Whether as many steps in a row were skipped as end a run, as far as this process knows
-        without waiting."""
+        """Says whether `guards.max_skipped_in_row` steps were skipped, a few steps ago; does not
+        wait for the device."""
         return self.state.meter.has_skipped(self.cfg.guards.max_skipped_in_row)
 
     @CLOCK.count_as("warm_up")
     def warm_up(self) -> Ledger:
-        """Takes steps until nothing is compiled any more, and observes one; leaves no trace in the
-        state."""
+        """Takes steps until compilation has ended, observes one, and restores the state."""
         with self.state.preserve():
             self.step.schedule(0)
             ledger = self.stack.warm_up(lambda: self.step(self.take_batches()), self.model.blocks)
@@ -160,8 +163,7 @@ class Training:
 
 
 class Parts(NamedTuple):
-    """The functions that make the parts which a plan, with no data and nothing to train, makes
-    otherwise."""
+    """Functions that build the parts of a run; a plan, which has no data, replaces some of them."""
 
     loader: Callable[..., LatentLoader] = build_loader
     model: Callable[..., Denoiser] = build_model
@@ -180,13 +182,12 @@ def assemble(
     folder: Path | None = None,
     parts: Parts = REAL_PARTS,
 ) -> Training:
-    """Builds the loader, the model, its acceleration, the optimizer, the state and the step of a
-    configuration.
+    """Builds the loader, the model, its techniques, the optimizer, the state and the step.
 
-    `folder` is the run's, which may hold a choice of kernels. ValueError, in one sentence, for a
-    part that cannot be built.
+    `folder` is the run folder, which may hold an earlier choice of kernels. ValueError, in one
+    sentence, for a part that cannot be built.
     """
-    # What we train, and on what.
+    # Build the loader, the objective and the model.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
     loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks)
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
@@ -194,7 +195,7 @@ def assemble(
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
 
-    # What makes it fast, then the optimizer: sharding replaces parameters.
+    # Apply the techniques before the optimizer is built, for sharding replaces parameters.
     stack = parts.stack(cfg, device)
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
@@ -207,7 +208,7 @@ def assemble(
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
 
-    # What changes in a run, and what changes it.
+    # Build the state and the step that changes it.
     ema = EMA(model, **to_kwargs(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **to_kwargs(cfg.schedule))
     peak = find_peak_flops(device, stack.precision)
@@ -229,20 +230,20 @@ def describe_run(
 ) -> dict[str, Any]:
     """Describes a run for its checkpoints.
 
-    `model`, `data`, `objective`, `optimizer` and `adapter` with its base must be equal on resume; a
-    change in `settings` is allowed, and said.
+    `model`, `data`, `objective`, `optimizer` and `adapter` with its base must be equal on resume;
+    `settings` may change, and the resumed run reports the changes.
     """
-    same = select_identity(vars(composed.cfg))
+    identity = select_identity(vars(composed.cfg))
     if base is not None:
-        same["adapter"] = {
-            "node": same["adapter"],
+        identity["adapter"] = {
+            "node": identity["adapter"],
             "base_sha256": base.sha256,
             "labels": base.new_classes,
         }
     return {
-        **same,
+        **identity,
         "base": base and str(base.file),
-        "data": {"fingerprint": spec.fingerprint, **same["data"]},
+        "data": {"fingerprint": spec.fingerprint, **identity["data"]},
         "settings": to_json_types(
             {key: node for key, node in composed.source.items() if key in CHANGEABLE_KEYS}
         ),
@@ -253,31 +254,34 @@ def describe_run(
 
 
 def to_json_types(node: Any) -> Any:
-    """As JSON would give it back, choices as their names."""
+    """Converts a tree to the types that JSON returns, enum members to their values."""
     return json.loads(json.dumps(node, default=lambda choice: choice.value))
 
 
 def restore(
     cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, described: dict[str, Any]
 ) -> str:
-    """Continues the run, or starts it from `resume` or `init_from`; returns a sentence on that.
+    """Continues the run, or starts it from `resume` or `init_from`; returns a sentence about it.
 
-    `resume` names a checkpoint, or a run for its newest one, where a new run starts; the same
-    command again continues that run from its own newest checkpoint. An older checkpoint of the same
-    run is a ValueError: later ones would be lost or win.
+    `resume` names the checkpoint that a new run starts from, or a run for its newest one; the same
+    command again continues the new run from its own newest checkpoint. An older checkpoint of the
+    same run is a ValueError: the run has later ones.
     """
     ranks = checkpoints.ranks
 
     def find() -> Path | None:
         branch = find_branch(cfg.resume, checkpoints.folder)
-        own = None if cfg.resume == "never" else find_newest_verified(checkpoints.folder)
-        return own or (branch and verify(branch))
+        newest = None if cfg.resume == "never" else find_newest_verified(checkpoints.folder)
+        return newest or (branch and verify(branch))
 
+    # Resume from a checkpoint.
     folder = ranks.broadcast_result(find)
     if folder is not None:
         changes = load(folder, state, described, ranks)
-        told = f"resumed from {folder} at step {state.step}"
-        return f"{told}; since then {changes}" if changes else told
+        sentence = f"resumed from {folder} at step {state.step}"
+        return f"{sentence}; since then {changes}" if changes else sentence
+
+    # Otherwise start a new run: an adapter on its base, given weights, or new weights.
     if cfg.adapter:
         count = sum(p.numel() for p in state.ema.parameters)
         return f"starting with an adapter of {count} parameters on {described['base']}"

@@ -1,5 +1,5 @@
-"""Parts that a run and those who sample from it build alike: the loader, what is known of the
-latents before it is built, and the choice of fused kernels."""
+"""Builds parts that training and sampling share: the loader, a forecast of its latents, and the
+choice of fused kernels."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from training.goodput import CLOCK
 
 
 def to_kwargs(node: Any) -> dict[str, Any]:
-    """A typed node as keyword arguments, choices as plain strings."""
+    """Returns the fields of a typed node as keyword arguments, enum members as strings."""
     return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
 
 
 def build_loader(
     node: dict[str, Any], seed: int, micro_batch: int, device: torch.device, ranks: Ranks = SINGLE
 ) -> LatentLoader:
-    """The loader of this process's share: `micro_batch` samples of each micro-batch."""
-    where = {"device": device, "rank": ranks.rank, "world_size": ranks.world_size}
-    return build(node, "data", batch_size=micro_batch, seed=seed, **where)
+    """Builds the loader of this rank, which yields its `micro_batch` samples per micro-batch."""
+    place = {"device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+    return build(node, "data", batch_size=micro_batch, seed=seed, **place)
 
 
 def foresee_latents(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
-    """The spec of the latents that `data` describes, read from as little of them as can be, and the
-    bytes that they would take of a device with `memory` bytes."""
+    """Returns the spec of the latents that `data` describes, and the bytes that they would take on
+    a device with `memory` bytes; reads as little of them as possible."""
     kind = resolve_target(node.get("_target_", ""), "data")
     if issubclass(kind, LatentLoader):
         settings = check_arguments(kind, node, "data", LoaderArgs.__annotations__)
-        foreseen = kind.foresee(memory, **settings)
-        if foreseen is not None:
-            return foreseen
+        forecast = kind.foresee(memory, **settings)
+        if forecast is not None:
+            return forecast
     return build_loader(node, seed, 1, torch.device("cpu")).spec, 0.0
 
 
@@ -50,8 +50,8 @@ def prove_kernels(
     samples: int,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Has the stack decide about fused kernels for micro-batches of `samples`; returns what the run
-    has to keep."""
+    """Lets the stack choose fused kernels for micro-batches of `samples`; returns the choice, which
+    the run writes to its folder."""
     device = model.pos_embed.device
     latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
     t = torch.full((2,), 0.5, device=device)

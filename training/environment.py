@@ -1,13 +1,13 @@
-"""The machine of a run: its device, what its GPU can do, its versions, and the state of the code.
+"""Describes the machine of a run: its device, the rates of its GPU, versions, and the code's commit.
 
-What GPUs can do is from the vendors' data sheets: dense 16-bit products (no sparsity), memory,
+The rates of GPUs are from the vendors' data sheets: dense 16-bit products (no sparsity), memory,
 links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a100,l40s,a40}, .../products/a10-gpu;
 for the RTX 5090, 4090 and 3090 the white papers of the Blackwell, Ada and Ampere architectures,
-with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus. GiB as drivers report
-them, rounded down. Links between GPUs as collectives reach them: for Hopper the table in
-torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's NVLink, 300 GB/s a
-direction, at the share of 450 that Hopper reaches, and InfiniBand of 200 Gb/s; for B200 900 GB/s at
-the same share; for cards without NVLink PCIe, by rule of thumb.
+with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus. Memory is in GiB as
+drivers report it, rounded down. Bandwidths between GPUs are those that collectives reach: for
+Hopper from the table in torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's
+NVLink, 300 GB/s a direction, at the share of 450 that Hopper reaches, and InfiniBand of 200 Gb/s;
+for B200 900 GB/s at the same share; for cards without NVLink PCIe, by rule of thumb.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Card(NamedTuple):
     """One kind of GPU."""
 
     name: str
-    """As the driver calls it, or a part of that."""
-    half: float
-    """FLOP/s of 16-bit products."""
+    """The driver's name for the card, or a part of it."""
+    flops_16bit: float
+    """Peak FLOP/s of 16-bit products."""
     memory: float
-    """Bytes."""
-    intra: float
+    """Memory in bytes."""
+    intra_bandwidth: float
     """Bytes a second to a GPU of the same machine, one direction."""
-    inter: float
+    inter_bandwidth: float
     """Bytes a second to another machine."""
     capability: tuple[int, int] = (0, 0)
-    """Compute capability; 0.0 for a card that the table does not know."""
+    """Compute capability; (0, 0) for a card that the table lacks."""
 
 
 CARDS = {
@@ -80,23 +80,25 @@ CARDS = {
 
 
 def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
-    """Finds the processes of a run and the device of this one, and connects them.
+    """Finds the ranks of a run and the device of this rank, and joins the process group.
 
-    ValueError if the launcher contradicts the configuration, the batch cannot be shared, or the
-    others cannot be reached.
+    ValueError if the launcher contradicts the configuration, the ranks cannot share the batch
+    evenly, or this rank cannot reach the others.
     """
     ranks = Ranks.from_environment()
     refuse_contradictions(cfg)
     ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
     device = ranks.device(pick_device(cfg.runtime.device.value))
     parallel = cfg.runtime.parallel
-    alone = parallel.mode.value not in ("auto", "none")  # one process on the path of many
-    ranks.connect(device, timedelta(minutes=parallel.timeout_minutes), parallel.nccl, alone)
+    # A mode that is set applies to a single process too, which then needs a group.
+    even_alone = parallel.mode.value not in ("auto", "none")
+    timeout = timedelta(minutes=parallel.timeout_minutes)
+    ranks.connect(device, timeout, parallel.nccl, even_alone)
     return ranks, device
 
 
 def pick_device(name: str) -> torch.device:
-    """ValueError if a GPU was asked for and there is none."""
+    """Returns the device that `runtime.device` names; ValueError for cuda without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu."
@@ -105,14 +107,14 @@ def pick_device(name: str) -> torch.device:
 
 
 def set_deterministic(on: bool) -> None:
-    """Has PyTorch take deterministic algorithms only, cuBLAS included, or whichever it likes."""
+    """Restricts PyTorch, cuBLAS included, to deterministic algorithms, or lifts the restriction."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on)
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions, hardware and the state of the code."""
+    """Returns versions, hardware, the commit of the code, and the command line without secrets."""
     versions = {"python": platform.python_version()}
     for package in REPORTED_PACKAGES:
         try:
@@ -131,40 +133,42 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def read_cpu_name() -> str:
-    """The CPU's name where Linux tells it, otherwise its architecture."""
+    """Reads the CPU's name from /proc/cpuinfo; without one returns the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def read_git_state() -> dict[str, Any] | None:
-    """The commit of the code, and whether files that git knows differ from it; None without git."""
+    """Reads the commit of the code, and whether tracked files differ from it; None without git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
-        done = subprocess.run([*command, "--dirty"], capture_output=True, text=True, check=True)
+        git = subprocess.run([*command, "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    commit, _, changed = done.stdout.strip().partition("-")
+    commit, _, changed = git.stdout.strip().partition("-")
     return {"commit": commit, "uncommitted_changes": bool(changed)}
 
 
 def refuse_contradictions(cfg: TrainConfig) -> None:
-    """ValueError for a launcher's variables that say something else than the runtime keys; both
-    would be believed."""
-    found = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
-    wanted = cfg.runtime.precision.value
-    theirs = "no" if wanted == "fp32" else wanted
-    if found not in ("", theirs, wanted):
+    """ValueError if variables of `accelerate launch` contradict the runtime keys, which alone
+    count."""
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
+    precision = cfg.runtime.precision.value
+    accelerate_name = "no" if precision == "fp32" else precision
+    if launched not in ("", accelerate_name, precision):
         raise UserError(
-            f"ACCELERATE_MIXED_PRECISION={found}, but runtime.precision={wanted}; change one "
-            f"(accelerate launch --mixed_precision {theirs})."
+            f"ACCELERATE_MIXED_PRECISION={launched}, but runtime.precision={precision}; change one "
+            f"(accelerate launch --mixed_precision {accelerate_name})."
         )
+
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
         if os.environ.get(name, "false").lower() in ("true", "1"):
             raise UserError(
-                f"{name} is set, and would be ignored; unset it and use runtime.parallel.mode."
+                f"{name} is set, but train.py ignores it; unset it and use runtime.parallel.mode."
             )
+
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()
     if backend != "NO" and not cfg.runtime.compile:
         raise UserError(
@@ -173,26 +177,25 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
 
 
 def match_card(name: str) -> Card | None:
-    """The card of a driver's name, such as "NVIDIA H100 80GB HBM3"; None where its rates are not
-    known."""
-    # other rates than the boards of the same name
+    """Finds the card by the driver's name, such as "NVIDIA H100 80GB HBM3"; None if the table lacks
+    it."""
+    # Boards with these words in their names have other rates.
     if re.search(r"Laptop|NVL|MIG|\b(Ti|D)\b", name):
         return None
-    fitting = [card for card in CARDS.values() if re.search(rf"\b{card.name}\b", name)]
-    return max(fitting, key=lambda card: len(card.name), default=None)
+    matches = [card for card in CARDS.values() if re.search(rf"\b{card.name}\b", name)]
+    return max(matches, key=lambda card: len(card.name), default=None)
 
 
 def find_peak_flops(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s of `device` for 16-bit products; None where it is not known or products are not
-    in 16 bits.
+    """Returns the peak FLOP/s of `device` for 16-bit products; None if it is unknown or `precision`
+    is not bf16 or fp16.
 
-    With fp8 some products run at one peak and the rest at another, so a share of either would
-    mislead.
+    With fp8 some products run in 8 and others in 16 bits, so a share of either peak would mislead.
     """
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None
     card = match_card(torch.cuda.get_device_name(device))
-    return card.half if card else None
+    return card.flops_16bit if card else None
 
 
 def get_device_name(device: torch.device) -> str:
@@ -200,7 +203,7 @@ def get_device_name(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of the GPU, or of the machine."""
+    """Returns the bytes of the GPU's memory; for the CPU, of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

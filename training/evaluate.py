@@ -1,4 +1,4 @@
-"""Looks at a model in training: held-out loss and sample grids, both with the averaged weights."""
+"""Evaluates a model in training: held-out loss and sample grids, both with the averaged weights."""
 
 from __future__ import annotations
 
@@ -21,66 +21,67 @@ from training.goodput import CLOCK
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_CLASSES = 10
-"""Classes in a grid made during training."""
+"""Most classes in a sample grid."""
 TIME_BUCKETS = 4
+"""Intervals of t with an `eval_loss` each."""
 
 
 @CLOCK.count_as("evaluation")
 @torch.no_grad()
 def evaluate(training: Training) -> dict[str, float]:
-    """`eval_loss` of the averages over the held-out split, with fixed noise and t, and the same by
-    quarters of t.
+    """Returns `eval_loss` of the averaged weights on the held-out split, overall and by quarters of
+    t; empty without held-out samples.
 
-    Of several processes each takes its share of the batches. Empty if nothing is held out.
+    Noise and t are fixed. The ranks share the batches.
     """
     batches = training.loader.held_out(training.micro_batch)
     count = -(-training.loader.held_out_count // training.micro_batch)
 
-    def losses(batch: Batch) -> Tensor:
+    def compute_losses(batch: Batch) -> Tensor:
         return torch.stack(training.step.losses(batch, held_out=True), dim=1).double().cpu()
 
     with training.state.use_averages():
-        rows = share_work(batches, count, "batches of evaluation", training.ranks, losses)
+        rows = share_work(batches, count, "batches of evaluation", training.ranks, compute_losses)
     if not rows:
         return {}
 
     loss, t = torch.cat(rows).unbind(1)
     result = {"eval_loss": loss.mean().item()}
+    bucket = (t * TIME_BUCKETS).long().clamp(max=TIME_BUCKETS - 1)
     for i in range(TIME_BUCKETS):
-        inside = loss[(t * TIME_BUCKETS).long().clamp(max=TIME_BUCKETS - 1) == i]
+        inside = loss[bucket == i]
         if len(inside):
-            result[f"eval_loss_t{i / TIME_BUCKETS:.2f}_{(i + 1) / TIME_BUCKETS:.2f}"] = (
-                inside.mean().item()
-            )
+            name = f"eval_loss_t{i / TIME_BUCKETS:.2f}_{(i + 1) / TIME_BUCKETS:.2f}"
+            result[name] = inside.mean().item()
     return result
 
 
 def share_work(
     items: Iterable[Item], count: int, unit: str, ranks: Ranks, work: Callable[[Item], Result]
 ) -> list[Result]:
-    """The results of `work` on `count` items, in their order, in all processes, of which each does
-    its share; the first one shows how far it is.
+    """Shares `work` on `count` items among the ranks; returns all results, in order, on every rank.
+    The first rank shows progress.
 
-    In a short last round a process with no item works on another's, and nobody wants the result:
-    all step equally often, as sharded models must.
+    In a short last round a rank without an item repeats another rank's and drops the result: with a
+    sharded model all ranks must run equally many forward passes.
     """
     iterator = iter(items)
-    own = []
+    rank_results = []
     rounds = range(0, count, ranks.world_size)
     for _ in show_progress(rounds, len(rounds), unit, not ranks.first):
-        together = list(islice(iterator, ranks.world_size))
-        own.append(work(together[min(ranks.rank, len(together) - 1)]))
-    turns = zip(*ranks.gather_objects(own), strict=True)
-    return [result for turn in turns for result in turn][:count]
+        round_items = list(islice(iterator, ranks.world_size))
+        rank_results.append(work(round_items[min(ranks.rank, len(round_items) - 1)]))
+    rounds_of_results = zip(*ranks.gather_objects(rank_results), strict=True)
+    return [result for results in rounds_of_results for result in results][:count]
 
 
 @CLOCK.count_as("sampling")
 def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
-    """Writes a grid with one row a class (the first ten, with their names) and `sampling.per_class`
-    columns; returns `file`.
+    """Writes a grid with a row for each of the first ten classes, with its name, and
+    `sampling.per_class` columns; returns `file`.
 
-    The noise depends on the seed and the place in the grid only, so grids of one run show the same
-    samples maturing.
+    The noise depends only on the seed and the place in the grid, so the grids of a run show how the
+    same samples develop.
     """
     cfg = training.cfg
     spec = training.loader.spec
@@ -89,16 +90,17 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
     classes = min(len(spec.labels), MAX_CLASSES)
     labels = torch.arange(classes, device=training.device).repeat_interleave(columns)
     places = torch.arange(len(labels), device=training.device)
-    parts = places.split(max(1, training.micro_batch // 2))  # guidance doubles it
+    # Guidance doubles the batch.
+    parts = places.split(max(1, training.micro_batch // 2))
 
-    def images_at(place: Tensor) -> Tensor:
+    def draw_images(place: Tensor) -> Tensor:
         latents = draw_latents(
             training.step.forward, spec, labels[place], place, cfg.seed, cfg.sampling
         )
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
     with training.state.use_averages():
-        images = share_work(parts, len(parts), "batches of the sample grid", ranks, images_at)
+        images = share_work(parts, len(parts), "batches of the sample grid", ranks, draw_images)
     if ranks.first:
         note = f"{classes} of {len(spec.names)} classes" if len(spec.names) > classes else ""
         names = spec.names[:classes]

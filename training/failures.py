@@ -178,7 +178,7 @@ def describe_savings(training: Training) -> str:
         "spec": training.loader.spec.as_dict(),
         "processes": training.ranks.world_size,
         "gpu": training.device.type == "cuda",
-        "barred": training.stack.barred(),
+        "barred": training.stack.list_unavailable_savings(),
         "until": time.monotonic() + COUNTING_SECONDS,
     }
 
@@ -234,7 +234,7 @@ def count_lasting_bytes(training: Training) -> LastingBytes:
         value for p in step.parameters for value in collect_state(step.optimizer, p).values()
     ]
     state = sum(to_local(value).nbytes for value in entries if isinstance(value, Tensor))
-    away = [t for technique in training.stack.techniques for t in technique.in_host_memory()]
+    away = [t for technique in training.stack.techniques for t in technique.list_host_tensors()]
     on_host = sum(count_bytes(tensor) for tensor in away)
     return LastingBytes(
         weights=sum(size for size, _ in sizes),

@@ -109,7 +109,7 @@ class TorchaoAdamW(LibraryAdamW):
     library = "torchao.optim"
     wanted_by = "optim=adamw_4bit or adamw_fp8"
 
-    def around(self, member: torch.optim.Optimizer) -> AbstractContextManager[object]:
+    def surround_update(self, member: torch.optim.Optimizer) -> AbstractContextManager[object]:
         on_gpu = member.param_groups[0]["params"][0].is_cuda
         return nullcontext() if on_gpu else torch.compiler.set_stance("force_eager")
 

@@ -176,7 +176,7 @@ class Run:
         write_atomically(self.folder / "config.yaml", to_yaml(config))
         hardware = self.environment["hardware"]
         print(
-            f"\nledger ({self.device}: {hardware})\n{ledger.table()}\n\n{ledger.line()}\n\n{where}",
+            f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n{ledger.format_line()}\n\n{where}",
             flush=True,
         )
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
@@ -203,7 +203,9 @@ class Run:
             return
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
         data_ms = metrics["data_wait"] * step_ms
-        found = explain_bound(step_ms, data_ms, stack.busy_ms, stack.left(), self.cfg.data)
+        found = explain_bound(
+            step_ms, data_ms, stack.busy_ms, stack.list_launch_savers(), self.cfg.data
+        )
         if found is None:
             return
         bound, reason, keys = found

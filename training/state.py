@@ -126,7 +126,11 @@ class TrainState:
     def use_averages(self) -> Iterator[None]:
         """The averaged weights, in evaluation mode and uncompiled: batch sizes other than
         training's recompile."""
-        with self.stack.evaluation(), self.ema.swap_in(), torch.compiler.set_stance("force_eager"):
+        with (
+            self.stack.surround_evaluation(),
+            self.ema.swap_in(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             self.model.eval()
             try:
                 yield

@@ -174,7 +174,7 @@ class TrainStep:
 
     Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation
     and sampling use the same `forward`. A benchmark sets `mark(phase)` to time the phases. Data
-    parallelism sets `synchronised(last)`, which surrounds each micro-batch and disables gradient
+    parallelism sets `synchronise(last)`, which surrounds each micro-batch and disables gradient
     synchronisation on all but the last. `schedule(samples)` moves learning rate and EMA weight to
     the device before the step, so that the step itself never copies from the host. The optimizer
     decides on the device: a fused one gets the clipping factor as `grad_scale` and a non-finite
@@ -188,7 +188,7 @@ class TrainStep:
         self.forward: Callable[..., Tensor] = state.model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.take_step
         self.mark: Callable[[str], None] = lambda phase: None
-        self.synchronised: Callable[[bool], AbstractContextManager[object]] = lambda last: (
+        self.synchronise: Callable[[bool], AbstractContextManager[object]] = lambda last: (
             nullcontext()
         )
         self.scaler: LossScaler | None = None
@@ -267,7 +267,7 @@ class TrainStep:
         """Gradients of the mean loss over all micro-batches; returns that loss."""
         losses = []
         for i, batch in enumerate(batches):
-            with self.synchronised(i + 1 == len(batches)):
+            with self.synchronise(i + 1 == len(batches)):
                 self.phase = "the forward pass"
                 loss = self.losses(batch)[0].mean() / len(batches)
                 self.mark("forward")

@@ -80,7 +80,9 @@ def choose_card(hardware: str | None) -> tuple[str, Card]:
     if name != HERE:
         return name, find_card(name)
     driver = get_device_name(device)
-    card = match_card(driver) or Card(driver, half=0.0, memory=0.0, intra=0.0, inter=0.0)
+    card = match_card(driver) or Card(
+        driver, flops_16bit=0.0, memory=0.0, intra_bandwidth=0.0, inter_bandwidth=0.0
+    )
     return HERE, card._replace(memory=memory_of(device))
 
 
@@ -93,13 +95,13 @@ def forecast_run(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
 def find_rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
     """Samples a second of all GPUs; None where nothing says it, ValueError where that says none."""
     if cfg.mfu is not None:
-        if not card.half:
+        if not card.flops_16bit:
             raise UserError(
                 f"mfu={cfg.mfu} is a share of a peak, and that of {card.name} is not known; give "
                 "samples_per_s."
             )
         flops = count_passes(found.model) * found.model.flops_per_sample()
-        return cfg.gpus * cfg.mfu * card.half / flops
+        return cfg.gpus * cfg.mfu * card.flops_16bit / flops
     if cfg.rate_of is None:
         return cfg.samples_per_s
 
@@ -187,7 +189,7 @@ def list_not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for kind in TECHNIQUES:
         technique = kind(values[kind.key], torch.device("cpu"))
-        if technique.plan_note and technique.enabled and (gpu or not technique.unavailable()):
+        if technique.plan_note and technique.enabled and (gpu or not technique.find_obstacle()):
             found.setdefault(technique.plan_note, []).append(f"runtime.{kind.key}")
     return found
 

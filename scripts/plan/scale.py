@@ -83,7 +83,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     flops = count_passes(model) * model.flops_per_sample()
 
     # What one GPU computes, and what it sends.
-    compute = flops * cfg.batch_per_gpu / (card.half * cfg.mfu)
+    compute = flops * cfg.batch_per_gpu / (card.flops_16bit * cfg.mfu)
     width = 2 if train.runtime.parallel.reduce_dtype.value == "bf16" else 4
     step = Step(compute, parameters, width, model.depth + 1)
     rows: list[tuple[object, ...]] = [HEADS]
@@ -148,7 +148,11 @@ def describe_range(good: list[int], worse: list[int]) -> str:
 def find_bandwidth(gpus: int, card: Card) -> float:
     """Across machines each GPU has a network card of its own, and rings go through all of them at
     once."""
-    return card.intra if gpus <= GPUS_A_MACHINE else min(card.intra, GPUS_A_MACHINE * card.inter)
+    return (
+        card.intra_bandwidth
+        if gpus <= GPUS_A_MACHINE
+        else min(card.intra_bandwidth, GPUS_A_MACHINE * card.inter_bandwidth)
+    )
 
 
 def time_gather(size: float, gpus: int, card: Card) -> float:
@@ -200,5 +204,7 @@ def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
     one = time_gather(4.0 * step.parameters / calls, shards, card)
     reduction = calls * time_gather(gradients / calls, shards, card)
     if way == "hsdp":  # then each part with those of its like, all network cards at once
-        reduction += time_all_reduce(gradients / shards, gpus // shards, card.inter, calls)
+        reduction += time_all_reduce(
+            gradients / shards, gpus // shards, card.inter_bandwidth, calls
+        )
     return one + max(0.0, calls * one - forward) + max(0.0, calls * one + reduction - backward)

@@ -212,7 +212,7 @@ def test_what_nobody_can_read_ends_no_run(
         if line.startswith("warning: what is printed")
     ]
     assert len(warned) == (why is not None)
-    assert all(f"({why}); it is lost from here on" in line for line in warned)
+    assert all(f"({why}); the command continues" in line for line in warned)
 
 
 def test_nohup_stays_in_force():

@@ -97,10 +97,10 @@ def test_what_nothing_hides_is_added():
     for way in ("ddp", "fsdp", "hsdp"):
         assert time_exposed(way, 1, step, H200) == 0.0
         fast, slow = (
-            time_exposed(way, 64, step, card) for card in (H200, H200._replace(inter=1e9))
+            time_exposed(way, 64, step, card) for card in (H200, H200._replace(inter_bandwidth=1e9))
         )
         assert 0.0 < fast < slow / 2
-    lone = time_exposed("hsdp", 64, large, H200._replace(intra=1e18, inter=1e9))
+    lone = time_exposed("hsdp", 64, large, H200._replace(intra_bandwidth=1e18, inter_bandwidth=1e9))
     assert lone == pytest.approx(2 * 7 / 8 * 0.5, rel=1e-3)
     narrow = large._replace(width=2)
     assert time_exposed("ddp", 64, narrow, H200) < 0.6 * time_exposed("ddp", 64, large, H200)
@@ -400,7 +400,7 @@ def test_the_card_of_this_machine_has_its_own_memory(monkeypatch: pytest.MonkeyP
     for name, half in (("NVIDIA H100 PCIe", 756e12), ("Abacus 9000", 0.0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         called, card = choose_card("here")
-        assert (called, card.half, card.memory) == ("here", half, 2**30)
+        assert (called, card.flops_16bit, card.memory) == ("here", half, 2**30)
     assert match_card("NVIDIA H100 80GB HBM3") == CARDS["h100"]
     assert match_card("NVIDIA A100 80GB PCIe") == CARDS["a100_pcie"]
     for other in (

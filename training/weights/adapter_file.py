@@ -245,4 +245,4 @@ def replace_mlp(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layer = PromptedLabels(LabelEmbedding(width, rows - 1), len(own["mlp.0.weight"]))
     layer.load_state_dict(layer.state_dict() | own)
     kept = {key: t for key, t in tensors.items() if not key.startswith(f"{name}.mlp.")}
-    return kept | {f"{name}.prompt": layer.vectors().detach()}
+    return kept | {f"{name}.prompt": layer.compute_vectors().detach()}
