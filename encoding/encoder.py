@@ -1,4 +1,4 @@
-"""Encodes images into shards: the work of precompute_latents.py."""
+"""Encodes images into shards, for precompute_latents.py."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ from training.config.schema import PrecomputeConfig
 from training.distributed.ranks import SINGLE, Ranks
 
 PSNR_IMAGES = 16
+"""Images whose reconstruction is measured before the job."""
 
 
 class EncodeStep:
@@ -62,16 +63,19 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
     return pixels.to(device).float() / 127.5 - 1.0
 
 
-def make_decoder(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
+def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
+    """Makes a data set that decodes these images as `cfg` says."""
     return DecodedImages(
         entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
     )
 
 
 def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
-    """The first decodable images in [-1, 1], enough for a batch and for PSNR; ValueError if there
-    is none."""
-    decodable = (item for item in make_decoder(images.entries, cfg) if isinstance(item, Tensor))
+    """Reads the first decodable images in [-1, 1], enough for a batch and for PSNR. ValueError if
+    there is none."""
+    decodable = (
+        item for item in make_decoded_images(images.entries, cfg) if isinstance(item, Tensor)
+    )
     pixels = list(islice(decodable, max(cfg.batch_size, PSNR_IMAGES)))
     if not pixels:
         raise UserError(
@@ -83,10 +87,10 @@ def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.de
 def measure_psnr(
     step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg: PrecomputeConfig
 ) -> float:
-    """PSNR in dB of the reconstructed `images`; ValueError below `min_psnr`: a wrong scale, range
-    or file shows here.
+    """Measures the PSNR in dB of the reconstructed `images`.
 
-    ValueError too if the encoder does not divide the resolution.
+    ValueError below `min_psnr`, which a wrong scale, range or weights file would cause, and if the
+    resolution is no multiple of the encoder's downsampling.
     """
     decoded = torch.cat(
         [autoencoder.decode(step(part)[0]) for part in images.split(cfg.batch_size)]
@@ -108,7 +112,7 @@ def measure_psnr(
 
 @dataclass
 class ShardEncoder:
-    """Encodes the unfinished shards of a plan; of n ranks each takes every n-th shard."""
+    """Encodes the unfinished shards of a plan; each of n ranks takes every n-th shard."""
 
     step: EncodeStep
     cfg: PrecomputeConfig
@@ -116,19 +120,20 @@ class ShardEncoder:
     device: torch.device
     ranks: Ranks = SINGLE
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Time of each step; decoding counts only while the encoder waits for it."""
+    """Seconds of each part; decoding counts only while the encoder waits for it."""
 
     def run(self, plan: Plan) -> None:
         """Writes each shard of this rank, and its sidecar. Worker processes decode ahead of the
         encoder."""
-        own = plan.shards[self.ranks.rank :: self.ranks.world_size]
-        if any((self.out / f"{name}.json").is_file() for name, _, _ in own):
-            print("checking the hashes of what is finished", flush=True)
-        todo = [planned for planned in own if read_finished(self.out, planned[0]) is None]
-        images = sum(len(entries) for _, _, entries in own)
+        rank_shards = plan.shards[self.ranks.rank :: self.ranks.world_size]
+        if any((self.out / f"{name}.json").is_file() for name, _, _ in rank_shards):
+            print("checking the hashes of the finished shards", flush=True)
+        todo = [shard for shard in rank_shards if read_finished(self.out, shard[0]) is None]
+        images = sum(len(entries) for _, _, entries in rank_shards)
         done = images - sum(len(entries) for _, _, entries in todo)
         if done:
             print(f"{done} of {images} images are already encoded", flush=True)
+
         unit = "images" if self.ranks.world_size == 1 else f"images of rank {self.ranks.rank}"
         progress = Progress(images, unit, initial=done)
         batches = self.decode_batches([entries for _, _, entries in todo])
@@ -139,9 +144,9 @@ class ShardEncoder:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
                 raise UserError(
-                    f"out={self.out}: no space is left for {name} ({error.strerror}); what is "
-                    "finished is kept. Free some and run the same command again; dry_run=true "
-                    "says how much it takes."
+                    f"out={self.out}: no space is left for {name} ({error.strerror}). Finished "
+                    "shards are kept: free some space and run the same command again; "
+                    "dry_run=true says how much it takes."
                 ) from error
         progress.close()
 
@@ -153,6 +158,8 @@ class ShardEncoder:
         batches: Iterator[tuple[list[Numbered], Decoded]],
         progress: Progress,
     ) -> None:
+        """Writes a shard of `remaining` images, and its sidecar. ValueError if one of them cannot
+        be read."""
         sums = ChannelSums()
         skipped = []
         with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
@@ -161,9 +168,10 @@ class ShardEncoder:
                     batch, decoded = next(batches)
                 if decoded.unread:
                     raise UserError(
-                        f"source={self.cfg.source}: {decoded.unread}; what is finished is kept. "
-                        "See that it can be read and run the same command again."
+                        f"source={self.cfg.source}: {decoded.unread}. Finished shards are kept: "
+                        "make the image readable and run the same command again."
                     )
+
                 remaining -= len(batch)
                 progress.advance(len(batch))
                 skipped += decoded.reasons
@@ -173,6 +181,7 @@ class ShardEncoder:
                     with self.time_part("write"):
                         sums.add(tensors)
                         writer.add(tensors)
+
             for line in skipped:
                 progress.say(f"skipped {line}")
             with self.time_part("write"):
@@ -183,6 +192,7 @@ class ShardEncoder:
 
     @contextmanager
     def time_part(self, part: str) -> Iterator[None]:
+        """Adds the seconds of the block to those of a part of the job."""
         began = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - began
@@ -190,18 +200,18 @@ class ShardEncoder:
     def decode_batches(
         self, todo: list[list[Numbered]]
     ) -> Iterator[tuple[list[Numbered], Decoded]]:
-        """Batches (numbered images, decoded ones) of shards, none across a shard's end."""
+        """Yields the batches of several shards (numbered images, decoded images); no batch crosses
+        the end of a shard."""
         size = self.cfg.batch_size
         batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
-        dataset = make_decoder([entry for batch in batches for _, entry in batch], self.cfg)
+        dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
         indices = iter(range(len(dataset)))
-        of_batches = [list(islice(indices, len(batch))) for batch in batches]
-        return zip(
-            batches, make_decoding_loader(dataset, of_batches, self.cfg.num_workers), strict=True
-        )
+        index_batches = [list(islice(indices, len(batch))) for batch in batches]
+        loader = make_decoding_loader(dataset, index_batches, self.cfg.num_workers)
+        return zip(batches, loader, strict=True)
 
     def encode(self, batch: list[Numbered], decoded: Decoded) -> dict[str, Tensor]:
-        """Encodes the decoded images of a batch to the tensors that a block holds."""
+        """Encodes the decoded images of a batch into the tensors that a block holds."""
         images = to_input(decoded.pixels, self.device)
         numbers, entries = zip(*(batch[i] for i in decoded.places), strict=True)
         tensors = self.encode_latents(images, numbers, "latents", "std")
@@ -213,6 +223,8 @@ class ShardEncoder:
     def encode_latents(
         self, images: Tensor, numbers: Sequence[int], name: str, std_name: str
     ) -> dict[str, Tensor]:
+        """Encodes images in [-1, 1] to the posterior's mean and std, or to a sample of it whose
+        noise depends on the seed and the image's number alone."""
         mean, std = self.step(images)
         if std is None:
             return {name: mean}
@@ -224,12 +236,12 @@ class ShardEncoder:
 
 
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
-    """Estimates images, bytes and minutes of the job from its first batches, as a text."""
+    """Describes the images, bytes and minutes of the job, estimated from its first batches."""
     cfg = encoder.cfg
-    everything = (numbered for _, _, of_shard in plan.shards for numbered in of_shard)
-    first = list(islice(everything, batches * cfg.batch_size))
+    all_images = (image for _, _, shard_images in plan.shards for image in shard_images)
+    first = list(islice(all_images, batches * cfg.batch_size))
     with encoder.time_part("decode"):
-        items = [item for item in make_decoder([entry for _, entry in first], cfg)]
+        items = list(make_decoded_images([entry for _, entry in first], cfg))
     count = 0
     size = 0
     with encoder.time_part("encode"):

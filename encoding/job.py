@@ -1,9 +1,9 @@
-"""The plan, the folder, the shards and the manifest of an encoding job, so that the same command
-continues a stopped one.
+"""Plans an encoding job and writes its folder, shards and manifest; the same command continues a
+stopped job.
 
-The content of a shard, a WebDataset tar of blocks (data/manifest.py says what they hold), is a
-function of (image list, job, shard number). Each finished shard has a sidecar `<shard>.json` with
-its description and sums; the job does not encode a shard with a valid sidecar again.
+A shard is a WebDataset tar of blocks (data/manifest.py describes them). Its content is a function
+of (image list, job, shard number). Each finished shard has a sidecar `<shard>.json` with its
+description and sums; the job does not encode a shard with a valid sidecar again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Numbered = tuple[int, ImageEntry]
 
 @dataclass
 class Plan:
-    """The images of each shard: shuffled by seed, the held-out ones first."""
+    """The images of each shard: shuffled by seed, held-out images first."""
 
     shards: list[tuple[str, str, list[Numbered]]]
     """(file name, split, images)"""
@@ -78,11 +78,12 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 def describe_job(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
 ) -> dict[str, Any]:
-    """The settings that determine the content of the shards; `precision` is from the ledger."""
-    of_images = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
-    of_job = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
+    """Lists the settings that determine the content of the shards; `precision` is from the
+    ledger."""
+    image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
+    job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
     return {
-        **{key: getattr(cfg, key) for key in of_images + of_job},
+        **{key: getattr(cfg, key) for key in image_keys + job_keys},
         "classes": cfg.classes,
         "kind": cfg.kind.value,
         "dtype": cfg.dtype.value,
@@ -93,29 +94,30 @@ def describe_job(
 
 
 def claim_folder(out: Path, job: dict[str, Any]) -> None:
-    """Writes `job` to the folder `out`; ValueError if the folder belongs to another job, or to none
-    that is known."""
+    """Writes `job` to the folder `out`. ValueError if the folder belongs to another job, or its job
+    cannot be read."""
     file = out / JOB_FILE
-    if file.is_file():
-        try:
-            earlier = {"same_bytes": True} | read_object(file)  # jobs of earlier versions lack it
-        except ValueError as error:
-            raise UserError(
-                f"{file} is broken, so nothing says which job this folder belongs to; choose "
-                "another folder or delete this one."
-            ) from error
-        # finished, perhaps by an earlier version, whose jobs had fewer keys
-        if (out / MANIFEST_NAME).is_file():
-            job = {key: value for key, value in job.items() if key in earlier}
-        if changed := [
-            f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v
-        ]:
-            raise UserError(
-                f"out={out} holds latents of another job ({'; '.join(changed)}); choose another "
-                "folder or delete it."
-            )
+    if not file.is_file():
+        write_json(file, job)
         return
-    write_json(file, job)
+
+    try:
+        # Jobs of earlier versions lack same_bytes.
+        earlier = {"same_bytes": True} | read_object(file)
+    except ValueError as error:
+        raise UserError(
+            f"{file} is broken, so nothing says which job this folder belongs to; choose "
+            "another folder or delete this one."
+        ) from error
+    # An earlier version, whose jobs had fewer keys, may have finished the set.
+    if (out / MANIFEST_NAME).is_file():
+        job = {key: value for key, value in job.items() if key in earlier}
+    changes = [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]
+    if changes:
+        raise UserError(
+            f"out={out} holds latents of another job ({'; '.join(changes)}); choose another "
+            "folder or delete it."
+        )
 
 
 def make_locked_folder(out: Path) -> FolderLock:
@@ -125,15 +127,13 @@ def make_locked_folder(out: Path) -> FolderLock:
     """
     try:
         make_folder(out)
-        found = {file.name for file in out.iterdir()}
+        names = {file.name for file in out.iterdir()}
     except OSError as error:
         raise UserError(
             f"out={out} cannot be made or read ({error.strerror}); choose another folder."
         ) from error
-    if JOB_FILE not in found and found - {
-        LOCK_FILE,
-        f"{JOB_FILE}.tmp",
-    }:  # a killed `claim` leaves those two
+    # A process that was killed in claim_folder leaves the lock and the temporary file.
+    if JOB_FILE not in names and names - {LOCK_FILE, f"{JOB_FILE}.tmp"}:
         raise UserError(
             f"out={out} is not empty and holds no latents of ours; choose another folder."
         )
@@ -143,18 +143,18 @@ def make_locked_folder(out: Path) -> FolderLock:
 
 
 def read_finished(out: Path, name: str) -> dict[str, Any] | None:
-    """The sidecar of a shard, if both are complete and undamaged; else None."""
+    """Reads the sidecar of a shard; None unless shard and sidecar are complete and undamaged."""
     try:
-        described = read_object(out / f"{name}.json")
-        told = described.pop("sha256", None)  # earlier versions wrote none
-        whole = hash_file(out / name) == described["shard"]["sha256"]
+        sidecar = read_object(out / f"{name}.json")
+        digest = sidecar.pop("sha256", None)  # earlier versions wrote none
+        complete = hash_file(out / name) == sidecar["shard"]["sha256"]
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return described if whole and told in (None, hash_sidecar(described)) else None
+    return sidecar if complete and digest in (None, hash_sidecar(sidecar)) else None
 
 
 def hash_sidecar(sidecar: dict[str, Any]) -> str:
-    """The hash of a sidecar's content, by which a damaged one is known."""
+    """Hashes the content of a sidecar, so that damage can be detected."""
     return hashlib.sha256(json.dumps(sidecar).encode()).hexdigest()
 
 
@@ -164,14 +164,15 @@ def make_manifest_fields(
     shards: list[Shard],
     sums: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The fields of a manifest that follow from the autoencoder, its config node, the shards and
-    the training sums."""
+    """Makes the fields of a manifest that follow from the autoencoder, its config node, the shards
+    and the training sums."""
     encoder = dict(encoder)
     folder = os.path.expanduser(encoder.get("path") or "")
     if os.path.isdir(folder):
         encoder["path"] = str(Path(folder).resolve())
     if autoencoder.revision is not None:
         encoder["revision"] = autoencoder.revision
+
     mean, std = compute_channel_statistics(sums)
     return {
         "channels": len(mean),
@@ -199,18 +200,18 @@ def write_manifest(
     psnr_db: float,
     precision: str,
 ) -> Manifest:
-    """Merges the sidecars of all shards into `manifest.json`; `shape` (C, H, W), PSNR and precision
-    were measured."""
+    """Merges the sidecars of all shards into `manifest.json`; `shape` is (C, H, W) of a latent."""
     out = Path(str(cfg.out)).expanduser()
     sidecars = [read_object(out / f"{name}.json") for name, _, _ in plan.shards]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
     skipped = [line for s in sidecars for line in s["skipped"]]
-    if not any(of_shard["count"] for of_shard in sums):
+    if not any(shard_sums["count"] for shard_sums in sums):
         raise UserError(
-            f"source={cfg.source}: no training image can be decoded, such as {skipped[0]}; mend "
-            "some."
+            f"source={cfg.source}: no training image can be decoded, such as {skipped[0]}; repair "
+            "or replace some."
         )
+
     manifest = Manifest(
         **make_manifest_fields(autoencoder, cfg.encoder, shards, sums),
         height=shape[1],
@@ -235,23 +236,23 @@ def write_manifest(
 def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The tensors of a block on the CPU, all but the labels in `dtype`; ValueError names the first
-    of the `samples` that overflows."""
-    found = dict(tensors)
+    """Casts the tensors of a block to `dtype` on the CPU, all but the labels. ValueError names the
+    first of the `samples` that overflows."""
+    block = dict(tensors)
     for name in sorted(tensors.keys() - {"labels"}):
-        found[name] = tensors[name].to(getattr(torch, dtype)).cpu()
-        bad = ~found[name].isfinite().flatten(1).all(1)
+        block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
+        bad = ~block[name].isfinite().flatten(1).all(1)
         if bad.any():
             raise UserError(
                 f"{samples[int(bad.nonzero()[0])]} has {name} that are too large for "
                 f"dtype={dtype}; use dtype=bfloat16 or float32 and another out, or leave it out."
             )
-    return found
+    return block
 
 
 class ChannelSums:
-    """Sums values and squares per channel in fp64, as training sees them (the posterior's variance
-    included)."""
+    """Sums values and squares per channel in fp64; the squares include the posterior's variance,
+    because training draws from the posterior."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -277,8 +278,7 @@ class ChannelSums:
 
 
 def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Mean and std per channel over all that was added to several `ChannelSums`, each given as its
-    dict."""
+    """Computes mean and std per channel from several `ChannelSums`, each as its dict."""
     sums = [s for s in sums if s["count"]]
     count = sum(s["count"] for s in sums)
     mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
@@ -287,9 +287,9 @@ def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float],
 
 
 class ShardWriter:
-    """Writes one shard to a temporary name; `close()` syncs it to disk and renames it.
+    """Writes one shard under a temporary name; `close()` syncs it to disk and renames it.
 
-    Without `close()` (an exception, a kill) no file is there that a reader would take for a shard.
+    Without `close()` (after an exception or a kill) no file has the name of a shard.
     """
 
     def __init__(self, file: Path, split: str, block_size: int) -> None:
@@ -312,6 +312,7 @@ class ShardWriter:
             self.write_block()
 
     def write_block(self) -> None:
+        """Writes the first `block_size` pending samples as a member of the tar."""
         block = {name: t[: self.block_size].contiguous() for name, t in self.pending.items()}
         self.pending = {name: t[self.block_size :] for name, t in self.pending.items()}
         payload = save(block)
@@ -322,7 +323,7 @@ class ShardWriter:
         member.uname = member.gname = "fastlatent"
         self.tar.addfile(member, io.BytesIO(payload))
 
-        # The tar goes on at a multiple of 512 bytes.
+        # tarfile pads the content to a multiple of 512 bytes, and the block ends before that.
         offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
         digest = hashlib.sha256(payload).hexdigest()
         self.blocks.append(Block(offset, size, len(block["labels"]), digest))
@@ -338,7 +339,7 @@ class ShardWriter:
             self.temporary.unlink(missing_ok=True)
 
     def close(self) -> Shard:
-        """Finishes the file and describes it."""
+        """Finishes the file and returns its description."""
         if len(self.pending.get("labels", ())):
             self.write_block()
         self.tar.close()

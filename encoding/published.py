@@ -180,9 +180,9 @@ def convert_published(
     }
     first = keys.take_linear("t_embedder.mlp.0", dim, 2 * FREQUENCIES)
     first[:, 1:] = reverse_time(first[:, 1:])
-    ours |= name_tensors(
-        "time_embed", {"fc1": first, "fc2": keys.take_linear("t_embedder.mlp.2", dim, dim)}
-    )
+    second = keys.take_linear("t_embedder.mlp.2", dim, dim)
+    converted |= name_tensors("time_embed", {"fc1": first, "fc2": second})
+
     modulation = []
     for i in range(depth):
         layers, node["mlp_ratio"], node["mlp"] = convert_block(keys, f"blocks.{i}", dim)
@@ -306,7 +306,8 @@ def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], floa
         node = {"_target_": "models.block.GeluMLP", "_partial_": True}
         if hidden % MLP_WIDTH_MULTIPLE:
             raise UserError(
-                f"{keys.file}: {name}.mlp has width {hidden}, which is no multiple of {MLP_WIDTH_MULTIPLE}."
+                f"{keys.file}: {name}.mlp has width {hidden}, which is no multiple of "
+                f"{MLP_WIDTH_MULTIPLE}."
             )
     return {"0": attention, "1": mlp}, hidden / dim, node
 

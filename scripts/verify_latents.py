@@ -168,7 +168,7 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
     import torch
 
     from common.text import shorten_error
-    from encoding.encoder import make_decoder, to_input
+    from encoding.encoder import make_decoded_images, to_input
     from encoding.job import plan_shards
     from encoding.sources import list_images
 
@@ -200,7 +200,7 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
         if split == "train" and entry.key not in skipped
     ]
     pixels = []
-    for item in make_decoder(used[:count], was):
+    for item in make_decoded_images(used[:count], was):
         if not isinstance(item, torch.Tensor):
             raise UserError(f"source={folder}: {item}; mend it, or leave source out.")
         pixels.append(item)

@@ -207,7 +207,7 @@ def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(
     monkeypatch.setattr(images, "read_image", on_a_bad_day)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(
-        ValueError, match=r"dog/009\.png: .*Input/output error; what is finished is kept"
+        ValueError, match=r"dog/009\.png: .*Input/output error\. Finished shards are kept"
     ):
         job()
     assert read_manifest(job()).count == 16
