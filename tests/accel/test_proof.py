@@ -413,8 +413,3 @@ def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path)
     assert len(read_columns(tmp_path / "run", "loss")) == 4
     # The next run tries again.
     assert not list((tmp_path / "cache").rglob("kernels/*"))
-
-
-def test_only_three_values_are_taken():
-    with pytest.raises(ValueError, match=r"runtime.fused_scan=maybe must be false, true or auto"):
-        compose(["runtime.fused_scan=maybe"])

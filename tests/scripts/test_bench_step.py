@@ -1,0 +1,98 @@
+"""Steps of the benchmarks: the newcomer's loop, times, and what bounds a step."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from scripts.bench.cases import SETTINGS
+from scripts.bench.newcomer import NewcomersLoop, yield_order
+from scripts.bench.step import Workload, find_bound, sum_busy_ms, sum_phases
+from scripts.timing import compute_ratios, shows_no_difference, summarise, time_in_turn
+from tests.harness.words import CPU
+
+TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
+DIGITS = [word for word in TINY if not word.startswith("data")] + ["data=digits"]
+
+
+def test_repeats_are_interleaved_and_turned_round():
+    order = []
+    times = time_in_turn({name: lambda name=name: order.append(name) for name in "abc"}, 2, CPU)
+    assert "".join(order) == "abccba"
+    assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+def test_times_have_quartiles_and_ratios_are_of_the_same_turn():
+    assert compute_ratios([4.0, 8.0, 4.0], [2.0, 4.0, 4.0]) == [2.0, 2.0, 1.0]
+    figures = {"ms_min": 1.0, "ms_q1": 1.5, "ms": 2.0, "ms_q3": 2.5, "ms_max": 3.0}
+    assert summarise("ms", [3.0, 1.0, 2.0]) == figures | {"n": 3}
+    assert summarise("ms", [4.0]) == dict.fromkeys(figures, 4.0) | {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("q1", "q3", "same"), [(1.1, 1.2, False), (0.8, 0.9, False), (0.9, 1.1, True), (1.0, 1.0, True)]
+)
+def test_a_ratio_whose_quartiles_straddle_one_is_no_difference(q1, q3, same):
+    assert shows_no_difference({"speed_q1": q1, "speed_q3": q3}, "speed") is same
+
+
+@pytest.mark.parametrize(
+    ("storage", "overrides"),
+    [("files", TINY), ("memory", TINY), ("resident", TINY), ("memory", DIGITS)],
+)
+def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp_path, monkeypatch):
+    """The weights, samples, noise and rates are the same, so the losses are, too."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    newcomer = NewcomersLoop(overrides, storage)
+    workload = Workload([*overrides, "runtime=eager"])
+    assert math.isclose(newcomer.measure_loss(6), workload.measure_loss(6), rel_tol=1e-5)
+    assert newcomer.measure_loss(2) != workload.measure_loss(3)
+
+
+def test_the_newcomers_order_is_the_streams():
+    loader = Workload([*TINY, "runtime=eager"]).training.loader
+    ids = [i for _ in range(3) for i in next(loader).ids.tolist()]
+    order = yield_order(loader.spec.count, 0)
+    assert ids == [next(order) for _ in ids]
+
+
+def test_a_phase_takes_what_lies_between_its_marks():
+    marks = [("start", 0.0), ("forward", 1.0), ("backward", 3.0), ("forward", 3.5)]
+    assert sum_phases(marks) == {"forward": 1500.0, "backward": 2000.0}
+
+
+def test_products_are_told_from_the_rest_by_name():
+    times = {
+        "nvjet_tst_128x256": 3e3,
+        "triton_poi_fused_convolution_mm_3": 2e3,
+        "aten::mm": 1e3,
+        "Memcpy": 4e3,
+    }
+    events = [SimpleNamespace(key=name, self_cpu_time_total=us) for name, us in times.items()]
+    assert sum_busy_ms(events, False) == (10, 4)
+
+
+SWITCHES = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw", "tf32")}
+SWITCHES |= {"runtime.precision=bf16"}
+
+
+@pytest.mark.parametrize(
+    ("data_ms", "busy", "share", "bound", "first"),
+    [
+        (2.0, 9.0, 0.9, "data-bound", "data=resident"),
+        (0.1, 4.0, 0.8, "launch-bound", "runtime.cuda_graph=true"),
+        (0.1, 9.5, 0.8, "compute-bound", "runtime.precision=bf16"),
+        # A CPU, whose busy time is unknown, is never bound by launches.
+        (0.1, None, 0.8, "compute-bound", "runtime.precision=bf16"),
+        (0.1, 9.5, 0.2, "bandwidth-bound", "runtime.compile=true"),
+    ],
+)
+def test_the_verdict(data_ms, busy, share, bound, first):
+    verdict, _, words = find_bound(10.0, data_ms, busy, share, SWITCHES, {})
+    assert (verdict, words[0]) == (bound, first)
+    # Nothing is left to switch on.
+    _, _, words = find_bound(10.0, data_ms, busy, share, set(), {})
+    assert words
+    assert not [word for word in words if word.startswith("runtime.")]
