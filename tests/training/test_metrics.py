@@ -31,7 +31,7 @@ def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reaso
 
     # The graphs of an evaluation are expected, so there is no warning.
     meter.update(training.take_step())
-    with meter.paused(), torch.no_grad():
+    with meter.pause(), torch.no_grad():
         training.step.losses(smaller, held_out=True)
     after = meter.report(0.0)
     assert (after["graphs"], after["recompiles"]) == (report["graphs"] + 2, 1)
@@ -66,11 +66,11 @@ def test_queued_work_is_training_and_a_wait_is_the_devices_own(meter, monkeypatc
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronised"))
     CLOCK.seconds["steps"] = 1.0
-    with meter.waiting():
+    with meter.measure_wait():
         done.append("data")
     assert done == ["mark", "data", "mark"]
     assert CLOCK.seconds["data_wait"] == 0.0
-    with meter.paused():
+    with meter.pause():
         done.append("end")
     assert done[3:] == ["synchronised", "end"]
     meter.sum_waits()
