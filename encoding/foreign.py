@@ -33,13 +33,13 @@ PLAIN_REMEDY = "copy it again if it is damaged, and save plain tensors, for noth
 MIRRORED_NAMES = ("mirrored", "latents_flip", "flip")
 """Names of the latents of mirrored images; the second is LightningDiT's."""
 Sample = tuple[str, Mapping[str, Any]]
-"""Its place, and unchecked arrays of numpy or PyTorch: `latents`, and where the source has them
-`labels`, or whatever stands for its label, and `mirrored`."""
+"""The sample's place in the source, and its unchecked values: arrays of numpy or PyTorch under
+`latents` and, where the source has it, `mirrored`; any value under `labels`."""
 
 
 class ForeignOptions(NamedTuple):
-    """Names of the tensors, a file of labels, and the number of classes: None is not known, 0 is
-    without labels."""
+    """Names of the tensors, a file with the labels, and the number of classes: None is unknown, 0
+    is without labels."""
 
     latents_key: str = "latents"
     labels_key: str = "labels"
@@ -48,7 +48,7 @@ class ForeignOptions(NamedTuple):
 
 
 class ForeignLatents(NamedTuple):
-    """Latents of another tool, and their number."""
+    """Latents that another tool wrote: a description, their number and an iterator over them."""
 
     description: str
     total: int
@@ -57,8 +57,8 @@ class ForeignLatents(NamedTuple):
 
 @contextmanager
 def translate_errors(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
-    """Turns what numpy, torch, safetensors, tarfile and json raise for damaged files into one
-    ValueError."""
+    """Turns any exception that numpy, torch, safetensors, tarfile or json raise for a damaged file
+    into a ValueError that names the file and the remedy."""
     try:
         if isinstance(what, Path) and not what.is_file():
             raise FileNotFoundError("it is no file, or a link to none")
@@ -71,7 +71,7 @@ def translate_errors(what: Path | str, remedy: str = "copy or write it again") -
         ) from error
 
 
-def open_foreign(source: str, asked: ForeignOptions) -> ForeignLatents:
+def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
     """Recognises the format of `source`; ValueError if it is none of the known ones, or lacks
     samples or labels."""
     path = Path(source).expanduser()
@@ -81,50 +81,54 @@ def open_foreign(source: str, asked: ForeignOptions) -> ForeignLatents:
         raise UserError(
             f"source={source} is a latent set of ours already; use it: data.path={source}."
         )
+
+    # Every format is recognised by its files.
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     tensors = [file for file in files if file == path and file.suffix in (".npy", ".pt", ".pth")]
-    pair = path / "latents.npy", path / "labels.npy"
-    if all(file.is_file() for file in pair):
-        tensors = [pair[0]]
-        if asked.classes != 0:
-            asked = asked._replace(labels=asked.labels or str(pair[1]))
+    latents_file = path / "latents.npy"
+    labels_file = path / "labels.npy"
+    if latents_file.is_file() and labels_file.is_file():
+        tensors = [latents_file]
+        if options.classes != 0:
+            options = options._replace(labels=options.labels or str(labels_file))
     features = [file for file in files if file.name.endswith(("_features", "_labels"))]
-    loose = asked.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
-    known = {
+    loose = options.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
+    formats = {
         read_tensors: tensors,
         read_safetensors: [file for file in files if file.suffix == ".safetensors"],
         read_tars: [file for file in files if file.suffix == ".tar"],
         read_listed_files: [path] if loose or (path / "dataset.json").is_file() else [],
         read_feature_folders: features,
     }
-    found = [(read, files) for read, files in known.items() if files]
-    if len(found) != 1:
+    matches = [(read, files) for read, files in formats.items() if files]
+    if len(matches) != 1:
         raise UserError(
-            f"source={source} holds {'several formats' if found else 'no known format'}; give "
-            "one: a .npy, .pt or .safetensors file, a folder with latents.npy and labels.npy, "
-            "one of safetensors, WebDataset tars with a sample a key, a folder with "
+            f"source={source} holds {'several formats' if matches else 'no known format'}; "
+            "give one: a .npy, .pt or .safetensors file, a folder with latents.npy and labels.npy, "
+            "one of safetensors, WebDataset tars with one key per sample, a folder with "
             "dataset.json, or one with *_features and *_labels."
         )
-    if asked.labels is not None and (asked.classes == 0 or not tensors):
+    if options.labels is not None and (options.classes == 0 or not tensors):
         raise UserError(
-            f"labels={asked.labels} goes with a .npy or .pt file and not with classes=none; leave "
+            f"labels={options.labels} goes with a .npy or .pt file and not with classes=none; leave "
             "labels out, and set labels_key=<name> where the source names its own."
         )
-    read, files = found[0]
-    foreign = read(files, asked)
+
+    read, files = matches[0]
+    foreign = read(files, options)
     if not foreign.total:
         raise UserError(f"source={source} holds no samples: {foreign.description}.")
     return foreign
 
 
 def map_array(file: Path) -> np.ndarray:
-    """Maps a .npy file copy on write, which PyTorch takes without a warning; nobody writes."""
+    """Maps a .npy file into memory; copy-on-write, because PyTorch warns about read-only arrays."""
     with translate_errors(file, PLAIN_REMEDY):
         return np.lib.format.open_memmap(file, mode="c")
 
 
 def read_plain_tensors(file: Path) -> Any:
-    """What a .pt file holds, if those are tensors in plain containers."""
+    """Reads a .pt file of tensors in plain containers; ValueError for any other object."""
     with translate_errors(file, PLAIN_REMEDY):
         return torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
@@ -132,64 +136,67 @@ def read_plain_tensors(file: Path) -> Any:
 
 
 def is_dense(value: Any) -> bool:
+    """Tells whether a value is a strided tensor on the CPU."""
     return (
         isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
     )
 
 
-def find_names(held: Iterable[Any], asked: ForeignOptions, file: Path) -> dict[str, str]:
-    """Maps latents, labels and mirrored to the names by which `file` holds them."""
-    held = list(held)
-    if asked.latents_key not in held:
+def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict[str, str]:
+    """Maps latents, labels and mirrored to the names that they have in `file`."""
+    keys = list(keys)
+    if options.latents_key not in keys:
         raise UserError(
-            f"{file} holds {', '.join(map(str, held))}; say which are the latents: "
+            f"{file} holds {', '.join(map(str, keys))}; say which are the latents: "
             "latents_key=<name>."
         )
-    names = {"latents": asked.latents_key}
-    if asked.classes != 0:
-        names["labels"] = asked.labels_key
-        if asked.labels_key not in held:
+    names = {"latents": options.latents_key}
+    if options.classes != 0:
+        names["labels"] = options.labels_key
+        if options.labels_key not in keys:
             raise UserError(
-                f"{file} has no {asked.labels_key}; set labels_key=<name>, for .npy and .pt also "
+                f"{file} has no {options.labels_key}; set labels_key=<name>, for .npy and .pt also "
                 "labels=<file>, or import without labels: classes=none."
             )
     for name in MIRRORED_NAMES:
-        if name in held:
+        if name in keys:
             names.setdefault("mirrored", name)
     return names
 
 
 def count_samples(file: Path, columns: dict[str, Any]) -> int:
-    """The number of samples; ValueError if `columns` do not have as many of each."""
+    """Counts the samples of a file; ValueError if its columns differ in length."""
     counts = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
     if len(set(counts.values())) > 1:
-        held = " and ".join(f"{count} {name}" for name, count in counts.items())
-        raise UserError(f"{file} has {held}; give as many of each.")
+        lengths = " and ".join(f"{count} {name}" for name, count in counts.items())
+        raise UserError(f"{file} has {lengths}; give the same number of each.")
     return counts["latents"]
 
 
 def yield_rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
-    """Yields the samples of arrays of one length."""
+    """Yields the samples of a file whose columns have the same length."""
     for i in range(count_samples(file, columns)):
         yield f"sample {i} of {file}", {name: column[i] for name, column in columns.items()}
 
 
-def read_tensors(files: list[Path], asked: ForeignOptions) -> ForeignLatents:
-    """Reads a .npy or .pt file, whose labels may lie in another."""
+def read_tensors(files: list[Path], options: ForeignOptions) -> ForeignLatents:
+    """Reads a .npy or .pt file, whose labels may be in a second file."""
     (path,) = files
 
-    def table(file: Path, key: str) -> dict[Any, Any]:
-        found = map_array(file) if file.suffix == ".npy" else read_plain_tensors(file)
-        return found if isinstance(found, dict) else {key: found}
+    def read_columns(file: Path, key: str) -> dict[Any, Any]:
+        content = map_array(file) if file.suffix == ".npy" else read_plain_tensors(file)
+        return content if isinstance(content, dict) else {key: content}
 
-    content = table(path, asked.latents_key)
-    if asked.labels is not None:
-        other = table(Path(asked.labels).expanduser(), asked.labels_key)
-        content |= {key: value for key, value in other.items() if key == asked.labels_key}
-    columns = {name: content[key] for name, key in find_names(content, asked, path).items()}
+    content = read_columns(path, options.latents_key)
+    if options.labels is not None:
+        other = read_columns(Path(options.labels).expanduser(), options.labels_key)
+        content |= {key: value for key, value in other.items() if key == options.labels_key}
+
+    columns = {name: content[key] for name, key in find_names(content, options, path).items()}
     for name, column in columns.items():
         if is_dense(column):
-            if 0 in column.stride():  # a file of bytes could hold 10^12 samples
+            # A file of a few bytes could claim 10^12 samples by a stride of zero.
+            if 0 in column.stride():
                 raise UserError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
             columns[name] = column.detach()
         elif not isinstance(column, np.ndarray):
@@ -200,64 +207,67 @@ def read_tensors(files: list[Path], asked: ForeignOptions) -> ForeignLatents:
     return ForeignLatents(f"tensors of {path}", count, lambda: yield_rows(path, columns))
 
 
-def read_safetensors(files: list[Path], asked: ForeignOptions) -> ForeignLatents:
-    """Reads LightningDiT's files, and others with latents and labels in them."""
+def read_safetensors(files: list[Path], options: ForeignOptions) -> ForeignLatents:
+    """Reads safetensors files with latents and labels, such as LightningDiT's."""
 
-    def columns(file: Path) -> dict[str, Any]:
+    def map_columns(file: Path) -> dict[str, Any]:
         with translate_errors(file):
             tensors = safe_open(file, "pt")
-        names = find_names(tensors.keys(), asked, file)
-        return {name: tensors.get_tensor(key) for name, key in names.items()}  # mapped, not read
+        names = find_names(tensors.keys(), options, file)
+        # get_tensor maps the file into memory and reads nothing yet.
+        return {name: tensors.get_tensor(key) for name, key in names.items()}
 
-    def samples() -> Iterator[Sample]:
+    def yield_samples() -> Iterator[Sample]:
         for file in files:
-            yield from yield_rows(file, columns(file))
+            yield from yield_rows(file, map_columns(file))
 
-    count = sum(count_samples(file, columns(file)) for file in files)
-    return ForeignLatents(f"{len(files)} safetensors files", count, samples)
+    count = sum(count_samples(file, map_columns(file)) for file in files)
+    return ForeignLatents(f"{len(files)} safetensors files", count, yield_samples)
 
 
 def read_files(labels: Mapping[Path, Any]) -> ForeignLatents:
-    """Reads .npy files, a sample each, of which each has a label or a .npy file with one."""
+    """Reads .npy files with one sample each; a label is a value, or a .npy file that holds it."""
 
-    def samples() -> Iterator[Sample]:
+    def yield_samples() -> Iterator[Sample]:
         for file, label in labels.items():
-            found = map_array(label) if isinstance(label, Path) else label
-            yield str(file), {"latents": map_array(file), "labels": found}
+            value = map_array(label) if isinstance(label, Path) else label
+            yield str(file), {"latents": map_array(file), "labels": value}
 
-    return ForeignLatents(f"{len(labels)} .npy files", len(labels), samples)
+    return ForeignLatents(f"{len(labels)} .npy files", len(labels), yield_samples)
 
 
-def read_feature_folders(folders: list[Path], asked: ForeignOptions) -> ForeignLatents:
+def read_feature_folders(folders: list[Path], options: ForeignOptions) -> ForeignLatents:
     """Reads fast-DiT's files: `<name>_features/<i>.npy` of shape (1, C, H, W),
     `<name>_labels/<i>.npy`."""
-    found: dict[Path, Any] = {}
+    labels_by_file: dict[Path, Any] = {}
     for stem in sorted({str(folder).rpartition("_")[0] for folder in folders}):
         features, labels = (
             {file.name for file in Path(f"{stem}_{kind}").glob("*.npy")}
             for kind in ("features", "labels")
         )
-        if asked.classes != 0 and (alone := sorted(features ^ labels)):
+        alone = sorted(features ^ labels)
+        if options.classes != 0 and alone:
             kind = "labels" if alone[0] in features else "features"
             raise UserError(
                 f"{len(alone)} files of {stem}_features and {stem}_labels have no partner: "
-                f"{alone[0]} lacks {stem}_{kind}/{alone[0]}; restore it, or take both away."
+                f"{alone[0]} lacks {stem}_{kind}/{alone[0]}; restore it, or remove both."
             )
         for name in sorted(features):
             label = Path(f"{stem}_labels", name)
-            found[Path(f"{stem}_features", name)] = label if asked.classes != 0 else None
-    return read_files(found)
+            file = Path(f"{stem}_features", name)
+            labels_by_file[file] = label if options.classes != 0 else None
+    return read_files(labels_by_file)
 
 
-def read_listed_files(folders: list[Path], asked: ForeignOptions) -> ForeignLatents:
+def read_listed_files(folders: list[Path], options: ForeignOptions) -> ForeignLatents:
     """Reads EDM2's and REPA's files: .npy files and `dataset.json` with {"labels": [[file, label],
     …]}."""
     (folder,) = folders
-    found = sorted(folder.rglob("*.npy"))
-    if asked.classes == 0:
-        return read_files(dict.fromkeys(found))
+    files = sorted(folder.rglob("*.npy"))
+    if options.classes == 0:
+        return read_files(dict.fromkeys(files))
     labels = read_listing(folder)
-    alone = [file for file in found if file not in labels]
+    alone = [file for file in files if file not in labels]
     if alone:
         raise UserError(
             f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} "
@@ -267,7 +277,7 @@ def read_listed_files(folders: list[Path], asked: ForeignOptions) -> ForeignLate
 
 
 def read_listing(folder: Path) -> dict[Path, Any]:
-    """The files that `folder`/dataset.json names, and their labels."""
+    """Reads the files that `folder`/dataset.json names, and their labels."""
     file = folder / "dataset.json"
     labels = {}
     with translate_errors(file):
@@ -278,6 +288,7 @@ def read_listing(folder: Path) -> dict[Path, Any]:
             f'{file} has no "labels": [[file, label], …]; add them, or import without: '
             "classes=none."
         )
+
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise UserError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
@@ -290,27 +301,27 @@ def read_listing(folder: Path) -> dict[Path, Any]:
     return labels
 
 
-def read_tars(tars: list[Path], asked: ForeignOptions) -> ForeignLatents:
-    """Reads WebDataset tars: of each sample `<key>.npy` or `<key>.safetensors`, and `<key>.cls` or
-    `<key>.json`."""
+def read_tars(tars: list[Path], options: ForeignOptions) -> ForeignLatents:
+    """Reads WebDataset tars whose samples have the members `<key>.npy` or `<key>.safetensors`, and
+    `<key>.cls` or `<key>.json`."""
 
-    def samples() -> Iterator[Sample]:
+    def yield_samples() -> Iterator[Sample]:
         for file in tars:
-            for stream, where, latents, label in pair_members(file, asked):
-                found = {"latents": read_latents(stream, latents, asked, where)}
+            for stream, where, latents, label in pair_members(file, options):
+                values = {"latents": read_latents(stream, latents, options, where)}
                 if label is not None:
-                    found["labels"] = read_label(stream, label, where)
-                yield where, found
+                    values["labels"] = read_label(stream, label, where)
+                yield where, values
 
-    count = sum(1 for file in tars for _ in pair_members(file, asked))
-    return ForeignLatents(f"{count} samples in {len(tars)} tars", count, samples)
+    count = sum(1 for file in tars for _ in pair_members(file, options))
+    return ForeignLatents(f"{count} samples in {len(tars)} tars", count, yield_samples)
 
 
 def pair_members(
-    file: Path, asked: ForeignOptions
+    file: Path, options: ForeignOptions
 ) -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
-    """Yields for each sample of a tar its stream, the sample's place, and its members of latents
-    and label; ValueError for one without them."""
+    """Yields for each sample of a tar the stream, the sample's place, and the members with latents
+    and label. ValueError for a sample without them."""
     with translate_errors(file), file.open("rb") as stream:
         unused = Unused()
         samples, cut = read_samples(file, stream, unused)
@@ -318,33 +329,35 @@ def pair_members(
             raise UserError(f"{cut}; copy or write it again.")
         if unused.kinds.keys() - {"hidden"}:
             raise UserError(f"{file} holds {unused}; write each member as a plain file.")
+
         for key, parts in samples.items():
             where = f"{file}: {key}"
-            held = ", ".join(sorted(parts))
+            names = ", ".join(sorted(parts))
             arrays = [name for name in parts if name.endswith((".npy", ".safetensors"))]
             if len(arrays) > 1:
                 arrays = [
-                    name for name in arrays if name.rpartition(".")[0] == f".{asked.latents_key}"
+                    name for name in arrays if name.rpartition(".")[0] == f".{options.latents_key}"
                 ]
             if len(arrays) != 1:
                 raise UserError(
-                    f"{where} has {held}, of which not one alone can be the latents; give each "
+                    f"{where} has {names}, of which not one alone can be the latents; give each "
                     "sample one .npy or .safetensors, or set latents_key=<name> for "
                     "<key>.<name>.npy."
                 )
+
             label = None
-            if asked.classes != 0:
+            if options.classes != 0:
                 label = parts.get(".cls") or parts.get(".json")
                 if label is None:
                     raise UserError(
-                        f"{where} has {held}, and no class index in a .cls or a .json member; add "
+                        f"{where} has {names}, and no class index in a .cls or a .json member; add "
                         "one, or import without labels: classes=none."
                     )
             yield stream, where, parts[arrays[0]], label
 
 
 def read_latents(
-    stream: BinaryIO, member: tarfile.TarInfo, asked: ForeignOptions, where: str
+    stream: BinaryIO, member: tarfile.TarInfo, options: ForeignOptions, where: str
 ) -> Any:
     with translate_errors(where, PLAIN_REMEDY):
         stream.seek(member.offset_data)
@@ -352,22 +365,23 @@ def read_latents(
         if member.name.lower().endswith(".npy"):
             return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
         tensors = load(content)
-    if asked.latents_key not in tensors:
+    if options.latents_key not in tensors:
         raise UserError(f"{where} holds {', '.join(tensors)}; set latents_key=<name>.")
-    return tensors[asked.latents_key]
+    return tensors[options.latents_key]
 
 
 def read_label(stream: BinaryIO, member: tarfile.TarInfo, where: str) -> Any:
-    """What stands for the label: the number in a .cls, or in a .json under label, cls or class."""
+    """Reads the label, unchecked: the content of a .cls, or the value under label, cls or class in
+    a .json."""
     with translate_errors(f"{where}: {member.name}"):
         stream.seek(member.offset_data)
         text = stream.read(member.size).decode().strip()
         if not member.name.lower().endswith(".json"):
             return int(text) if text.isdecimal() else text
-        found = json.loads(text)
+        content = json.loads(text)
     for name in ("label", "cls", "class"):
-        if isinstance(found, dict) and name in found:
-            return found[name]
+        if isinstance(content, dict) and name in content:
+            return content[name]
     raise UserError(
         f"{where}: {member.name} has no label, cls or class; add one, or set classes=none."
     )
