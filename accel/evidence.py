@@ -58,7 +58,7 @@ class BlockEvidence:
     residual_dtype: torch.dtype
     """Of the residual stream as the block returned it."""
     branch_dtype: torch.dtype
-    fine: tuple[bool, bool]
+    fine_bits: tuple[bool, bool]
     """Whether the residual that came in, and the one that went out, had bits that no 16-bit format
     has."""
     cached: frozenset[str]
@@ -109,7 +109,7 @@ class Evidence:
     warm_ops: Counter[str] = field(default_factory=Counter)
     """Like `ops`, in the step as it runs after `Technique.on_warm`."""
 
-    def dtypes(self, ops: Iterable[str] = PRODUCTS) -> Counter[str]:
+    def count_dtypes(self, ops: Iterable[str] = PRODUCTS) -> Counter[str]:
         """Dtype -> number of products of these kinds that ran in it."""
         total: Counter[str] = Counter()
         for (op, dtype), n in self.products.items():
@@ -117,12 +117,12 @@ class Evidence:
                 total[dtype] += n
         return total
 
-    def where(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
+    def check_blocks(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
         """For each block, whether `holds` in all of its calls; a block that was not called has not
         shown it."""
         return [bool(calls) and all(holds(call) for call in calls) for calls in self.blocks]
 
-    def share(self, found: list[bool]) -> str:
+    def format_share(self, found: list[bool]) -> str:
         """Says of how many blocks something holds, such as "23 of 24 blocks"."""
         uncompiled = " (in an uncompiled step)" * self.blocks_uncompiled
         return f"{sum(found)} of {len(found)} blocks{uncompiled}"
@@ -162,7 +162,7 @@ class BlockProbe(nn.Module):
             saved_bytes=kept.bytes,
             residual_dtype=outputs[2].dtype,
             branch_dtype=outputs[0].dtype,
-            fine=(has_fine_bits(inputs[2]), has_fine_bits(outputs[2])),
+            fine_bits=(has_fine_bits(inputs[2]), has_fine_bits(outputs[2])),
             cached=frozenset(kept.cached),
             left=sum(kept.large_left.values()),
         )
@@ -266,7 +266,9 @@ def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
         open_ones.append(entry)
         found.append(entry)
     return Counter(
-        (event.name(), event.dtypes()[1].removeprefix("c10::")) for event, counts in found if counts
+        (event.name(), event.dtypes()[1].removeprefix("c10::"))
+        for event, counts in found
+        if counts
     )
 
 

@@ -162,19 +162,19 @@ def test_one_layer_that_is_left_out_is_seen(fault, converted, policy):
 @HERE
 @pytest.mark.parametrize(("left_out", "active"), [(1, "mixed"), (8, "bf16")])
 def test_a_conversion_that_misses_layers_is_seen(left_out, active, monkeypatch):
-    exchange = float8.Float8Layers.exchange
+    exchange = float8.Float8Layers.convert_layers
 
     def exchange_fewer(self, blocks, chosen, tokens):
         exchange(self, blocks, set(sorted(chosen)[left_out:]), tokens)
 
-    monkeypatch.setattr(float8.Float8Layers, "exchange", exchange_fewer)
+    monkeypatch.setattr(float8.Float8Layers, "convert_layers", exchange_fewer)
     row = ledger_of("dit", **EIGHT)["precision"]
     assert row.active == active
     assert f"{8 - left_out} of 8 large layers" in row.evidence
 
 
 def test_a_model_without_a_large_layer_says_so_or_stops(monkeypatch):
-    monkeypatch.setattr(Precision, "unavailable", lambda self: None)
+    monkeypatch.setattr(Precision, "find_obstacle", lambda self: None)
     monkeypatch.setattr(float8, "MIN_FEATURES", 1024)
     row = ledger_of("dit", **EIGHT)["precision"]
     assert row.active == "bf16"
@@ -200,10 +200,10 @@ def test_where_nothing_trains_the_forward_pass_is_all():
     layers = float8.Float8Layers(nn.Module(), "tensorwise")
     # An encoder has no blocks.
     assert layers.large == []
-    assert layers.too_small().startswith("0 of 0")
+    assert layers.describe_too_small().startswith("0 of 0")
     call = make_call(saved_bytes=0)
     assert not call.trains
-    assert layers.passes(call) == 1
+    assert layers.count_products(call) == 1
 
 
 @pytest.mark.parametrize(
@@ -297,6 +297,6 @@ def test_the_protocol_of_samples_names_the_recipe():
     values = {"precision": "fp8", "fp8_recipe": "tensorwise"}
     stack = AccelerationStack(values, CPU, only=("precision",))
     expected = values if explain_no_fp8() is None else {"precision": "fp32"}
-    assert stack.arithmetic() == expected
+    assert stack.describe_arithmetic() == expected
     values = {"precision": "fp32", "fp8_recipe": "rowwise"}
-    assert AccelerationStack(values, CPU, only=("precision",)).arithmetic() == {"precision": "fp32"}
+    assert AccelerationStack(values, CPU, only=("precision",)).describe_arithmetic() == {"precision": "fp32"}

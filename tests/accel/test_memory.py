@@ -59,7 +59,7 @@ def name_words(words: list[str]) -> str:
 def on_a_cpu(monkeypatch):
     """Lets a CPU offload tiny tensors: it copies them all the same."""
     for kind in (OffloadOptimizer, OffloadActivations):
-        monkeypatch.setattr(kind, "unavailable", lambda self: None)
+        monkeypatch.setattr(kind, "find_obstacle", lambda self: None)
     monkeypatch.setattr(saved_tensors, "MIN_MOVED_BYTES", 1024)
 
 
@@ -207,7 +207,7 @@ def test_states_kept_in_fp32(monkeypatch):
 
 
 def test_a_state_that_stays_on_the_device(monkeypatch):
-    monkeypatch.setattr(HostState, "around", lambda self, member: nullcontext())
+    monkeypatch.setattr(HostState, "surround_update", lambda self, member: nullcontext())
     assert read_ledger(training_of(offload_optimizer=True))["offload_optimizer"].missing
 
 
@@ -359,4 +359,4 @@ def test_a_state_of_another_kind_is_refused():
 @pytest.mark.parametrize("kind", [OffloadOptimizer, OffloadActivations])
 def test_on_a_cpu_offload_is_refused_with_the_reason(kind, monkeypatch):
     monkeypatch.undo()
-    assert "on cpu" in kind(True, CPU).unavailable()
+    assert "on cpu" in kind(True, CPU).find_obstacle()

@@ -213,7 +213,7 @@ def test_on_unavailable_error_accepts_a_measured_off_and_no_failed_parity(monkey
 
 def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch, trials):
     reason = "The Triton kernels need an NVIDIA GPU."
-    monkeypatch.setattr(FusedKernel, "unavailable", lambda self: reason)
+    monkeypatch.setattr(FusedKernel, "find_obstacle", lambda self: reason)
     assert not make_stack(on_unavailable="error").values["fused_scan"]
     with pytest.raises(ValueError, match="fused_scan=True"):
         make_stack(True, on_unavailable="error")
@@ -243,7 +243,7 @@ def test_a_captured_run_goes_by_the_times_without_launches(trials, monkeypatch):
     on, why, _ = prove_scan()
     assert on
     assert "0.41 ms a block against 2.9 ms" in why
-    monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
+    monkeypatch.setattr(CudaGraph, "find_obstacle", lambda self: None)
     on, why, _ = prove_scan(runtime={"cuda_graph": True})
     assert not on
     assert "0.4 ms a block against 0.3 ms" in why

@@ -119,7 +119,7 @@ def test_what_cannot_be_had_here_says_so_in_a_sentence(variant):
 def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, monkeypatch):
     for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: False)
-    assert word in Precision(name, CPU).unavailable()
+    assert word in Precision(name, CPU).find_obstacle()
     values = EAGER | {"precision": name, "tf32": True}
     stack = AccelerationStack(values, CPU, on_unavailable="emulate")
     assert stack.precision == name
@@ -130,7 +130,7 @@ def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, mo
 def test_compiling_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setattr(Compile, "backend", "inductor")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "C++ compiler" in Compile(True, CPU).unavailable()
+    assert "C++ compiler" in Compile(True, CPU).find_obstacle()
 
 
 def test_degrade_names_what_is_missing_and_error_refuses_with_all_of_it():
@@ -144,14 +144,14 @@ def test_degrade_names_what_is_missing_and_error_refuses_with_all_of_it():
 
 
 def test_error_stops_where_a_step_shows_a_technique_to_be_off(monkeypatch):
-    monkeypatch.setattr(FusedAdamW, "optimizer_kwargs", lambda self: {})
+    monkeypatch.setattr(FusedAdamW, "make_optimizer_kwargs", lambda self: {})
     with pytest.raises(ValueError, match=r"runtime\.fused_adamw"):
         ledger_of("mamba", "runtime.on_unavailable=error", fused_adamw=True)
 
 
 def test_deterministic_switches_off_what_is_not(monkeypatch):
     kind = next(kind for kind in TECHNIQUES if kind.nondeterministic)
-    monkeypatch.setattr(kind, "unavailable", lambda self: None)
+    monkeypatch.setattr(kind, "find_obstacle", lambda self: None)
     values = EAGER | {kind.key: True}
     stack = AccelerationStack(values, CPU, on_unavailable="error", deterministic=True)
     assert stack.reasons == {kind.key: "switched off by deterministic=true"}
@@ -224,7 +224,7 @@ def broken_backend(graph, inputs):
     [
         (
             AttentionBackend,
-            {"unavailable": lambda self: None},
+            {"find_obstacle": lambda self: None},
             {"attention": "efficient"},
             "efficient attention does not take",
             "flash",
@@ -323,4 +323,4 @@ def test_inductor_compiles_a_block_into_one_graph_with_equal_results(inductor):
 
 def test_unfused_means_pytorchs_default():
     """`fused=False` would switch foreach off too."""
-    assert FusedAdamW(False, CPU).optimizer_kwargs() == {}
+    assert FusedAdamW(False, CPU).make_optimizer_kwargs() == {}

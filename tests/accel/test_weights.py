@@ -113,19 +113,19 @@ def leave_rounding_to_pytorch(monkeypatch):
 
 
 def forget_rests(monkeypatch):
-    compensated = RoundedUpdate.compensated
+    round_with_compensation = RoundedUpdate.round_with_compensation
 
     def forget(self, updated):
-        compensated(self, updated)
+        round_with_compensation(self, updated)
         for parameter, _ in updated:
             self.state[parameter][COMPENSATION].zero_()
 
-    monkeypatch.setattr(RoundedUpdate, "compensated", forget)
+    monkeypatch.setattr(RoundedUpdate, "round_with_compensation", forget)
 
 
 def leave_rests_unused(monkeypatch):
     monkeypatch.setattr(
-        RoundedUpdate, "widened", lambda self, parameter: parameter.detach().float()
+        RoundedUpdate, "widen", lambda self, parameter: parameter.detach().float()
     )
 
 

@@ -24,7 +24,7 @@ from training.config.compose import compose
 from training.config.schema import RuntimeConfig, TrainConfig
 
 EAGER = RuntimeConfig().values()
-VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.ways()]
+VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.list_ways()]
 """Every technique in each of its ways, alone."""
 
 
@@ -46,21 +46,21 @@ def explain_unavailable(variant: dict, device: torch.device = CPU) -> str | None
     """Why a variant cannot be had on a device; None if it can."""
     kind = find_technique(key_of(variant))
     options = {name: value for name, value in variant.items() if name in kind.options}
-    return kind(variant[kind.key], device, **options).unavailable()
+    return kind(variant[kind.key], device, **options).find_obstacle()
 
 
 def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets any CPU compute in 16 bits, and in 8 bits in tiny layers where torchao and this PyTorch
     can; tiny tensors count as large enough to be offloaded."""
     monkeypatch.setattr(saved_tensors, "MIN_MOVED_BYTES", 1024)
-    on_gpu = Precision.unavailable
+    on_gpu = Precision.find_obstacle
 
-    def unavailable(self: Precision) -> str | None:
+    def find_obstacle(self: Precision) -> str | None:
         if self.device.type == "cuda":
             return on_gpu(self)
         return explain_no_fp8(self.fp8_recipe) if self.value == "fp8" else None
 
-    monkeypatch.setattr(Precision, "unavailable", unavailable)
+    monkeypatch.setattr(Precision, "find_obstacle", find_obstacle)
     monkeypatch.setattr(float8, "MIN_FEATURES", 16)
 
 

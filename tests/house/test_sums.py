@@ -79,7 +79,7 @@ def test_gradients_and_loss_of_many_micro_batches():
     step = SimpleNamespace(
         losses=lambda slope: ((parameter * slope).sum().reshape(1), None),
         ema_weight=torch.zeros(()),
-        synchronised=lambda last: nullcontext(),
+        synchronise=lambda last: nullcontext(),
         mark=lambda phase: None,
         scaler=None,
     )
@@ -146,7 +146,7 @@ def test_averages_of_many_steps(half_life, bound):
     With 256 samples a step, the half-life of `experiment=fullrun` and one ten times as long have a
     weight w of 1e-4 and 1e-5. Weights near 1, the hardest, move as Adam moves them.
     """
-    weight = float(torch.tensor(EMA(nn.Linear(1, 1), half_life).weight(10**12, 256)))
+    weight = float(torch.tensor(EMA(nn.Linear(1, 1), half_life).compute_weight(10**12, 256)))
     rates = 1e-4 * (0.5 + 0.5 * torch.linspace(0.0, math.pi, 10_000).cos())
     moves = rates[:, None] * (0.3 * draw_normal(10_000, 256) + 0.1)
     walk = (draw_normal(256, mean=1.0, std=0.1) + moves.cumsum(0)).float()
@@ -180,7 +180,7 @@ def test_the_mean_of_held_out_losses():
             ranks=SINGLE,
             micro_batch=256,
             loader=loader,
-            state=SimpleNamespace(averaged=nullcontext),
+            state=SimpleNamespace(use_averages=nullcontext),
             step=SimpleNamespace(
                 losses=lambda batch, held_out: (losses[batch.position], t[batch.position])
             ),
