@@ -74,7 +74,7 @@ def precompute(composed: Composed) -> Path:
     step = stack.on_step(EncodeStep(autoencoder))
     first = read_first_images(images, cfg, device)
     ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
-    ranks.say(f"\nledger ({device})\n{ledger.table()}\n")
+    ranks.say(f"\nledger ({device})\n{ledger.format_table()}\n")
 
     # 3. Check that the encoder reconstructs the first images.
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)

@@ -82,8 +82,8 @@ class Members(torch.optim.Optimizer):
     ) -> None:
         self.members = list(members)
         self.stand_ins = stand_ins
-        self.numbered = list_parameters(groups)
-        if any(isinstance(p, DTensor) for p in self.numbered):
+        self.numbered_parameters = list_parameters(groups)
+        if any(isinstance(p, DTensor) for p in self.numbered_parameters):
             raise UserError(
                 f"{type(self).__name__} keeps a state that cannot be cut over several processes; "
                 "use optim=adamw with runtime.parallel.mode=fsdp or hsdp, or "
@@ -94,7 +94,7 @@ class Members(torch.optim.Optimizer):
         super().__init__(members_groups, self.members[0].defaults | {"fused": fused})
         self.owner = {p: m for m in self.members for p in list_parameters(m.param_groups)}
 
-    def around(self, _member: torch.optim.Optimizer) -> AbstractContextManager[object]:
+    def surround_update(self, _member: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """What surrounds the update of one member's parameters."""
         return nullcontext()
 
@@ -110,19 +110,19 @@ class Members(torch.optim.Optimizer):
             for name in DEVICE_DECISIONS:
                 if hasattr(self, name):
                     setattr(member, name, getattr(self, name))
-            with self.around(member):
+            with self.surround_update(member):
                 member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the parameters themselves; a stand-in has a gradient during the update only."""
         assert set_to_none
-        for parameter in self.numbered:
+        for parameter in self.numbered_parameters:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """`state`: number of a parameter -> `kept_by`. Hyper-parameters are left out: the
         configuration has them."""
-        kept = {i: collect_state(self, p) for i, p in enumerate(self.numbered)}
+        kept = {i: collect_state(self, p) for i, p in enumerate(self.numbered_parameters)}
         return {"state": {i: entries for i, entries in kept.items() if entries}, "param_groups": []}
 
     @torch.no_grad()
@@ -134,10 +134,10 @@ class Members(torch.optim.Optimizer):
         use for is zero.
         """
         saved = state_dict["state"]
-        owner, key, _ = locate_state(self, self.numbered[0])
+        owner, key, _ = locate_state(self, self.numbered_parameters[0])
         if saved and not owner.state.get(key):
             self.make_state()
-        for i, parameter in enumerate(self.numbered):
+        for i, parameter in enumerate(self.numbered_parameters):
             entries = saved.get(i, {})
             owner, key, ours = locate_state(self, parameter)
             holds_a_state = bool(entries.keys() - ours)
@@ -158,18 +158,18 @@ class Members(torch.optim.Optimizer):
         """Has every member make its state, by a step of rate 0 on gradients of 0: parameters stay
         as they are."""
         rates = [group["lr"] for group in self.param_groups]
-        grads = [parameter.grad for parameter in self.numbered]
+        grads = [parameter.grad for parameter in self.numbered_parameters]
         own = vars(self)
         scale = {name: own.pop(name) for name in DEVICE_DECISIONS if name in own}
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        for parameter in self.numbered:
+        for parameter in self.numbered_parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.step()
 
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
-        for parameter, grad in zip(self.numbered, grads, strict=True):
+        for parameter, grad in zip(self.numbered_parameters, grads, strict=True):
             parameter.grad = grad
         own.update(scale)
 
@@ -198,7 +198,7 @@ def collect_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[s
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters that an optimizer updates."""
     if isinstance(optimizer, Members):
-        return optimizer.numbered
+        return optimizer.numbered_parameters
     return list_parameters(optimizer.param_groups)
 
 

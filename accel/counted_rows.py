@@ -168,7 +168,7 @@ class AdapterGradients(Technique):
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
         used = set[str]()
         moved = dict[str, int]()
-        for number, flags in enumerate(self.together(), start=1):
+        for number, flags in enumerate(self.reduce_flags(), start=1):
             for name, flag in zip(kinds, flags.tolist(), strict=True):
                 if flag >= 0:
                     used.add(name)
@@ -194,7 +194,7 @@ class AdapterGradients(Technique):
         note += f"; {trained} of {sum(size for size, _ in sizes)} parameters train"
         return Observation("partly" if idle else self.value, note)
 
-    def together(self) -> list[Tensor]:
+    def reduce_flags(self) -> list[Tensor]:
         """Reduces the flags of all processes: for each step a tensor with one flag a parameter, -1
         without a gradient, 0 if it is all zeros, 1 otherwise."""
         found = []

@@ -53,7 +53,7 @@ class Ledger(list[LedgerRow]):
         """The dtype in which products really ran, by its short name."""
         return str(next(row.active for row in self if row.key == "precision"))
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Says what was seen to be on, as `key=value`, in one line that a search finds in a log."""
         found = {row.key: str(row.active).lower().replace(" ", ",") for row in self}
         dtype = found.pop("precision", "fp32")
@@ -63,7 +63,7 @@ class Ledger(list[LedgerRow]):
         words = [f"{key}={value}" for key, value in (told | found).items()]
         return f"Acceleration: {' '.join(words)}"
 
-    def table(self, width: int = 118) -> str:
+    def format_table(self, width: int = 118) -> str:
         """A table for the terminal; a row that was asked for and is not on starts with an
         exclamation mark."""
         cells = [COLUMNS] + [

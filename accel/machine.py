@@ -1,6 +1,6 @@
 """Answers techniques that ask what a machine has, so that a GPU that is not here can be pretended.
 
-Only `Technique.unavailable` asks here: what a technique then does, and what it observes, is never
+Only `Technique.find_obstacle` asks here: what a technique then does, and what it observes, is never
 pretended.
 """
 

@@ -41,7 +41,7 @@ class Comparison(NamedTuple):
         """The error over its bound; a kernel is refused above 1."""
         return math.inf if self.fault else self.error / (2.0 * self.definition_error + ERROR_FLOOR)
 
-    def refusal(self) -> str | None:
+    def describe_refusal(self) -> str | None:
         """What is wrong with the kernel, as a sentence; None if nothing is."""
         if self.excess <= 1.0:
             return None
@@ -117,7 +117,9 @@ def compare_operator(
     return [compare_output(f"{name}[{i}]", *pair) for i, pair in enumerate(pairs)], result
 
 
-def compare_output(name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Tensor) -> Comparison:
+def compare_output(
+    name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Tensor
+) -> Comparison:
     """Compares what two calls of a kernel gave with the definition's answer and the right one."""
     fault = None
     if kernel.shape != own.shape or kernel.dtype != own.dtype:

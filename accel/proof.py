@@ -64,7 +64,7 @@ class Use(NamedTuple):
 class Question:
     """Which kernels a run asks for, by runtime key, and how it runs the blocks that use them."""
 
-    asked: Mapping[str, bool | str]
+    requested: Mapping[str, bool | str]
     """Key -> True (parity decides) or "auto" (parity, then time)."""
     runtime: Mapping[str, Any]
     """Effective values of the techniques that act on a block, and their options."""
@@ -79,9 +79,9 @@ class Question:
     """Keys of `runtime` that parity, which compares one operator at a time, does not depend on."""
 
     @property
-    def timed(self) -> list[str]:
+    def timed_keys(self) -> list[str]:
         """The keys that time decides about."""
-        asked = [key for key, value in self.asked.items() if value == AUTO]
+        asked = [key for key, value in self.requested.items() if value == AUTO]
         return [] if self.deterministic else asked
 
 
@@ -97,24 +97,28 @@ def prove(
     """
     uses = record_uses(model, forward)
     if isinstance(uses, str):
-        return {key: Proof(False, uses) for key in question.asked}, {}
+        return {key: Proof(False, uses) for key in question.requested}, {}
 
     # The first process's memory counts, if all processes ask the same.
     facts = collect_facts(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     cache = find_cache_folder("kernels") / f"{name}.json"
-    everyone = gather_objects((facts, read_findings(folder / KERNELS_FILE) if folder else {}, read_findings(cache)))
+    everyone = gather_objects(
+        (facts, read_findings(folder / KERNELS_FILE) if folder else {}, read_findings(cache))
+    )
     alike = all(theirs == facts for theirs, *_ in everyone)
     _, earlier, cached = everyone[0]
     before = earlier.get("chosen", {})
-    chosen = {key: before[key] for key in before if question.asked.get(key) == AUTO}
+    chosen = {key: before[key] for key in before if question.requested.get(key) == AUTO}
 
     # What this run chose not to use needs no proof; of what it uses parity is shown again.
-    keys = [key for key in question.asked if chosen.get(key, True)]
-    timed = [key for key in question.timed if key not in chosen]
+    keys = [key for key in question.requested if chosen.get(key, True)]
+    timed = [key for key in question.timed_keys if key not in chosen]
     if alike and earlier.get("facts") == facts:
         found = earlier["found"]
-    elif alike and cached.get("facts") == facts and not find_unanswered(cached["found"], keys, timed):
+    elif (
+        alike and cached.get("facts") == facts and not find_unanswered(cached["found"], keys, timed)
+    ):
         found = cached["found"]
     else:
         found = merge_findings(gather_objects(run_trials(question, uses, keys, timed)))
@@ -122,7 +126,7 @@ def prove(
         if is_first_rank() and not chosen and not passing:
             write_to_cache(cache, {"facts": facts, "found": found})
     proofs = decide(question, found, chosen)
-    kept = {key: proof.on for key, proof in proofs.items() if question.asked[key] == AUTO}
+    kept = {key: proof.on for key, proof in proofs.items() if question.requested[key] == AUTO}
     return proofs, {"facts": facts, "chosen": kept, "found": found}
 
 
@@ -131,8 +135,8 @@ def decide(
 ) -> dict[str, Proof]:
     """The decision on each kernel that is asked for; what the run has chosen before stays so."""
     proofs = {}
-    for key in question.asked:
-        timed = key in question.timed and key not in chosen
+    for key in question.requested:
+        timed = key in question.timed_keys and key not in chosen
         proof = judge(found.get(key), timed, question.captured)
         if key in chosen:
             again = f"before: {proof.why}" if key in found else "so before"
@@ -160,7 +164,9 @@ def judge(result: Mapping[str, Any] | None, timed: bool, captured: bool = False)
     if off is None:
         return Proof(True, f"{why}, {on:.3g} ms a block; memory ran out without it")
     kept = "keeps {on:.3g} of {off:.3g} MB a sample".format(**result["kept_mb"])
-    return Proof(on <= MAX_SLOWDOWN * off, f"{why}, {on:.3g} ms a block against {off:.3g} ms, {kept}")
+    return Proof(
+        on <= MAX_SLOWDOWN * off, f"{why}, {on:.3g} ms a block against {off:.3g} ms, {kept}"
+    )
 
 
 def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
@@ -170,12 +176,12 @@ def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
 
     here = Path(__file__).parent
     sources = [*sorted(here.glob("*.py")), *sorted(here.glob("kernels/*.py"))]
-    left_out = () if question.timed else question.change_times_only
+    left_out = () if question.timed_keys else question.change_times_only
     facts: dict[str, Any] = {
         "gpu": question.device.type,
         "torch": torch.__version__,
         "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest(),
-        "asked": question.asked,
+        "asked": question.requested,
         "runtime": {key: value for key, value in question.runtime.items() if key not in left_out},
         "samples": question.samples,
         "deterministic": question.deterministic,
@@ -225,7 +231,9 @@ def hash_kind(block: nn.Module, metas: list[Any]) -> str:
     return hashlib.sha256(json.dumps([modules, tensors, metas], default=str).encode()).hexdigest()
 
 
-def run_trials(question: Question, uses: list[Use], keys: list[str], timed: list[str]) -> dict[str, Any]:
+def run_trials(
+    question: Question, uses: list[Use], keys: list[str], timed: list[str]
+) -> dict[str, Any]:
     """What processes of their own found about `keys`; one that crashes or hangs costs the key that
     it was at. The first process of a run says that it takes a while."""
     began = time.monotonic()
@@ -296,7 +304,12 @@ def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
     file = folder / "found.json"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "accel.trial", str(folder)]
-    end = run_watched(command, file, folder / "log", lambda: read_findings(file).get("patience") or TRIAL_TIMEOUT_SECONDS)
+    end = run_watched(
+        command,
+        file,
+        folder / "log",
+        lambda: read_findings(file).get("patience") or TRIAL_TIMEOUT_SECONDS,
+    )
     return read_findings(file), end
 
 

@@ -94,7 +94,7 @@ class AccelerationStack:
         on_unavailable: str = "degrade",
         deterministic: bool = False,
         only: Collection[str] | None = None,
-        also: Collection[Technique] = (),
+        extra_rows: Collection[Technique] = (),
         same_bytes: str = "",
     ) -> None:
         self.reasons: dict[str, str] = {}
@@ -109,13 +109,13 @@ class AccelerationStack:
             for kind in TECHNIQUES
             if only is None or kind.key in only
         ]
-        self.techniques: list[Technique] = [*also, *switched]
+        self.techniques: list[Technique] = [*extra_rows, *switched]
         self.requested = {technique.key: technique.value for technique in self.techniques}
 
         # What cannot be had is switched off, or refused with all the rest that cannot.
         refused = []
         for technique in (technique for technique in switched if technique.enabled):
-            reason = self.unavailable(technique)
+            reason = self.find_obstacle(technique)
             if same_bytes and technique.nondeterministic:
                 reason = same_bytes
             elif reason and technique.value != AUTO:
@@ -130,9 +130,9 @@ class AccelerationStack:
                 technique.value = technique.off
         self.refuse(refused)
 
-    def unavailable(self, technique: Technique) -> str | None:
+    def find_obstacle(self, technique: Technique) -> str | None:
         """Why a technique cannot be had, as a sentence; None if it can."""
-        return technique.unavailable()
+        return technique.find_obstacle()
 
     def refuse(self, refused: list[str]) -> None:
         if refused and self.strict:
@@ -146,12 +146,14 @@ class AccelerationStack:
         """Key -> value of each technique; its off value where the machine cannot have it."""
         return {technique.key: technique.value for technique in self.techniques}
 
-    def left(self) -> list[str]:
+    def list_launch_savers(self) -> list[str]:
         """Words, such as runtime.compile=true, of techniques that save launches, are off, and can
         be had on this device."""
         kinds = [type(t) for t in self.techniques if t.saves_launches and not t.enabled]
         return [
-            kind.override(True) for kind in kinds if kind(True, self.device).unavailable() is None
+            kind.make_override(True)
+            for kind in kinds
+            if kind(True, self.device).find_obstacle() is None
         ]
 
     @property
@@ -159,12 +161,12 @@ class AccelerationStack:
         """The dtype of products, by its short name."""
         return str(self.values.get(Precision.key, Precision.off))
 
-    def arithmetic(self) -> dict[str, bool | str]:
+    def describe_arithmetic(self) -> dict[str, bool | str]:
         """The runtime keys and values that say how products round."""
-        told = [item for t in self.techniques for item in t.arithmetic().items()]
+        told = [item for t in self.techniques for item in t.describe_arithmetic().items()]
         return dict(sorted(told))
 
-    def barred(self) -> list[str]:
+    def list_unavailable_savings(self) -> list[str]:
         """The runtime keys by which this device cannot save memory."""
         return [
             key
@@ -172,10 +174,10 @@ class AccelerationStack:
             for saving in technique.savings
             for key, value in saving.values.items()
             if key == (technique.path or technique.key)
-            and type(technique)(value, self.device).unavailable()
+            and type(technique)(value, self.device).find_obstacle()
         ]
 
-    def why_apart(self) -> str | None:
+    def explain_separate_training(self) -> str | None:
         """Why several processes would train apart from each other, as a sentence; None if they
         would not."""
         if get_world_size() == 1 or self.values[DataParallel.key] != DataParallel.off:
@@ -204,7 +206,7 @@ class AccelerationStack:
             return {}
         acting = [t for t in self.techniques if t.changes_kernels]
         question = Question(
-            asked={t.key: t.value for t in kernels},
+            requested={t.key: t.value for t in kernels},
             runtime={name: value for t in acting for name, value in t.settings.items()},
             samples=samples,
             device=self.device,
@@ -245,8 +247,8 @@ class AccelerationStack:
             model = technique.on_model(model)
         return model
 
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        return dict(pair for t in self.techniques for pair in t.optimizer_kwargs().items())
+    def make_optimizer_kwargs(self) -> dict[str, Any]:
+        return dict(pair for t in self.techniques for pair in t.make_optimizer_kwargs().items())
 
     def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         """The later a technique stands in the tuple, the closer it is to the optimizer itself."""
@@ -260,11 +262,11 @@ class AccelerationStack:
         return step
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def surround_evaluation(self) -> Iterator[None]:
         """Surrounds evaluation and sampling in the middle of training."""
         with ExitStack() as contexts:
             for technique in self.techniques:
-                contexts.enter_context(technique.around_evaluation())
+                contexts.enter_context(technique.surround_evaluation())
             yield
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:

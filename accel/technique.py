@@ -124,12 +124,12 @@ class Technique(ABC):
         vars(self).update(self.option)
 
     @classmethod
-    def ways(cls) -> tuple[Mapping[str, Value], ...]:
+    def list_ways(cls) -> tuple[Mapping[str, Value], ...]:
         """`examples`, where there are any; otherwise the one way to switch it on."""
         return cls.examples or ({cls.key: True},)
 
     @classmethod
-    def override(cls, value: Value) -> str:
+    def make_override(cls, value: Value) -> str:
         """The override that asks for a value, such as runtime.tf32=true."""
         return f"runtime.{cls.path or cls.key}={str(value).lower()}"
 
@@ -147,11 +147,11 @@ class Technique(ABC):
         """Its value and its options, by runtime key."""
         return {self.key: self.value} | self.option
 
-    def arithmetic(self) -> dict[str, Any]:
+    def describe_arithmetic(self) -> dict[str, Any]:
         """Runtime keys and values that say how products round, where it has a part in that."""
         return {}
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where
         `enabled`."""
         kind = self.device.type
@@ -167,7 +167,7 @@ class Technique(ABC):
         """Changes the model through its `.blocks`; state-dict keys stay as they are."""
         return model
 
-    def optimizer_kwargs(self) -> dict[str, Any]:
+    def make_optimizer_kwargs(self) -> dict[str, Any]:
         """Arguments for the optimizer's constructor."""
         return {}
 
@@ -179,7 +179,7 @@ class Technique(ABC):
         """Wraps `step.forward` or `step.update`, or hands the step an object that it needs."""
         return step
 
-    def around_evaluation(self) -> AbstractContextManager[object]:
+    def surround_evaluation(self) -> AbstractContextManager[object]:
         """What surrounds evaluation and sampling in the middle of training."""
         return nullcontext()
 
@@ -209,25 +209,25 @@ class Technique(ABC):
         not."""
         return None
 
-    def tried(self) -> tuple[Mapping[str, Value], ...]:
+    def list_candidates(self) -> tuple[Mapping[str, Value], ...]:
         """Runtime values among which runtime=auto chooses the fastest, the one to begin with
         first; empty where the value stays as given."""
         return ()
 
-    def without_device(self) -> None:  # noqa: B027 - most compute alike on any device
+    def on_fake_device(self) -> None:  # noqa: B027 - most compute alike on any device
         """Called where only bytes are counted, on fake tensors of a CPU: sets itself to what keeps
         the same bytes there."""
 
-    def part_bytes(self, part: int) -> float | None:
+    def count_part_bytes(self, part: int) -> float | None:
         """Bytes that an update takes at least, where it works at one part of the parameters after
         the other and the largest has `part` elements; None where it does not."""
         return None
 
-    def to_host(self, tensor: Tensor, /) -> Tensor:
+    def copy_to_host(self, tensor: Tensor, /) -> Tensor:
         """A copy in host memory of what the forward pass keeps; a plan follows its bytes."""
         return tensor
 
-    def in_host_memory(self) -> Iterable[Tensor]:
+    def list_host_tensors(self) -> Iterable[Tensor]:
         """What it keeps in host memory from one step to the next."""
         return ()
 

@@ -107,7 +107,7 @@ class Variant:
         self.kept = notes[-1].saved_bytes
         return True
 
-    def milliseconds(self, inputs: Inputs, replayed: bool) -> float:
+    def measure_milliseconds(self, inputs: Inputs, replayed: bool) -> float:
         """The time of one call; `replayed`: as in a CUDA graph, without what launching takes."""
         if self.stack.device.type != "cuda":
             began = time.perf_counter()
@@ -136,11 +136,11 @@ class Trial:
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
         torch.use_deterministic_algorithms(self.job["deterministic"])
-        self.stack = self.new_stack()
+        self.stack = self.make_stack()
         self.stack.on_process()
         self.blocks = torch.load(folder / "blocks.pt", weights_only=False, map_location=self.device)
 
-    def new_stack(self) -> AccelerationStack:
+    def make_stack(self) -> AccelerationStack:
         return AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
 
     def write(self, doing: str, key: str | None = None, patience: float | None = None) -> None:
@@ -155,14 +155,14 @@ class Trial:
         for key in self.job["keys"]:
             if key not in self.found:
                 self.write("its parity test", key)
-                self.found[key] = self.parity(key)
+                self.found[key] = self.test_parity(key)
         for key in self.job["timed"]:
             if self.found[key]["refusal"] is None and "times" not in self.found[key]:
                 self.write("being timed", key, COMPILE_TIMEOUT_SECONDS)
-                self.found[key] |= self.timed(key)
+                self.found[key] |= self.measure_times(key)
         self.write("nothing more")
 
-    def parity(self, key: str) -> dict[str, Any]:
+    def test_parity(self, key: str) -> dict[str, Any]:
         """The comparison that comes nearest to its bound, or goes beyond it most."""
         comparing = ComparingMode()
         samples = min(PARITY_SAMPLES, self.job["samples"])
@@ -175,9 +175,9 @@ class Trial:
         if not comparing.comparisons:
             return make_outcome("no operator of ours ran in a block")
         worst = max(comparing.comparisons, key=lambda c: c.excess)
-        return make_outcome(worst.refusal(), worst.error, worst.definition_error)
+        return make_outcome(worst.describe_refusal(), worst.error, worst.definition_error)
 
-    def timed(self, key: str) -> dict[str, Any]:
+    def measure_times(self, key: str) -> dict[str, Any]:
         """Milliseconds, and megabytes kept a sample, of the commonest block that uses `key`, with
         it and without it."""
         users = [i for i, block in enumerate(self.blocks) if find_switches(block, key)]
@@ -189,7 +189,7 @@ class Trial:
         others = {k for k, found in self.found.items() if found["refusal"] is None} - {key}
         kernels = {"on": others | {key}, "off": others}
         variants = {
-            name: Variant(self.blocks[i], on, self.new_stack()) for name, on in kernels.items()
+            name: Variant(self.blocks[i], on, self.make_stack()) for name, on in kernels.items()
         }
         ready = {name: variant for name, variant in variants.items() if variant.warm_up(inputs)}
         launched = race(ready, inputs, replayed=False)
@@ -206,7 +206,9 @@ def race(
     taken: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(REPEATS):
         for name in sorted(taken, reverse=bool(i % 2)):
-            taken[name].append(variants[name].milliseconds(inputs[i % len(inputs)], replayed))
+            taken[name].append(
+                variants[name].measure_milliseconds(inputs[i % len(inputs)], replayed)
+            )
     medians = {name: statistics.median(times) for name, times in taken.items()}
     return {name: medians.get(name) for name in ("on", "off")}
 

@@ -27,7 +27,7 @@ class Adapted(nn.Module, ABC):
     base_layer: Any
 
     @abstractmethod
-    def merged(self) -> nn.Module:
+    def merge(self) -> nn.Module:
         """The layer alone with weights that compute the same, in fp32; it is `base_layer`, changed
         in place."""
 
@@ -61,7 +61,7 @@ class LoraLinear(Adapted):
         return self.base_layer(x) + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B)
 
     @torch.no_grad()
-    def merged(self) -> nn.Linear:
+    def merge(self) -> nn.Linear:
         self.base_layer.weight += self.scale * self.lora_B @ self.lora_A
         return self.base_layer
 
@@ -91,27 +91,27 @@ class PromptedLabels(Adapted):
                 nn.init.zeros_(up.weight)
                 nn.init.zeros_(up.bias)
 
-    def vectors(self) -> Float[Tensor, "K+1 D"]:
+    def compute_vectors(self) -> Float[Tensor, "K+1 D"]:
         """What is added to the embedding of each label."""
         return self.prompt if self.mlp is None else self.mlp(self.prompt)
 
     def forward(self, y: Int[Tensor, "B"]) -> Float[Tensor, "B D"]:
-        return self.base_layer(y) + F.embedding(y, self.vectors())
+        return self.base_layer(y) + F.embedding(y, self.compute_vectors())
 
     @torch.no_grad()
-    def merged(self) -> LabelEmbedding:
-        self.base_layer.table.weight += self.vectors()
+    def merge(self) -> LabelEmbedding:
+        self.base_layer.table.weight += self.compute_vectors()
         return self.base_layer
 
 
 class Adapter(ABC):
     """An adapter as the configuration describes it."""
 
-    misses: str
+    no_layer_message: str
     """The sentence for a model that has no layer to adapt."""
 
     @abstractmethod
-    def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
+    def adapt(self, name: str, layer: nn.Module) -> Adapted | None:
         """The layer called `name` with the adapter on it; None where it stays as it is."""
 
 
@@ -132,12 +132,12 @@ class Lora(Adapter):
         self.rank = rank
         self.alpha = alpha
         self.targets = targets
-        self.misses = (
+        self.no_layer_message = (
             f"adapter.targets={targets} match no linear layer of this model; [blocks.*] are all of "
             "its blocks."
         )
 
-    def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
+    def adapt(self, name: str, layer: nn.Module) -> Adapted | None:
         if not isinstance(layer, nn.Linear) or not any(
             fnmatchcase(name, pattern) for pattern in self.targets
         ):
@@ -149,14 +149,16 @@ class Prompt(Adapter):
     """Trained vectors added to the condition, one for each label; with `hidden` > 0 from an MLP of
     that width."""
 
-    misses = "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
+    no_layer_message = (
+        "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
+    )
 
     def __init__(self, hidden: int = 0) -> None:
         if hidden < 0:
             raise UserError(f"adapter.hidden={hidden} must be at least 0 (no MLP).")
         self.hidden = hidden
 
-    def adapted(self, name: str, layer: nn.Module) -> Adapted | None:
+    def adapt(self, name: str, layer: nn.Module) -> Adapted | None:
         return PromptedLabels(layer, self.hidden) if isinstance(layer, LabelEmbedding) else None
 
 
@@ -169,10 +171,10 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
     for table in [m.table for m in model.modules() if isinstance(m, LabelEmbedding)]:
         table.weight.requires_grad_(train_labels)
     found = {
-        name: adapted for name, m in model.named_modules() if (adapted := adapter.adapted(name, m))
+        name: adapted for name, m in model.named_modules() if (adapted := adapter.adapt(name, m))
     }
     if not found:
-        raise UserError(adapter.misses)
+        raise UserError(adapter.no_layer_message)
     for name, adapted in found.items():
         replace_layer(model, name, adapted)
 
@@ -204,7 +206,7 @@ def merge_adapter(model: nn.Module) -> None:
     """Adds the adapter to the weights, for good: the model computes the same to rounding, as fast
     as without it."""
     for name, layer in find_adapted_layers(model).items():
-        replace_layer(model, name, layer.merged())
+        replace_layer(model, name, layer.merge())
 
 
 def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:

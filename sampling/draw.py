@@ -119,8 +119,8 @@ class SampleJob:
         given = {
             name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None
         }
-        sampling = self.trained.settings(**given)
-        self.labels, dealt = self.chosen_labels()
+        sampling = self.trained.change_sampling(**given)
+        self.labels, dealt = self.choose_labels()
         """`balanced`, `data`, or numbers of classes."""
         forward = self.trained.forward
         spec = self.trained.spec
@@ -129,7 +129,7 @@ class SampleJob:
         self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
         """Samples in a chunk."""
 
-    def chosen_labels(self) -> tuple[Any, Labels]:
+    def choose_labels(self) -> tuple[Any, Labels]:
         """Returns the labels that the configuration asks for, and how they are dealt.
 
         ValueError where they cannot be had.
@@ -155,15 +155,15 @@ class SampleJob:
             "name, such as [3,apple]."
         )
 
-    def classes(self) -> dict[str, str]:
+    def list_classes(self) -> dict[str, str]:
         """Returns number -> name of each class that is drawn."""
         spec = self.trained.spec
         drawn = sorted(set(self.labels)) if isinstance(self.labels, list) else spec.labels
         return {str(number): spec.names[number] for number in drawn} if spec.num_classes else {}
 
-    def protocol(self) -> dict[str, Any]:
+    def describe_protocol(self) -> dict[str, Any]:
         """Returns all that a figure of these samples depends on."""
-        settings = self.stream.protocol(self.trained.stack, self.cfg.count, self.labels)
+        settings = self.stream.describe_protocol(self.trained.stack, self.cfg.count, self.labels)
         return settings | {"weights": self.trained.weights}
 
     def run(
@@ -185,10 +185,10 @@ class SampleJob:
         cfg = self.cfg
         self.ranks.say(
             f"{cfg.count} samples from {self.trained.file}\n\n"
-            f"ledger ({self.trained.device})\n{self.ledger.table()}\n"
+            f"ledger ({self.trained.device})\n{self.ledger.format_table()}\n"
         )
         whole_job = {
-            **self.protocol(),
+            **self.describe_protocol(),
             # the same file by another path is the same job
             "weights": self.trained.weights["sha256"],
             **job,
@@ -196,8 +196,8 @@ class SampleJob:
             "techniques": {row.key: row.active for row in self.ledger},
         }
         chunks = ResumableChunks(folder, whole_job, -(-cfg.count // self.size), self.ranks)
-        missing = chunks.missing()
-        mine = len(chunks.mine())
+        missing = chunks.list_missing_chunks()
+        mine = len(chunks.list_rank_chunks())
         if len(missing) < mine:
             print(f"{mine - len(missing)} of {mine} pieces are already there", flush=True)
 
@@ -207,7 +207,7 @@ class SampleJob:
             found = []
             last = min((number + 1) * self.size, cfg.count)
             for first in range(number * self.size, last, cfg.batch_size):
-                labels, latents = self.stream.batch(first // cfg.batch_size)
+                labels, latents = self.stream.draw_batch(first // cfg.batch_size)
                 if not bool(latents.isfinite().all()):
                     raise UserError(
                         f"{self.trained.file} draws samples that are not finite; use an earlier "
@@ -283,13 +283,13 @@ class ResumableChunks:
                 "or use another out."
             )
 
-    def mine(self) -> list[int]:
+    def list_rank_chunks(self) -> list[int]:
         """Returns the numbers of this process's chunks."""
         return list(range(self.ranks.rank, self.count, self.ranks.world_size))
 
-    def missing(self) -> list[int]:
+    def list_missing_chunks(self) -> list[int]:
         """Returns those of this process's chunks that are absent or damaged."""
-        return [number for number in self.mine() if self.find(number) is None]
+        return [number for number in self.list_rank_chunks() if self.find(number) is None]
 
     def find(self, number: int) -> Path | None:
         """Finds the file of a chunk whose content has the hash of its name.

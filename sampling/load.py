@@ -113,7 +113,7 @@ class TrainedModel:
             "step": told.step,
         }
 
-    def settings(self, **changes: Any) -> SamplingConfig:
+    def change_sampling(self, **changes: Any) -> SamplingConfig:
         """Returns the run's own `sampling` with changes; ValueError for those that cannot be."""
         found = apply_schema(
             SamplingConfig,
@@ -137,7 +137,7 @@ class TrainedModel:
                 f"batch_size={batch_size} and the number of labels, {len(labels)}, must be at "
                 "least 1."
             )
-        sampling = self.settings(**changes)
+        sampling = self.change_sampling(**changes)
         wanted = torch.tensor(find_class_numbers(labels, self.spec), device=self.device)
         images = []
         for position in torch.arange(len(labels), device=self.device).split(batch_size):
@@ -182,7 +182,7 @@ class SampleStream:
     batch_size: int
     device: torch.device
 
-    def batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
+    def draw_batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
         """Draws labels and raw latents of the samples from number · batch_size on."""
         first = number * self.batch_size
         position = torch.arange(first, first + self.batch_size, device=self.device)
@@ -191,7 +191,9 @@ class SampleStream:
             self.forward, self.spec, labels, position, self.seed, self.sampling
         )
 
-    def protocol(self, stack: AccelerationStack, count: int, labels: Any) -> dict[str, Any]:
+    def describe_protocol(
+        self, stack: AccelerationStack, count: int, labels: Any
+    ) -> dict[str, Any]:
         """Returns what a figure of `count` samples depends on beside the weights.
 
         This is the settings, the data, and how the model under `stack` computes.
@@ -203,7 +205,7 @@ class SampleStream:
             "labels": labels,
             "seed": self.seed,
             **sampling,
-            **stack.arithmetic(),
+            **stack.describe_arithmetic(),
             "data": self.spec.fingerprint,
             "autoencoder": self.spec.encoder_sha256 or self.spec.encoder.get("_target_"),
         }

@@ -109,16 +109,16 @@ def list_ways() -> dict[str, tuple[type[Technique], Value]]:
     from accel.stack import TECHNIQUES
 
     return {
-        kind.override(way[kind.key]): (kind, way[kind.key])
+        kind.make_override(way[kind.key]): (kind, way[kind.key])
         for kind in TECHNIQUES
-        for way in kind.ways()
+        for way in kind.list_ways()
     }
 
 
 def find_capabilities(device: torch.device) -> dict[str, str | None]:
     """Returns the override that asks for a technique, such as runtime.tf32=true, for every one in
     every way, and why it cannot be had here; None if it can."""
-    return {word: kind(value, device).unavailable() for word, (kind, value) in list_ways().items()}
+    return {word: kind(value, device).find_obstacle() for word, (kind, value) in list_ways().items()}
 
 
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
@@ -139,7 +139,7 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
         notes: dict[str, None] = {}  # a set in order
         for name in names:
             with pretend_gpu(CARDS[name].capability) as needs:
-                reason = kind(value, torch.device("cuda")).unavailable()
+                reason = kind(value, torch.device("cuda")).find_obstacle()
             row.append("no" if reason else "yes")
             notes |= dict.fromkeys([reason.partition(";")[0].rstrip(".")] if reason else needs)
         rows.append([*row, "; ".join(notes)])

@@ -102,7 +102,7 @@ def sample_run(cfg: SampleConfig) -> Path:
         if cfg.grid:
             count = min(cfg.grid, cfg.count)
             write_sorted_grid(out.with_name(out.name + ".png"), chunks, count, job)
-        told = job.protocol() | {"classes": job.classes()}
+        told = job.describe_protocol() | {"classes": job.list_classes()}
         write_json(out.with_name(out.name + ".json"), told)
     chunks.remove()
     ranks.say(str(file))
@@ -130,7 +130,7 @@ def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> Non
 
 def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:
     """Writes this process's images as <folder>/<label>/<number>.png, a folder a class."""
-    for number in chunks.mine():
+    for number in chunks.list_rank_chunks():
         found = chunks.read(number)
         pairs = zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)
         for i, (label, image) in enumerate(pairs, start=number * size):

@@ -83,7 +83,7 @@ def techniques_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     GPU."""
     for kind in TECHNIQUES:
         if kind.key in ("precision", "offload_optimizer", "offload_activations"):
-            monkeypatch.setattr(kind, "unavailable", lambda self: None)
+            monkeypatch.setattr(kind, "find_obstacle", lambda self: None)
     # The small models that a CPU trains have small layers.
     monkeypatch.setattr(float8, "MIN_FEATURES", float8.SIZE_MULTIPLE)
 

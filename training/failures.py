@@ -1,5 +1,4 @@
-"""What ends a run: steps that are only skipped, a disk that is full, memory that runs out and what
-takes it."""
+"""Ends a run with an explanation when it only skips steps, or runs out of memory or disk."""
 
 from __future__ import annotations
 
@@ -31,9 +30,10 @@ from training.environment import GIB, memory_of
 from training.tune import run_apart
 
 SAVINGS_PROGRAM = ["-m", "scripts.plan.savings"]
-"""The program that counts what would save memory; it is told the run in a file."""
+"""Arguments of `python` for the program that counts savings of memory; it reads the run from a
+file."""
 COUNTING_SECONDS = 60.0
-"""Seconds in which it begins to count a change."""
+"""Seconds after which the program begins no further count."""
 
 
 def end_if_failed(
@@ -41,33 +41,33 @@ def end_if_failed(
     folder: Path,
     batches: Sequence[Batch],
     checkpoints: Checkpoints,
-    asked: Request,
+    request: Request,
 ) -> None:
-    """Ends a run that cannot get on: ValueError once `guards.max_skipped_in_row` steps were skipped
-    one after the other, or if a save has failed in the background. All processes call it.
+    """ValueError if the last `guards.max_skipped_in_row` steps were skipped, or a background save
+    has failed. All ranks call it.
 
-    `folder/dumps` then describes the last step, made of `batches`.
+    After skipped steps a file in `folder/dumps` describes the last step, made of `batches`.
     """
     limit = training.cfg.guards.max_skipped_in_row
     state = training.state
     skipped = state.meter.skipped_in_row
     if skipped >= limit:
         file = write_dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
-        # the sentence below names the newest checkpoint, which may still be on its way to the disk
+        # The sentence names the newest checkpoint, which the saver may still be writing.
         checkpoints.wait()
+        resume = describe_resume(checkpoints.folder, state.samples)
         raise UserError(
             f"step {state.step}: the last {skipped} steps were skipped, for their gradients were "
             f"not finite or spikes (guards.max_skipped_in_row={limit}); the weights are those "
             f"before them. {file} has the batch, its times and losses, and norms by block. Lower "
-            f"optim.lr or use runtime.precision=fp32; {describe_resume(checkpoints.folder, state.samples)}."
+            f"optim.lr or use runtime.precision=fp32; {resume}."
         )
-    if asked is Request.look:
+    if request is Request.look:
         checkpoints.finish(state.samples)
 
 
 def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
-    """Repeats the step's forward and backward pass, which changes nothing, and writes what they
-    show to `file`.
+    """Repeats the step's forward and backward pass, without an update, and writes to `file`.
 
     `samples`: id, position in the stream, label, t and loss of each sample of the batch; `blocks`:
     the norms of the gradient and of the parameters of each part of the model.
@@ -87,7 +87,7 @@ def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path
 
 @torch.no_grad()
 def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Describes each sample of a step, of all processes, in the order of the stream."""
+    """Describes the samples of a step on all ranks, in the order of the stream."""
     rows = []
     for batch in batches:
         loss, t = training.step.losses(batch)
@@ -107,54 +107,56 @@ def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[
 
 
 def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any]:
-    """The norms of the gradient and of the parameters of each part of the model."""
+    """Measures the norms of the gradient and the parameters of each part of the model."""
     step = training.step
     step.accumulate(batches)
     scale = 1.0 if step.scaler is None else float(step.scaler.scale)
+
+    # A part is a block, or a top-level module outside of the blocks.
     parts: dict[str, list[torch.nn.Parameter]] = defaultdict(list)
     for name, parameter in training.state.model.named_parameters():
         depth = 2 if name.startswith("blocks.") else 1
         parts[".".join(name.split(".")[:depth])].append(parameter)
 
-    found = {}
+    norms = {}
     for name, parameters in parts.items():
         gradients = [p.grad for p in parameters if p.grad is not None]
-        found[name] = {
+        norms[name] = {
             "gradient_norm": to_json_number(float(total_norm(gradients)) / scale),
             "parameter_norm": to_json_number(float(total_norm([p.detach() for p in parameters]))),
         }
     step.optimizer.zero_grad(set_to_none=True)
-    return found
+    return norms
 
 
 def to_json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity."""
+    """Returns NaN and infinity as strings, for JSON lacks them."""
     return value if math.isfinite(value) else str(value)
 
 
 @contextmanager
 def explain_failures(training: Training, folder: Path) -> Iterator[None]:
-    """Turns running out of memory or disk into a ValueError: where, how much was taken, what helps
-    most."""
+    """Turns an error for lack of memory or disk into a ValueError that says where it happened, how
+    much memory was in use and which keys help most."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            what = describe_out_of_memory(training)
+            reason = describe_out_of_memory(training)
         elif isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-            what = (
+            reason = (
                 f"step {training.state.step}: {error.filename or 'a file'} cannot be written "
                 f"({error.strerror}); free space or mend the disk"
             )
         else:
             raise
         raise UserError(
-            f"{what}; {describe_resume(folder / 'checkpoints', training.state.samples)}."
+            f"{reason}; {describe_resume(folder / 'checkpoints', training.state.samples)}."
         ) from error
 
 
 def describe_out_of_memory(training: Training) -> str:
-    """Says where memory ran out, what takes it, and what helps most."""
+    """Says where memory ran out, what holds it, and which keys help most."""
     step = training.step
     device = training.device
     if device.type == "cuda":
@@ -171,8 +173,8 @@ def describe_out_of_memory(training: Training) -> str:
 
 
 def describe_savings(training: Training) -> str:
-    """Says which changes save most of this run's memory, as a process of its own counts them
-    without the device; where that does not answer, says so."""
+    """Says which changes of keys save most of this run's memory; a separate process counts them,
+    without the device."""
     job = {
         "cfg": to_json_types(asdict(training.cfg)),
         "spec": training.loader.spec.as_dict(),
@@ -182,41 +184,42 @@ def describe_savings(training: Training) -> str:
         "until": time.monotonic() + COUNTING_SECONDS,
     }
 
-    # The last change that is begun may end.
+    # The program may finish the count that it began last.
     limit = 1.5 * COUNTING_SECONDS
     print(f"Counting for at most {limit:.0f} s what would help …", file=sys.stderr, flush=True)
-    found = None
+    answer = None
     with suppress(OSError), tempfile.TemporaryFile() as log:
-        _, found = run_apart(job, limit, log, SAVINGS_PROGRAM)
+        _, answer = run_apart(job, limit, log, SAVINGS_PROGRAM)
 
-    # No change is named whose bytes were not counted.
-    if found is None:
+    # Name only changes whose bytes were counted.
+    if answer is None:
         return (
             "What helps most was not counted, for the process that counts it gave no answer; "
             "`python -m scripts.plan` with the words of this run does"
         )
-    told = [
+    savings = [
         f"{' '.join(row['words'])} (saves {row['bytes'] / GIB:.3g} GiB)"
-        for row in found["savings"][:4]
+        for row in answer["savings"][:4]
     ]
-    if not told:
+    if not savings:
         return (
             "No change of a key was counted to help; use a smaller model, or more GPUs with "
             "runtime.parallel.mode=fsdp"
         )
-    return f"What helps most, as counted: {', '.join(told)}"
+    return f"What helps most, as counted: {', '.join(savings)}"
 
 
 class LastingBytes(NamedTuple):
-    """What a run holds from one step to the next, in bytes of this process."""
+    """Bytes that this process holds from one step to the next."""
 
     weights: int
     gradients: int
-    """From the first micro-batch of a step to its update."""
+    """Bytes of gradients, held from the first micro-batch of a step to its update."""
     averages: int
     optimizer: int
+    """Bytes of the optimizer's state on the device."""
     on_host: int
-    """Of the optimizer's state, in host memory."""
+    """Bytes of the optimizer's state in host memory."""
 
     @property
     def on_device(self) -> int:
@@ -224,12 +227,12 @@ class LastingBytes(NamedTuple):
 
 
 def count_lasting_bytes(training: Training) -> LastingBytes:
-    """Counts the tensors of a run that has stepped, or was warmed up."""
+    """Counts the lasting tensors of a run that has taken a step, at least in warm-up."""
     step = training.step
     sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
     averages = sum(to_local(average).nbytes for average in training.state.ema.averages)
 
-    # The optimizer's state, some of which a technique may keep in host memory.
+    # A technique may keep part of the optimizer's state in host memory.
     entries = [
         value for p in step.parameters for value in collect_state(step.optimizer, p).values()
     ]

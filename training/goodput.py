@@ -1,11 +1,11 @@
-"""Accounts for every second of a run, from its first start on and over all restarts, and says what
-to do about waiting.
+"""Accounts for every second of a run, from its first start on and over all restarts, and suggests
+keys against waiting.
 
-start: imports, building, loading. warm_up: trials, tuning, compiling, the steps of warm-up. steps:
-training; the one productive kind. data_wait: nothing to train on. evaluation, sampling, saving,
-logging: training waits for them. redone: steps that a process took which was killed before it saved
-them. idle: no process, as far as anyone knows; what a killed process did since it wrote its account
-last, seconds before, counts here too.
+Kinds of time: `start` is imports, building and loading; `warm_up` is trials, tuning, compiling and
+the steps of warm-up; `steps` is training, the one productive kind; in `data_wait` the device waits
+for a batch; for `evaluation`, `sampling`, `saving` and `logging` training pauses; `redone` is steps
+that a killed process had not saved; in `idle` no process ran, which includes the last seconds
+before a kill, since the process wrote its account.
 """
 
 from __future__ import annotations
@@ -33,58 +33,64 @@ READ_ERRORS = (
     OverflowError,
     RecursionError,
 )
-"""What reading a file of ours ends with where it is not there, or has values of another type."""
+"""Errors from reading one of our files that is absent or holds values of another type."""
 TIME_FILE = "time.json"
-"""The account's name in a run folder."""
+"""Name of the account's file in a run folder."""
 MAINTENANCE_KINDS = ("evaluation", "sampling", "saving", "logging")
 KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE_KINDS, "redone", "idle")
 WRITE_INTERVAL_SECONDS = 5.0
-"""Seconds after which the account is written again."""
+"""Seconds between two writes of the account."""
 MAX_SAVED_STEPS = 512
-"""Saved steps of which the account keeps when they were reached."""
+"""Latest saved steps for which the account keeps the productive seconds before them."""
 DATA_BOUND_SHARE = 0.1
-"""Share of a step above which waiting for data counts as what bounds it."""
+"""A step is data-bound if it waits for data for more than this share of its time."""
 LAUNCH_BOUND_SHARE = 0.8
-"""Share of a step below which the device's work counts as bounded by launches."""
+"""A step is launch-bound if the GPU works for less than this share of its time."""
 
 
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
 Moment = Annotated[float, Field(ge=1.5e9, le=1e12)]
-"""Unix time; no run began before the first of these."""
+"""Unix time in seconds; no run is older than 2017."""
 
 
 class Record(BaseModel, allow_inf_nan=False):
-    """The content of an account's file."""
+    """Content of the account's file."""
 
     first: Moment
+    """Start of the run's first process."""
     last: Moment
+    """Time of writing."""
     seconds: dict[str, Seconds]
+    """Seconds by kind, over all processes of the run."""
     reached: dict[int, Seconds]
+    """Saved step -> productive seconds up to it."""
 
 
 class Clock:
-    """Seconds of a run by kind, and the account of them over all its processes. The time between
-    two switches goes to one kind, so the sum is the clock's."""
+    """Counts the seconds of a run by kind, over all its processes.
+
+    The time between two switches counts as one kind, so the kinds add up to the elapsed time.
+    """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self, seconds_ago: float = 0.0) -> None:
-        """Forgets everything and starts now, or a while ago."""
+        """Clears the clock and starts it, as if `seconds_ago`."""
         self.since = time.perf_counter() - seconds_ago
         self.began = time.time() - seconds_ago
         self.first = self.began
         self.kind = "start"
         self.seconds: dict[str, float] = defaultdict(float)
-        """Of this process."""
+        """Seconds of this process by kind."""
         self.earlier: dict[str, float] = defaultdict(float)
-        """Of the processes before."""
+        """Seconds of earlier processes of the run by kind."""
         self.reached: dict[int, float] = {}
         """Saved step -> productive seconds up to it."""
         self.written = self.since
 
     def switch(self, kind: str) -> str:
-        """Has time from now on be of this kind; returns the one before."""
+        """Counts time from now on as `kind`; returns the kind before."""
         now = time.perf_counter()
         before = self.kind
         self.seconds[before] += now - self.since
@@ -93,14 +99,14 @@ class Clock:
         return before
 
     def count_seconds(self, *kinds: str) -> float:
-        """Seconds of these kinds until now."""
+        """Returns this process's seconds of these kinds until now."""
         self.switch(self.kind)
         return sum(self.seconds[kind] for kind in kinds)
 
     @contextmanager
     def count_as(self, kind: str) -> Iterator[None]:
-        """Has time inside be of this kind, but what another one inside takes for itself. Also a
-        decorator."""
+        """Counts time inside as `kind`, except where a nested call counts it as another. Also works
+        as a decorator."""
         before = self.switch(kind)
         try:
             yield
@@ -108,46 +114,46 @@ class Clock:
             self.switch(before)
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Takes seconds that were measured otherwise from one kind to another."""
+        """Moves seconds, measured by other means, from one kind to another."""
         seconds = min(seconds, self.count_seconds(source))
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     def resume(self, file: Path, step: int) -> None:
-        """Takes over the account that earlier processes of a run left, which goes on at `step`.
+        """Continues the account that earlier processes of the run wrote; the run resumes at `step`.
 
-        A damaged one is lost, with a warning: the account then begins with this process.
+        If the file is damaged, warns, and the account begins with this process.
         """
         if not file.exists():
             return
         try:
-            found = Record.model_validate_json(file.read_bytes())
+            record = Record.model_validate_json(file.read_bytes())
         except (OSError, ValueError) as error:
             warnings.warn(
                 f"{file} cannot be read ({type(error).__name__}); the account of the run's time "
-                "begins anew.",
+                "starts again from zero.",
                 stacklevel=3,
             )
             return
-        self.first = min(found.first, self.began)
-        self.reached = {at: seconds for at, seconds in found.reached.items() if at <= step}
-        self.earlier.update(found.seconds)
+        self.first = min(record.first, self.began)
+        self.reached = {at: seconds for at, seconds in record.reached.items() if at <= step}
+        self.earlier.update(record.seconds)
 
-        # Steps after the one that was saved are done again; since `last` nobody worked.
+        # The run repeats the steps after the saved one. Since `last` no process has worked.
         redone = max(0.0, self.earlier["steps"] - max(self.reached.values(), default=0.0))
         self.earlier["steps"] -= redone
         self.earlier["redone"] += redone
-        self.earlier["idle"] += max(0.0, self.began - found.last)
+        self.earlier["idle"] += max(0.0, self.began - record.last)
 
     @property
     def account(self) -> dict[str, float]:
-        """Seconds by kind, of all processes."""
+        """Seconds by kind, over all processes of the run."""
         self.switch(self.kind)
         return {kind: self.earlier[kind] + self.seconds[kind] for kind in KINDS}
 
     def write(self, file: Path, saved_step: int | None = None, now: bool = True) -> None:
-        """Writes the account, of a run that has just saved a step or not; if not `now`, every few
-        seconds. A disk that refuses it costs the account."""
+        """Writes the account, with `saved_step` if the run has just saved one; without `now` at most
+        every `WRITE_INTERVAL_SECONDS`. Ignores an error of the disk."""
         if not now and time.perf_counter() - self.written < WRITE_INTERVAL_SECONDS:
             return
         seconds = self.account
@@ -155,19 +161,18 @@ class Clock:
         if saved_step is not None:
             self.reached[saved_step] = seconds["steps"]
             self.reached = dict(list(self.reached.items())[-MAX_SAVED_STEPS:])
-        found = {
+        record = {
             "first": self.first,
             "last": time.time(),
             "seconds": seconds,
             "reached": self.reached,
         }
         with suppress(OSError):
-            write_atomically(file, to_json(found) + "\n")
+            write_atomically(file, to_json(record) + "\n")
 
 
 CLOCK = Clock()
-"""The clock of the run that this process is at; of its first one, if that is all it is for, since
-the process began."""
+"""Clock of the current run. For the first run it starts with the process, so that imports count."""
 CLOCK.begin(time.perf_counter() - PROCESS_START)
 
 
@@ -178,11 +183,11 @@ def explain_bound(
     left: Collection[str],
     data: Mapping[str, Any],
 ) -> tuple[str, str, list[str]] | None:
-    """What bounds a step that waits for data, or whose device waits for launches: its name, why
-    and what to try with this `data`; None for neither.
+    """Says whether data or kernel launches bound a step: the bound's name, the reason, and keys to
+    try; None for neither.
 
-    `busy_ms` is None without a GPU. Of switches only those are proposed that are `left`: to be had
-    here, and not on.
+    `busy_ms`, the GPU's time in a step, is None without a GPU. `left` are runtime keys that are
+    available here and off; `data` is the configuration node of the loader.
     """
     if data_ms > DATA_BOUND_SHARE * step_ms:
         keys = ["data=resident", "more data.num_workers"]
@@ -200,10 +205,11 @@ def explain_bound(
 
 
 def format_shares(seconds: Any) -> str:
-    """The kinds with their shares, largest first, in one line; nothing of what is no account."""
-    found = seconds.items() if isinstance(seconds, dict) else ()
-    known = {kind: float(s) for kind, s in found if is_figure(s)}
-    whole = max(1e-9, sum(known.values()))
+    """Formats the kinds with their shares, largest first, in one line; ignores values that are no
+    numbers."""
+    entries = seconds.items() if isinstance(seconds, dict) else ()
+    known = {kind: float(s) for kind, s in entries if is_figure(s)}
+    total = max(1e-9, sum(known.values()))
     largest_first = sorted(known, key=known.__getitem__, reverse=True)
-    shown = [kind for kind in largest_first if known[kind] > 0.0005 * whole]
-    return ", ".join(f"{known[kind] / whole:.1%} {kind}" for kind in shown)
+    shown = [kind for kind in largest_first if known[kind] > 0.0005 * total]
+    return ", ".join(f"{known[kind] / total:.1%} {kind}" for kind in shown)

@@ -1,4 +1,4 @@
-"""Optional loggers. The run folder has everything without them; none of them can stop a run."""
+"""Optional loggers. The run folder holds everything without them, and none of them can stop a run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from common.text import shorten_error
 from training.config.secrets import redact_words
 
 FINISH_SECONDS = 60.0
-"""W&B has so long to upload the rest at the end of a run."""
+"""Longest time W&B may take to upload the rest at the end of a run."""
 
 
 class NoLogger:
-    """Logs nothing; the loggers below do. Any of their methods may raise: a run calls them through
-    `SafeLogger`."""
+    """Logs nothing. It is the interface of loggers, whose methods may raise: a run calls them
+    through `SafeLogger`."""
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Called once, with the run's configuration and ledger."""
+        """Starts logging a run with this configuration and ledger."""
 
     def log(self, metrics: Mapping[str, Any], samples: int) -> None:
         """Logs one line of metrics after `samples` samples."""
@@ -30,12 +30,12 @@ class NoLogger:
         """Logs an image file after `samples` samples."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Called at the end of a run, with nothing but the ledger if it was stopped or failed."""
+        """Ends logging; a run that was stopped or failed passes only its ledger."""
 
 
 class WandbLogger(NoLogger):
-    """Weights & Biases; samples seen are the axis, so a resumed run shows its rewind instead of
-    losing points."""
+    """Logs to Weights & Biases, with samples seen as the axis: W&B drops points whose step it has
+    passed, as after a resume."""
 
     def __init__(
         self,
@@ -51,9 +51,10 @@ class WandbLogger(NoLogger):
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        remembered = folder / "wandb_id"  # a resumed run goes on in the same W&B run
-        if not remembered.is_file():
-            remembered.write_text(secrets.token_hex(4))
+        # A resumed run continues the same W&B run.
+        id_file = folder / "wandb_id"
+        if not id_file.is_file():
+            id_file.write_text(secrets.token_hex(4))
 
         def begin(mode: Literal["online", "offline"]) -> Any:
             return wandb.init(
@@ -61,7 +62,7 @@ class WandbLogger(NoLogger):
                 entity=self.entity,
                 dir=str(folder),
                 name=folder.name,
-                id=remembered.read_text(),
+                id=id_file.read_text(),
                 resume="allow",
                 config=dict(config),
                 mode=mode,
@@ -73,8 +74,9 @@ class WandbLogger(NoLogger):
                 ),
             )
 
+        # W&B stores the command line, so it must not see secrets.
         words = sys.argv
-        sys.argv = redact_words(words)  # W&B keeps the command line
+        sys.argv = redact_words(words)
         try:
             self.run = begin(self.mode)
         except Exception as error:  # no key, no network, …: an offline run keeps the data
@@ -107,19 +109,20 @@ class WandbLogger(NoLogger):
 
         if self.run is None:
             return
-        kept = {
+        # W&B's own "sample_grid" is the last image; in the summary it is a path.
+        values = {
             key: value
             for key, value in summary.items()
             if value is not None and key != "sample_grid"
         }
-        self.run.summary.update(kept)  # "sample_grid" is the last picture there, and here a path
+        self.run.summary.update(values)
         self.run.finish()
-        # its service ends when idle, and a later run of this process would not find it
+        # W&B's service ends when idle, and a later run in this process would not find it.
         wandb.teardown()
 
 
 class TensorBoardLogger(NoLogger):
-    """TensorBoard event files in `<run folder>/tensorboard`."""
+    """Writes TensorBoard event files to `<run folder>/tensorboard`."""
 
     def __init__(self) -> None:
         self.writer: Any = None

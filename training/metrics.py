@@ -1,7 +1,7 @@
-"""The figures of a run: measured while it goes on, kept in metrics.jsonl, shown on the terminal,
-and handed to an optional logger.
+"""Measures the figures of a run, writes them to metrics.jsonl, formats them for the terminal, and
+passes them to an optional logger.
 
-No run depends on what is kept and shown. metrics.jsonl has one JSON object a logged step.
+metrics.jsonl has one JSON object a logged step. A run does not stop if it cannot write or log.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
     from training.loggers import NoLogger
 
 METRICS_FILE = "metrics.jsonl"
-"""The name in a run folder."""
+"""Name of the metrics file in a run folder."""
 WINDOW_SUMS = ("loss", "skipped", "backed_off", "in_row")
-"""Device scalars of a window that a checkpoint keeps."""
+"""Device scalars of the log window that a checkpoint stores."""
 TRAINING_KINDS = ("steps", "data_wait")
-"""Kinds of time that count as training."""
+"""Kinds of time (see training/goodput.py) that count as training."""
 Arguments = ParamSpec("Arguments")
 
 
 @dataclass
 class Meter:
-    """Sums over a log window, kept on the device; its time is that of the run's clock.
+    """Sums figures over a log window on the device, and measures its time by the run's clock.
 
-    The loss is the mean over steps that were not skipped. Of several processes the loss is the
-    mean, waiting for data and memory are the most of all; `batch_size` is global and `mfu` per
-    process. Memory is the peak of a window, `memory_reserved_peak` that of this process so far.
-    `gpu_busy` is an estimate: the milliseconds that the kernels of one step took in warm-up, by the
-    profiler, as a share of a step of the window. Time spent inside `pause()` (evaluation,
-    sampling, saving) counts as maintenance, not as training, and so do graphs that are compiled
-    there. `measure_wait()` wraps the calls that wait for data: `data_wait` is the share of the time in
-    which the device had nothing else to do. A step counts as `passes` forward passes: three, fewer
-    where weights are frozen under an adapter; recomputation is left out. PyTorch's counter finds
-    2.99 to 3.00 for our families in size b, but where it takes the backward pass of a depthwise
-    convolution for that of a dense one: then up to 9.8.
+    The loss is the mean over ranks and over steps that were not skipped. `data_wait` and memory are
+    the maximum over ranks; `batch_size` is global and `mfu` per rank. Memory is the peak of a
+    window, `memory_reserved_peak` the peak of this process so far. `gpu_busy` is an estimate: the
+    profiler's kernel time of a warm-up step, as a share of the window's time per step. Time and
+    compiled graphs inside `pause()` (evaluation, sampling, saving) count as maintenance.
+    `measure_wait()` surrounds calls that wait for data; `data_wait` is the share of time in which
+    the device was idle for lack of a batch.
+
+    A step counts as `passes` forward passes: three, or fewer where an adapter's base is frozen;
+    recomputation does not count. PyTorch's counter finds 2.99 to 3.00 for our families in size b,
+    but up to 9.8 where it counts the backward pass of a depthwise convolution as a dense one.
     """
 
     batch_size: int
@@ -67,27 +67,25 @@ class Meter:
         self.train_flops = self.passes * self.flops_per_sample
         self.in_row: Tensor | float = 0.0
         self.in_row_seen: Tensor | None = None
-        """In host memory, a few steps behind: the device copies `in_row` there when it gets to
-        it."""
+        """Copy of `in_row` in host memory, a few steps old: the device writes it asynchronously."""
         self.trained_samples = 0
         self.train_seconds = 0.0
-        """Seconds of training of this process that were reported."""
+        """Seconds that this process trained, up to the last report."""
         self.earlier_seconds = 0.0
-        """Seconds of training that earlier processes of the run had logged."""
+        """Seconds of training that earlier processes of the run logged."""
         self.waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        """On a GPU: where its queue stood when waiting for data began and ended, of waits that are
-        not summed yet."""
+        """CUDA events around each wait for data that `sum_waits` has not added yet."""
         self.recompiles = 0
-        """Graphs that training steps compiled since `start`."""
+        """Graphs that were compiled in training steps since `start`."""
         self.first_graph = count_graphs()
         self.busy_ms: float | None = None
-        """Milliseconds of a step in which the GPU worked, in warm-up."""
+        """Milliseconds for which the GPU worked in a warm-up step."""
         self.reserved_peak = 0
         self.expected_graphs = self.first_graph
         self.begin_window()
 
     def start(self) -> None:
-        """Starts the clock and the peak of memory, after set-up and warm-up."""
+        """Starts counting training time and peak memory, after set-up and warm-up."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -95,8 +93,8 @@ class Meter:
         CLOCK.switch("steps")
 
     def begin_window(self) -> None:
-        """Begins a window."""
-        # In fp64: with `log_every=0` a window is the whole run.
+        """Begins a log window."""
+        # The loss is summed in fp64: with `log_every=0` a window is the whole run.
         self.loss = torch.zeros((), dtype=torch.float64)
         self.skipped: Tensor | float = 0.0
         self.backed_off: Tensor | float = 0.0
@@ -108,8 +106,8 @@ class Meter:
 
     @contextmanager
     def measure_wait(self) -> Iterator[None]:
-        # On a GPU by its own clock: the host also waits here while the queue of launches is full,
-        # and starves nobody.
+        # CUDA events, not wall time: a full launch queue blocks the host here without idling the
+        # GPU.
         if uses_gpu():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
@@ -123,23 +121,24 @@ class Meter:
                 yield
 
     def sum_waits(self) -> None:
-        """Has the waits that the device has behind it count as waiting, not as steps."""
+        """Moves the waits that the device has passed from `steps` to `data_wait`."""
         while self.waits and self.waits[0][1].query():
             began, ended = self.waits.popleft()
             CLOCK.move(began.elapsed_time(ended) / 1e3, "steps", "data_wait")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Surrounds maintenance. Also a decorator."""
+        """Counts time and compiled graphs inside as maintenance. Also works as a decorator."""
+        # The kernels in the queue belong to training.
         if uses_gpu():
-            torch.cuda.synchronize()  # what is queued is training
-        compiled = count_graphs()
+            torch.cuda.synchronize()
+        graphs_before = count_graphs()
         with CLOCK.count_as("logging"):
             yield
-        self.expected_graphs += count_graphs() - compiled
+        self.expected_graphs += count_graphs() - graphs_before
 
     def update(self, output: StepOutput) -> None:
-        """Adds one step; device scalars stay on the device."""
+        """Adds one step's figures on the device."""
         self.grad_norm = output.grad_norm
         self.loss = torch.where(output.skipped > 0, 0.0, output.loss) + self.loss  # stays fp64
         self.skipped = output.skipped + self.skipped
@@ -152,32 +151,33 @@ class Meter:
 
     @property
     def skipped_in_row(self) -> int:
-        """Steps skipped without one between them that was not. Waits for the device."""
+        """Consecutive steps skipped up to the last one. Waits for the device."""
         return int(float(self.in_row))
 
     def has_skipped(self, limit: int) -> bool:
-        """Whether so many were skipped in a row, a few steps ago. Waits for nothing."""
+        """Says whether `limit` steps in a row were skipped, a few steps ago; does not wait for the
+        device."""
         return self.in_row_seen is not None and float(self.in_row_seen) >= limit
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        """This process's sums of the window, where they lie; nothing waits for the device."""
-        return {name: torch.as_tensor(getattr(self, name)) for name in WINDOW_SUMS} | {
-            "steps": self.steps
-        }
+        """Returns this rank's sums of the window, without waiting for the device."""
+        sums = {name: torch.as_tensor(getattr(self, name)) for name in WINDOW_SUMS}
+        return sums | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
-        """Continues a window; its clock starts now, so the first rate after a resume counts only
-        new steps."""
+        """Continues a window from a checkpoint; its time starts now, so the first rate after a
+        resume counts only new steps."""
         self.begin_window()
         for name in WINDOW_SUMS:
-            dtype = torch.float64 if name == "loss" else torch.float32  # older ones: all in fp32
+            # Old checkpoints have the loss in fp32 too.
+            dtype = torch.float64 if name == "loss" else torch.float32
             setattr(self, name, torch.as_tensor(state[name]).reshape(()).to(dtype))
         self.steps = int(state["steps"])
         self.carried = self.steps
 
     def report(self, lr: float) -> dict[str, Any]:
-        """Figures of the window since the last report (the one wait for the device), and starts the
-        next window."""
+        """Returns the figures of the window and begins the next one. Only this waits for the
+        device."""
         ranks = self.ranks
         loss = float(ranks.all_reduce(torch.tensor(float(self.loss), dtype=torch.float64)))
         skipped = int(float(self.skipped))

@@ -1,7 +1,7 @@
-"""Our operators, each beside its definition in PyTorch.
+"""Fused operators, each with its definition in PyTorch.
 
-Triton compiles the kernels with fused multiply-add: a product and the sum it goes into round once,
-as in CUDA's own compiler and in Inductor. Triton 3.9 wants that said, and 3.10 changes the default,
+The setting below keeps fused multiply-add on: a product and the following addition round once, as in
+CUDA's compiler and in Inductor. Triton 3.9 asks for an explicit choice, and 3.10 changes the default,
 which would change every result.
 """
 

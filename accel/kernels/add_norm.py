@@ -1,7 +1,7 @@
-"""add + gate + norm + modulate: what stands between two branches of a residual stream.
+"""add + gate + norm + modulate: the step between two branches of a residual stream.
 
-`add_norm` is the definition, in PyTorch; `fused_add_norm` the same as one operator with its own
-backward pass: Triton on a GPU (add_norm_triton.py), the definition elsewhere.
+`add_norm` is the definition in PyTorch. `fused_add_norm` computes it as one operator with its own
+backward pass: Triton on a GPU (add_norm_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, D width.
 """
@@ -18,7 +18,7 @@ from accel.kernels.operator import make_differentiable, refuse_empty, register, 
 from common.errors import UserError
 
 MAX_CHANNELS = 8192
-"""Channels that fit into one tile of the kernels."""
+"""Largest number of channels that fits into one tile of the kernels."""
 
 
 def add_norm(
@@ -36,17 +36,17 @@ def add_norm(
 ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
     """`z = residual + gate·branch; h = norm(z)·(1 + scale) + shift`; returns (h, z).
 
-    z is a new tensor, never `residual` written in place: a recomputing backward pass would then see
-    the sum twice. z is fp32, or the dtype of `branch` with `residual_in_fp32=False`; statistics are
-    taken in fp32 from z as it is stored; h has the dtype of `branch`. norm is RMSNorm (Zhang &
-    Sennrich 2019) without a weight of its own: scale and shift come from the condition. Adaptive
-    norm: Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
+    z is a new tensor: if it overwrote `residual`, a backward pass that recomputes the block would
+    add the branch twice. z is fp32, or has the dtype of `branch` with `residual_in_fp32=False`; the
+    statistics come from the stored z, in fp32; h has the dtype of `branch`. norm is RMSNorm (Zhang &
+    Sennrich 2019) without a weight: scale and shift come from the condition. Adaptive norm: Peebles
+    & Xie 2023, https://arxiv.org/abs/2212.09748.
 
-    A branch in another order of tokens costs nothing: token l of the stream takes row
-    `branch_rows[l]` of `branch`, and row `h_rows[l]` of h is its normed value. Both are
-    permutations.
+    `branch_rows` and `h_rows` are permutations for branches that order tokens differently: token l
+    of the stream takes row `branch_rows[l]` of `branch`, and its normed value is row `h_rows[l]` of
+    h. The kernels reorder at no cost.
 
-    `centred`: norm is LayerNorm (Ba et al. 2016), RMSNorm of z less its mean over channels.
+    `centred`: norm is LayerNorm (Ba et al. 2016), that is RMSNorm of z minus its mean over channels.
     """
     rows = (branch_rows, h_rows)
     return forward_reference(
@@ -66,11 +66,12 @@ def forward_reference(
     residual_in_fp32: bool,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h, z, and 1/rms(z) of each token (B, L), or 1/std(z) where `centred`."""
-    arriving = branch if branch_rows is None else branch.index_select(1, branch_rows)
-    z = torch.addcmul(upcast(residual), upcast(gate).unsqueeze(1), upcast(arriving))
+    """Returns h, z, and 1/rms(z) of each token (B, L), or 1/std(z) if `centred`."""
+    stream_branch = branch if branch_rows is None else branch.index_select(1, branch_rows)
+    z = torch.addcmul(upcast(residual), upcast(gate).unsqueeze(1), upcast(stream_branch))
     if not residual_in_fp32:
         z = z.to(branch.dtype)
+
     x = upcast(z)
     if centred:
         x = x - x.mean(-1, keepdim=True)
@@ -98,12 +99,13 @@ def backward_reference(
     """Gradients of branch and residual, and three sums over tokens (B, 3, D): d·branch, dh·normed,
     dh."""
     dh = upcast(dh if h_rows is None else dh.index_select(1, h_rows))
-    arriving = branch if branch_rows is None else branch.index_select(1, branch_rows)
+    stream_branch = branch if branch_rows is None else branch.index_select(1, branch_rows)
     x = upcast(z)
     w = dh * (1.0 + upcast(scale)).unsqueeze(1)
     if centred:
         x = x - x.mean(-1, keepdim=True)
         w = w - w.mean(-1, keepdim=True)
+
     normed = x * rstd.unsqueeze(-1)
     d = (w - normed * (normed * w).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
     if dz is not None:
@@ -111,7 +113,7 @@ def backward_reference(
     dbranch = (d * upcast(gate).unsqueeze(1)).to(branch.dtype)
     if branch_rows is not None:
         dbranch = torch.empty_like(dbranch).index_copy(1, branch_rows.long(), dbranch)
-    sums = torch.stack([(d * upcast(arriving)).sum(1), (dh * normed).sum(1), dh.sum(1)], dim=1)
+    sums = torch.stack([(d * upcast(stream_branch)).sum(1), (dh * normed).sum(1), dh.sum(1)], dim=1)
     return dbranch, d.to(residual_dtype, copy=True), sums
 
 
@@ -132,7 +134,7 @@ backward_operator = register(
 
 
 def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-    """h and z, and what the backward pass needs: of the inputs neither residual nor shift."""
+    """Returns h and z, and the values for the backward pass, which needs no residual and no shift."""
     branch, gate, residual, scale, _, *rows, _, _, centred = inputs
     h, z, rstd = operator(*inputs)
     return (h, z), (z, branch, gate, scale, *rows, rstd, residual.dtype, centred)
@@ -165,8 +167,8 @@ def fused_add_norm(
     h_rows: Tensor | None = None,
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm` as one operator; copies a branch or residual that is not contiguous. ValueError
-    for an empty one, or for more than 8,192 channels."""
+    """`add_norm` as one operator; it copies a branch or residual that is not contiguous. ValueError
+    for an empty tensor, or for more than 8,192 channels."""
     refuse_empty("add_norm", branch)
     if branch.shape != residual.shape:
         raise UserError(
@@ -179,14 +181,17 @@ def fused_add_norm(
             f"{branch.shape[2]}; choose a smaller model.dim, or runtime.fused_add_norm=false."
         )
     vectors = [t if t.stride(-1) == 1 else t.contiguous() for t in (gate, scale, shift)]
+
+    # Dynamo refuses the same tensor as two inputs.
+    if h_rows is not None and h_rows is branch_rows:
+        h_rows = h_rows.clone()
     return differentiable_add_norm(
         branch.contiguous(),
         vectors[0],
         residual.contiguous(),
         *vectors[1:],
         branch_rows,
-        # Dynamo refuses one tensor twice
-        h_rows.clone() if h_rows is not None and h_rows is branch_rows else h_rows,
+        h_rows,
         eps,
         residual_in_fp32,
         centred,

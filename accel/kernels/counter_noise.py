@@ -1,12 +1,11 @@
-"""Randomness without state: every draw is a hash of (seed, purpose, stream position).
+"""Random numbers without state: every draw is a hash of (seed, purpose, stream position).
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
+The hash is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
 http://www.thesalmons.org/john/random123/). On a GPU each draw is one launch
-(counter_noise_triton.py): the same integers, normals within rounding.
+(counter_noise_triton.py), which gives the same integers, and normals within rounding.
 
-The stream position of a sample is the number of samples seen before its batch plus its index in the
-global batch, so the draws are the same at any world size, after any resume and in any order of
-evaluation.
+The stream position of a sample is the number of samples before its batch plus its index in the
+global batch, so draws do not depend on the world size, on resumes or on the order of evaluation.
 
 Shapes: B samples, W 32-bit words a sample.
 """
@@ -28,8 +27,8 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw: one position has independent numbers for each. The values are part of
-    a run's identity."""
+    """Purposes of draws: a position has independent numbers for each. Changing a value changes the
+    randomness of every run."""
 
     NOISE = 0
     TIME = 1
@@ -46,8 +45,8 @@ class Purpose(IntEnum):
 
 
 def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """High and low 32 bits of a·m, for a and m below 2³² in int64: the product wraps, but keeps all
-    of its 64 bits."""
+    """Returns the high and low 32 bits of a·m, for a and m below 2³² in int64: the product may wrap
+    to a negative number, but has the right 64 bits."""
     product = a * m
     return (product >> 32) & MASK, product & MASK
 
@@ -70,15 +69,15 @@ def philox(
     return c0, c1, c2, c3
 
 
+# These three are the definitions of the draws: (B, W) numbers of samples at `position`.
 def draw_bits(seed: int, purpose: int, position: Tensor, words: int) -> Int[Tensor, "B W"]:
     lanes = -(-words // 4)
     c0 = torch.arange(lanes, device=position.device).expand(len(position), lanes)
     c1 = torch.full_like(c0, purpose)
     c2 = (position & MASK).unsqueeze(1).expand_as(c0)
     c3 = ((position >> 32) & MASK).unsqueeze(1).expand_as(c0)
-    return torch.stack(
-        philox((c0, c1, c2, c3), (seed & MASK, (seed >> 32) & MASK)), dim=-1
-    ).flatten(1)[:, :words]
+    key = (seed & MASK, (seed >> 32) & MASK)
+    return torch.stack(philox((c0, c1, c2, c3), key), dim=-1).flatten(1)[:, :words]
 
 
 def draw_uniform(seed: int, purpose: int, position: Tensor, words: int) -> Float[Tensor, "B W"]:
@@ -98,7 +97,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
-    """`words` independent draws a sample, of one of `DEFINITIONS`; by one launch on a GPU.
+    """Draws `words` independent numbers per sample, of a kind in `DEFINITIONS`.
 
     "bits" are uniform 32-bit integers, as int64 in [0, 2³²). The Philox key is the seed's low and
     high 32 bits; the counter is (word // 4, purpose, position low, position high).
@@ -114,13 +113,12 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
 def counter_uniform(
     seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1
 ) -> Float[Tensor, "B W"]:
-    """Uniform fp32 numbers in (0, 1): the upper 23 bits, moved by half a step away from both
-    ends."""
+    """Draws uniform fp32 numbers in (0, 1): 23 bits, shifted by half a step so that 0 is excluded."""
     return draw("uniform", seed, purpose, position, words)
 
 
 def counter_normal(
     seed: int, purpose: int, position: Int[Tensor, "B"], shape: Sequence[int] = ()
 ) -> Float[Tensor, "B ..."]:
-    """Standard normal fp32 numbers of shape (B, *shape), by Box–Muller; |value| ≤ 5.8."""
+    """Draws standard normal fp32 numbers of shape (B, *shape) by Box–Muller; |value| ≤ 5.8."""
     return draw("normal", seed, purpose, position, math.prod(shape)).reshape(len(position), *shape)

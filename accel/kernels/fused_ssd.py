@@ -130,7 +130,7 @@ def compute_gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor
 
 differentiable_ssd = make_differentiable(keep_inputs(ssd), compute_gradients)
 differentiable_gated_ssd = make_differentiable(
-    keep_inputs(ssd_gated, made=True), compute_gated_gradients
+    keep_inputs(ssd_gated, keep_second=True), compute_gated_gradients
 )
 
 

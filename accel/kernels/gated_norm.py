@@ -1,9 +1,7 @@
 """Gate and per-head norm after the scan: `rms_norm(y·silu(z))·weight`, each head by itself.
 
-`gated_norm` is the definition, in PyTorch; `fused_gated_norm` the same as one operator with its own
-backward pass:
-Triton on a GPU (gated_norm_triton.py), plain PyTorch elsewhere. Nothing but y and z is kept for the
-backward pass.
+`gated_norm` is the definition in PyTorch. `fused_gated_norm` computes it as one operator whose
+backward pass keeps only y and z: Triton on a GPU (gated_norm_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
@@ -33,7 +31,7 @@ def gated_norm(
     weight: Float[Tensor, "K P"],
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """In the dtype of y; gate and statistics in fp32. RMSNorm: Zhang & Sennrich 2019."""
+    """Returns the dtype of y; gate and statistics are fp32. RMSNorm: Zhang & Sennrich 2019."""
     gated = upcast(y) * F.silu(upcast(z))
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return (normed * upcast(weight)).to(y.dtype)
@@ -42,7 +40,7 @@ def gated_norm(
 def backward_reference(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of y and weight; writes that of z to `dz`, which may be a slice."""
+    """Returns the gradients of y and weight; writes the one of z to `dz`, which may be a slice."""
     wide = upcast(y)
     gate = upcast(z)
     sigmoid = torch.sigmoid(gate)
@@ -81,7 +79,7 @@ differentiable_norm = make_differentiable(keep_inputs(operator), compute_gradien
 
 
 def fused_gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """`gated_norm` as one operator. z is taken as a slice, as it lies; y is copied where it is not
-    contiguous."""
+    """`gated_norm` as one operator. It reads z in place if z is a slice of a projection, and copies
+    y if it is not contiguous."""
     refuse_empty("gated_norm", y)
     return differentiable_norm(y.contiguous(), pack_heads(z), weight.contiguous(), eps)

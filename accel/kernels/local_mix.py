@@ -1,7 +1,7 @@
 """Local mixing: a depthwise convolution over the token grid, then SiLU.
 
-`local_mix` is the definition, in PyTorch; `fused_local_mix` the same as one operator with its own
-backward pass: Triton on a GPU (local_mix_triton.py), plain PyTorch elsewhere.
+`local_mix` is the definition in PyTorch. `fused_local_mix` computes it as one operator with its own
+backward pass: Triton on a GPU (local_mix_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L = rows · columns tokens in raster order, D width, R × C taps (both odd).
 """
@@ -26,7 +26,7 @@ def local_mix(
     grid: tuple[int, int],
 ) -> Float[Tensor, "B L D"]:
     """`silu(depthwise_conv(x))` with zero padding: 3 × 3 taps reach the eight neighbours on the
-    grid, 1 × k taps on a grid of one row the neighbours in the sequence."""
+    grid; 1 × k taps on a grid of one row reach the neighbours in the sequence."""
     mixed = convolve(x, with_contiguous_strides(weight).to(x.dtype), bias.to(x.dtype), grid)
     return F.silu(mixed).flatten(2).transpose(1, 2)
 
@@ -34,24 +34,23 @@ def local_mix(
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]
 ) -> Float[Tensor, "B D rows columns"]:
+    """Convolves tokens on their grid, before the SiLU."""
     image = x.transpose(1, 2).unflatten(2, grid)
     padding = (weight.shape[2] // 2, weight.shape[3] // 2)
     return F.conv2d(image, weight, bias, padding=padding, groups=x.shape[2])
 
 
 def with_contiguous_strides(weight: Tensor) -> Tensor:
-    """Returns the same values; autograd then gives their gradient the strides of a contiguous
-    tensor.
+    """Returns the same values, through an operation whose gradient has contiguous strides.
 
-    PyTorch's gradient of a depthwise weight has another stride in the dimension of size 1, and ddp
-    then copies it into its bucket, with a warning, where `gradient_as_bucket_view` would have saved
-    the copy.
+    PyTorch's gradient of a depthwise weight has an odd stride in the dimension of size 1. DDP would
+    warn and copy it into its bucket, although `gradient_as_bucket_view` should save that copy.
     """
     return weight.flatten().view(weight.shape)
 
 
 def count_local_mix_flops(tokens: int, channels: int, taps: int = 9) -> int:
-    """FLOPs of one forward pass of one sample: a multiply-add a tap and element."""
+    """Counts the FLOPs of a forward pass of one sample: a multiply-add per tap and element."""
     return 2 * taps * tokens * channels
 
 
@@ -62,13 +61,14 @@ def forward_reference(x: Tensor, weight: Tensor, bias: Tensor, rows: int, column
 def backward_reference(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias; writes that of x to `dx`, which may be a slice. The convolution
-    is done again instead of being kept."""
+    """Returns the gradients of weight and bias; writes the one of x to `dx`, which may be a slice.
+    It computes the convolution again, because the forward pass does not keep it."""
     wide = upcast(x)
     kernel = upcast(weight)
     u = convolve(wide, kernel, upcast(bias), (rows, columns))
     gate = torch.sigmoid(u)
     du = upcast(dy).transpose(1, 2).unflatten(2, (rows, columns)) * gate * (1.0 + u * (1.0 - gate))
+
     image = wide.transpose(1, 2).unflatten(2, (rows, columns))
     padding = [weight.shape[2] // 2, weight.shape[3] // 2]
     dimage, dweight, dbias = torch.ops.aten.convolution_backward(
@@ -111,9 +111,9 @@ differentiable_mix = make_differentiable(keep_inputs(operator), compute_gradient
 
 
 def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Tensor:
-    """`local_mix` as one operator. A slice of a projection is taken as it lies; channels must be
-    neighbours in memory, or x is copied. ValueError for an even number of taps, or a grid that is
-    not that of the tokens."""
+    """`local_mix` as one operator. It reads a slice of a projection in place, and copies x only if
+    its channels are not neighbours in memory. ValueError for an even number of taps, or a grid that
+    does not fit the tokens."""
     refuse_empty("local_mix", x)
     check_shape(x, weight, grid)
     x = x if x.stride(2) == 1 else x.contiguous()
@@ -121,11 +121,12 @@ def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, in
 
 
 def check_shape(x: Tensor, weight: Tensor, grid: tuple[int, int]) -> None:
+    """Raises ValueError for an even number of taps, or a grid that does not fit the tokens."""
     taps = tuple(weight.shape[2:])
     tokens = x.shape[1]
     if taps[0] % 2 == 0 or taps[1] % 2 == 0:
         raise UserError(
-            f"local_mix got {taps[0]} × {taps[1]} taps; both numbers must be odd, to have a middle."
+            f"local_mix got {taps[0]} × {taps[1]} taps; both numbers must be odd, so that a tap is in the middle."
         )
     if grid[0] * grid[1] != tokens:
         raise UserError(

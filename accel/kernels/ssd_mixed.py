@@ -109,7 +109,7 @@ def compute_gradients(dh: Tensor, *needed: Any) -> tuple[Tensor | None, ...]:
     return *found[:3], None, None, *found[3:]
 
 
-differentiable_ssd = make_differentiable(keep_inputs(operator, made=True), compute_gradients)
+differentiable_ssd = make_differentiable(keep_inputs(operator, keep_second=True), compute_gradients)
 
 
 def fused_mixed_ssd(

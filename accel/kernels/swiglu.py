@@ -1,8 +1,8 @@
 """The product of a gated unit, `silu(gate)·value` (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-`silu_product` is the definition, in PyTorch; `fused_swiglu` the same of the two halves of one
-projection, as one operator whose backward pass writes one gradient of both: Triton on a GPU
-(swiglu_triton.py), plain PyTorch elsewhere.
+`silu_product` is the definition in PyTorch. `fused_swiglu` computes it for the two halves of one
+projection, as one operator whose backward pass writes one gradient for both: Triton on a GPU
+(swiglu_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, H hidden channels.
 """
@@ -21,7 +21,7 @@ from common.errors import UserError
 
 
 class SiluProduct(torch.autograd.Function):
-    """`silu(gate)·value`; autograd itself would keep silu(gate) too."""
+    """`silu(gate)·value`, keeping gate and value only; autograd would keep silu(gate) too."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
@@ -37,10 +37,10 @@ class SiluProduct(torch.autograd.Function):
 def silu_product(
     gate: Float[Tensor, "B L H"], value: Float[Tensor, "B L H"]
 ) -> Float[Tensor, "B L H"]:
-    """`silu(gate)·value`, which keeps its two factors only.
+    """`silu(gate)·value`; the backward pass keeps gate and value only.
 
-    A compiler decides itself what to keep; PyTorch 2.11 would not recompute the function under
-    checkpointing.
+    Under a compiler plain operations stand in for `SiluProduct`: the compiler chooses what to keep,
+    and PyTorch 2.11 would not recompute the function under checkpointing.
     """
     return F.silu(gate) * value if torch.compiler.is_compiling() else SiluProduct.apply(gate, value)
 
@@ -51,7 +51,7 @@ def forward_reference(joined: Tensor) -> Tensor:
 
 
 def backward_reference(dh: Tensor, joined: Tensor) -> Tensor:
-    """The gradient of both halves."""
+    """Returns the gradient of both halves, joined."""
     gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
     dgate = torch.ops.aten.silu_backward(upcast(dh) * value, gate)
     return torch.cat((dgate, upcast(dh) * F.silu(gate)), dim=-1).to(joined.dtype)
@@ -74,10 +74,10 @@ differentiable_swiglu = make_differentiable(
 
 def fused_swiglu(joined: Tensor) -> Tensor:
     """`silu_product` of the first and the second half of the channels. ValueError for an empty
-    tensor, or halves that differ."""
+    tensor, or an odd number of channels."""
     refuse_empty("swiglu", joined)
     if joined.shape[-1] % 2:
         raise UserError(
-            f"swiglu got {joined.shape[-1]} channels; gate and value must have as many each."
+            f"swiglu got {joined.shape[-1]} channels; gate and value need the same number each."
         )
     return differentiable_swiglu(joined.contiguous())

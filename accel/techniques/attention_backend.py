@@ -100,7 +100,7 @@ class AttentionBackend(Technique):
     def implementation(self) -> Implementation | None:
         return IMPLEMENTATIONS.get(str(self.value))
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         on_gpu = self.device.type == "cuda"
         if self.implementation:
             return find_implementation_obstacle(self.implementation, self.device)
@@ -115,12 +115,12 @@ class AttentionBackend(Technique):
             )
         return None
 
-    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+    def list_candidates(self) -> tuple[Mapping[str, bool | str], ...]:
         if self.value != AUTO or self.device.type != "cuda":
             return ()
         return ({}, *({self.key: name} for name in ("cudnn", "flash", "efficient")))
 
-    def without_device(self) -> None:
+    def on_fake_device(self) -> None:
         self.value = "math" if self.value == "math" else AUTO
 
     def on_process(self) -> None:
@@ -138,10 +138,10 @@ class AttentionBackend(Technique):
 
     def on_model(self, model: Model) -> Model:
         self.layers = [find_switches(block, "attention_backend") for block in blocks_of(model)]
-        self.switch("flash" if self.implementation else str(self.value))
+        self.set_backend("flash" if self.implementation else str(self.value))
         return model
 
-    def switch(self, backend: str) -> None:
+    def set_backend(self, backend: str) -> None:
         for module in chain(*self.layers):
             module.attention_backend = backend  # pyright: ignore[reportArgumentType]
 
@@ -149,7 +149,7 @@ class AttentionBackend(Technique):
         refused = any(refusal in str(error) for refusal in REFUSALS)
         if not self.enabled or self.failure or not refused:
             return None
-        self.switch(AUTO)
+        self.set_backend(AUTO)
         restore_flash()
         self.failure = (
             f"{self.value} attention does not take this model's heads, windows or dtype, so "
@@ -164,7 +164,7 @@ class AttentionBackend(Technique):
         if not count:
             return Observation(UNUSED, "the model has no softmax attention")
         named = current_flash_attention_impl()
-        ran = self.layers_by_backend(evidence, named)
+        ran = self.count_layers_by_backend(evidence, named)
         note = ", ".join(f"{name} in {n} of {count} layers" for name, n in ran.items())
         note += f"; PyTorch says that {named} is active" * bool(named)
         note = note or "no attention ran"
@@ -179,7 +179,7 @@ class AttentionBackend(Technique):
             active = next(iter(ran))
         return Observation(active, f"{self.failure}; {note}" if self.failure else note)
 
-    def layers_by_backend(self, evidence: Evidence, named: str | None) -> Counter[str]:
+    def count_layers_by_backend(self, evidence: Evidence, named: str | None) -> Counter[str]:
         """Backend -> number of attention layers whose forward pass it computed in every
         micro-batch. `named` is PyTorch's name of the kernels behind flash attention on a GPU, if
         they are not its own.

@@ -58,8 +58,8 @@ class Compile(Technique):
     compiled: Sequence[nn.Module] = ()
     failure: str | None = None
 
-    def unavailable(self) -> str | None:
-        if not self.by_inductor:
+    def find_obstacle(self) -> str | None:
+        if not self.uses_inductor:
             return None
         if self.device.type == "cuda":
             if not is_available("triton", importlib.util.find_spec("triton") is not None):
@@ -72,10 +72,10 @@ class Compile(Technique):
             )
         return None
 
-    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+    def list_candidates(self) -> tuple[Mapping[str, bool | str], ...]:
         return ({}, *self.examples)
 
-    def without_device(self) -> None:
+    def on_fake_device(self) -> None:
         self.backend = PARTITIONER
 
     def hides_blocks(self) -> bool:
@@ -87,7 +87,7 @@ class Compile(Technique):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             self.compiled = [model] if self.compile_scope == "model" else list(blocks_of(model))
-            mode = self.compile_mode if self.by_inductor else None
+            mode = self.compile_mode if self.uses_inductor else None
             for module in self.compiled:
                 module.compile(fullgraph=True, backend=self.backend, mode=mode)
         return model
@@ -117,9 +117,9 @@ class Compile(Technique):
         if not self.enabled:
             return Observation(regions > 0, f"{regions} compiled calls in one step")
         if self.compile_scope == "blocks" and evidence.blocks:
-            found = evidence.where(lambda call: self.is_compiled(call.ops))
+            found = evidence.check_blocks(lambda call: self.is_compiled(call.ops))
             on = all(found)
-            what = evidence.share(found)
+            what = evidence.format_share(found)
         else:  # a model as a whole, called for each micro-batch, or an encoder
             wanted = max([1, *(len(calls) for calls in evidence.blocks)])
             on = self.is_compiled(evidence.ops) and regions >= wanted
@@ -133,11 +133,11 @@ class Compile(Technique):
     def is_compiled(self, ops: Counter[str]) -> bool:
         """Whether these ops hold a call of a compiled function and, with Inductor, one of a graph
         that it compiled."""
-        calls = (REGION, INDUCTOR) if self.by_inductor else (REGION,)
+        calls = (REGION, INDUCTOR) if self.uses_inductor else (REGION,)
         return all(any(op.startswith(call) for op in ops) for call in calls)
 
     @property
-    def by_inductor(self) -> bool:
+    def uses_inductor(self) -> bool:
         """Whether the compiler is PyTorch's own, which generates code."""
         return self.backend == "inductor"
 

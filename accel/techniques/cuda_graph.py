@@ -43,7 +43,7 @@ class CudaGraph(Technique):
     update: CapturedUpdate | None = None
     failure: str | None = None
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         if self.device.type != "cuda":
             return f"CUDA graphs need an NVIDIA GPU; this run is on {self.device.type}."
         if get_world_size() > 1:
@@ -53,13 +53,13 @@ class CudaGraph(Technique):
             )
         return None
 
-    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+    def list_candidates(self) -> tuple[Mapping[str, bool | str], ...]:
         return {}, {self.key: True}
 
-    def without_device(self) -> None:
+    def on_fake_device(self) -> None:
         self.value = self.off
 
-    def optimizer_kwargs(self) -> dict[str, Any]:
+    def make_optimizer_kwargs(self) -> dict[str, Any]:
         return {"capturable": True} if self.enabled else {}
 
     def on_step(self, step: AnyStep) -> AnyStep:

@@ -32,7 +32,7 @@ class CudnnBenchmark(Technique):
     chosen: Set[str] = frozenset()
     """Names of kernels that a step runs with the autotuner only."""
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         found = torch.backends.cudnn.is_available()
         if self.device.type != "cuda" or not is_available("cuDNN", found):
             return (
@@ -41,7 +41,7 @@ class CudnnBenchmark(Technique):
             )
         return None
 
-    def without_device(self) -> None:
+    def on_fake_device(self) -> None:
         self.value = self.off
 
     def on_process(self) -> None:

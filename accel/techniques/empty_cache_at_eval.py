@@ -24,7 +24,7 @@ class EmptyCacheAtEval(Technique):
     without_gpu = "PyTorch keeps no cache of memory on {device}."
 
     @contextmanager
-    def around_evaluation(self) -> Iterator[None]:
+    def surround_evaluation(self) -> Iterator[None]:
         if self.enabled:
             torch.cuda.empty_cache()
         yield
@@ -39,7 +39,7 @@ class EmptyCacheAtEval(Technique):
         # freed at once, so there is something to give back
         torch.empty(2**26, dtype=torch.uint8, device=self.device)
         before = torch.cuda.memory_reserved(self.device)
-        with self.around_evaluation():
+        with self.surround_evaluation():
             freed = before - torch.cuda.memory_reserved(self.device)
         return Observation(
             freed > 0, f"evaluation would start with {freed / 2**20:.0f} MiB given back"

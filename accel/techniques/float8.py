@@ -87,9 +87,9 @@ class Float8Layers:
         self.count = sum(isinstance(m, nn.Linear) for block in blocks for m in block.modules())
         if any(chosen):
             ids = {id(m) for layers in chosen for m in layers}
-            self.exchange(blocks_of(model), ids, getattr(model, "tokens", 1))
+            self.convert_layers(blocks_of(model), ids, getattr(model, "tokens", 1))
 
-    def exchange(self, blocks: nn.ModuleList, chosen: set[int], tokens: int) -> None:
+    def convert_layers(self, blocks: nn.ModuleList, chosen: set[int], tokens: int) -> None:
         with silence_libraries():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -111,13 +111,13 @@ class Float8Layers:
         Recomputation repeats the forward products; a compiler leaves out the last one of a block,
         whose result is the block's own.
         """
-        ran = evidence.dtypes([EIGHT_BIT]).total()
+        ran = evidence.count_dtypes([EIGHT_BIT]).total()
         wanted = 0
         repeated = 0
         good = 0
         for layers, calls in zip(self.large, evidence.blocks, strict=False):
             good += min([layers, *(call.ops[EIGHT_BIT] for call in calls)]) if calls else 0
-            wanted += sum(layers * self.passes(call) for call in calls)
+            wanted += sum(layers * self.count_products(call) for call in calls)
             repeated += sum(call.trains and call.recomputes for call in calls) * bool(layers)
         compiled = any(op.startswith(REGION) for op in evidence.ops)
         complete = ran == wanted or (compiled and ran == wanted - repeated)
@@ -127,11 +127,11 @@ class Float8Layers:
         note += " (in an uncompiled step)" * evidence.blocks_uncompiled
         return complete and good == sum(self.large), note
 
-    def passes(self, call: BlockEvidence) -> int:
+    def count_products(self, call: BlockEvidence) -> int:
         """8-bit products of each layer that a call of its block brings with it."""
         return 1 + (BACKWARD[self.recipe] + call.recomputes if call.trains else 0)
 
-    def too_small(self) -> str:
+    def describe_too_small(self) -> str:
         """Why there is none."""
         sizes = f"{MIN_FEATURES:,} inputs, more than {MIN_FEATURES:,} outputs, both multiples of {SIZE_MULTIPLE}"
         return f"0 of {self.count} layers are large enough for fp8: {sizes}"

@@ -19,12 +19,12 @@ class FusedAdamW(Technique):
     summary = "fused update; clipping and skipping decided on the device"
     loss_rtol = 1e-5
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         if self.device.type not in ("cuda", "cpu"):
             return f"PyTorch has no fused AdamW for {self.device.type}."
         return None
 
-    def optimizer_kwargs(self) -> dict[str, Any]:
+    def make_optimizer_kwargs(self) -> dict[str, Any]:
         # Off means PyTorch's own default: multi-tensor (foreach) kernels on a GPU, a loop over
         # tensors on a CPU. Even fused=False would be a choice: it switches foreach off too.
         return {"fused": True} if self.enabled else {}

@@ -27,7 +27,7 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of, fi
 class FusedKernel(Technique):
     op: str
     """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
-    also: tuple[str, ...] = ()
+    other_ops: tuple[str, ...] = ()
     """Other ops that it exchanges in models that have them in the place of `op`."""
     loss_rtol = 1e-2
     in_sampling = True
@@ -48,7 +48,7 @@ class FusedKernel(Technique):
         self.value = proof.on
         self.proof = proof
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         if self.device.type != "cuda":
             return f"The Triton kernels need an NVIDIA GPU; this run is on {self.device.type}."
         if not is_available("triton", importlib.util.find_spec("triton") is not None):
@@ -57,10 +57,10 @@ class FusedKernel(Technique):
             return "The Triton kernels need compute capability 8.0 or newer."
         return None
 
-    def tried(self) -> tuple[Mapping[str, bool | str], ...]:
+    def list_candidates(self) -> tuple[Mapping[str, bool | str], ...]:
         return ({self.key: True}, {self.key: False}) if self.value == AUTO else ()
 
-    def without_device(self) -> None:
+    def on_fake_device(self) -> None:
         self.settle(Proof(True, "assumed"))
 
     def on_model(self, model: Model) -> Model:
@@ -72,7 +72,7 @@ class FusedKernel(Technique):
     # What would still say "on" if this did nothing? The modules' switches would, and so would a
     # call of the operator, which may run its definition; the row counts launches of its kernels.
     def observe(self, evidence: Evidence) -> Observation:
-        ops = (self.op, *self.also)
+        ops = (self.op, *self.other_ops)
         either = " or ".join(ops)
         if self.enabled and not self.switches:
             return Observation(UNUSED, f"the model has no {either}")
@@ -83,14 +83,14 @@ class FusedKernel(Technique):
             n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)
         )
         ours = tuple(f"fastlatent::{op}" for op in ops)
-        called = evidence.where(lambda call: any(op.startswith(ours) for op in call.ops))
+        called = evidence.check_blocks(lambda call: any(op.startswith(ours) for op in call.ops))
         everywhere = sum(called) >= min(len(called), len(self.switches))
         active = launches > 0 and everywhere
         seen = f"{launches} launches of its kernels in one step"
         if self.enabled and evidence.kernels_unseen and any(called) and everywhere:
             active = UNSEEN
             seen = NO_KERNEL_SEEN
-        note = f"{evidence.share(called)} called {either}; {seen}"
+        note = f"{evidence.format_share(called)} called {either}; {seen}"
         if self.proof:
             note = f"{self.proof.why}; {note}"
         elif self.enabled:
@@ -113,7 +113,7 @@ class FusedScan(FusedKernel):
     key = "fused_scan"
     summary = "Triton: both directions of the scan in one kernel; the selective scan by mamba-ssm's"
     op = "ssd"
-    also = ("selective_scan",)
+    other_ops = ("selective_scan",)
 
 
 class FusedConv(FusedKernel):

@@ -91,7 +91,7 @@ class CheckpointBlocks(Technique):
         calls = [call for calls in evidence.blocks for call in calls]
         if not calls:
             return Observation(False, "no block ran")
-        found = evidence.where(lambda call: call.recomputes)
+        found = evidence.check_blocks(lambda call: call.recomputes)
         looked_into = self.uncompiled or evidence.blocks
         policy = self.checkpoint_policy if self.enabled else "blocks"
         if self.period > 1:
@@ -103,7 +103,7 @@ class CheckpointBlocks(Technique):
         # The note says what each block kept, and of which operations.
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
         does = BEHAVIOURS.get(policy, f"do as asked (one in {self.period} recomputes)")
-        note = f"{evidence.share(found)} {does}; each kept {kept[0]:.2f} to "
+        note = f"{evidence.format_share(found)} {does}; each kept {kept[0]:.2f} to "
         note += f"{kept[-1]:.2f} MiB for backward and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
             names = {name for calls in looked_into for call in calls for name in call.cached}

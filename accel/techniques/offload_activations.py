@@ -86,11 +86,11 @@ class OffloadActivations(Technique):
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (StorageWeakRef(storage), *layout, tensor._version)
         if key not in self.copies:
-            self.copies[key] = self.to_host(tensor)
+            self.copies[key] = self.copy_to_host(tensor)
             self.moved += tensor.nbytes
         return tensor.device, self.copies[key]
 
-    def to_host(self, tensor: Tensor, /) -> Tensor:
+    def copy_to_host(self, tensor: Tensor, /) -> Tensor:
         """A copy in host memory with the same strides, which a compiled backward pass relies on."""
         room = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
@@ -104,11 +104,11 @@ class OffloadActivations(Technique):
         if not self.enabled:
             return Observation(False, "what is kept stays on the device")
         calls = [call for calls in evidence.blocks for call in calls]
-        found = evidence.where(lambda call: call.trains and not call.left)
+        found = evidence.check_blocks(lambda call: call.trains and not call.left)
         kept = sum(call.saved_bytes for call in calls)
         left = sum(call.left for call in calls)
         least = saved_tensors.MIN_MOVED_BYTES
-        note = f"{evidence.share(found)} keep nothing of {least} bytes or more on the device: of "
+        note = f"{evidence.format_share(found)} keep nothing of {least} bytes or more on the device: of "
         note += f"{kept / 2**20:.1f} MiB kept for the backward pass {left / 2**20:.1f} stay there"
         note += f"; a forward pass copied {self.moved / 2**20:.3f} MiB to the host"
         return Observation(bool(found) and all(found), note)

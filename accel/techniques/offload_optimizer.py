@@ -37,7 +37,7 @@ class HostState(Members):
 
     def __init__(self, groups: Groups, make: MakeOptimizer) -> None:
         super().__init__(groups, [make(part) for part in split_parts(groups)])
-        self.device = self.numbered[0].device
+        self.device = self.numbered_parameters[0].device
         self.host: dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]] = {}
         """Optimizer -> (parameter, name) -> what it keeps, in host memory."""
         self.moved = 0
@@ -48,7 +48,7 @@ class HostState(Members):
         super().step(closure)
 
     @contextmanager
-    def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
+    def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """The member finds its state on the device inside; after, it lies in host memory again."""
         for optimizer in iterate_innermost(member):
             for key, value in self.host.get(optimizer, {}).items():
@@ -104,10 +104,10 @@ class OffloadOptimizer(Technique):
 
         return make_on_host
 
-    def part_bytes(self, part: int) -> float | None:
+    def count_part_bytes(self, part: int) -> float | None:
         return 0.0 if self.enabled else None
 
-    def in_host_memory(self) -> list[Tensor]:
+    def list_host_tensors(self) -> list[Tensor]:
         hosts = [host for state in self.states for host in state.host.values()]
         return [held for host in hosts for held in host.values()]
 
@@ -119,7 +119,7 @@ class OffloadOptimizer(Technique):
         kept = [
             t
             for state in self.states
-            for p in state.numbered
+            for p in state.numbered_parameters
             for t in collect_state(state, p).values()
             if isinstance(t, Tensor) and t.numel() >= MIN_OFFLOADED_ELEMENTS
         ]

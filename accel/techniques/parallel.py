@@ -70,32 +70,32 @@ class DataParallel(Technique):
             value = "ddp" if get_world_size() > 1 else "none"
         super().__init__(value, device, **options)
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         started = dist.is_available() and dist.is_initialized()
         if not is_available("several processes", started):
             return "There is one process only; start several with torchrun."
         degree = self.option["shard_degree"]
         if self.value == "hsdp" and get_world_size() % (degree or 1):
             return f"shard_degree={degree} does not divide {get_world_size()} processes."
-        if self.value == "ddp" and self.travels_narrow and self.device.type != "cuda":
+        if self.value == "ddp" and self.reduces_in_bf16 and self.device.type != "cuda":
             return (
                 "Gradients of ddp travel in bf16 over NCCL only, which needs NVIDIA GPUs; use "
                 "reduce_dtype=fp32."
             )
         return None
 
-    def without_device(self) -> None:
+    def on_fake_device(self) -> None:
         self.value = self.off
 
     @property
-    def travels_narrow(self) -> bool:
+    def reduces_in_bf16(self) -> bool:
         return self.option["reduce_dtype"] == "bf16"
 
     @property
     def shards(self) -> bool:
         return self.enabled and self.value != "ddp"
 
-    def mesh(self) -> DeviceMesh:
+    def make_mesh(self) -> DeviceMesh:
         world = get_world_size()
         device = self.device.type
         if self.value == "fsdp":
@@ -114,12 +114,12 @@ class DataParallel(Technique):
         # Autocast decides about dtypes; inputs are left alone, for the residual stream is one and
         # stays fp32.
         precision = fsdp.MixedPrecisionPolicy(
-            reduce_dtype=torch.bfloat16 if self.travels_narrow else None, cast_forward_inputs=False
+            reduce_dtype=torch.bfloat16 if self.reduces_in_bf16 else None, cast_forward_inputs=False
         )
         offload = fsdp.OffloadPolicy()
         if self.option["cpu_offload"]:
             offload = fsdp.CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        mesh = self.mesh()
+        mesh = self.make_mesh()
         # It warns of the gate, which a block returns as a view; nothing writes to that.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         for part in (*blocks_of(model), model):
@@ -140,15 +140,15 @@ class DataParallel(Technique):
             self.wrapped = nn.parallel.DistributedDataParallel(
                 self.model, device_ids=devices, **how
             )
-            if self.travels_narrow:
+            if self.reduces_in_bf16:
                 self.wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
             step.forward = self.wrapped
         if self.enabled:
-            step.synchronised = self.synchronised  # pyright: ignore[reportAttributeAccessIssue]
+            step.synchronise = self.synchronise  # pyright: ignore[reportAttributeAccessIssue]
         return step
 
     @contextmanager
-    def synchronised(self, last: bool) -> Iterator[None]:
+    def synchronise(self, last: bool) -> Iterator[None]:
         """Surrounds a micro-batch: only the last one of a step communicates its gradients."""
         if self.shards:
             self.model.set_requires_gradient_sync(last)
@@ -156,7 +156,7 @@ class DataParallel(Technique):
             yield
 
     @contextmanager
-    def around_evaluation(self) -> Iterator[None]:
+    def surround_evaluation(self) -> Iterator[None]:
         """Cuts the parameters again afterwards: where `reshard_after_forward` is off, a forward
         pass without a backward pass leaves those of evaluation gathered, and the next step would
         take them for its own."""

@@ -76,7 +76,7 @@ class Precision(Technique):
     wide_weights: Set[str] = frozenset()
     """Matrices that were multiplied in fp32 in that step."""
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         if self.value == "fp8":
             return float8.find_obstacle(self.device)
         if self.device.type == "cuda":
@@ -100,7 +100,7 @@ class Precision(Technique):
             "would be slower than fp32."
         )
 
-    def arithmetic(self) -> dict[str, Any]:
+    def describe_arithmetic(self) -> dict[str, Any]:
         return self.settings if self.value == "fp8" else {self.key: self.value}
 
     def autocast(self) -> torch.amp.autocast:
@@ -140,7 +140,7 @@ class Precision(Technique):
             tensor.copy_(state[name])
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
-        if self.enabled and self.model is not None and evidence.dtypes()["float"]:
+        if self.enabled and self.model is not None and evidence.count_dtypes()["float"]:
             self.around_forward = products = WideWeightProducts(self.model)
             with torch.compiler.set_stance("force_eager"):
                 run()
@@ -156,15 +156,15 @@ class Precision(Technique):
         others = {product: n for product, n in evidence.products.items() if product[0] != EIGHT_BIT}
         active, note = self.observe_autocast(replace(evidence, products=Counter(others)))
         if not any(self.layers.large):
-            return Observation(active, f"{self.layers.too_small()}; {note}")
+            return Observation(active, f"{self.layers.describe_too_small()}; {note}")
         complete, seen = self.layers.observe(evidence)
-        if evidence.dtypes([EIGHT_BIT]):
+        if evidence.count_dtypes([EIGHT_BIT]):
             active = "fp8" if complete and active == "bf16" else "mixed"
         return Observation(active, f"{seen}; of the others {note}")
 
     def observe_autocast(self, evidence: Evidence) -> Observation:
-        weights = evidence.dtypes(WEIGHT_PRODUCTS)
-        dtypes = evidence.dtypes()
+        weights = evidence.count_dtypes(WEIGHT_PRODUCTS)
+        dtypes = evidence.count_dtypes()
         calls = [call for calls in evidence.blocks for call in calls]
         branches = Counter(name_dtype(str(call.branch_dtype)) for call in calls)
         # Whether a library computed products of each block, which the profiler sees.
@@ -188,8 +188,8 @@ class Precision(Technique):
             shown = ", ".join(names[:3]) + ", …" * (len(names) > 3)
             note += f"; in fp32 are products of weights: {shown}"
         if unseen:
-            share = evidence.share(
-                evidence.where(lambda call: name_dtype(str(call.branch_dtype)) == name)
+            share = evidence.format_share(
+                evidence.check_blocks(lambda call: name_dtype(str(call.branch_dtype)) == name)
             )
             note += (
                 f"; others in Inductor's own kernels, which do not tell; {share} returned {name}"

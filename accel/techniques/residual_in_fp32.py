@@ -27,10 +27,10 @@ class ResidualInFp32(Technique):
     # What would still say "on" if this did nothing? The dtype would, where the stream was rounded
     # to 16 bits on its way, so the row asks for finer bits.
     def observe(self, evidence: Evidence) -> Observation:
-        wide = evidence.where(lambda call: call.residual_dtype == torch.float32)
+        wide = evidence.check_blocks(lambda call: call.residual_dtype == torch.float32)
         whole = find_unrounded(evidence)
         found = [a and b for a, b in zip(wide, whole, strict=True)]
-        note = f"{evidence.share(found)} passed the residual on in fp32, unrounded"
+        note = f"{evidence.format_share(found)} passed the residual on in fp32, unrounded"
         if not all(whole):
             note += f"; {whole.count(False)} got or returned one that had been rounded to 16 bits"
         return Observation(bool(found) and all(found), note)
@@ -43,7 +43,7 @@ def find_unrounded(evidence: Evidence) -> list[bool]:
     had: dict[int, bool] = {}  # by micro-batch
     for i, calls in enumerate(evidence.blocks):
         for batch, call in enumerate(calls):
-            came, went = call.fine
+            came, went = call.fine_bits
             found[i] &= (came or not had.get(batch, False)) and (went or not came)
             had[batch] = went
     return found

@@ -24,7 +24,7 @@ class Tf32(Technique):
     in_precompute = True
     changes_kernels = "parity"
 
-    def unavailable(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         if self.device.type != "cuda":
             return (
                 "TF32 needs an NVIDIA GPU of compute capability 8.0 or newer; this run is on "
@@ -35,7 +35,7 @@ class Tf32(Technique):
             return f"TF32 needs compute capability 8.0 or newer; this GPU has {major}.{minor}."
         return None
 
-    def arithmetic(self) -> dict[str, Any]:
+    def describe_arithmetic(self) -> dict[str, Any]:
         return self.settings
 
     def on_process(self) -> None:
@@ -50,8 +50,8 @@ class Tf32(Technique):
         if self.device.type != "cuda":
             return Observation(False, "no product here rounds to TF32")
         product, convolution = rounds_to_tf32(self.device)
-        products = evidence.dtypes()["float"]
-        convolutions = evidence.dtypes(["aten::convolution"])["float"]
+        products = evidence.count_dtypes()["float"]
+        convolutions = evidence.count_dtypes(["aten::convolution"])["float"]
         does = {True: "rounds to TF32", False: "keeps fp32"}
         note = (
             f"a product tried here {does[product]}, a convolution {does[convolution]}; {products} "

@@ -42,7 +42,7 @@ DRAW_BYTES = 19.0
 """Bytes an element that drawing the bits of stochastic rounding takes; as counted."""
 MAX_COUNTED_DRAW = 2**18
 """Elements drawn at a time where bytes are counted on few blocks: what random bits take does not
-grow with the model, so `part_bytes` reckons it."""
+grow with the model, so `count_part_bytes` reckons it."""
 
 
 class NarrowLinear(nn.Linear):
@@ -63,7 +63,11 @@ class RoundedUpdate(Members):
     """
 
     def __init__(
-        self, groups: Groups, make: MakeOptimizer, rounding: str, at_once: int = PART_ELEMENTS
+        self,
+        groups: Groups,
+        make: MakeOptimizer,
+        rounding: str,
+        elements_per_draw: int = PART_ELEMENTS,
     ) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
         # Not the parameters' own data exchanged for the while: that would lose the hooks by which
@@ -75,10 +79,10 @@ class RoundedUpdate(Members):
         ]
         super().__init__(groups, [make(part) for part in parts], stand_ins)
         self.narrow: dict[Tensor, Any] = {stand_in: p for p, stand_in in stand_ins.items()}
-        self.at_once = at_once
+        self.elements_per_draw = elements_per_draw
         """Elements whose random bits are drawn at a time."""
         self.seed = 0
-        self.position = torch.zeros(1, dtype=torch.int64, device=self.numbered[0].device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=self.numbered_parameters[0].device)
         self.counting = True
         """Whether somebody looks at `counts`."""
         self.counts: Counter[str] = Counter()
@@ -94,26 +98,26 @@ class RoundedUpdate(Members):
             self.counts.clear()
         super().step(closure)
 
-    def rest(self, parameter: Tensor) -> Tensor | None:
+    def get_compensation(self, parameter: Tensor) -> Tensor | None:
         """What was rounded off a parameter, where that is kept."""
         return self.state[parameter].get(COMPENSATION)
 
-    def widened(self, parameter: Tensor) -> Tensor:
+    def widen(self, parameter: Tensor) -> Tensor:
         """A parameter in fp32, with what was rounded off before."""
         wide = parameter.detach().float()
-        rest = self.rest(parameter)
+        rest = self.get_compensation(parameter)
         return wide if rest is None else wide + rest
 
     @contextmanager
-    def around(self, member: torch.optim.Optimizer) -> Iterator[None]:
+    def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """The member finds fp32 weights and gradients in its stand-ins inside; what it made of them
         is rounded."""
         known = [(p, self.narrow[p]) for p in parameters_of(member) if p in self.narrow]
         pairs = [(stand_in, p) for stand_in, p in known if p.grad is not None]
         for stand_in, parameter in pairs:
-            stand_in.data = self.widened(parameter)
+            stand_in.data = self.widen(parameter)
             stand_in.grad = parameter.grad.float()
-            rest = self.rest(parameter)
+            rest = self.get_compensation(parameter)
             if rest is not None:
                 self.count("rests", rest != 0.0)
                 self.count("used", stand_in.data != parameter)
@@ -123,17 +127,19 @@ class RoundedUpdate(Members):
         for stand_in, _ in pairs:
             stand_in.grad = None
             stand_in.data = stand_in.data.new_empty([0] * stand_in.ndim)
-        self.compensated([pair for pair in updated if self.rest(pair[0]) is not None])
-        self.randomly([pair for pair in updated if self.rest(pair[0]) is None])
+        self.round_with_compensation(
+            [pair for pair in updated if self.get_compensation(pair[0]) is not None]
+        )
+        self.round_randomly([pair for pair in updated if self.get_compensation(pair[0]) is None])
         for parameter, wide in updated:
-            self.look_at(parameter, wide)
+            self.count_rounding(parameter, wide)
 
     def count(self, what: str, found: Tensor) -> None:
         """Adds the sum of `found` to a count of this step."""
         if self.counting:
             self.counts[what] += found.sum(dtype=torch.float64)  # pyright: ignore[reportArgumentType]
 
-    def look_at(self, parameter: Tensor, wide: Tensor) -> None:
+    def count_rounding(self, parameter: Tensor, wide: Tensor) -> None:
         """Counts what rounding the values `wide` into a parameter did."""
         if not self.counting:
             return
@@ -144,11 +150,11 @@ class RoundedUpdate(Members):
         self.count("inexact", nearest.float() != wide)
         self.count("unlike nearest", parameter.detach() != nearest)
         self.count("expected", torch.minimum(part, 1.0 - part))
-        rest = self.rest(parameter)
+        rest = self.get_compensation(parameter)
         if rest is not None:
             self.count("kept", rest != 0.0)
 
-    def compensated(self, updated: list[tuple[Any, Tensor]]) -> None:
+    def round_with_compensation(self, updated: list[tuple[Any, Tensor]]) -> None:
         """Rounds to the nearest values, and keeps what that leaves out."""
         skipped = getattr(self, "found_inf", None)
         for parameter, wide in updated:
@@ -162,15 +168,17 @@ class RoundedUpdate(Members):
             parameter.data.copy_(rounded)
             rest.copy_(lost)
 
-    def randomly(self, updated: list[tuple[Any, Tensor]]) -> None:
+    def round_randomly(self, updated: list[tuple[Any, Tensor]]) -> None:
         """Rounds at random, as many tensors at a time as one draw serves."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for tensors in updated:
-            pairs += zip(*(t.detach().view(-1).split(self.at_once) for t in tensors), strict=True)
+            pairs += zip(
+                *(t.detach().view(-1).split(self.elements_per_draw) for t in tensors), strict=True
+            )
         while pairs:
             taken: list[tuple[Tensor, Tensor]] = []
             size = 0
-            while pairs and size + len(pairs[0][0]) <= self.at_once:
+            while pairs and size + len(pairs[0][0]) <= self.elements_per_draw:
                 taken.append(pairs.pop(0))
                 size += len(taken[-1][0])
 
@@ -208,13 +216,13 @@ class Weights(Technique):
     rounding: str
     linears: Sequence[nn.Linear] = ()
     parameters: Sequence[Tensor] = ()
-    at_once = PART_ELEMENTS
+    elements_per_draw = PART_ELEMENTS
     update: RoundedUpdate | None = None
 
-    def without_device(self) -> None:
-        self.at_once = MAX_COUNTED_DRAW
+    def on_fake_device(self) -> None:
+        self.elements_per_draw = MAX_COUNTED_DRAW
 
-    def part_bytes(self, part: int) -> float | None:
+    def count_part_bytes(self, part: int) -> float | None:
         if not self.enabled:
             return None
         drawn = self.rounding == "stochastic"
@@ -234,7 +242,7 @@ class Weights(Technique):
             return make
 
         def make_rounded(groups: Groups) -> torch.optim.Optimizer:
-            self.update = RoundedUpdate(groups, make, self.rounding, self.at_once)
+            self.update = RoundedUpdate(groups, make, self.rounding, self.elements_per_draw)
             return self.update
 
         return make_rounded

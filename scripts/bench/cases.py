@@ -79,9 +79,9 @@ def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]
     if "family" in exceptions:
         words = measure.replace_family(words, exceptions["family"])
     eager = f"runtime=eager {PRECISIONS[over]} {exceptions.get('baseline', '')}"
-    for way in (*kind.ways(), *exceptions.get("more_ways", ())):
+    for way in (*kind.list_ways(), *exceptions.get("more_ways", ())):
         given = {key: f"runtime.{key}={str(value).lower()}" for key, value in way.items()}
-        given[kind.key] = kind.override(way[kind.key])
+        given[kind.key] = kind.make_override(way[kind.key])
         own = [word for key, word in given.items() if key in (kind.key, *kind.options)]
         base = [*words, *eager.split(), *(word for word in given.values() if word not in own)]
         name = f"{' '.join(own)} over {over}"
@@ -113,8 +113,8 @@ def plan_removed(words: Words) -> Iterator[Case]:
     most = compose(full).cfg.runtime.values()
     for kind in TECHNIQUES:
         if most[kind.key] != eager[kind.key]:
-            word = kind.override(eager[kind.key])
-            needs = [kind.override(most[kind.key])]
+            word = kind.make_override(eager[kind.key])
+            needs = [kind.make_override(most[kind.key])]
             labels = {"part": "removed", "key": kind.key}
             own = [*full, word]
             yield Case(f"max {word}", measure.compare, own, full, needs, labels=labels)

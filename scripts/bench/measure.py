@@ -68,7 +68,7 @@ def find_emulated(words: Words, device: torch.device) -> Words:
     """Returns the words that this CPU computes without instructions for them, since they ask so."""
     if EMULATE not in words or device.type != "cpu":
         return []
-    every = {kind.override(value) for kind in TECHNIQUES for value in kind.emulated}
+    every = {kind.make_override(value) for kind in TECHNIQUES for value in kind.emulated}
     reasons = doctor.find_capabilities(device)
     return sorted(word for word in every & {*words} if reasons[word])
 

@@ -213,7 +213,7 @@ def find_bound(
     words, such as runtime.compile=true, that this machine can do and this run has not on; only
     these are proposed.
     """
-    fewer = [kind.override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
+    fewer = [kind.make_override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
     found = explain_bound(step_ms, data_ms, busy, [word for word in fewer if word in left], data)
     if found is not None:
         return found
@@ -237,7 +237,7 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
     busy, products = sum_busy_ms(profile_step(workload).key_averages(), cuda)
 
     active = {row.key: row.active for row in workload.ledger}
-    on = {kind.override(active[kind.key]) for kind in TECHNIQUES}
+    on = {kind.make_override(active[kind.key]) for kind in TECHNIQUES}
     offered = {
         word for word, reason in find_capabilities(workload.device).items() if reason is None
     }

@@ -156,7 +156,7 @@ class FastlatentPipeline(DiffusionPipeline):
         if output_type != "latent":
             check_decoder(self.vae, facts)
         asked = [class_labels] if isinstance(class_labels, int | str) else class_labels
-        drawn = self.drawn(find_class_numbers(asked, facts["class_names"]), how, seed, latents)
+        drawn = self.draw(find_class_numbers(asked, facts["class_names"]), how, seed, latents)
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
         if self.vae is None:
@@ -168,7 +168,7 @@ class FastlatentPipeline(DiffusionPipeline):
             images = [Image.fromarray(image) for image in images]
         return ImagePipelineOutput(images=images)
 
-    def drawn(
+    def draw(
         self, labels: list[int], how: dict[str, Any], seed: int, latents: Tensor | None
     ) -> Tensor:
         """Latents as the autoencoder decodes them, from the noise of `seed` or from `latents`."""

@@ -131,7 +131,7 @@ def track_block(block: nn.Module, index: int, tracker: Tracker) -> Callable[...,
 class GpuStack(AccelerationStack):
     """All techniques that are asked for, as a GPU would have them."""
 
-    def unavailable(self, technique: Technique) -> None:
+    def find_obstacle(self, technique: Technique) -> None:
         """A GPU is taken to have each."""
 
 
@@ -141,7 +141,7 @@ def build_planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
     stack = build_stack(cfg, CPU, alone=True, kind=GpuStack if gpu else AccelerationStack)
     for technique in stack.techniques:
         if technique.enabled:
-            technique.without_device()
+            technique.on_fake_device()
     return stack
 
 
@@ -219,7 +219,7 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
             for i, block in enumerate(model.blocks):
                 block._compiled_call_impl = track_block(block, i, tracker)
         for technique in techniques:
-            technique.to_host = tracker.allocate_on_host()(technique.to_host)
+            technique.copy_to_host = tracker.allocate_on_host()(technique.copy_to_host)
         for parameter in find_trained_parameters(model).values():
             parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
         tracker.track([*model.parameters(), *model.buffers(), *latents, numbers])
@@ -257,7 +257,7 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     tracker = Tracker()
     with tracker.allocate_on_host():
         for technique in training.stack.techniques:
-            tracker.track(technique.in_host_memory())
+            tracker.track(technique.list_host_tensors())
     entries = [value for p in step.parameters for value in collect_state(optimizer, p).values()]
     gradients = [p.grad for p in step.parameters if p.grad is not None]
     state = [value for value in entries if isinstance(value, Tensor)]

@@ -228,7 +228,7 @@ class Forecast:
     def count_update_bytes(self) -> float:
         """Temporary bytes of the optimizer. An update in parts takes what its largest part does."""
         part = count_largest_part(make_parameter_groups(self.model, 0.0))
-        least = [technique.part_bytes(part) for technique in self.techniques]
+        least = [technique.count_part_bytes(part) for technique in self.techniques]
         in_parts = [size for size in least if size is not None]
         if not in_parts:
             return self.count_whole("temporary") / self.question.shards

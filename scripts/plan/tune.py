@@ -146,7 +146,7 @@ class Search:
         unused = self.reference.get("unused", ())
         together: dict[str, list[Any]] = {}
         for technique in reversed(stack.techniques):
-            tried = technique.tried()
+            tried = technique.list_candidates()
             if tried and technique.key not in unused:
                 together.setdefault(technique.tried_with or technique.key, []).append(tried)
         return [

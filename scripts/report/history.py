@@ -70,9 +70,9 @@ class History:
         self.figures = {k: y for k, y in (self.summary or self.latest).items() if is_figure(y)}
         """The figures of the summary; an unfinished run has the last that were logged."""
 
-        found = [self.evaluation(file) for file in sorted(folder.glob("evaluation/*.json"))]
+        found = [self.read_evaluation(file) for file in sorted(folder.glob("evaluation/*.json"))]
         self.evaluations = [evaluation for evaluation in found if evaluation]
-        wrong = sum(math.isnan(y) for _, y in self.series("loss"))
+        wrong = sum(math.isnan(y) for _, y in self.list_points("loss"))
         problems = {
             "There is no environment.json: what ran where is unknown.": not self.environment,
             "There is no logged step (metrics.jsonl), so nothing is drawn.": not self.lines,
@@ -100,7 +100,7 @@ class History:
         weights = {"parameters": parameters, "sha256": hash_file(file)}
         return dict(flatten(read_state_file(found[-1]))), weights
 
-    def evaluation(self, file: Path) -> Evaluation | None:
+    def read_evaluation(self, file: Path) -> Evaluation | None:
         """Reads a file of `scripts.evaluate`; None for another file."""
         content = read_object(file)
         try:
@@ -114,7 +114,7 @@ class History:
             return None
         return Evaluation(rows, settings)
 
-    def series(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
+    def list_points(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
         """Returns (x, y) of the lines that have both; y is NaN where it is no finite number."""
         return [
             (line[over], math.nan if line[key] is None else line[key])
@@ -126,17 +126,17 @@ class History:
     def distances(self) -> dict[str, list[tuple[float, float]]]:
         """The finite points of the distances measured during training, such as fd_<features>."""
         return {
-            key: [point for point in self.series(key) if math.isfinite(point[1])]
+            key: [point for point in self.list_points(key) if math.isfinite(point[1])]
             for key in self.latest
             if key.startswith(("fd_", "kd_"))
         }
 
-    def numbers(self) -> dict[str, Any]:
+    def format_figures(self) -> dict[str, Any]:
         """Returns the figures as they are shown."""
         peak = self.figures.get("memory_reserved_peak")
         return self.figures | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
 
-    def part(self, name: str) -> dict[str, Any]:
+    def select_environment(self, name: str) -> dict[str, Any]:
         """Returns what the environment says below a key, such as versions."""
         return {
             key.removeprefix(f"{name}."): value
@@ -144,24 +144,26 @@ class History:
             if key.startswith(f"{name}.")
         }
 
-    def compared(self) -> dict[str, dict[str, Any]]:
+    def list_comparable(self) -> dict[str, dict[str, Any]]:
         """Returns what a difference between two runs may come from."""
         return {
             "configuration": self.config,
             "ledger": {
                 r.key: f"{format_cell(r.requested)} → {format_cell(r.active)}" for r in self.ledger
             },
-            "version": self.part("versions") | self.part("git"),
+            "version": self.select_environment("versions") | self.select_environment("git"),
         }
 
-    def facts(self) -> dict[str, Any]:
+    def collect_facts(self) -> dict[str, Any]:
         """Returns what ran where, with which versions."""
         get = self.environment.get
         changed = " with uncommitted changes" if get("git.uncommitted_changes") else ""
         argv = get("argv")
         files = (self.folder / "config.yaml", *self.folder.glob("*.json*"))
         written = max(file.stat().st_mtime for file in files)
-        versions = [f"{name} {value}" for name, value in self.part("versions").items()]
+        versions = [
+            f"{name} {value}" for name, value in self.select_environment("versions").items()
+        ]
         found = {
             **{key: get(f"choices.{key}") for key in ("model", "data", "runtime")},
             "data fingerprint": self.state.get("spec.fingerprint"),
@@ -202,7 +204,7 @@ def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> lis
 def compare_figures(first: History, second: History) -> list[tuple[Any, ...]]:
     """Returns (key, both figures, second / first) where the figures of two runs differ."""
     rows = []
-    for row in find_differences(first.numbers(), second.numbers()):
+    for row in find_differences(first.format_figures(), second.format_figures()):
         one = first.figures.get(row[0])
         other = second.figures.get(row[0])
         rows.append((*row, f"×{other / one:.3f}" if one and other else "–"))

@@ -69,8 +69,8 @@ def render_page(runs: Sequence[History]) -> str:
         "page.html",
         format_cell,
         runs=runs,
-        facts=[run.facts() for run in runs],
-        numbers=[run.numbers() for run in runs],
+        facts=[run.collect_facts() for run in runs],
+        numbers=[run.format_figures() for run in runs],
         defaults=dict(flatten(parse_yaml(to_yaml(compose([]).source)))),
         training=TRAINING,
         distance_plots=list_distance_plots,
@@ -210,7 +210,7 @@ def collect_curves(plot: Plot, runs: Sequence[History]) -> list[Curve]:
     curves = []
     for run, (line, shades) in zip(runs, RUN_STYLES, strict=False):
         for i, key in enumerate(keys, start=1):
-            points = [(x, y * plot.scale) for x, y in run.series(key, plot.over)]
+            points = [(x, y * plot.scale) for x, y in run.list_points(key, plot.over)]
             values = [y for _, y in points if math.isfinite(y)]
             names = [run.name] * (len(runs) > 1)
             names += [name_curve(key)] * (len(keys) > 1 or len(runs) == 1)

@@ -84,15 +84,15 @@ def test_samples_are_those_of_the_published_model(encoder, tmp_path):
     weights = random_weights(shape)
     run = load_run(imported(tmp_path, weights, encoder, shape), device="cpu")
     labels = [0, 3, 4]
-    sampling = run.settings(solver="euler", steps=5, guidance=1.0)
+    sampling = run.change_sampling(solver="euler", steps=5, guidance=1.0)
     stream = SampleStream(run.forward, run.spec, sampling, deal_labels_in_turn(labels, CPU), 0, 3, CPU)
-    _, found = stream.batch(0)
-    noiseless = run.settings(solver="euler", steps=1, guidance=1.0)
+    _, found = stream.draw_batch(0)
+    noiseless = run.change_sampling(solver="euler", steps=1, guidance=1.0)
     zero = SampleStream(
         lambda x, t, y: torch.zeros_like(x), run.spec, noiseless, stream.labels, 0, 3, CPU
     )
     # the noise that both begin with
-    x = (zero.batch(0)[1] - torch.arange(3).view(-1, 1, 1) / 4) / 2.0
+    x = (zero.draw_batch(0)[1] - torch.arange(3).view(-1, 1, 1) / 4) / 2.0
     for i in range(5):
         x = x + velocity(weights, shape, x, torch.full((3,), i / 5), torch.tensor(labels)) / 5
     torch.testing.assert_close(

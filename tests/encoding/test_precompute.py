@@ -731,7 +731,7 @@ def test_the_ledger_sees_a_compiled_encoder(job: Job, capsys, monkeypatch):
 
 def test_the_autotuner_is_told_what_lets_it_on(job: Job, capsys, monkeypatch):
     """Off with the key that gives equal bytes up, or on; never dropped without a word."""
-    monkeypatch.setattr(CudnnBenchmark, "unavailable", lambda self: None)
+    monkeypatch.setattr(CudnnBenchmark, "find_obstacle", lambda self: None)
     job("runtime.cudnn_benchmark=true")
     told = " ".join(capsys.readouterr().out.split())
     assert "! cudnn_benchmark on off off here: it chooses algorithms by their time" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
 from tests.harness.words import CPU
 
-LOADERS = ["resident", "int8", "chunks", "webdataset", "webdataset, 2 workers"]
-"""Kinds of loaders that read a latent set."""
 SAMPLE_BYTES = 240
 """Size of one sample of `random_samples`, with its posterior and both mirrored tensors."""
 
@@ -38,15 +37,14 @@ def streamed(path: str | Path, **changes: Any) -> StreamedLatents:
     return StreamedLatents(path=str(path), **settings)
 
 
-def open_loader(kind: str, path: str | Path, **changes: Any) -> ResidentLatents | StreamedLatents:
-    """Opens a latent set with one of `LOADERS`."""
-    if kind == "resident":
-        return resident(path, **changes)
-    if kind == "int8":
-        return resident(path, storage="int8", **changes)
-    if kind == "chunks":
-        return chunked(path, **changes)
-    return streamed(path, num_workers=2 if "workers" in kind else 0, **changes)
+LOADERS = {
+    "resident": resident,
+    "int8": partial(resident, storage="int8"),
+    "chunks": chunked,
+    "webdataset": streamed,
+    "webdataset, 2 workers": partial(streamed, num_workers=2),
+}
+"""Loaders that read a latent set."""
 
 
 def join(batches: Iterable[Batch]) -> Batch:

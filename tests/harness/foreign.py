@@ -132,15 +132,15 @@ def edit_list(change: Callable[[list], object]) -> Edit:
     return edit
 
 
-def edit_members(change: Callable[[str, bytes], tuple[str, bytes] | None]) -> Edit:
-    """Gives each member of the first tar the name and content that `change` returns; None drops
-    it."""
+def edit_members(changes: dict[str, bytes | None]) -> Edit:
+    """Replaces the content of members of the first tar; None drops a member."""
 
     def edit(path: Path) -> None:
         with tarfile.open(path / "0.tar") as tar:
-            members = [(member.name, tar.extractfile(member).read()) for member in tar]  # pyright: ignore[reportOptionalMemberAccess]
-        changed = (change(*member) for member in members)
-        write_tar(path / "0.tar", filter(None, changed))
+            members = {member.name: tar.extractfile(member).read() for member in tar}  # pyright: ignore[reportOptionalMemberAccess]
+        members |= changes
+        kept = {name: content for name, content in members.items() if content is not None}
+        write_tar(path / "0.tar", kept)
 
     return edit
 

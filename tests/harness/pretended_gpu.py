@@ -127,7 +127,7 @@ class Name(str):
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Lets `runtime.cuda_graph=true` run on a CPU."""
     found = Streams()
-    monkeypatch.setattr(CudaGraph, "unavailable", lambda self: None)
+    monkeypatch.setattr(CudaGraph, "find_obstacle", lambda self: None)
     for name, stand_in in {
         "CUDAGraph": Graph,
         "graph": found.capture,

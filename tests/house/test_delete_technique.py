@@ -41,7 +41,7 @@ for preset in sorted(Path("conf/runtime").glob("*.yaml")):
     cfg = compose([*TINY, f"runtime={preset.stem}"]).cfg
     if preset.stem == "fast":
         training = assemble(cfg, torch.device("cpu"))
-        print(training.warm_up().table())
+        print(training.warm_up().format_table())
         training.take_step()
 for experiment in sorted(Path("conf/experiment").glob("*.yaml")):
     compose([f"experiment={experiment.stem}"])

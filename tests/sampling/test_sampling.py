@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,15 +37,15 @@ RUN = [
     "total_samples=256",
     "batch_size=32",
     "optim.lr=2e-2",
-]
-RUN += [
     "schedule.warmup_samples=0",
     "eval_every=0",
     "sample_every=0",
     "save_every=8",
     "ema.half_life_samples=1",
+    "sampling.steps=3",
+    "runtime.tf32=false",
+    "runtime.precision=fp32",
 ]
-RUN += ["sampling.steps=3", "runtime.tf32=false", "runtime.precision=fp32"]
 
 
 @pytest.fixture(scope="module")
@@ -69,98 +69,96 @@ def gaussian(mean: float, std: float):
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2), ("ab2", 2)])
-def test_solvers_converge_with_their_order(solver, order, shift):
+@pytest.mark.parametrize(
+    ("solver", "order", "bound"), [("euler", 1, 0.03), ("heun", 2, 3e-3), ("ab2", 2, 3e-3)]
+)
+def test_solvers_converge_with_their_order(solver, order, bound, shift):
     """To the known end of the path, also where steps are unequal."""
     noise = torch.full((1, 1, 1, 1), 1.3)
-    with torch.no_grad():
-        errors = [
-            abs(sample(gaussian(0.7, 0.4), noise, steps, solver, shift).item() - (0.7 + 0.4 * 1.3))
-            for steps in (40, 80)
-        ]
-    assert order - 0.15 < math.log2(errors[0] / errors[1]) < order + 0.6
-    assert errors[1] < {1: 0.03, 2: 3e-3}[order]
+    exact = 0.7 + 0.4 * 1.3
+    coarse, fine = (
+        abs(sample(gaussian(0.7, 0.4), noise, steps, solver, shift).item() - exact)
+        for steps in (40, 80)
+    )
+    assert order - 0.15 < math.log2(coarse / fine) < order + 0.6
+    assert fine < bound
 
 
 def test_the_sde_draws_the_distribution_of_the_data():
-    """And not along the paths of the ODE: one starting point spreads."""
+    """It does not follow the paths of the ODE: one starting point spreads."""
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(40_000, 1, 1, 1, generator=draw)
-    found = sample(
-        gaussian(0.7, 0.4),
-        noise,
-        200,
-        "sde",
-        fresh=lambda i: torch.randn(noise.shape, generator=draw),
+    velocity = gaussian(0.7, 0.4)
+    ends = sample(
+        velocity, noise, 200, "sde", fresh=lambda _: torch.randn(noise.shape, generator=draw)
     )
-    assert found.mean().item() == pytest.approx(0.7, abs=4 * 0.4 / math.sqrt(40_000) + 0.005)
-    assert found.std().item() == pytest.approx(0.4, rel=0.03)
-    assert abs(torch.corrcoef(torch.stack((noise.flatten(), found.flatten())))[0, 1]) < 0.7
+    assert ends.mean().item() == pytest.approx(0.7, abs=4 * 0.4 / math.sqrt(40_000) + 0.005)
+    assert ends.std().item() == pytest.approx(0.4, rel=0.03)
+    assert abs(torch.corrcoef(torch.stack((noise.flatten(), ends.flatten())))[0, 1]) < 0.7
     with pytest.raises(ValueError, match="solver=sde needs noise"):
-        sample(gaussian(0.7, 0.4), noise, 2, "sde")
+        sample(velocity, noise, 2, "sde")
 
 
-def drawing(trained, *words: str, ranks: Ranks = SINGLE) -> SampleJob:
-    return SampleJob(
-        parse_words(DrawConfig, [f"run_dir={trained}", "device=cpu", *words], ""), ranks
-    )
+def make_job(trained, *words: str, ranks: Ranks = SINGLE) -> SampleJob:
+    words = [f"run_dir={trained}", "device=cpu", *words]
+    return SampleJob(parse_words(DrawConfig, words, ""), ranks)
 
 
 @pytest.mark.parametrize("solver", ["ab2", "sde"])
 def test_a_sample_depends_on_seed_and_number_alone(trained, solver):
     """Bit for bit at equal batch size, within rounding else."""
     six, four = (
-        drawing(trained, f"batch_size={size}", f"solver={solver}", "seed=5").stream
+        make_job(trained, f"batch_size={size}", f"solver={solver}", "seed=5").stream
         for size in (6, 4)
     )
-    labels, latents = (torch.cat(parts) for parts in zip(six.batch(0), six.batch(1), strict=True))
-    others = [torch.cat(parts) for parts in zip(*(four.batch(i) for i in range(3)), strict=True)]
-    assert labels.tolist() == others[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    torch.testing.assert_close(latents, others[1], rtol=1e-5, atol=1e-5)
-    assert torch.equal(six.batch(1)[1], latents[6:])
+    labels, latents = map(torch.cat, zip(*map(six.draw_batch, range(2)), strict=True))
+    other_labels, others = map(torch.cat, zip(*map(four.draw_batch, range(3)), strict=True))
+    assert labels.tolist() == other_labels.tolist() == [*range(10), 0, 1]
+    torch.testing.assert_close(latents, others, rtol=1e-5, atol=1e-5)
     again = draw_latents(six.forward, six.spec, labels[6:], torch.arange(6, 12), 5, six.sampling)
     assert torch.equal(again, latents[6:])
+    assert torch.equal(six.draw_batch(1)[1], again)
     assert not torch.allclose(latents[0], latents[10], atol=0.1)  # one label, other noise
 
 
-def test_the_runtime_and_the_settings_are_the_runs_own(trained, monkeypatch):
-    found = drawing(trained, "batch_size=4")
-    assert found.stream.sampling.steps == 3
-    ledger = found.ledger.as_dict()
-    assert (ledger["precision"]["requested"], ledger["fused_scan"]["requested"]) == ("fp32", "auto")
+def test_runtime_and_settings_are_those_of_the_run(trained, monkeypatch):
+    job = make_job(trained, "batch_size=4")
+    assert job.stream.sampling.steps == 3
+    ledger = job.ledger.as_dict()
+    assert ledger["precision"]["requested"] == "fp32"
     assert "no GPU has proved" in ledger["cuda_graph"]["evidence"]
-    assert found.protocol()["weights"]["kind"] == "ema"
+    assert job.describe_protocol()["weights"]["kind"] == "ema"
     monkeypatch.setattr(Compile, "backend", "aot_eager")
-    compiled = drawing(trained, "batch_size=4", "runtime.compile=true", "steps=2")
+    compiled = make_job(trained, "batch_size=4", "runtime.compile=true", "steps=2")
     assert compiled.ledger.as_dict()["compile"]["active"] is True
-    assert compiled.stream.sampling.steps == 2
-    torch.testing.assert_close(
-        compiled.stream.batch(0)[1], drawing(trained, "steps=2").stream.batch(0)[1][:4]
-    )
-    with pytest.raises(ValueError, match="prcision: there is no such key; did you mean precision"):
-        drawing(trained, "runtime.prcision=fp32")
+    eager = make_job(trained, "steps=2").stream.draw_batch(0)[1][:4]
+    torch.testing.assert_close(compiled.stream.draw_batch(0)[1], eager)
 
 
-def test_labels_are_dealt_or_as_in_the_data(trained, tmp_path):
-    given = drawing(trained, "labels=[3,7,7]", "batch_size=4", "count=8")
-    assert given.stream.batch(1)[0].tolist() == [7, 7, 3, 7]
-    data = drawing(trained, "labels=data", "batch_size=100")
-    found = torch.cat([data.stream.batch(number)[0] for number in (3, 0, 1)])
-    assert torch.equal(found[:100], data.stream.batch(3)[0])
-    assert set(Counter(found.tolist())) == set(range(10))
-    for words, said in (
-        (
-            ["labels=[11]"],
-            r"labels: 11 is no class of this run; its 10 classes are, from 0 on, 0, 1, ",
-        ),
-        (["labels=[-1]"], "-1 is no class"),
-        (["labels=[true]"], "True is no class"),
-        (["labels=[1.5]"], r"1\.5 is no class"),
+def test_labels_are_dealt_or_as_in_the_data(trained):
+    dealt = make_job(trained, "labels=[3,7,7]", "batch_size=4", "count=8").stream
+    assert dealt.draw_batch(1)[0].tolist() == [7, 7, 3, 7]
+    data = make_job(trained, "labels=data", "batch_size=100").stream
+    labels = torch.cat([data.draw_batch(number)[0] for number in (3, 0, 1)])
+    assert torch.equal(labels[:100], data.draw_batch(3)[0])
+    assert set(labels.tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["labels=[11]"], r"labels: 11 is no class of this run; its 10 classes are, from 0 on, 0,"),
         (["labels=some"], "labels=some must be balanced"),
         (["labels=[]"], r"labels=\[\] must be balanced"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            drawing(trained, *words)
+        (["runtime.prcision=fp32"], "prcision: there is no such key; did you mean precision"),
+    ],
+)
+def test_a_mistake_is_a_sentence(words, sentence, trained):
+    with pytest.raises(ValueError, match=sentence):
+        make_job(trained, *words)
+
+
+def test_labels_of_the_data_need_the_run(trained, tmp_path):
     weights = shutil.copy(next((trained / "checkpoints").glob("*/ema.safetensors")), tmp_path)
     with pytest.raises(ValueError, match="labels=data needs the run's data"):
         SampleJob(DrawConfig(weights=str(weights), labels="data", device="cpu"), SINGLE)
@@ -171,31 +169,36 @@ NAMED = LatentSpec(1, 2, 2, 4, 9, ["apple", "7", "pear", "pear"], [0.0], [1.0])
 
 def test_classes_go_by_number_and_by_name():
     assert find_class_numbers([3, "apple", "7", np.int64(1)], NAMED) == [3, 0, 1, 1]
-    # names nobody gave
-    assert find_class_numbers(["2", 0], dataclasses.replace(NAMED, class_names=[])) == [2, 0]
-    for label, said in (
-        ("aple", "'aple' is no class of this run; did you mean apple?"),
-        (
-            "quince",
-            "'quince' is no class of this run; its 4 classes are, from 0 on, apple, 7, pear, pear.",
-        ),
+    nameless = dataclasses.replace(NAMED, class_names=[])
+    assert find_class_numbers(["2", 0], nameless) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("label", "sentence"),
+    [
+        ("aple", r"'aple' is no class of this run; did you mean apple\?"),
+        ("quince", "its 4 classes are, from 0 on, apple, 7, pear, pear."),
         (7, "7 is no class"),
-        ("pear", r"'pear' is the name of 2 classes, \[2, 3\]; give their numbers"),
+        (-1, "-1 is no class"),
+        (True, "True is no class"),
+        (1.5, "1.5 is no class"),
         (None, "None is no class"),
-        ("x" * 5000, "x is no class|x{70} is no class"),
-    ):
-        with pytest.raises(ValueError, match=f"labels: .*{said.replace('?', '[?]')}") as caught:
-            find_class_numbers([label], NAMED)
-        assert len(str(caught.value)) < 300
+        ("pear", r"'pear' is the name of 2 classes, \[2, 3\]; give their numbers"),
+        ("x" * 5000, "x{70}"),
+    ],
+)
+def test_a_label_that_is_no_class_is_a_short_sentence(label, sentence):
+    with pytest.raises(ValueError, match=f"^labels: .*{sentence}") as caught:
+        find_class_numbers([label], NAMED)
+    assert len(str(caught.value)) < 300
 
 
-def test_names_are_drawn_and_told(trained, tmp_path):
+def test_names_are_drawn_and_recorded(trained, tmp_path):
     """The digits' names look like numbers: in quotes they are names."""
-    given = drawing(trained, "labels=['7',3]", "batch_size=4")
-    assert given.stream.batch(0)[0].tolist() == [7, 3, 7, 3]
-    assert given.protocol()["labels"] == [7, 3]  # whichever way they were given
-    assert drawing(trained).classes() == {str(digit): str(digit) for digit in range(10)}
-    npz = sample_run(settings(trained, tmp_path / "named", labels=["7", 3], count=4))
+    job = make_job(trained, "labels=['7',3]", "batch_size=4")
+    assert job.stream.draw_batch(0)[0].tolist() == [7, 3, 7, 3]
+    assert job.describe_protocol()["labels"] == [7, 3]
+    npz = draw_samples(trained, tmp_path / "named", labels=["7", 3], count=4)
     assert np.load(npz)["labels"].tolist() == [7, 3, 7, 3]
     assert json.loads((tmp_path / "named.json").read_text())["classes"] == {"3": "3", "7": "7"}
     assert load_run(trained, device="cpu").sample(["7"], steps=1).shape == (1, 8, 8, 3)
@@ -210,145 +213,141 @@ def test_a_run_that_saves_while_it_is_read(after, trained, tmp_path, monkeypatch
     newest = list_complete(tmp_path / "live" / "checkpoints")[-1]
     opened = []
 
-    def removed(file, *arguments):
-        found = [load_model(file, *arguments)] if after else []
+    def load_while_saving(file, *arguments):
+        opened.append(file.parent.name)
+        model = load_model(file, *arguments) if after else None
         if newest.exists():
             newest.rename(newest.with_name("step-99"))
-        opened.append(file.parent.name)
-        return found[0] if found else load_model(file, *arguments)
+        return model or load_model(file, *arguments)
 
-    monkeypatch.setattr(sampling, "load_model", removed)
-    assert drawing(tmp_path / "live").protocol()["weights"]["step"] == 8
+    monkeypatch.setattr(sampling, "load_model", load_while_saving)
+    assert make_job(tmp_path / "live").describe_protocol()["weights"]["step"] == 8
     assert opened == (["step-8"] if after else ["step-8", "step-99"])
 
 
 def test_labels_of_a_set_in_chunks(tmp_path):
-    """Its loader's place is more than a number of samples."""
-    save_latent_set(
-        tmp_path, [("train", random_samples(40, seed=0)), ("held_out", random_samples(4, seed=1))]
-    )
-    node = {
-        "_target_": "data.resident.ResidentLatents",
-        "path": str(tmp_path),
-        "device_memory_gib": 5e-6,
-    }
+    """Its loader's position is more than a number of samples."""
+    shards = [("train", random_samples(40, seed=0)), ("held_out", random_samples(4, seed=1))]
+    save_latent_set(tmp_path, shards)
+    node = {"_target_": "data.resident.ResidentLatents", "path": str(tmp_path)}
+    node["device_memory_gib"] = 5e-6
     assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
     forwards, backwards = (deal_labels_of_data(node, 0, 4, CPU) for _ in range(2))
-    found = {i: forwards(torch.arange(4 * i, 4 * i + 4)) for i in range(5)}
-    assert all(
-        torch.equal(backwards(torch.arange(4 * i, 4 * i + 4)), found[i]) for i in (4, 0, 2, 1, 3)
-    )
+    positions = torch.arange(20).split(4)
+    labels = [forwards(position) for position in positions]
+    for i in (4, 0, 2, 1, 3):
+        assert torch.equal(backwards(positions[i]), labels[i])
 
 
-def settings(trained, out, **changes) -> SampleConfig:
-    return SampleConfig(
-        **{
-            "run_dir": str(trained),
-            "count": 1100,
-            "steps": 2,
-            "batch_size": 64,
-            "device": "cpu",
-            "out": str(out),
-        }
-        | changes
-    )
+def draw_samples(trained, out, **changes) -> Path:
+    settings = {"run_dir": str(trained), "device": "cpu", "out": str(out)}
+    settings |= {"count": 1100, "steps": 2, "batch_size": 64} | changes
+    return sample_run(SampleConfig(**settings))
 
 
-def picture(file) -> np.ndarray:
+def read_pixels(file) -> np.ndarray:
     with Image.open(file) as image:
         return np.asarray(image)
 
 
-def test_formats_grid_and_bytes(trained, tmp_path, monkeypatch):
-    npz = sample_run(settings(trained, tmp_path / "a", grid=40))
-    found = np.load(npz)
-    assert found["arr_0"].shape == (1100, 8, 8, 3)
-    assert found["arr_0"].dtype == np.uint8
+@pytest.fixture(scope="module")
+def drawn(trained, tmp_path_factory):
+    """1,100 images with a grid. Read only."""
+    return draw_samples(trained, tmp_path_factory.mktemp("drawn") / "a", grid=40)
+
+
+def test_an_npz_has_labels_a_grid_and_a_description(drawn):
+    found = np.load(drawn)
+    images = found["arr_0"]
+    assert images.shape == (1100, 8, 8, 3)
+    assert images.dtype == np.uint8
     assert found["labels"].tolist() == [i % 10 for i in range(1100)]
     # a row a class, 8 pixels and a border, enlarged, right of the names
-    grid = picture(tmp_path / "a.png")
-    assert (grid[4:36:4, -36:-4:4] == found["arr_0"][30]).all()
+    grid = read_pixels(drawn.with_suffix(".png"))
+    assert (grid[4:36:4, -36:-4:4] == images[30]).all()
     assert grid.shape[0] == 10 * 40
     assert 0 < grid.shape[1] - 4 * 40 < 40
     assert (grid[:, : -4 * 40] < 128).any()
-    told = json.loads((tmp_path / "a.json").read_text())
-    assert (told["count"], told["solver"], told["steps"], told["labels"]) == (
-        1100,
-        "heun",
-        2,
-        "balanced",
-    )
+    described = json.loads(drawn.with_suffix(".json").read_text())
+    settings = {"count": 1100, "solver": "heun", "steps": 2, "labels": "balanced"}
+    assert settings.items() <= described.items()
+    assert not list(drawn.parent.glob("*.parts"))
 
-    few = np.load(sample_run(settings(trained, tmp_path / "few", count=70)))
-    assert (few["arr_0"] == found["arr_0"][:70]).all()
-    assert not (tmp_path / "few.png").exists()  # only when asked
-    folder = sample_run(settings(trained, tmp_path / "pngs", count=25, format=Format.png))
-    assert (picture(folder / "0003" / "000013.png") == found["arr_0"][13]).all()
+
+def test_every_format_holds_the_same_samples(drawn, trained, tmp_path):
+    images = np.load(drawn)["arr_0"]
+    some = draw_samples(trained, tmp_path / "some", count=70)
+    assert (np.load(some)["arr_0"] == images[:70]).all()
+    assert not some.with_suffix(".png").exists()  # only when asked
+    folder = draw_samples(trained, tmp_path / "pngs", count=25, format=Format.png)
+    assert (read_pixels(folder / "0003" / "000013.png") == images[13]).all()
     assert len(list(folder.rglob("*.png"))) == 25
     with pytest.raises(ValueError, match="pngs is there already"):
-        sample_run(settings(trained, tmp_path / "pngs", count=5, format=Format.png))
-    latents = np.load(
-        sample_run(settings(trained, tmp_path / "latents", count=25, format=Format.latents))
-    )
-    run = load_run(trained, device="cpu")
-    pixels = ((torch.from_numpy(latents["latents"]).clamp(-1, 1) + 1) * 127.5).round()
-    assert run.spec.channels == 1
-    assert (pixels[:, 0].numpy() == found["arr_0"][:25, ..., 0]).all()
-    assert not list(tmp_path.glob("*.parts"))
+        draw_samples(trained, tmp_path / "pngs", count=5, format=Format.png)
+    file = draw_samples(trained, tmp_path / "latents", count=25, format=Format.latents)
+    latents = torch.from_numpy(np.load(file)["latents"])
+    pixels = ((latents.clamp(-1, 1) + 1) * 127.5).round()
+    assert (pixels[:, 0].numpy() == images[:25, ..., 0]).all()
 
 
 class Killed(BaseException):
-    """Ends a command as a kill would: nothing of it is caught."""
+    """Ends a command as a kill would: nothing catches it."""
 
 
-def test_a_stopped_command_goes_on_to_the_same_bytes(trained, tmp_path, monkeypatch, capsys):
-    whole = sample_run(settings(trained, tmp_path / "whole")).read_bytes()
+def test_a_stopped_command_goes_on_to_the_same_bytes(drawn, trained, tmp_path, monkeypatch):
     write = ResumableChunks.write
 
-    def dying(self, number, tensors):
+    def die(self, number, tensors):
         if number == 1:
             (self.folder / "000001-tmp").write_bytes(b"half")
             raise Killed
         write(self, number, tensors)
 
-    cfg = settings(trained, tmp_path / "stopped")
+    out = tmp_path / "stopped"
     with monkeypatch.context() as patch:
-        patch.setattr(ResumableChunks, "write", dying)
+        patch.setattr(ResumableChunks, "write", die)
         with pytest.raises(Killed):
-            sample_run(cfg)
+            draw_samples(trained, out)
     parts = tmp_path / "stopped.parts"
     (chunk,) = parts.glob("000000-*.safetensors")
     with pytest.raises(
         ValueError, match=r"count was 1100, is 1200\); delete it or use another out"
     ):
-        sample_run(settings(trained, tmp_path / "stopped", count=1200))
-    chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")  # and a disk that lied: it is drawn again
-    assert sample_run(cfg).read_bytes() == whole
+        draw_samples(trained, out, count=1200)
+    # a chunk that a disk damaged is drawn again
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")
+    assert draw_samples(trained, out).read_bytes() == drawn.read_bytes()
     assert not parts.exists()
 
 
 def test_processes_draw_their_share(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "wait_for_all", lambda self: None)
-    alone = drawing(trained, "count=1100", "batch_size=64")
-    one = alone.run(tmp_path / "one", {}, lambda labels, latents: {"latents": latents})
+
+    def draw(folder: str, ranks: Ranks = SINGLE) -> ResumableChunks:
+        job = make_job(trained, "count=1100", "batch_size=64", ranks=ranks)
+        return job.run(tmp_path / folder, {}, lambda labels, latents: {"latents": latents})
+
+    alone = draw("one")
     for rank in (1, 2, 0):
-        share = drawing(trained, "count=1100", "batch_size=64", ranks=Ranks(rank, 3))
-        several = share.run(tmp_path / "three", {}, lambda labels, latents: {"latents": latents})
+        several = draw("three", Ranks(rank, 3))
         several.close()
-    assert one.count == several.count == 3
+    assert alone.count == several.count == 3
     for number in range(3):
-        assert torch.equal(one.read(number)["latents"], several.read(number)["latents"])
+        assert torch.equal(alone.read(number)["latents"], several.read(number)["latents"])
     next((tmp_path / "one").glob("000001-*")).unlink()
     with pytest.raises(ValueError, match="piece 1 is gone or damaged"):
-        one.read(1)
+        alone.read(1)
 
 
-def test_what_cannot_be_drawn_is_said(trained, tmp_path):
-    for changes, said in (
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
         ({"count": 0}, "count=0 must be at least 1"),
         ({"grid": 5000}, "grid=5000 must be at most 1024"),
         ({"grid": 5, "format": Format.latents}, "grid=5 is made of images"),
         ({"weights": "x"}, "both set"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            sample_run(settings(trained, tmp_path / "x", **changes))
+    ],
+)
+def test_impossible_settings_are_refused(changes, sentence, trained, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        draw_samples(trained, tmp_path / "x", **changes)

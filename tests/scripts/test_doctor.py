@@ -52,8 +52,8 @@ def test_a_techniques_examples_are_all_the_ways_that_the_configuration_knows_to_
         known = (
             {choice.value for choice in type(value)} if isinstance(value, Enum) else {True, False}
         )
-        assert {way[kind.key] for way in kind.ways()} == known - {kind.off, "auto"}
-        assert all(set(way) <= {kind.key, *kind.options, "fused_adamw"} for way in kind.ways())
+        assert {way[kind.key] for way in kind.list_ways()} == known - {kind.off, "auto"}
+        assert all(set(way) <= {kind.key, *kind.options, "fused_adamw"} for way in kind.list_ways())
 
 
 GPU = torch.device("cuda", 1)
@@ -158,7 +158,7 @@ def test_limits_that_triton_cannot_tell_are_unknown_with_the_reason(planted, mon
 
 def test_rates_are_measured():
     found = measure_rates(CPU)
-    fast = [name for name in ("bf16", "fp16") if Precision(name, CPU).unavailable() is None]
+    fast = [name for name in ("bf16", "fp16") if Precision(name, CPU).find_obstacle() is None]
     assert list(found) == [*(f"{name}_product_tflops" for name in ("fp32", *fast)), "copy_gb_s"]
     assert all(rate > 0 for rate in found.values())
 
@@ -176,7 +176,7 @@ def test_pretended_cards_have_what_their_capability_allows(monkeypatch, capsys):
     assert found["runtime.fused_scan=true"] == ["yes"] * 4 + ["triton"]
     assert found["runtime.parallel.mode=fsdp"] == ["yes"] * 4 + ["several processes"]
     assert "NVIDIA GPU" in (find_capabilities(CPU)["runtime.tf32=true"] or "")
-    assert AttentionBackend("flash3", CPU).unavailable() is not None
+    assert AttentionBackend("flash3", CPU).find_obstacle() is not None
 
 
 def test_every_card_of_the_table_has_a_capability():

@@ -291,7 +291,7 @@ def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Kernels are tried together, on first, where there is a GPU."""
-    monkeypatch.setattr("accel.techniques.fused_kernels.FusedKernel.unavailable", lambda _: None)
+    monkeypatch.setattr("accel.techniques.fused_kernels.FusedKernel.find_obstacle", lambda _: None)
     search = search_of(compose([*SMALL, "runtime=auto"]).cfg)
     search.reference = {"unused": ["fused_scan", "fused_rope", "fused_swiglu"]}
     ways = search.list_ways()

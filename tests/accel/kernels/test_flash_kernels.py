@@ -39,7 +39,9 @@ def planted(monkeypatch):
     monkeypatch.setattr(
         attention._registry, "_FLASH_ATTENTION_IMPLS", {"FA3": Handle, "FA4": Handle}
     )
-    monkeypatch.setattr(attention_backend, "find_implementation_obstacle", lambda wanted, device: None)
+    monkeypatch.setattr(
+        attention_backend, "find_implementation_obstacle", lambda wanted, device: None
+    )
     yield
     attention.restore_flash_attention_impl(_raise_warn=False)
     assert Handle.active == 0
@@ -163,7 +165,7 @@ def test_what_they_need_is_said_in_a_sentence(
         attention_backend, "list_flash_attention_impls", lambda: ["FA3", "FA4"] if listed else []
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if package else None)
-    found = AttentionBackend(value, device).unavailable()
+    found = AttentionBackend(value, device).find_obstacle()
     assert found is None if sentence is None else sentence in found
     assert (
         sentence is None

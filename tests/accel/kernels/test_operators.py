@@ -36,7 +36,7 @@ from tests.harness.operators import (
 from tests.harness.steps import assemble
 from training.config.schema import KERNEL_KEYS
 
-SHORT = {"MAX_QUADRATIC": 16, "CHUNK": 16}
+SHORT = {"MAX_QUADRATIC_TOKENS": 16, "CHUNK_TOKENS": 16}
 """Constants of the scan with which 17 tokens take two chunks."""
 
 
@@ -57,7 +57,7 @@ def assert_all_close(actual, expected, rtol=1e-9):
     ids=["one token", "slices", "a column", "a row"],
 )
 def test_a_fused_operator_has_the_gradients_of_its_definition(operator, sizes):
-    fused, plain, inputs = CASES[operator](sizes)
+    fused, plain, inputs, _ = CASES[operator](sizes)
     assert_all_close(run_both_ways(fused, inputs), run_both_ways(plain, inputs))
 
 
@@ -68,13 +68,13 @@ def test_the_fused_scan_in_chunks_has_the_gradients_of_its_definition(
 ):
     for name, value in SHORT.items():
         monkeypatch.setattr(definition, name, value)
-    fused, plain, inputs = CASES[operator](Sizes(grid=(1, length)))
+    fused, plain, inputs, _ = CASES[operator](Sizes(grid=(1, length)))
     assert_all_close(run_both_ways(fused, inputs), run_both_ways(plain, inputs))
 
 
 @pytest.mark.parametrize("operator", CASES)
 def test_inputs_may_lie_in_any_order_in_memory(operator):
-    fused, _, inputs = CASES[operator](Sizes())
+    fused, _, inputs, _ = CASES[operator](Sizes())
     turned = [t.detach().transpose(0, -1).contiguous().transpose(0, -1) for t in inputs]
     assert_all_close(as_tuple(fused(*turned)), as_tuple(fused(*inputs)))
 
@@ -82,7 +82,7 @@ def test_inputs_may_lie_in_any_order_in_memory(operator):
 @pytest.mark.parametrize("maps", [("branch_rows",), ("h_rows",)])
 def test_row_maps_are_gathers_left_out(maps):
     rows = {name: torch.randperm(12) for name in maps}
-    fused, plain, inputs = make_add_norm(Sizes(), **rows)
+    fused, plain, inputs, _ = make_add_norm(Sizes(), **rows)
     assert_all_close(run_both_ways(fused, inputs), run_both_ways(plain, inputs))
     branch, *rest = inputs
     h, z = plain(*inputs)
@@ -93,14 +93,14 @@ def test_row_maps_are_gathers_left_out(maps):
 
 def test_one_map_may_serve_both_ways():
     rows = torch.randperm(12)
-    fused, plain, inputs = make_add_norm(Sizes(), branch_rows=rows, h_rows=rows)
+    fused, plain, inputs, _ = make_add_norm(Sizes(), branch_rows=rows, h_rows=rows)
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
     assert_all_close(run_both_ways(compiled, inputs), run_both_ways(plain, inputs))
 
 
 @pytest.mark.parametrize(("output", "needed"), [(0, 5), (1, 3)])
 def test_an_output_without_gradient_costs_none(output, needed):
-    fused, plain, inputs = make_add_norm(Sizes())
+    fused, plain, inputs, _ = make_add_norm(Sizes())
     inputs, rest = inputs[:needed], inputs[needed:]  # z does not depend on scale and shift
     found, expected = (
         run_both_ways(lambda *t, f=function: f(*t, *rest)[output], inputs)
@@ -144,13 +144,13 @@ def test_every_operator_is_well_formed(monkeypatch):
     recording = Recording()
     with recording:
         for make in CASES.values():
-            fused, _, inputs = make(Sizes(dtype=torch.float32))
+            fused, _, inputs, _ = make(Sizes(dtype=torch.float32))
             run_both_ways(fused, inputs)
         inputs = make_add_norm(Sizes(dtype=torch.float32)).inputs
         run_both_ways(lambda *t: fused_add_norm(*t, centred=True), inputs)
         for name, value in SHORT.items():
             monkeypatch.setattr(definition, name, value)
-        fused, _, inputs = make_ssd(Sizes(grid=(1, 17), dtype=torch.float32))
+        fused, _, inputs, _ = make_ssd(Sizes(grid=(1, 17), dtype=torch.float32))
         run_both_ways(fused, inputs)
     assert {name.partition(" ")[0] for name in recording.calls} == OPERATORS.keys()
     for operator, arguments in recording.calls.values():
@@ -160,7 +160,7 @@ def test_every_operator_is_well_formed(monkeypatch):
 @pytest.mark.parametrize("operator", OF_TRITON)
 @pytest.mark.parametrize("sizes", [Sizes(batch=0), Sizes(grid=(0, 4))], ids=["samples", "tokens"])
 def test_no_samples_and_no_tokens_are_refused(operator, sizes):
-    fused, _, inputs = CASES[operator](sizes)
+    fused, _, inputs, _ = CASES[operator](sizes)
     with pytest.raises(ValueError, match="give it at least one sample, token and channel"):
         fused(*inputs)
 
@@ -182,7 +182,7 @@ def test_impossible_shapes_are_refused():
         fused_local_mix(x, torch.zeros(5, 1, 3, 3), bias, (4, 4))
     with pytest.raises(ValueError, match="swiglu got 5 channels"):
         fused_swiglu(torch.zeros(1, 2, 5))
-    fused, _, inputs = make_mixed_ssd(Sizes(grid=(1, 600)))
+    fused, _, inputs, _ = make_mixed_ssd(Sizes(grid=(1, 600)))
     with pytest.raises(ValueError, match="takes up to 512 tokens, and got 600"):
         fused(*inputs)
 
@@ -190,7 +190,7 @@ def test_impossible_shapes_are_refused():
 @pytest.mark.parametrize("operator", ["ssd", "ssd, gated", "ssd_mixed"])
 @pytest.mark.parametrize(("head_dim", "state_dim"), [(24, 16), (16, 15)])
 def test_sizes_that_the_matrix_units_do_not_take_are_refused(operator, head_dim, state_dim):
-    fused, _, inputs = CASES[operator](Sizes(head_dim=head_dim, state_dim=state_dim))
+    fused, _, inputs, _ = CASES[operator](Sizes(head_dim=head_dim, state_dim=state_dim))
     with pytest.raises(
         ValueError, match=rf"fused_scan=true.*got {head_dim} and {state_dim}.*fused_scan=false"
     ):
@@ -214,7 +214,7 @@ def test_what_queries_and_keys_cannot_take_is_refused(head_dim, weights, rotatio
 
 def test_queries_and_keys_take_the_gradients_of_attention():
     """These have other strides than random ones."""
-    fused, plain, inputs = make_qk_rope(Sizes())
+    fused, plain, inputs, _ = make_qk_rope(Sizes())
     found, expected = (
         run_both_ways(lambda *t, f=function: attend(*f(*t)), inputs) for function in (fused, plain)
     )
@@ -272,7 +272,9 @@ def test_sharded_parameters_reach_the_operators_whole():
 
 def select(function):
     """Recomputes a function under the policy that keeps the outputs of products and scans."""
-    return gradient_checkpointing.recompute(function, context_fn=gradient_checkpointing.make_contexts)
+    return gradient_checkpointing.recompute(
+        function, context_fn=gradient_checkpointing.make_contexts
+    )
 
 
 WRAPPED = {
@@ -322,7 +324,7 @@ def test_the_gradient_of_a_convolution_has_its_usual_strides(mix):
 @pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled"])
 def test_a_second_derivative_is_refused(operator, way):
     """Added to another term, that term alone would have given an answer."""
-    function, _, inputs = CASES[operator.removesuffix(", definition")](Sizes())
+    function, _, inputs, _ = CASES[operator.removesuffix(", definition")](Sizes())
     if operator.endswith("definition"):
         function = selective_scan
     outputs = as_tuple(WRAPPED[way](function)(*inputs))

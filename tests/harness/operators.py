@@ -1,0 +1,216 @@
+"""Every operator of accel/kernels: its fused form, its definition, and random inputs for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.kernels.add_norm import add_norm, fused_add_norm
+from accel.kernels.bidirectional_ssd import bidirectional_ssd
+from accel.kernels.fused_ssd import fused_bidirectional_ssd
+from accel.kernels.gated_norm import fused_gated_norm, gated_norm
+from accel.kernels.local_mix import fused_local_mix, local_mix
+from accel.kernels.qk_rope import fused_qk_rope, qk_rope
+from accel.kernels.selective_scan import fused_selective_scan, selective_scan
+from accel.kernels.ssd_decays import fused_ssd_decays, ssd_decays
+from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
+from accel.kernels.swiglu import fused_swiglu, silu_product
+from models.mixers.attention import axial_rotations
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shape and kind of the inputs of an operator; D = heads · head_dim channels."""
+
+    grid: tuple[int, int] = (3, 4)
+    batch: int = 2
+    heads: int = 3
+    head_dim: int = 16
+    state_dim: int = 16
+    taps: tuple[int, int] = (3, 3)
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    padding: int = 0
+    """Values between the tokens of an activation, as in a slice of a projection."""
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    def draw(self, *shape: int) -> Tensor:
+        """A parameter: normal values in fp32 at least."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return torch.randn(shape, dtype=wide, device=self.device).requires_grad_()
+
+    def draw_tokens(self, *shape: int) -> Tensor:
+        """An activation (B, L, *shape) in `dtype`."""
+        width = torch.Size(shape).numel()
+        joined = self.draw(self.batch, self.tokens, self.padding + width).detach().to(self.dtype)
+        return joined[..., self.padding :].unflatten(-1, shape).requires_grad_()
+
+    def draw_vectors(self, *shape: int) -> Tensor:
+        """One value in `dtype` for all tokens of a sample (B, *shape)."""
+        return self.draw(self.batch, *shape).detach().to(self.dtype).requires_grad_()
+
+
+class Case(NamedTuple):
+    """Two functions that compute the same of `inputs`."""
+
+    fused: Callable[..., Any]
+    definition: Callable[..., Any]
+    inputs: list[Tensor]
+    cancelling: tuple[int, ...] = ()
+    """Results of `run_both_ways` that are differences of sums which cancel, so that they lose
+    digits: the gradients of dt, its bias and A."""
+
+
+def make_add_norm(sizes: Sizes, **rows: Tensor) -> Case:
+    channels = sizes.heads * sizes.head_dim
+    gate, scale, shift = (sizes.draw_vectors(channels) for _ in range(3))
+    residual = sizes.draw(sizes.batch, sizes.tokens, channels)
+    inputs = [sizes.draw_tokens(channels), gate, residual, scale, shift]
+    return Case(lambda *t: fused_add_norm(*t, **rows), lambda *t: add_norm(*t, **rows), inputs)
+
+
+def make_add_norm_with_rows(sizes: Sizes) -> Case:
+    rows = torch.randperm(sizes.tokens, device=sizes.device).int()
+    return make_add_norm(sizes, branch_rows=rows, h_rows=rows.roll(1))
+
+
+def draw_decays(sizes: Sizes) -> list[Tensor]:
+    """dt_bias and A_log: steps around 0.02, decays between 0 and 16."""
+    dt_bias = sizes.draw(2, sizes.heads).detach() - 4.0
+    A_log = (16.0 * torch.rand_like(dt_bias)).log()
+    return [dt_bias.requires_grad_(), A_log.requires_grad_()]
+
+
+def make_ssd(sizes: Sizes) -> Case:
+    """Inputs: x, dt, dt_bias, A_log, B, C and D."""
+    x = sizes.draw_tokens(sizes.heads, sizes.head_dim)
+    dt = sizes.draw_tokens(2, sizes.heads)
+    groups = [sizes.draw_tokens(2, sizes.state_dim) for _ in range(2)]
+    inputs = [x, dt, *draw_decays(sizes), *groups, sizes.draw(sizes.heads)]
+    return Case(fused_bidirectional_ssd, bidirectional_ssd, inputs, (2, 3, 4))
+
+
+def make_gated_ssd(sizes: Sizes) -> Case:
+    ssd = make_ssd(sizes)
+    return ssd._replace(inputs=[*ssd.inputs, *make_gated_norm(sizes).inputs[1:]])
+
+
+def make_decays(sizes: Sizes, piece: int = 9) -> Case:
+    inputs = [sizes.draw_tokens(2, sizes.heads), *draw_decays(sizes)]
+    return Case(
+        lambda *t: fused_ssd_decays(*t, piece), lambda *t: ssd_decays(*t, piece), inputs, (2, 3, 4)
+    )
+
+
+def make_mixed_ssd(sizes: Sizes) -> Case:
+    """Inputs: the projection (z, xBC and dt), weight and bias of the convolution, dt_bias, A_log,
+    D, and the weight of the head norm."""
+    inner = sizes.heads * sizes.head_dim
+    mixed = inner + 4 * sizes.state_dim
+    projection = sizes.draw_tokens(inner + mixed + 2 * sizes.heads)
+    inputs = [projection, sizes.draw(mixed, 1, *sizes.taps), sizes.draw(mixed)]
+    inputs += draw_decays(sizes)
+    inputs += [sizes.draw(sizes.heads), sizes.draw(sizes.heads, sizes.head_dim)]
+
+    def on_grid(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *t: function(*t[:3], sizes.grid, *t[3:])
+
+    return Case(on_grid(fused_mixed_ssd), on_grid(mixed_ssd), inputs, (4, 5))
+
+
+def make_gated_norm(sizes: Sizes) -> Case:
+    shape = (sizes.heads, sizes.head_dim)
+    inputs = [sizes.draw_tokens(*shape), sizes.draw_tokens(*shape), sizes.draw(*shape)]
+    return Case(fused_gated_norm, gated_norm, inputs)
+
+
+def make_local_mix(sizes: Sizes) -> Case:
+    channels = sizes.heads * sizes.head_dim
+    inputs = [sizes.draw_tokens(channels), sizes.draw(channels, 1, *sizes.taps)]
+    inputs.append(sizes.draw(channels))
+    grid = sizes.grid
+    return Case(lambda *t: fused_local_mix(*t, grid), lambda *t: local_mix(*t, grid), inputs)
+
+
+def make_swiglu(sizes: Sizes) -> Case:
+    joined = sizes.draw_tokens(2 * sizes.heads * sizes.head_dim)
+    return Case(fused_swiglu, lambda joined: silu_product(*joined.chunk(2, -1)), [joined])
+
+
+def make_qk_rope(sizes: Sizes, normed: bool = True, rotated: bool = True) -> Case:
+    """Inputs: q, k and v side by side; with `normed` also the weights of both norms."""
+    inputs = [sizes.draw_tokens(3, sizes.heads, sizes.head_dim)]
+    if normed:
+        inputs += [sizes.draw(sizes.head_dim), sizes.draw(sizes.head_dim)]
+    rotations = None
+    if rotated:
+        rotations = axial_rotations(sizes.grid, sizes.head_dim).to(inputs[-1])
+
+    def placed(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda qkv, *weights: function(qkv, *(weights or (None, None)), rotations)
+
+    return Case(placed(fused_qk_rope), placed(qk_rope), inputs)
+
+
+def make_selective_scan(sizes: Sizes) -> Case:
+    """Inputs: x, dt, dt_bias, A_log, B, C and D; x with channels before tokens, as the package's
+    kernel wants it."""
+    channels = sizes.heads * sizes.head_dim
+    x = sizes.draw_tokens(channels).detach().mT.contiguous().mT.requires_grad_()
+    decays = [sizes.draw_tokens(channels), sizes.draw(channels)]
+    decays.append(sizes.draw(channels, sizes.state_dim))
+    groups = [sizes.draw_tokens(sizes.state_dim) for _ in range(2)]
+    return Case(fused_selective_scan, selective_scan, [x, *decays, *groups, sizes.draw(channels)])
+
+
+CASES: dict[str, Callable[[Sizes], Case]] = {
+    "add_norm": make_add_norm,
+    "add_norm, rows": make_add_norm_with_rows,
+    "ssd": make_ssd,
+    "ssd, gated": make_gated_ssd,
+    "ssd_decays": make_decays,
+    "ssd_mixed": make_mixed_ssd,
+    "gated_norm": make_gated_norm,
+    "local_mix": make_local_mix,
+    "swiglu": make_swiglu,
+    "qk_rope": make_qk_rope,
+    "qk_rope, not rotated": lambda sizes: make_qk_rope(sizes, rotated=False),
+    "qk_rope, not normed": lambda sizes: make_qk_rope(sizes, normed=False),
+    "selective_scan": make_selective_scan,
+}
+OF_TRITON = [name for name in CASES if name != "selective_scan"]
+"""Operators whose kernels are part of this project."""
+
+
+def as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def run_both_ways(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    """Outputs and the gradients of all inputs, from always the same gradients of the outputs."""
+    outputs = as_tuple(function(*inputs))
+    draw = torch.Generator().manual_seed(0)
+    # bf16 holds these values, so they are the same in every dtype
+    weights = [torch.randn(t.shape, generator=draw).bfloat16().to(t) for t in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, weights)]
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+def assert_near(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32, factor: float = 1.0
+) -> None:
+    """Compares the norm of the error with that of the answer; no value may be left unwritten."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert actual.isfinite().all()
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    assert error < factor * TOLERANCE[dtype], f"relative error {error:.1e}"
