@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +14,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel.techniques.fused_kernels import FusedAddNorm
 from sampling.load import SampleStream, deal_labels_in_turn, load_run
 from scripts.import_weights import Kind, WeightsChoice, WeightsConfig, import_weights
-from tests.harness.published_models import Shape, Weights, random_weights, velocity
+from tests.harness.published_models import (
+    SHAPES,
+    Weights,
+    import_published,
+    random_weights,
+    velocity,
+)
 from tests.harness.sets import save_tiny_autoencoder
 from tests.harness.words import CPU
 from train import train
 from training.config.compose import compose
 from training.weights.pretrained import build_on_meta, load_pretrained, read_description
-
-SHAPES = {
-    "sit": Shape(lightning=False),
-    "sit with sigma": Shape(lightning=False, sigma=True),
-    "lightningdit": Shape(lightning=True),
-    "lightningdit with qk-norm": Shape(lightning=True, qk_norm=True, patch=1, channels=4, dim=40),
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,31 +33,10 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_autoencoder("AutoencoderTiny", tmp_path_factory.mktemp("vae"))
 
 
-def imported(folder: Path, content: Any, encoder: Path, shape: Shape, **changes: Any) -> Path:
-    """The file that the command makes of a checkpoint."""
-    source = folder / "published.pt"
-    torch.save(content, source)
-    told: dict[str, Any] = {
-        "kind": Kind.lightningdit if shape.lightning else Kind.sit,
-        "encoder": str(encoder),
-    }
-    if shape.lightning:
-        mean = torch.arange(shape.channels).view(1, -1, 1, 1) / 4
-        stats = {"mean": mean, "std": torch.full(mean.shape, 2.0)}
-        torch.save(stats, folder / "latents_stats.pt")
-        told["statistics"] = str(folder / "latents_stats.pt")
-    told |= {
-        "head_dim": shape.dim // shape.heads,
-        "source": str(source),
-        "out": str(folder / "ours.safetensors"),
-    }
-    return import_weights(WeightsConfig(**told | changes))
-
-
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_imported_weights_compute_the_papers_equations(shape, encoder, tmp_path):
     weights = random_weights(shape)
-    model, spec = load_pretrained(imported(tmp_path, weights, encoder, shape), CPU)
+    model, spec = load_pretrained(import_published(tmp_path, weights, encoder, shape), CPU)
     side = shape.rows * shape.patch
     assert (spec.channels, spec.height, spec.width, spec.num_classes) == (
         shape.channels,
@@ -82,10 +59,12 @@ def test_samples_are_those_of_the_published_model(encoder, tmp_path):
     normalisation."""
     shape = SHAPES["lightningdit"]
     weights = random_weights(shape)
-    run = load_run(imported(tmp_path, weights, encoder, shape), device="cpu")
+    run = load_run(import_published(tmp_path, weights, encoder, shape), device="cpu")
     labels = [0, 3, 4]
     sampling = run.change_sampling(solver="euler", steps=5, guidance=1.0)
-    stream = SampleStream(run.forward, run.spec, sampling, deal_labels_in_turn(labels, CPU), 0, 3, CPU)
+    stream = SampleStream(
+        run.forward, run.spec, sampling, deal_labels_in_turn(labels, CPU), 0, 3, CPU
+    )
     _, found = stream.draw_batch(0)
     noiseless = run.change_sampling(solver="euler", steps=1, guidance=1.0)
     zero = SampleStream(
@@ -112,10 +91,10 @@ def test_a_training_checkpoint_gives_its_averages(encoder, tmp_path):
         "args": argparse.Namespace(model="SiT-XL/2"),
         "steps": 7,
     }
-    ema, _ = load_pretrained(imported(tmp_path, content, encoder, shape), CPU)
+    ema, _ = load_pretrained(import_published(tmp_path, content, encoder, shape), CPU)
     (tmp_path / "ours.safetensors").unlink()
     model, spec = load_pretrained(
-        imported(tmp_path, content, encoder, shape, weights=WeightsChoice.model), CPU
+        import_published(tmp_path, content, encoder, shape, weights=WeightsChoice.model), CPU
     )
     assert torch.equal(ema.pos_embed, other["module.pos_embed"])
     assert torch.equal(model.pos_embed, one["pos_embed"])
@@ -176,7 +155,7 @@ SIT = random_weights(SHAPES["sit"])
 )
 def test_a_checkpoint_of_something_else_is_refused(content, sentence, encoder, tmp_path, capfd):
     with pytest.raises(ValueError, match=sentence):
-        imported(tmp_path, content, encoder, SHAPES["sit"])
+        import_published(tmp_path, content, encoder, SHAPES["sit"])
     assert [file.name for file in tmp_path.iterdir()] == ["published.pt"]
     assert "unpickled" not in capfd.readouterr().out
 
@@ -195,13 +174,15 @@ def test_sit_without_an_encoder_has_the_channels_of_stable_diffusion(tmp_path):
 
 def test_no_path_is_written_over_and_classes_have_names(encoder, tmp_path):
     (tmp_path / "names.txt").write_text("a\nb\nc\nd\na\n")  # ImageNet has two classes named crane
-    file = imported(tmp_path, SIT, encoder, SHAPES["sit"], classes=str(tmp_path / "names.txt"))
+    file = import_published(
+        tmp_path, SIT, encoder, SHAPES["sit"], classes=str(tmp_path / "names.txt")
+    )
     assert load_pretrained(file, CPU)[1].names == list("abcda")
     with pytest.raises(ValueError, match="is there already"):
-        imported(tmp_path, SIT, encoder, SHAPES["sit"])
+        import_published(tmp_path, SIT, encoder, SHAPES["sit"])
     save_file(SIT, tmp_path / "DiT-XL-2.safetensors")
     with pytest.raises(ValueError, match="DiT predicts the noise"):
-        imported(
+        import_published(
             tmp_path,
             SIT,
             encoder,
@@ -215,7 +196,7 @@ def test_no_path_is_written_over_and_classes_have_names(encoder, tmp_path):
     "shape", [SHAPES["sit"], SHAPES["lightningdit"]], ids=["sit", "lightningdit"]
 )
 def test_an_imported_model_trains(shape, encoder, tmp_path):
-    base = imported(tmp_path, random_weights(shape), encoder, shape)
+    base = import_published(tmp_path, random_weights(shape), encoder, shape)
     words = [
         "data=synthetic",
         f"data.channels={shape.channels}",
@@ -241,7 +222,7 @@ def test_an_imported_model_trains(shape, encoder, tmp_path):
 def test_layer_norm_of_imported_weights_has_the_kernel(encoder, tmp_path):
     """The fused operator computes what its definition does, in every block, and in the last
     norm."""
-    model, spec = load_pretrained(imported(tmp_path, SIT, encoder, SHAPES["sit"]), CPU)
+    model, spec = load_pretrained(import_published(tmp_path, SIT, encoder, SHAPES["sit"]), CPU)
     x = torch.randn(2, spec.channels, 6, 6)
     t = torch.rand(2)
     y = torch.tensor([0, 3])
@@ -259,7 +240,7 @@ def test_layer_norm_of_imported_weights_has_the_kernel(encoder, tmp_path):
     "shape", [SHAPES["sit"], SHAPES["lightningdit"]], ids=["sit", "lightningdit"]
 )
 def test_flops_of_imported_models_agree_with_a_counter(shape, encoder, tmp_path):
-    file = imported(tmp_path, random_weights(shape), encoder, shape)
+    file = import_published(tmp_path, random_weights(shape), encoder, shape)
     with torch.device("meta"):
         model = build_on_meta(
             read_description(file).model, read_description(file).spec

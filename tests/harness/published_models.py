@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from scripts.import_weights import Kind, WeightsConfig, import_weights
 
 Weights = dict[str, Tensor]
 
@@ -36,6 +40,14 @@ class Shape:
     @property
     def hidden(self) -> int:
         return int(2 / 3 * 4 * self.dim) if self.lightning else 4 * self.dim
+
+
+SHAPES = {
+    "sit": Shape(lightning=False),
+    "sit with sigma": Shape(lightning=False, sigma=True),
+    "lightningdit": Shape(lightning=True),
+    "lightningdit with qk-norm": Shape(lightning=True, qk_norm=True, patch=1, channels=4, dim=40),
+}
 
 
 def random_weights(shape: Shape, seed: int = 0) -> Weights:
@@ -163,3 +175,23 @@ def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tenso
     )
     out = out.view(len(x), rows, rows, P, P, -1)[..., : shape.channels]
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), shape.channels, rows * P, rows * P)
+
+
+def import_published(
+    folder: Path, content: Any, encoder: Path, shape: Shape, **changes: Any
+) -> Path:
+    """Saves a checkpoint and imports it; returns the imported file."""
+    torch.save(content, folder / "published.pt")
+    settings: dict[str, Any] = {
+        "kind": Kind.lightningdit if shape.lightning else Kind.sit,
+        "encoder": str(encoder),
+        "head_dim": shape.dim // shape.heads,
+        "source": str(folder / "published.pt"),
+        "out": str(folder / "ours.safetensors"),
+    }
+    if shape.lightning:
+        mean = torch.arange(shape.channels).view(1, -1, 1, 1) / 4
+        stats = {"mean": mean, "std": torch.full(mean.shape, 2.0)}
+        torch.save(stats, folder / "latents_stats.pt")
+        settings["statistics"] = str(folder / "latents_stats.pt")
+    return import_weights(WeightsConfig(**settings | changes))
