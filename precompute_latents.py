@@ -21,13 +21,13 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
-# the profiled warm-up is ours; its messages help no user
+# The messages of the profiler in the warm-up help no user.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def precompute(composed: Composed) -> Path:
-    """Encodes the images of `composed.cfg` and returns the path of the manifest; dry_run only
-    prints an estimate."""
+    """Encodes the images of `composed.cfg` and returns the path of the manifest. With dry_run it
+    only prints an estimate."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
     from encoding.encoder import (
         PSNR_IMAGES,
@@ -60,7 +60,7 @@ def precompute(composed: Composed) -> Path:
     ranks.say(images.describe(cfg.source, plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
 
-    # 2. Accelerate the encoder, and see in one encoding that it worked.
+    # 2. Accelerate the encoder, and check in one encoding which techniques were active.
     on_unavailable = cfg.runtime.on_unavailable.value
     stack = AccelerationStack(
         cfg.runtime.values(),
@@ -87,11 +87,12 @@ def precompute(composed: Composed) -> Path:
         ranks.say(estimate(encoder, images, plan))
         return out / "manifest.json"
 
-    # 4. Encode all images, shard by shard; each rank has shards of its own.
+    # 4. Encode all images, shard by shard; the ranks share the shards.
     job = describe_job(images, cfg, autoencoder.weights_sha256, precision)
-    with contextlib.ExitStack() as held:
-        if ranks.first:  # the other ranks begin once the folder is ours
-            held.enter_context(make_locked_folder(out))
+    with contextlib.ExitStack() as lock:
+        # The other ranks wait until the first one has locked the folder.
+        if ranks.first:
+            lock.enter_context(make_locked_folder(out))
             claim_folder(out, job)
         ranks.wait_for_all()
         claim_folder(out, job)
@@ -106,17 +107,18 @@ def precompute(composed: Composed) -> Path:
 
     # 5. Report.
     seconds = time.perf_counter() - began
-    shares = [f"{part} {time_of / seconds:.0%}" for part, time_of in encoder.seconds.items()]
-    spent = f" ({', '.join(shares)})" if shares else ""
+    shares = [f"{part} {spent / seconds:.0%}" for part, spent in encoder.seconds.items()]
+    breakdown = f" ({', '.join(shares)})" if shares else ""
     print(
         f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, "
-        f"{seconds:.0f} s{spent}"
+        f"{seconds:.0f} s{breakdown}"
     )
     if manifest.skipped:
         print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
-    unguided = "" if manifest.class_names else " sampling.guidance=1"
+    # Without classes there is nothing to guide towards.
+    guidance = "" if manifest.class_names else " sampling.guidance=1"
     print(
-        f"next: python train.py data=resident data.path={out} experiment=fastrun{unguided}",
+        f"next: python train.py data=resident data.path={out} experiment=fastrun{guidance}",
         flush=True,
     )
     return out / "manifest.json"

@@ -110,8 +110,8 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
         )
     if options.labels is not None and (options.classes == 0 or not tensors):
         raise UserError(
-            f"labels={options.labels} goes with a .npy or .pt file and not with classes=none; leave "
-            "labels out, and set labels_key=<name> where the source names its own."
+            f"labels={options.labels} goes with a .npy or .pt file and not with classes=none; "
+            "leave labels out, and set labels_key=<name> where the source names its own."
         )
 
     read, files = matches[0]

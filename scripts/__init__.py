@@ -4,5 +4,5 @@ import os
 
 import common.require_python  # noqa: F401  # refuses a Python that is too old, before anything else fails on it
 
-# set before torch is imported; the profiled warm-up is ours, and its messages help no user
+# The messages of the profiler in the warm-up help no user. torch reads this when it is imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

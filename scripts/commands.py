@@ -1,5 +1,5 @@
-"""What commands of this folder share: keys of their own among a training's overrides, tables of
-text, and parts of pages that they make anew."""
+"""Helpers of this folder's commands: they split words into a command's keys and the training's
+overrides, format tables, and replace parts of pages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from training.config.compose import parse_words
 
 Keys = TypeVar("Keys")
 NUMBER = re.compile(r"[+×-]*[\d–]")
+"""Start of a cell that a table aligns to the right."""
 
 
 def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
-    """Reads the words that set a key of `schema`, and returns the others, which are overrides."""
-    own = {field.name for field in fields(cast(Any, schema))}
-    others = [word for word in words if "=" in word and word.partition("=")[0] not in own]
-    return parse_words(schema, [word for word in words if word not in others], help_text), others
+    """Parses the words that set a key of `schema`. Returns the keys, and the words that remain: the
+    overrides of the training configuration."""
+    keys = {field.name for field in fields(cast(Any, schema))}
+    overrides = [word for word in words if "=" in word and word.partition("=")[0] not in keys]
+    key_words = [word for word in words if word not in overrides]
+    return parse_words(schema, key_words, help_text), overrides
 
 
 def replace_between(text: str, start: str, end: str, content: str, page: str) -> str:
-    """Returns the text of `page` with `content` between its marks; ValueError if a mark is gone."""
+    """Returns the text of `page` with `content` between two marks. ValueError if a mark is
+    missing."""
     if start not in text or end not in text:
         raise UserError(
             f"{page} has lost the lines {start.strip()} and {end}; put them around the table."
@@ -33,7 +37,8 @@ def replace_between(text: str, start: str, end: str, content: str, page: str) ->
 
 
 def format_table(rows: Sequence[Sequence[object]]) -> str:
-    """Aligns rows as columns, the first row being the heads; columns of numbers to the right."""
+    """Formats rows as aligned columns; the first row has the heads. Columns of numbers are aligned
+    to the right, and None is a dash."""
     cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]
     columns = []
     for head, *column in zip(*cells, strict=True):

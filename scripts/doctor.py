@@ -1,7 +1,7 @@
-"""What this machine can do, technique by technique, with the reason where it cannot.
+"""Examines what this machine can do, technique by technique, with the reason where it cannot.
 
-    python -m scripts.doctor             a table
-    python -m scripts.doctor --json      the same for programs
+    python -m scripts.doctor             prints a table
+    python -m scripts.doctor --json      prints the same for programs
     python -m scripts.doctor --measure   with measured rates: products by precision, memory traffic
     python -m scripts.doctor --kernels model=mamba_b data=synthetic batch_size=256
                                          tries the fused kernels as that run of train.py would, and
@@ -9,7 +9,7 @@
     python -m scripts.doctor --as a100 b200
                                          what GPUs that are not here would have
 
-Everything is asked of the machine and of the techniques themselves; nothing is copied from a guide.
+All answers come from the machine and from the techniques' own checks, none from a list.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ CLOCKS = {
     "memory_clock_mhz": "clocks.mem",
     "power_limit_w": "power.limit",
 }
-"""Our name -> nvidia-smi's. Clocks are those of this moment: low on a GPU without work, lowered by
-heat and power."""
+"""Our name -> name in nvidia-smi. The clocks are momentary values: low on an idle GPU, and lowered
+by heat and power limits."""
 NVIDIA_SMI_SECONDS = 10.0
-"""Seconds that nvidia-smi has."""
+"""Time limit for nvidia-smi."""
 UNKNOWN = "unknown"
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""The precisions of a product that is timed -> PyTorch's name of what its matrices are."""
+"""Precision of a timed product -> name of its matrices' dtype in PyTorch."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def main(words: list[str] | None = None) -> int:
     )
     options = parser.parse_args(words)
 
-    # GPUs that are not here, or this machine.
+    # --as needs no machine at all: it evaluates the techniques' conditions for other GPUs.
     if options.cards:
         if options.measure or options.kernels is not None:
             parser.error("--as measures nothing; leave out --measure and --kernels")
@@ -76,21 +76,22 @@ def main(words: list[str] | None = None) -> int:
             rows = compare_cards(options.cards)
         print(json.dumps(rows, indent=1) if options.json else format_table(rows), flush=True)
         return 0
-    found = examine(options.measure)
+
+    findings = examine(options.measure)
     if options.kernels is not None:
         with report_user_errors():
-            found["kernels"] = try_kernels(options.kernels)
-    print(json.dumps(found, indent=1) if options.json else format_findings(found), flush=True)
+            findings["kernels"] = try_kernels(options.kernels)
+    print(json.dumps(findings, indent=1) if options.json else format_findings(findings), flush=True)
     return 0
 
 
 def examine(measure: bool = False) -> dict[str, Any]:
-    """Machine, versions, techniques, and rates if asked for."""
-    # Here and below, so that help does not wait for torch.
+    """Collects facts about the machine, versions and techniques, and rates if `measure`."""
+    # Imports inside functions, so that --help does not wait for torch.
     from training.environment import describe_environment, pick_device
 
     device = pick_device("auto")
-    found: dict[str, Any] = {
+    findings: dict[str, Any] = {
         "machine": describe_machine(device),
         "versions": describe_environment(device)["versions"],
         "techniques": [],
@@ -98,14 +99,14 @@ def examine(measure: bool = False) -> dict[str, Any]:
     for word, reason in find_capabilities(device).items():
         key, _, value = word.partition("=")
         row = {"key": key, "value": value == "true" or value, "reason": reason, "word": word}
-        found["techniques"].append(row | {"available": reason is None})
+        findings["techniques"].append(row | {"available": reason is None})
     if measure:
-        found["rates"] = measure_rates(device)
-    return found
+        findings["rates"] = measure_rates(device)
+    return findings
 
 
 def list_ways() -> dict[str, tuple[type[Technique], Value]]:
-    """Every technique in every way: the override that asks for it -> its class and its value."""
+    """Lists every value of every technique: override -> class and value."""
     from accel.stack import TECHNIQUES
 
     return {
@@ -116,14 +117,16 @@ def list_ways() -> dict[str, tuple[type[Technique], Value]]:
 
 
 def find_capabilities(device: torch.device) -> dict[str, str | None]:
-    """Returns the override that asks for a technique, such as runtime.tf32=true, for every one in
-    every way, and why it cannot be had here; None if it can."""
-    return {word: kind(value, device).find_obstacle() for word, (kind, value) in list_ways().items()}
+    """Returns for every override that enables a technique, such as runtime.tf32=true, why it is
+    unavailable here; None if it is available."""
+    return {
+        word: kind(value, device).find_obstacle() for word, (kind, value) in list_ways().items()
+    }
 
 
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
-    """Rows of a table of techniques and GPUs that are not here, the first row being the heads: who
-    has what, and what it takes. ValueError for a GPU that is in no table of ours."""
+    """Returns a table's rows, heads first: which technique is available on which of these GPUs, and
+    what it needs. The GPUs need not be here. ValueError for an unknown name."""
     import torch
 
     from accel.machine import pretend_gpu
@@ -147,8 +150,8 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
 
 
 def measure_rates(device: torch.device) -> dict[str, float]:
-    """Measured TFLOP/s of a square product in each precision that is fast here, and GB/s of a large
-    copy."""
+    """Measures the TFLOP/s of a square product in each precision that is fast here, and the GB/s of
+    a large copy."""
     import torch
 
     from scripts.timing import measure_seconds
@@ -156,7 +159,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
     cuda = device.type == "cuda"
     n = 8192 if cuda else 1024
     words = {word for word, reason in find_capabilities(device).items() if reason is None}
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
 
     def median(run: Callable[[], object]) -> float:
         run()
@@ -164,22 +167,24 @@ def measure_rates(device: torch.device) -> dict[str, float]:
 
     before = torch.get_float32_matmul_precision()
     for name, dtype in DTYPES.items():
-        asked = {f"runtime.precision={name}", f"runtime.{name}=true"}
-        if name == "fp32" or asked & words:
+        overrides = {f"runtime.precision={name}", f"runtime.{name}=true"}
+        if name == "fp32" or overrides & words:
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             kind = getattr(torch, dtype)
             a, b = (torch.randn(n, n, device=device, dtype=kind) for _ in range(2))
-            found[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
+            rates[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
     torch.set_float32_matmul_precision(before)
+
+    # A copy reads and writes every byte.
     source = torch.randn(2**28 if cuda else 2**24, device=device)
     target = torch.empty_like(source)
-    found["copy_gb_s"] = 2 * source.numel() * 4 / median(lambda: target.copy_(source)) / 1e9
-    return found
+    rates["copy_gb_s"] = 2 * source.numel() * 4 / median(lambda: target.copy_(source)) / 1e9
+    return rates
 
 
 def try_kernels(words: list[str]) -> list[dict[str, Any]]:
-    """What `python train.py <words>` would choose of the fused kernels here, and why. Nothing is
-    trained or written."""
+    """Lists which fused kernels `python train.py <words>` would choose here, and why; trains and
+    writes nothing."""
     from accel.proof import Proof
     from accel.techniques.fused_kernels import FusedKernel
     from training.assemble import assemble
@@ -200,7 +205,7 @@ def try_kernels(words: list[str]) -> list[dict[str, Any]]:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Hardware and drivers as PyTorch, Triton and nvidia-smi see them."""
+    """Describes hardware and drivers, from PyTorch, Triton and nvidia-smi."""
     import torch
     from torch.utils import collect_env
 
@@ -241,18 +246,18 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def read_limits(properties: Any, index: int) -> dict[str, Any]:
-    """What one kernel can use of GPU `index`: by Triton's driver, which its compiler goes by, and
-    by PyTorch.
+    """Reads from PyTorch and from Triton's driver what one kernel can use of GPU `index`, and the
+    chip's peak clocks.
 
-    Peak clocks are the chip's. Where Triton's driver cannot be had, its facts are "unknown", with
+    Triton's compiler relies on its driver's figures; without that driver they are "unknown", with
     the reason.
     """
-    found: dict[str, Any] = {
+    limits: dict[str, Any] = {
         "multiprocessors": properties.multi_processor_count,
         "registers_a_multiprocessor": properties.regs_per_multiprocessor,
         "l2_mib": properties.L2_cache_size / 2**20,
     }
-    of_triton = {
+    triton_limits = {
         "shared_memory_kib_a_block": ("max_shared_mem", 2**10),
         "registers_a_block": ("max_num_regs", 1),
         "sm_clock_peak_mhz": ("sm_clock_rate", 1000),
@@ -261,58 +266,59 @@ def read_limits(properties: Any, index: int) -> dict[str, Any]:
     try:
         from triton.runtime import driver
 
-        told = driver.active.utils.get_device_properties(index)  # pyright: ignore[reportAttributeAccessIssue]
-        return found | {name: told[key] / unit for name, (key, unit) in of_triton.items()}
-    except (
-        Exception
-    ) as error:  # no Triton, no C compiler for its driver, or a driver that is too old
-        return found | dict.fromkeys(of_triton, f"{UNKNOWN}: {shorten_error(error)}")
+        facts = driver.active.utils.get_device_properties(index)  # pyright: ignore[reportAttributeAccessIssue]
+        return limits | {name: facts[key] / unit for name, (key, unit) in triton_limits.items()}
+    except Exception as error:
+        # Triton or a C compiler for its driver is missing, or the GPU's driver is too old.
+        return limits | dict.fromkeys(triton_limits, f"{UNKNOWN}: {shorten_error(error)}")
 
 
 def read_clocks(gpu: str) -> dict[str, Any]:
-    """Clocks and power limit of a GPU by nvidia-smi; "unknown" where it is absent, fails, hangs or
-    does not tell."""
+    """Reads clocks and power limit of a GPU from nvidia-smi; "unknown" where it is absent, fails,
+    hangs or gives no number."""
     query = [
         "nvidia-smi",
         f"--id={gpu}",
         f"--query-gpu={','.join(CLOCKS.values())}",
         "--format=csv,noheader,nounits",
     ]
-    found: dict[str, Any] = dict.fromkeys(CLOCKS, UNKNOWN)
+    clocks: dict[str, Any] = dict.fromkeys(CLOCKS, UNKNOWN)
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             query, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_SECONDS
         )
         for name, cell in zip(CLOCKS, done.stdout.split(","), strict=False):
             with suppress(ValueError):
-                found[name] = float(cell)
-    return found
+                clocks[name] = float(cell)
+    return clocks
 
 
-def format_findings(found: dict[str, Any]) -> str:
-    """The findings as a page of text."""
+def format_findings(findings: dict[str, Any]) -> str:
+    """Formats the findings as a page of text."""
     lines = ["machine"]
-    for key, value in found["machine"].items():
+    for key, value in findings["machine"].items():
         if value is not None:
-            told = f"{value:g}" if isinstance(value, float) else value
-            told = ", ".join(told) if isinstance(told, list) else told
-            lines.append(f"  {key.replace('_', ' '):<28}{told}")
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+            text = f"{value:g}" if isinstance(value, float) else value
+            text = ", ".join(text) if isinstance(text, list) else text
+            lines.append(f"  {key.replace('_', ' '):<28}{text}")
+
+    versions = ", ".join(f"{name} {version}" for name, version in findings["versions"].items())
     lines += ["", "versions", f"  {versions}", "", "techniques"]
-    for row in found["techniques"]:
+    for row in findings["techniques"]:
         word = row["word"]
         lines.append(
             f"  {'yes' if row['available'] else 'no ':<5}{word:<38}{row['reason'] or ''}".rstrip()
         )
-    if "kernels" in found:
+
+    if "kernels" in findings:
         lines += ["", "fused kernels, as that run would choose"]
         lines += [
             f"  {'on' if row['on'] else 'off':<5}{row['key']:<26}{row['why']}"
-            for row in found["kernels"]
+            for row in findings["kernels"]
         ]
-    if "rates" in found:
+    if "rates" in findings:
         lines += ["", "measured rates (median of 10)"]
-        lines += [f"  {name:<22}{value:.1f}" for name, value in found["rates"].items()]
+        lines += [f"  {name:<22}{value:.1f}" for name, value in findings["rates"].items()]
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
-"""Clocks. A GPU works asynchronously, so a host clock is read only after the device has
-finished."""
+"""Times functions and measures their memory. A GPU works asynchronously, so these clocks wait for
+the device before they read the host's time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import torch._inductor.config
 
 
 def synchronise(device: torch.device) -> None:
+    """Waits until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds from an idle device to an idle device."""
+    """Measures the seconds of `run`, from an idle device to an idle device."""
     synchronise(device)
     start = time.perf_counter()
     run()
@@ -30,21 +31,21 @@ def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def summarise(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Repeated measurements in figures: `name` (the median), `name_min`, `name_max`, `name_q1`,
-    `name_q3`, and how many they are, `n`."""
+    """Summarises repeated measurements: `name` (the median), `name_min`, `name_max`, `name_q1`,
+    `name_q3` (the quartiles), and their number `n`."""
     low, q1, median, q3, high = np.quantile(values, (0.0, 0.25, 0.5, 0.75, 1.0)).tolist()
     ends = {"min": low, "max": high, "q1": q1, "q3": q3}
     return {name: median, **{f"{name}_{e}": value for e, value in ends.items()}, "n": len(values)}
 
 
 def compute_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
-    """How many times as fast as `base` `other` was, round by round: drift hits both of a round
-    alike."""
+    """Computes the speed of `other` relative to `base`, round by round: pairing rounds cancels
+    drift of the machine's speed."""
     return [a / b for a, b in zip(base, other, strict=True)]
 
 
 def shows_no_difference(entry: Mapping[str, Any], name: str) -> bool:
-    """Whether the quartiles of the ratio `name` of an entry straddle 1."""
+    """Tells whether 1 lies between the quartiles of the ratio `name` of an entry."""
     return entry[f"{name}_q1"] <= 1 <= entry[f"{name}_q3"]
 
 
@@ -54,10 +55,10 @@ def time_in_turn(
     device: torch.device,
     prepare: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each run, `repeats` times, taken in turn and every other round backwards, so that
-    drift hits all.
+    """Measures the seconds of each run, `repeats` times. The runs take turns, in reverse order in
+    every other round, so that drift of the machine's speed affects all alike.
 
-    `prepare(name)` comes before each and is not timed.
+    `prepare(name)` is called before each run, outside the measured time.
     """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
@@ -69,17 +70,16 @@ def time_in_turn(
 
 @contextmanager
 def disable_compiler_caches() -> Iterator[None]:
-    """Nothing that was compiled before is used inside, neither from this process nor from the
-    disk."""
+    """Makes the block compile everything again, without code from this process or from the disk."""
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # it is meant
+        # PyTorch warns about the setting just made.
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         yield
 
 
 class MemoryPeak:
-    """Bytes that the allocator reserved at most since this was built, beyond those then; None
-    without a GPU."""
+    """Measures the peak of the bytes that the allocator reserves, beyond those at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -90,4 +90,5 @@ class MemoryPeak:
             self.before = torch.cuda.memory_reserved()
 
     def read(self) -> int | None:
+        """Returns the peak in bytes; None without a GPU."""
         return torch.cuda.max_memory_reserved() - self.before if self.cuda else None
