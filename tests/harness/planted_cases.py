@@ -1,6 +1,6 @@
 """Cases with planted faults, for the runner of the benchmarks.
 
-`python -m tests.harness.planted_cases <folder>` runs two good ones and one that hangs.
+`python -m tests.harness.planted_cases <folder>` runs two good cases and one that hangs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scripts.bench.runner import Runner
 
 
 def value(case: Case, cfg: BenchConfig) -> dict[str, Any]:
-    return {"value": case.labels["number"], "n": 1, "workers": get_start_method()}
+    return {"value": case.name, "workers": get_start_method()}
 
 
 def raises(case: Case, cfg: BenchConfig) -> dict[str, Any]:
@@ -41,15 +41,15 @@ def is_killed(case: Case, cfg: BenchConfig) -> dict[str, Any]:
     return {}
 
 
-def job(*measures: Any, seconds: float = 0.1) -> Job:
-    cases = [
-        Case(f"case {i}", measure, seconds=seconds, labels={"number": i})
-        for i, measure in enumerate(measures)
-    ]
+def plan_job(*measures: Any, seconds: float = 0.1) -> Job:
+    cases = [Case(f"case {i}", measure, seconds=seconds) for i, measure in enumerate(measures)]
     return Job("python -m scripts.bench step", BenchConfig(setting="tiny", name="step_tiny"), cases)
 
 
 if __name__ == "__main__":
-    from tests.harness import planted_cases as own  # the name by which a child finds the functions
+    # A child finds the functions by this name.
+    from tests.harness import planted_cases as planted
 
-    Runner(Path(sys.argv[1])).run(own.job(own.value, own.value, own.hangs, own.value))
+    Runner(Path(sys.argv[1])).run(
+        planted.plan_job(planted.value, planted.value, planted.hangs, planted.value)
+    )
