@@ -18,7 +18,7 @@ def zygote(zygote: Zygote) -> Start:
 
 
 @pytest.fixture(scope="session")
-def whole(zygote: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def run_whole(zygote: Start, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a run that nothing befell, one for each choice of words and ranks."""
     made: dict[tuple, Path] = {}
 

@@ -347,10 +347,10 @@ def test_no_room_anywhere_is_one_sentence(
     ],
 )
 def test_a_hostile_state(
-    change: dict, sentence: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+    change: dict, sentence: str, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
 ):
     folder = tmp_path / "run"
-    shutil.copytree(whole(), folder)
+    shutil.copytree(run_whole(), folder)
     last = list_complete(folder / "checkpoints")[-1]
     state, manifest = (
         json.loads((last / f"{name}.json").read_text()) for name in ("state", "manifest")

@@ -408,14 +408,14 @@ RUN_FILES = (
 @FAULT
 @pytest.mark.parametrize("count", [10, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_mutants_of_a_finished_run(
-    count: int, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+    count: int, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
 ):
     """The same command goes on from them, or says why not; a report reads them."""
     folder = tmp_path / "run"
 
     def test(draw: Draw) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(whole(), folder)
+        shutil.copytree(run_whole(), folder)
         Path(f"{folder}.log").unlink(missing_ok=True)
         file = folder / draw(st.sampled_from(RUN_FILES))
         mutate_file(draw, file)

@@ -78,7 +78,7 @@ def test_kills_within_a_save(
     rank: int,
     step: int,
     zygote: Start,
-    whole: Callable[..., Path],
+    run_whole: Callable[..., Path],
     tmp_path: Path,
     record_property,
 ):
@@ -88,7 +88,7 @@ def test_kills_within_a_save(
     last = 55 if rank == 0 else 2
     plan = [{"at_event": k, "kill_rank": rank} for k in range(1, last + 1, step)]
     record_property("struck", len(plan))
-    expected = read_outcome(whole(*words, ranks=ranks))
+    expected = read_outcome(run_whole(*words, ranks=ranks))
     for folder in kill_until_done(zygote, tmp_path, words, ranks, plan, len(plan)):
         assert read_outcome(folder) == expected
         assert_tidy(folder)
@@ -117,13 +117,13 @@ def test_kills_at_random(
     kills: int,
     words: list[str],
     zygote: Start,
-    whole: Callable[..., Path],
+    run_whole: Callable[..., Path],
     tmp_path: Path,
     record_property,
 ):
     record_property("struck", kills)
     words = [*MODES[ranks], *words, *LONGER]
-    undisturbed = whole(*words, ranks=ranks)
+    undisturbed = run_whole(*words, ranks=ranks)
     expected = read_outcome(undisturbed)
     longest = seconds_of(undisturbed)
     draw = random.Random(kills)
@@ -144,14 +144,14 @@ def test_kills_at_random(
     ids=["streamed", "in chunks"],
 )
 def test_kills_with_other_loaders(
-    words: list[str], zygote: Start, whole: Callable[..., Path], tmp_path: Path, record_property
+    words: list[str], zygote: Start, run_whole: Callable[..., Path], tmp_path: Path, record_property
 ):
     save_latent_set(
         tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))]
     )
     words = [*words, f"data.path={tmp_path / 'set'}", *LONGER]
     record_property("struck", 15)
-    undisturbed = whole(*words)
+    undisturbed = run_whole(*words)
     expected = read_outcome(undisturbed)
     longest = seconds_of(undisturbed)
     draw = random.Random(0)
@@ -175,7 +175,7 @@ def test_kills_with_other_loaders(
     ],
 )
 def test_a_signal_saves_first(
-    signal: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+    signal: str, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
 ):
     folder = tmp_path / "run"
     words = ["save_every=1000"]
@@ -186,7 +186,7 @@ def test_a_signal_saves_first(
     step = int(saved.name.removeprefix("step-"))
     assert f"asked to stop at step {step}; saved" in read_output(folder)
     assert zygote(folder, *words, f"total_samples={8 * (step + 4)}") == [0]
-    expected = whole(*words, f"total_samples={8 * (step + 4)}")
+    expected = run_whole(*words, f"total_samples={8 * (step + 4)}")
     assert read_outcome(folder).state == read_outcome(expected).state
 
 

@@ -43,7 +43,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     ],
 )
 def test_a_damaged_log_stops_no_run(
-    kind: str, zygote: Start, whole: Callable[..., Path], tmp_path: Path
+    kind: str, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
 ):
     folder = tmp_path / "run"
     assert zygote(folder, "total_samples=64") == [0]
@@ -51,7 +51,7 @@ def test_a_damaged_log_stops_no_run(
     log.write_bytes(DAMAGES[kind](log.read_bytes()))
     History(folder)
     assert zygote(folder) == [0], read_output(folder)
-    assert read_outcome(folder).state == read_outcome(whole()).state
+    assert read_outcome(folder).state == read_outcome(run_whole()).state
     assert read_metrics(log)[1] == 0
     assert (folder / "metrics.jsonl.damaged").exists() == (
         kind not in ("a line without its end", "nothing")

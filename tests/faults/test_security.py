@@ -235,7 +235,7 @@ def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(
 @pytest.mark.fault(
     "a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled"
 )
-def test_a_pickle_is_never_opened(whole: Callable[..., Path], tmp_path: Path):
+def test_a_pickle_is_never_opened(run_whole: Callable[..., Path], tmp_path: Path):
     made = tmp_path / "made"
     for name in ("evil.safetensors", "evil.pt"):
         torch.save({"weights": Evil(made)}, tmp_path / name)
@@ -246,7 +246,7 @@ def test_a_pickle_is_never_opened(whole: Callable[..., Path], tmp_path: Path):
         find_weights_file(str(tmp_path / "evil.pt"), "init_from")
     checkpoint = tmp_path / "step-2"
     checkpoint.mkdir()
-    for file in list_complete(whole() / "checkpoints")[-1].iterdir():
+    for file in list_complete(run_whole() / "checkpoints")[-1].iterdir():
         (checkpoint / file.name).write_bytes(file.read_bytes())
     (checkpoint / "rank-0-of-1.safetensors").write_bytes(pickle.dumps(Evil(made)))
     with pytest.raises(ValueError, match=r"rank-0-of-1\.safetensors does not match"):
@@ -498,10 +498,12 @@ def test_dependencies_are_past_known_advisories():
         )
 
 
-def test_sampling_needs_nothing_but_the_weights(whole: Callable[..., Path], tmp_path: Path):
+def test_sampling_needs_nothing_but_the_weights(run_whole: Callable[..., Path], tmp_path: Path):
     """One file, copied away: no run folder, no optimizer, no loop."""
     file = tmp_path / "copied.safetensors"
-    file.write_bytes((list_complete(whole() / "checkpoints")[-1] / "ema.safetensors").read_bytes())
+    file.write_bytes(
+        (list_complete(run_whole() / "checkpoints")[-1] / "ema.safetensors").read_bytes()
+    )
     program = (
         "import sys; from scripts.sample import *; "
         f"sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, "
@@ -511,6 +513,6 @@ def test_sampling_needs_nothing_but_the_weights(whole: Callable[..., Path], tmp_
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    run = SampleConfig(run_dir=str(whole()), count=4, steps=2, out=str(tmp_path / "other"))
+    run = SampleConfig(run_dir=str(run_whole()), count=4, steps=2, out=str(tmp_path / "other"))
     sample_run(run)
     assert (tmp_path / "samples.npz").read_bytes() == (tmp_path / "other.npz").read_bytes()

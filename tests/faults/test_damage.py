@@ -1,0 +1,249 @@
+"""Checkpoints that are damaged, left over, or in the way: what is loaded, and what is removed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.outcomes import list_checkpoints, read_outcome
+from tests.harness.sets import flip_byte
+from tests.harness.zygote import Start, read_output
+from training.checkpoint.files import WEIGHTS_FILES
+from training.checkpoint.load import (
+    find_damage,
+    find_newest_verified,
+    hash_from_disk,
+    list_complete,
+    list_expected_files,
+)
+from training.checkpoint.save import Checkpoints
+
+Find = Callable[..., Path]
+FILES = [*WEIGHTS_FILES, "rank-0-of-1.safetensors", "state.json", "manifest.json"]
+DAMAGES = {
+    "one bit flipped": lambda file: flip_byte(file, file.stat().st_size // 2),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-7]),
+    "missing": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+}
+
+
+@pytest.fixture
+def checkpoints(run_whole: Find, tmp_path: Path) -> Path:
+    """A copy of the checkpoints of a finished run: step-10 and step-12."""
+    return Path(shutil.copytree(run_whole() / "checkpoints", tmp_path / "checkpoints"))
+
+
+def copy_newest(run_whole: Find, folder: Path, *steps: int) -> None:
+    """Copies the newest checkpoint of a run to these steps."""
+    for step in steps:
+        shutil.copytree(list_complete(run_whole() / "checkpoints")[-1], folder / f"step-{step}")
+
+
+def list_names(folder: Path) -> list[str]:
+    return [checkpoint.name for checkpoint in list_complete(folder)]
+
+
+@pytest.mark.fault(
+    "a file of a checkpoint with one bit flipped, truncated, empty or missing",
+    "set aside with a warning; the one before is loaded, and the run ends with the same bits",
+)
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_seen(kind: str, file: str, checkpoints: Path):
+    assert find_damage(checkpoints / "step-12") is None
+    DAMAGES[kind](checkpoints / "step-12" / file)
+    with pytest.warns(
+        UserWarning, match=r"step-12: .*; moved to step-12\.corrupt, trying the one before"
+    ):
+        assert find_newest_verified(checkpoints) == checkpoints / "step-10"
+    assert list_names(checkpoints)[-1] == "step-10"
+    assert (checkpoints / "step-12.corrupt").is_dir()
+
+
+@pytest.mark.fault("the newest checkpoint damaged, the same command", "ends with the same bits")
+def test_a_run_goes_on_from_the_one_before(zygote: Start, run_whole: Find, tmp_path: Path):
+    folder = tmp_path / "run"
+    shutil.copytree(run_whole(), folder)
+    flip_byte(folder / "checkpoints" / "step-12" / "rank-0-of-1.safetensors")
+    assert zygote(folder) == [0]
+    sentence = "rank-0-of-1.safetensors does not match its sha256; moved to step-12.corrupt"
+    assert sentence in read_output(folder)
+    assert read_outcome(folder) == read_outcome(run_whole())
+
+
+@pytest.mark.fault("every checkpoint damaged", "refused; nothing is overwritten")
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
+    zygote: Start, run_whole: Find, tmp_path: Path
+):
+    folder = tmp_path / "run"
+    shutil.copytree(run_whole(), folder)
+    for name in list_checkpoints(folder):
+        (folder / "checkpoints" / name / "ema.safetensors").write_bytes(b"")
+    metrics = (folder / "metrics.jsonl").read_text()
+    for _ in range(2):
+        assert zygote(folder, "total_samples=104") == [1]
+    assert read_output(folder).count("no checkpoint that verifies") == 2
+    assert (folder / "metrics.jsonl").read_text() == metrics
+
+
+@pytest.mark.fault(
+    "leftovers of a save or of a removal that was killed", "cleared away; the complete ones stay"
+)
+def test_leftovers_go(checkpoints: Path):
+    names = sorted(file.name for file in checkpoints.iterdir())
+    for name in ("step-14.tmp", "step-2.removed"):
+        shutil.copytree(checkpoints / "step-12", checkpoints / name)
+    assert find_newest_verified(checkpoints) == checkpoints / "step-12"
+    assert sorted(file.name for file in checkpoints.iterdir()) == names
+
+
+@pytest.mark.parametrize(("best_by", "best"), [("eval_loss", "step-4"), ("fd_random", "step-8")])
+def test_the_best_one_stays(best_by: str, best: str, run_whole: Find, tmp_path: Path):
+    losses = {2: float("nan"), 4: 0.1, 6: None, 8: 0.7, 10: None, 12: 0.6}
+    copy_newest(run_whole, tmp_path, *losses, 14)
+    for step, loss in losses.items():
+        file = tmp_path / f"step-{step}" / "state.json"
+        scores = {"eval_loss": loss, "fd_random": None if loss is None else 1.0 - loss}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"scores": scores}))
+    Checkpoints(tmp_path, keep=2, best_by=best_by).remove_old(tmp_path / "step-14")
+    assert list_names(tmp_path) == [best, "step-12", "step-14"]
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
+    run_whole: Find, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    copy_newest(run_whole, tmp_path, 2, 4, 6)
+    flip_byte(tmp_path / "step-6" / "ema.safetensors")
+    Checkpoints(tmp_path, keep=1).remove_old(tmp_path / "step-6")
+    sentence = "not removed (step-6 was read back and ema.safetensors does not match its sha256)"
+    assert sentence in capsys.readouterr().out
+    assert len(list_names(tmp_path)) == 3
+
+
+@pytest.mark.fault(
+    "an older checkpoint that is damaged or cannot be removed", "a warning; the run goes on"
+)
+def test_trouble_with_older_ones_is_a_warning(
+    run_whole: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    copy_newest(run_whole, tmp_path, 2, 4, 6)
+    (tmp_path / "step-2" / "state.json").write_text("{")
+    (tmp_path / "step-4" / "state.json").unlink()
+    saver = Checkpoints(tmp_path, keep=2)
+    with monkeypatch.context() as patch:
+        # The target is a folder that is not empty, so this fails.
+        patch.setattr(
+            "training.checkpoint.save.remove_checkpoint",
+            lambda old: old.rename(tmp_path / "step-6"),
+        )
+        saver.remove_old(tmp_path / "step-6")
+    assert "older checkpoints are not removed" in capsys.readouterr().out
+    saver.remove_old(tmp_path / "step-6")
+    assert list_names(tmp_path) == ["step-4", "step-6"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "newest"),
+    [
+        pytest.param(
+            1,
+            "step-12",
+            id="once",
+            marks=pytest.mark.fault(
+                "a disk that answers with an error once",
+                "read again; the newest checkpoint is loaded",
+            ),
+        ),
+        pytest.param(
+            1000,
+            "step-10",
+            id="always",
+            marks=[
+                pytest.mark.filterwarnings("ignore:.*Input/output error"),
+                pytest.mark.fault(
+                    "a sector of the newest checkpoint that cannot be read",
+                    "set aside; the one before is loaded",
+                ),
+            ],
+        ),
+    ],
+)
+def test_a_bad_sector(
+    failures: int, newest: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+):
+    remaining = [failures]
+
+    def read(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
+        if file.parent.name == "step-12" and remaining[0]:
+            remaining[0] -= 1
+            raise OSError(errno.EIO, "Input/output error", str(file))
+        return hash_from_disk(file, advance)
+
+    monkeypatch.setattr("training.checkpoint.load.hash_from_disk", read)
+    assert find_newest_verified(checkpoints) == checkpoints / newest
+
+
+@pytest.mark.fault(
+    "a page cache that has other bytes than the disk", "the disk is read, before an old one goes"
+)
+def test_what_is_read_back_is_not_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    advise = os.posix_fadvise
+    counts = []
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        advise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if count_cached_pages(file):
+        pytest.skip("this file system lies in memory")
+    file.read_bytes()
+    assert count_cached_pages(file) > 0
+
+    def advise_and_count(*arguments: int) -> None:
+        advise(*arguments)
+        counts.append(count_cached_pages(file))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise_and_count)
+    hash_from_disk(file, lambda: None)
+    assert counts == [0]
+
+
+def count_cached_pages(file: Path) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = file.stat().st_size
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), size) as mapped:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages) == 0
+    return sum(page & 1 for page in pages)
+
+
+@pytest.mark.fault(
+    "a manifest of a checkpoint that names none or too few of its files", "it does not verify"
+)
+@pytest.mark.parametrize("name", [None, *FILES[1:-1]])
+def test_a_manifest_must_name_the_files_that_belong_there(name: str | None, checkpoints: Path):
+    file = checkpoints / "step-12" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    if name is None:
+        manifest["files"].clear()
+    else:
+        del manifest["files"][name]
+    file.write_text(json.dumps(manifest))
+    assert "its manifest lacks or adds" in str(find_damage(file.parent))
+
+
+def test_the_files_of_several_processes_belong_together():
+    parts = {f"rank-{rank}-of-3.safetensors" for rank in range(3)}
+    files = {*parts, *WEIGHTS_FILES, "state.json"}
+    assert list_expected_files(parts) == files
+    assert list_expected_files(parts - {"rank-0-of-3.safetensors"}) != files
