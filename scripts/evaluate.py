@@ -8,13 +8,13 @@
 
 Features: `encoder` (the latent set's autoencoder) and `random` (a fixed random network) download
 nothing; `inception` and `dinov2` need `pip install 'fastlatent[evaluation]'` and weights;
-`<package>.<module>.<Class>` is one of your own (extensions=[package]). The reference is a folder of
-images, or the decoded training latents ("reconstructions"). `labels=[apple,3]` draws those classes
-only, by name or number. <out>.json has the figures, the protocol (all that they depend on), and the
-names of the classes by number. Compare figures of one protocol only. Stopped anywhere, the same
-command goes on from the pieces in <out>.parts and comes to the same figures. Features of the
-reference are kept below $XDG_CACHE_HOME or ~/.cache; processes on several machines must share that
-folder and `out`.
+`<package>.<module>.<Class>` is your own (extensions=[package]). The reference is a folder of
+images, or the decoded training latents ("reconstructions"). `labels=[apple,3]` draws only those
+classes, by name or number. <out>.json has the figures, the protocol (all settings that they depend
+on), and the names of the classes by number. Compare only figures with the same protocol. After a
+stop the same command continues from the pieces in <out>.parts and gives the same figures. The
+features of the reference are cached below $XDG_CACHE_HOME or ~/.cache; processes on several
+machines must share that folder and `out`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from training.distributed.exit import resumable_command
 
 @dataclass(frozen=True)
 class EvaluateConfig(FdConfig, DrawConfig):
-    """What to draw, and what to compare it with."""
+    """Keys of the command: the samples to draw, and the images to compare them with."""
 
     count: Annotated[int, Ge(4)] = 10_000
     batch_size: Positive = 128
     reference_count: EnoughSamples = 50_000
     out: str | None = None
-    """Null: <run_dir>/evaluation/step-<N>-<hash of the protocol>; needed where there is no run."""
+    """Path of the result without .json; null: <run_dir>/evaluation/step-<N>-<hash of the protocol>.
+    Required where there is no run."""
 
 
 def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
-    """Draws, compares and writes <out>.json; returns its content, in the first process."""
+    """Draws samples, compares them and writes <out>.json. Returns its content in the first process,
+    and an empty dict in all others."""
     refuse_drawing(cfg)
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
@@ -66,22 +68,23 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     run = find_run_folder(trained.file)
     if cfg.out is None and run is None:
         raise UserError(
-            f"out is not set, and {trained.file} lies in no run; say where: out=<file without "
+            f"out is not set, and {trained.file} is in no run's folder; set out=<file without "
             ".json>."
         )
     evaluator = Evaluator(
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
 
-    # where the result goes: its name tells figures of different settings apart
-    compared_by = evaluator.describe_protocol()
-    protocol = job.describe_protocol() | compared_by
+    # The file's name contains a hash of the protocol, so that different settings have different
+    # files.
+    reference_protocol = evaluator.describe_protocol()
+    protocol = job.describe_protocol() | reference_protocol
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
     out = Path(cfg.out or default).expanduser()
     chunks = job.run(
         out.with_name(out.name + ".parts"),
-        compared_by | {"reference": evaluator.source.identity},
+        reference_protocol | {"reference": evaluator.source.identity},
         lambda labels, latents: evaluator.compute_latent_features(latents),
     )
     result: dict[str, Any] = {}
@@ -101,13 +104,14 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
 
 
 def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the figures as aligned lines, and a sentence where one is refused."""
+    """Formats the figures as a table, with a sentence for each figure that could not be
+    computed."""
     columns = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied")
     rows: list[tuple[str, ...]] = [("features", *columns)]
-    for name, found in features.items():
-        rows.append((name, *("–" if found[c] is None else f"{found[c]:.4g}" for c in columns)))
-    whys = [f"{name}: {found['why']}" for name, found in features.items() if "why" in found]
-    return "\n".join([format_table(rows), *whys])
+    for name, row in features.items():
+        rows.append((name, *("–" if row[c] is None else f"{row[c]:.4g}" for c in columns)))
+    reasons = [f"{name}: {row['why']}" for name, row in features.items() if "why" in row]
+    return "\n".join([format_table(rows), *reasons])
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""Turns published weights into a weights file of ours: for sampling, evaluation, and as a base for
-training.
+"""Converts published weights to a weights file of this framework: for sampling, evaluation, and as
+a base for training.
 
     python -m scripts.import_weights source=SiT-XL-2-256x256.pt kind=sit \\
         out=pretrained/sit_xl.safetensors
@@ -7,11 +7,11 @@ training.
         kind=lightningdit statistics=latents_stats.pt encoder=models/vavae \\
         out=pretrained/lightningdit_xl.safetensors
 
-`source` is a .safetensors or .pt checkpoint, whose averaged weights are taken where it has them
-(weights=model: the others). Of a .pt nothing is unpickled but tensors, plain values and an
-argparse.Namespace. Without the encoder and the normalisation of its latents a model draws noise:
-kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind=lightningdit asks for them. What is
-folded into what: docs/exchange.md.
+`source` is a .safetensors or .pt checkpoint; the command takes its averaged weights where it has
+them (weights=model: the trained ones). From a .pt it unpickles only tensors, plain values and an
+argparse.Namespace. A model draws noise unless it has the encoder and the normalisation of its
+latents: kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind=lightningdit asks for them.
+docs/exchange.md explains the conversion.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from encoding.published import Published
 
 SD_SCALE = 0.18215
+"""The factor by which SiT multiplies the latents of Stable Diffusion's VAE."""
 SD_CHANNELS = 4
 
 
@@ -54,18 +55,19 @@ class WeightsConfig:
     kind: Kind | None = None
     out: str | None = None
     encoder: str | None = None
-    """A file of conf/encoder, or a folder or hub id in the diffusers format; null with kind=sit:
-    sd."""
+    """A file of conf/encoder, or a folder or hub id in the diffusers format; null means sd with
+    kind=sit."""
     statistics: str | None = None
-    """Mean and std of the channels, latents_stats.pt; for kind=lightningdit."""
+    """File with mean and std of the channels, latents_stats.pt; for kind=lightningdit."""
     weights: WeightsChoice = WeightsChoice.ema
     classes: str | None = None
-    """A text file with the name of a class a line; null: numbers."""
+    """A text file with one class name per line; null: numbers."""
     head_dim: int | None = None
-    """Of models whose sizes were never published."""
+    """Width of a head, for models whose sizes were never published."""
 
     def check(self) -> None:
-        """ValueError for what is missing or contradicts itself."""
+        """ValueError for keys that are missing or contradict each other."""
+        # A run without its encoder or normalisation would draw noise, so nothing is guessed.
         hints = {
             "source": "<file>.pt or .safetensors",
             "kind": "sit or lightningdit",
@@ -74,6 +76,7 @@ class WeightsConfig:
         for key, hint in hints.items():
             if getattr(self, key) is None:
                 raise UserError(f"{key} is not set; say {key}={hint}.")
+
         if self.kind is Kind.dit:
             raise UserError(
                 "kind=dit: DiT predicts the noise on another schedule, which is no velocity; use "
@@ -97,8 +100,8 @@ class WeightsConfig:
 
 
 def import_weights(cfg: WeightsConfig) -> Path:
-    """Writes the weights file and returns its path. ValueError if the checkpoint is not what `kind`
-    says."""
+    """Writes the weights file and returns its path. ValueError if the checkpoint holds another
+    model than `kind`."""
     cfg.check()
     import torch
 
@@ -115,56 +118,60 @@ def import_weights(cfg: WeightsConfig) -> Path:
         raise UserError(
             f"source={source}: {DIT_REFUSAL}. If it is none of DiT's, give the file another name."
         )
+
     tensors = read_checkpoint(source, cfg.weights.value)
-    if (kind := detect_kind(tensors)) != str(cfg.kind and cfg.kind.value):
+    kind = detect_kind(tensors)
+    if kind != str(cfg.kind and cfg.kind.value):
         raise UserError(
             f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
         )
-    found = convert_published(source, tensors, cfg.head_dim)
-    if cfg.encoder is None and found.channels != SD_CHANNELS:
+    published = convert_published(source, tensors, cfg.head_dim)
+    if cfg.encoder is None and published.channels != SD_CHANNELS:
         raise UserError(
-            f"source={source} draws latents of {found.channels} channels, and Stable Diffusion's "
-            f"VAE, which kind=sit stands for, makes {SD_CHANNELS}; name the encoder of its "
-            "latents by encoder=."
+            f"source={source} draws latents of {published.channels} channels, and Stable "
+            f"Diffusion's VAE, which kind=sit stands for, makes {SD_CHANNELS}; name the encoder of "
+            "its latents by encoder=."
         )
-    spec = make_spec(cfg, found)
-    described = {"model": found.node, "spec": spec.as_dict(), "step": 0}
+
+    # Loading the file as a run would checks that all tensors fit the model.
+    spec = make_spec(cfg, published)
+    description = {"model": published.node, "spec": spec.as_dict(), "step": 0}
     make_folder(out.parent)
     temporary = out.with_name(out.name + ".tmp")
     try:
-        write_tensors(temporary, found.tensors, make_header(described, cfg.weights.value))
+        write_tensors(temporary, published.tensors, make_header(description, cfg.weights.value))
         model, _ = load_pretrained(temporary, torch.device("cpu"))
         rename(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)
     count = sum(p.numel() for p in model.parameters())
     print(
-        f"{out}: {count:,} parameters, {found.classes} classes, latents "
-        f"{found.channels}×{found.side}×{found.side}"
+        f"{out}: {count:,} parameters, {published.classes} classes, latents "
+        f"{published.channels}×{published.side}×{published.side}"
     )
     return out
 
 
 def detect_kind(tensors: Mapping[str, Any]) -> str:
-    """Which model a checkpoint holds, "sit" or "lightningdit", as the names of its tensors tell."""
-    own = {
+    """Tells from the names of its tensors whether a checkpoint is "sit" or "lightningdit"."""
+    lightningdit_names = {
         "feat_rope.freqs_cos",
         "blocks.0.mlp.w12.weight",
         "blocks.0.norm1.weight",
         "blocks.0.attn.q_norm.weight",
     }
     names = {name.removeprefix("module.") for name in tensors}
-    return "lightningdit" if names & own else "sit"
+    return "lightningdit" if names & lightningdit_names else "sit"
 
 
 def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]]:
-    """Mean and std of each channel from LightningDiT's `latents_stats.pt`."""
+    """Reads mean and std of each channel from LightningDiT's `latents_stats.pt`."""
     import torch
 
     from encoding.foreign import read_plain_tensors
 
-    found = read_plain_tensors(file)
-    values = [found.get(name) for name in ("mean", "std")] if isinstance(found, dict) else []
+    content = read_plain_tensors(file)
+    values = [content.get(name) for name in ("mean", "std")] if isinstance(content, dict) else []
     columns = [
         value.flatten().tolist()
         for value in values
@@ -175,26 +182,28 @@ def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]
     return columns[0], columns[1]
 
 
-def make_spec(cfg: WeightsConfig, found: Published) -> LatentSpec:
-    """The latents that the model knows: their shape, classes, encoder and normalisation."""
+def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
+    """Describes the latents of the model: their shape, classes, encoder and normalisation."""
     from data.loader import LatentSpec
     from scripts.import_latents import read_class_names
 
-    mean = [0.0] * found.channels
-    std = [1.0 / SD_SCALE] * found.channels
+    mean = [0.0] * published.channels
+    std = [1.0 / SD_SCALE] * published.channels
     if cfg.statistics is not None:
-        mean, std = read_statistics(Path(cfg.statistics).expanduser(), found.channels)
+        mean, std = read_statistics(Path(cfg.statistics).expanduser(), published.channels)
     names = read_class_names(cfg.classes) if cfg.classes else []
-    if len(names) not in (0, found.classes):
+    if len(names) not in (0, published.classes):
         raise UserError(
-            f"classes={cfg.classes} names {len(names)} classes, and the model has {found.classes}."
+            f"classes={cfg.classes} names {len(names)} classes, and the model has "
+            f"{published.classes}."
         )
+
     node, sha256 = find_encoder(cfg.encoder or "sd")
     return LatentSpec(
-        channels=found.channels,
-        height=found.side,
-        width=found.side,
-        num_classes=found.classes,
+        channels=published.channels,
+        height=published.side,
+        width=published.side,
+        num_classes=published.classes,
         count=0,
         class_names=names,
         mean=mean,
@@ -205,7 +214,8 @@ def make_spec(cfg: WeightsConfig, found: Published) -> LatentSpec:
 
 
 def find_encoder(name: str) -> tuple[dict[str, Any], str | None]:
-    """The configuration of the encoder, and the hash of its weights where they lie on this disk."""
+    """Returns the configuration of the encoder, and the hash of its weights if they are on this
+    disk."""
     from models.images import Autoencoder
     from scripts.import_latents import find_encoder_node
     from training.config.build import build

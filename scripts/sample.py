@@ -7,11 +7,10 @@
 
 `format=npz` writes <out>.npz with `arr_0` uint8 (N, H, W, 3), which ADM's evaluator reads, and
 `labels` (N,); `png` writes <out>/<label>/<number>.png; `latents` writes <out>.npz with `latents`
-fp32 (N, C, H, W), as the autoencoder decodes them, and `labels`. <out>.json says how they were
-drawn, and the names of the classes by number. `labels` takes numbers and names; a whole number is a
-number, a name that looks like one stands in quotes: "labels=['3']". Sample i depends on seed and i
-alone, bit for bit at equal batch_size. Stopped anywhere, the same command goes on from the pieces
-in <out>.parts.
+fp32 (N, C, H, W), as the autoencoder decodes them, and `labels`. <out>.json has the settings of the
+draw, and the names of the classes by number. `labels` takes numbers and names; put a name that
+looks like a number in quotes: "labels=['3']". Sample i depends on seed and i alone, bit for bit at
+equal batch_size. After a stop the same command continues from the pieces in <out>.parts.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ class Format(str, Enum):
 
 @dataclass(frozen=True)
 class SampleConfig(DrawConfig):
-    """What to draw, and where it goes."""
+    """Keys of the command: the samples to draw, and where to write them."""
 
     format: Format = Format.npz
     grid: Annotated[int, Ge(0), Le(1024)] = 0
-    """The first so many, sorted by label, also as one picture: <out>.png."""
+    """Number of first samples to write also as one picture <out>.png, sorted by label."""
     out: str = "samples/samples"
 
     def check(self) -> None:
-        """ValueError for a value that nothing can be drawn with."""
+        """ValueError for values with which no sample can be drawn."""
         super().check()
         if self.grid and self.format is Format.latents:
             raise UserError(
@@ -62,10 +61,8 @@ class SampleConfig(DrawConfig):
 
 
 def sample_run(cfg: SampleConfig) -> Path:
-    """Draws samples as `cfg` says and returns the file or folder that has them.
-
-    Equal settings give equal bytes.
-    """
+    """Draws samples as `cfg` says and returns the file or folder with them. Equal settings give
+    equal bytes."""
     refuse_drawing(cfg)
     import torch
 
@@ -80,16 +77,17 @@ def sample_run(cfg: SampleConfig) -> Path:
     parts = out.with_name(out.name + ".parts")
     if cfg.format is Format.png and out.exists() and not parts.exists():
         raise UserError(
-            f"out={out} is there already, and its images would mix with new ones; choose another."
+            f"out={out} is there already, and its images would mix with new ones; choose another "
+            "folder."
         )
 
     raw = cfg.format is Format.latents
 
-    def content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    def make_content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
         samples = latents if raw else torch.from_numpy(to_uint8(decode(latents)))
         return {"labels": labels, "samples": samples}
 
-    chunks = job.run(parts, {"kind": "latents" if raw else "images"}, content)
+    chunks = job.run(parts, {"kind": "latents" if raw else "images"}, make_content)
 
     file = out
     if cfg.format is Format.png:
@@ -102,37 +100,38 @@ def sample_run(cfg: SampleConfig) -> Path:
         if cfg.grid:
             count = min(cfg.grid, cfg.count)
             write_sorted_grid(out.with_name(out.name + ".png"), chunks, count, job)
-        told = job.describe_protocol() | {"classes": job.list_classes()}
-        write_json(out.with_name(out.name + ".json"), told)
+        facts = job.describe_protocol() | {"classes": job.list_classes()}
+        write_json(out.with_name(out.name + ".json"), facts)
     chunks.remove()
     ranks.say(str(file))
     return file
 
 
 def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> None:
-    """Writes one .npz with `name` (count, …) and `labels` (count,), a chunk in memory at a time."""
+    """Writes one .npz with `name` (count, …) and `labels` (count,); holds one chunk in memory."""
     temporary = file.with_name(file.name + ".tmp")
     like = chunks.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
     labels = []
-    # a ZipInfo made from a name has a fixed date: equal bytes
+
+    # A ZipInfo made from a name has a fixed date, so that equal samples give equal bytes.
     with zipfile.ZipFile(temporary, "w") as archive:
         with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array_header_1_0(stream, header)
             for number in range(chunks.count):
-                found = chunks.read(number)
-                stream.write(found["samples"].numpy().tobytes())
-                labels.append(found["labels"].numpy())
+                chunk = chunks.read(number)
+                stream.write(chunk["samples"].numpy().tobytes())
+                labels.append(chunk["labels"].numpy())
         with archive.open(zipfile.ZipInfo("labels.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array(stream, np.concatenate(labels), version=(1, 0))
     rename(temporary, file)
 
 
 def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:
-    """Writes this process's images as <folder>/<label>/<number>.png, a folder a class."""
+    """Writes this process's images as <folder>/<label>/<number>.png, with one folder per class."""
     for number in chunks.list_rank_chunks():
-        found = chunks.read(number)
-        pairs = zip(found["labels"].tolist(), found["samples"].numpy(), strict=True)
+        chunk = chunks.read(number)
+        pairs = zip(chunk["labels"].tolist(), chunk["samples"].numpy(), strict=True)
         for i, (label, image) in enumerate(pairs, start=number * size):
             file = folder / f"{label:04d}" / f"{i:06d}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +141,8 @@ def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:
 def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: SampleJob) -> None:
     """Writes the first `count` images as one picture, sorted by label.
 
-    A row is a label, with its name, where that fits; else the picture is a square.
+    Each row is one class with its name, if all classes have equally many images and a row is no
+    more than four times as wide as the picture is high; else the picture is a square.
     """
     from models.images import write_grid
 
@@ -150,12 +150,13 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     labels = np.concatenate([chunk["labels"] for chunk in first])[:count]
     images = np.concatenate([chunk["samples"] for chunk in first])[:count]
     images = images[np.argsort(labels, kind="stable")]
-    drawn, rows = np.unique(labels, return_counts=True)
-    if len(rows) == 1 or rows.min() < rows.max() or rows.max() > 4 * len(rows):
+
+    classes, sizes = np.unique(labels, return_counts=True)
+    if len(sizes) == 1 or sizes.min() < sizes.max() or sizes.max() > 4 * len(sizes):
         return write_grid(file, images, columns=int(np.ceil(np.sqrt(count))))
     names = job.trained.spec.names
-    note = f"{len(drawn)} of {len(names)} classes" if len(names) > len(drawn) else ""
-    write_grid(file, images, int(rows[0]), names=[names[label] for label in drawn], note=note)
+    note = f"{len(classes)} of {len(names)} classes" if len(names) > len(classes) else ""
+    write_grid(file, images, int(sizes[0]), names=[names[label] for label in classes], note=note)
 
 
 def main() -> None:
