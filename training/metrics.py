@@ -23,8 +23,7 @@ from accel.evidence import count_graphs, explain_last_graph
 from common.files import rename, write_atomically
 from common.text import is_figure, replace_non_finite, shorten_error, to_json
 from training.distributed.ranks import SINGLE, Ranks
-from training.goodput import CLOCK
-from training.goodput import format_shares as shares
+from training.goodput import CLOCK, format_shares
 from training.step import StepOutput
 
 if TYPE_CHECKING:
@@ -179,6 +178,7 @@ class Meter:
         """Returns the figures of the window and begins the next one. Only this waits for the
         device."""
         ranks = self.ranks
+        # A step of a resumed window counts for the loss, but not for this process's rates.
         loss = float(ranks.all_reduce(torch.tensor(float(self.loss), dtype=torch.float64)))
         skipped = int(float(self.skipped))
         taken = self.steps - skipped
@@ -189,8 +189,8 @@ class Meter:
         self.trained_samples += samples
 
         wait = CLOCK.count_seconds("data_wait") - self.wait_before
-        most = torch.tensor([wait, *read_peak_memory()], dtype=torch.float64)
-        most_wait, allocated, reserved = ranks.all_reduce(most, "max").tolist()
+        maxima = torch.tensor([wait, *read_peak_memory()], dtype=torch.float64)
+        max_wait, allocated, reserved = ranks.all_reduce(maxima, "max").tolist()
         self.reserved_peak = max(self.reserved_peak, int(reserved))
         busy = (self.busy_ms or 0.0) / 1e3 * (self.steps - self.carried) / seconds
 
@@ -217,7 +217,7 @@ class Meter:
             "tokens_per_s": rate * self.tokens,
             "model_tflops": flops / 1e12,
             "mfu": flops / self.peak_flops / ranks.world_size if self.peak_flops else None,
-            "data_wait": most_wait / seconds,
+            "data_wait": max_wait / seconds,
             "gpu_busy": min(1.0, busy) or None,
             "memory_allocated": int(allocated) or None,
             "memory_reserved": int(reserved) or None,
@@ -230,8 +230,8 @@ class Meter:
 
 
 def read_peak_memory() -> tuple[int, int]:
-    """Bytes that the GPU's allocator gave out and held at most since it was asked last, or since
-    `Meter.start`; 0 without a GPU."""
+    """Returns the peak bytes allocated and reserved on the GPU since the last call, and resets
+    them; zeros without a GPU."""
     if not uses_gpu():
         return 0, 0
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -240,57 +240,57 @@ def read_peak_memory() -> tuple[int, int]:
 
 
 def uses_gpu() -> bool:
+    """Says whether this process has used a GPU, without initialising CUDA."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
-    """The lines of a metrics file, none where there is no file; how many cannot be read, for they
-    are no object of a step and numbers; and whether the last one is such a line and has no end: a
-    process was killed while it wrote."""
+    """Reads a metrics file; returns its valid lines, the number of damaged lines, and whether the
+    last line is damaged because a process was killed while writing it. No file means no lines."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:
         return [], 0, False
     except OSError:
         return [], 1, False
-    found = [parse_metrics(line) for line in content.splitlines()]
-    torn = found[-1:] == [None] and not content.endswith(b"\n")
-    return [line for line in found if line is not None], found.count(None), torn
+    lines = [parse_metrics(line) for line in content.splitlines()]
+    torn = lines[-1:] == [None] and not content.endswith(b"\n")
+    return [line for line in lines if line is not None], lines.count(None), torn
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | None:
+    """Parses a line: an object with a step, of numbers and nulls; None for any other."""
     try:
-        found = replace_non_finite(json.loads(line))  # earlier versions wrote NaN
+        metrics = replace_non_finite(json.loads(line))  # earlier versions wrote NaN
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(found, dict) and type(found.get("step")) is int
-    return found if whole and all(y is None or is_figure(y) for y in found.values()) else None
+    has_step = isinstance(metrics, dict) and type(metrics.get("step")) is int
+    valid = has_step and all(y is None or is_figure(y) for y in metrics.values())
+    return metrics if valid else None
 
 
 class MetricsFile:
-    """The metrics file of a run that goes on."""
+    """The metrics file of a run in progress."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.torn = False
-        """Whether a line could not be written, and may have no end."""
+        """Whether writing a line failed, so that the file may lack a line break."""
 
     def drop_after(self, step: int) -> list[dict[str, Any]]:
-        """Drops logged steps after `step`, which a killed run had reached and this one will do
-        again; returns the rest.
+        """Drops logged steps after `step`, which the run will repeat; returns the remaining lines.
 
-        What cannot be read goes too, with a warning, and `<file>.damaged` is then the file as it
-        was.
+        Damaged lines are dropped with a warning, and the old file is renamed to `<file>.damaged`.
         """
         file = self.file
         lines, damaged, torn = read_metrics(file)
         kept = [line for line in lines if line["step"] <= step]
         lost = damaged - torn
         if lost:
-            aside = file.with_name(f"{file.name}.damaged")
-            rename(file, aside)
+            backup = file.with_name(f"{file.name}.damaged")
+            rename(file, backup)
             warnings.warn(
-                f"{file}: {lost} lines cannot be read; they are left out, and kept in {aside}.",
+                f"{file}: {lost} lines cannot be read; they are left out, and kept in {backup}.",
                 stacklevel=2,
             )
         if kept or file.exists():
@@ -298,43 +298,42 @@ class MetricsFile:
         return kept
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Adds a line; `not_finite` counts the values that it has as null because they are NaN or
-        infinite.
+        """Adds a line, with null for NaN and infinity; `not_finite` counts these.
 
-        Where it cannot be written a warning says so, once, and the run goes on without.
+        The first line that cannot be written causes a warning; the run continues.
         """
         line = replace_non_finite(metrics)
-        lost = sum(line[name] is None and metrics[name] is not None for name in line)
-        if lost:
-            line["not_finite"] = lost
+        not_finite = sum(line[name] is None and metrics[name] is not None for name in line)
+        if not_finite:
+            line["not_finite"] = not_finite
         try:
             with self.file.open("a") as stream:
                 stream.write("\n" * self.torn + to_json(line) + "\n")
         except OSError as error:
             if not self.torn:
                 warnings.warn(
-                    f"{self.file} cannot be written ({error.strerror}); the run goes on, and lines "
-                    "are missing.",
+                    f"{self.file} cannot be written ({error.strerror}); the run continues, and "
+                    "lines will be missing.",
                     stacklevel=2,
                 )
             self.torn = True
 
 
 class SafeLogger:
-    """A logger that is switched off, with one warning, at its first exception."""
+    """Wraps a logger and switches it off, with a warning, at its first exception."""
 
     def __init__(self, logger: NoLogger, silent: bool = False) -> None:
         self.name = type(logger).__name__
         self.off = silent
         self.known: dict[str, Any] = {}
-        """What a run that does not end by itself hands to `finish`."""
+        """Summary that `finish` receives if the run is stopped or fails."""
         self.start = self.guard(logger.start)
         self.log = self.guard(logger.log)
         self.image = self.guard(logger.image)
         self.finish = self.guard(logger.finish)
 
     def guard(self, method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-        """A method of the logger that may fail in any way, and must not cost a run."""
+        """Wraps a method of the logger so that no exception of it can end the run."""
 
         def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
             if self.off:
@@ -355,17 +354,19 @@ class SafeLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """A run that is stopped or fails ends here; one that is complete calls `finish` with its
-        summary."""
+        """Finishes the log of a run that was stopped or failed; a complete run calls `finish` with
+        its summary."""
         if kind is not None:
             self.finish(self.known)
 
 
 def format_log_line(metrics: Mapping[str, Any], left: str) -> str:
-    """One line of the figures that matter while a run goes on, and the time that is left."""
+    """Formats a line of the main figures for the terminal, with the time `left`."""
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
+
+    # The kernel distances repeat what the Fréchet distances say, so they stand in only for these.
     for kind in ("fd_", "kd_"):
         distances = [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith(kind)]
         parts += distances
@@ -376,9 +377,11 @@ def format_log_line(metrics: Mapping[str, Any], left: str) -> str:
         if metrics.get(name) is not None:
             parts.append(f"{name} {metrics[name]:.1%}")
     parts.append(f"data wait {metrics['data_wait']:.1%}")
+
+    # Counts that are 0 in a healthy run have a note only when they are not.
     notes = {
         "skipped": "{} steps skipped: their gradients were not finite or spikes",
-        "skipped_data": "others stand in for {} samples of damaged data",
+        "skipped_data": "{} samples of damaged data were replaced by others",
         "backed_off": "{} steps spent on finding fp16's loss scale",
     }
     parts += [note.format(metrics[name]) for name, note in notes.items() if metrics.get(name)]
@@ -386,18 +389,18 @@ def format_log_line(metrics: Mapping[str, Any], left: str) -> str:
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """The summary as aligned lines, the ledger left out (it was printed at the start)."""
+    """Formats the summary as aligned lines, without the ledger, which was printed at the start."""
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
     if "time" in shown:
-        shown["time"] = shares(shown["time"])
+        shown["time"] = format_shares(shown["time"])
 
     damaged = summary.get("skipped_data") or {}
     shown["skipped_data"] = "none"
     if damaged:
         names = ", ".join([*damaged][:5]) + ", …" * (len(damaged) > 5)
         shown["skipped_data"] = (
-            f"others stood in for {sum(damaged.values())} samples of {len(damaged)} damaged "
-            f"blocks: {names}"
+            f"{sum(damaged.values())} samples of {len(damaged)} damaged blocks were replaced by "
+            f"others: {names}"
         )
     width = max(map(len, shown))
     values = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in shown.items()}

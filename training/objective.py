@@ -1,4 +1,4 @@
-"""Flow matching. Letters: B samples, C channels, H W latent height and width."""
+"""Flow matching. Shapes: B samples, C channels, H and W height and width of the latents."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class FlowMatching:
     """Mean squared error of the velocity on straight paths from data to noise.
 
-    x = (1-t)·z + t·ε and the target is v = ε - z (Lipman et al. 2023; Liu et al. 2023). t is
-    logit-normal (`logit_mean`, `logit_std`; Esser et al. 2024), then shifted by `timestep_shift`. A
-    share `label_dropout` of labels is replaced by the null label, so that classifier-free guidance
-    can be used in sampling.
+    The path is x = (1-t)·z + t·ε and the target v = ε - z (Lipman et al. 2023; Liu et al. 2023). t
+    is logit-normal (`logit_mean`, `logit_std`; Esser et al. 2024), then shifted by
+    `timestep_shift`. The null label replaces a share `label_dropout` of labels, which
+    classifier-free guidance needs.
     """
 
     logit_mean: float = 0.0
@@ -54,14 +54,16 @@ class FlowMatching:
         drop_path_depth: int = 0,
         held_out: bool = False,
     ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
-        """Loss and t of each sample, both fp32. All draws come from (seed, position), those of
-        held-out data apart.
+        """Returns loss and t of each sample, both fp32. All draws depend only on (seed, position);
+        held-out data has its own draws.
 
-        `drop_path_depth` is the number of blocks to draw stochastic depth for; 0 draws none.
+        `drop_path_depth` is the number of blocks with stochastic depth; 0 draws none.
         """
         latents = batch.latents
         labels = batch.labels
         position = batch.position
+
+        # Counter-based noise: a resumed run, or another number of ranks, draws the same values.
         purpose = Purpose.EVAL_NOISE if held_out else Purpose.NOISE
         noise = counter_normal(seed, purpose, position, latents.shape[1:])
         purpose = Purpose.EVAL_TIME if held_out else Purpose.TIME
@@ -69,6 +71,8 @@ class FlowMatching:
         t = shift_times(
             torch.sigmoid(self.logit_mean + self.logit_std * normal), self.timestep_shift
         )
+
+        # Drop labels and blocks in training only.
         extra = {}
         if not held_out:
             drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)
@@ -77,6 +81,8 @@ class FlowMatching:
                 extra["drop_uniforms"] = counter_uniform(
                     seed, Purpose.DROP_PATH, position, drop_path_depth
                 )
+
+        # Regress the velocity at x on the path.
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
         velocity = model(x, t, labels, **extra)
         return (velocity.float() - (noise - latents)).square().mean(dim=(1, 2, 3)), t

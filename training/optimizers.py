@@ -1,13 +1,12 @@
-"""Parameter groups, the learning-rate schedule, and optimizers beside PyTorch's own.
+"""Parameter groups, the learning-rate schedule, and optimizers that PyTorch lacks.
 
-Optimizers with a smaller state than AdamW's, and Muon: well-kept libraries behind PyTorch's
-interface.
+AdamW with a smaller state, from bitsandbytes and torchao, and Muon, all with PyTorch's interface.
 
-Bytes a parameter that AdamW keeps: 8. Here: 8-bit moments 2, 4-bit 1, fp8 2, and what their scales
-take; Muon 4 for matrices. What they cost: rounding of the moments (docs/memory.md has losses
-measured), and none of them decides on the device, so the host reads one flag a step, and
-`runtime.cuda_graph` refuses them. The ledger's row `optim` counts the parameters whose state really
-has the promised form, and the bytes.
+AdamW's state takes 8 bytes a parameter. 8-bit and fp8 moments take 2, 4-bit moments 1, plus their
+scales; Muon takes 4 for matrices. The costs: moments are rounded (docs/memory.md has measured
+losses), and none of these optimizers can skip a step on the device, so the host reads one flag a
+step, and `runtime.cuda_graph` refuses them. The ledger's row `optim` counts the bytes, and the
+parameters whose state really has the promised form.
 
 References: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861 (8-bit); Li et al. 2023,
 https://arxiv.org/abs/2309.01507 (4-bit); Jordan 2024, https://kellerjordan.github.io/posts/muon/;
@@ -31,7 +30,7 @@ from training.config.schema import ScheduleKind
 
 
 def make_parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of what is trained: matrices, which decay, and all that the model's
+    """Returns two groups of trained parameters: those with weight decay, and those that the model's
     `no_weight_decay()` names."""
     exempt = model.no_weight_decay()
     named = find_trained_parameters(model).items()
@@ -44,8 +43,8 @@ def make_parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str
 
 @dataclass(frozen=True)
 class Schedule:
-    """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or cosine
-    to `final` of it."""
+    """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or a cosine
+    down to `final`."""
 
     kind: str
     total_samples: int
@@ -53,9 +52,9 @@ class Schedule:
     final: float = 0.0
 
     def __call__(self, samples: float, batch_size: int = 0) -> float:
-        """Factor for the step of `batch_size` samples that ends at `samples`.
+        """Returns the factor for the step of `batch_size` samples that ends at `samples`.
 
-        Of a cosine's last step it is that of its middle: at its end a cosine to 0 has reached 0.
+        A cosine's last step uses the factor at the step's middle, for at its end the factor is 0.
         """
         if samples < self.warmup_samples:
             return samples / self.warmup_samples
@@ -68,12 +67,12 @@ class Schedule:
 
 
 class LibraryAdamW(Members):
-    """A library's AdamW: the class of this name in it."""
+    """AdamW of a library, from the library's class of the same name."""
 
     library: str
-    """The module, imported when it is first used."""
+    """Name of the library's module, imported at first use."""
     wanted_by: str
-    """The key that asks for it, for the sentence where it is missing."""
+    """The override that needs the library, for the error message."""
 
     def __init__(
         self,
@@ -84,15 +83,15 @@ class LibraryAdamW(Members):
         weight_decay: float = 0.0,
     ) -> None:
         kind = getattr(import_optional(self.library, self.wanted_by), type(self).__name__)
-        made = kind(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(groups, [made])
+        member = kind(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(groups, [member])
 
 
 class AdamW8bit(LibraryAdamW):
-    """AdamW with both moments in 8 bits, in blocks of 256 with a scale each, by bitsandbytes.
+    """AdamW of bitsandbytes with both moments in 8 bits, in blocks of 256 with a scale each.
 
-    Moments of parameters below 4,096 elements stay fp32. On a GPU the library waits for the device
-    after each update of a parameter.
+    Moments of parameters with fewer than 4,096 elements stay fp32. On a GPU the library waits for
+    the device after each parameter's update.
     """
 
     form = "8bit"
@@ -101,9 +100,10 @@ class AdamW8bit(LibraryAdamW):
 
 
 class TorchaoAdamW(LibraryAdamW):
-    """AdamW of torchao: its update is compiled on a GPU, and runs uncompiled on a CPU.
+    """AdamW of torchao, whose update is compiled on a GPU and runs eagerly on a CPU.
 
-    Moments of parameters below 4,096 elements, and of those that blocks do not divide, stay fp32.
+    Moments stay fp32 for parameters with fewer than 4,096 elements, or a size that is no multiple
+    of the block.
     """
 
     library = "torchao.optim"
@@ -115,22 +115,22 @@ class TorchaoAdamW(LibraryAdamW):
 
 
 class AdamW4bit(TorchaoAdamW):
-    """AdamW with both moments in 4 bits, in blocks of 128, by torchao."""
+    """AdamW of torchao with both moments in 4 bits, in blocks of 128."""
 
     form = "4bit"
     block = 128
 
 
 class AdamWFp8(TorchaoAdamW):
-    """AdamW with both moments in fp8 (e4m3), in blocks of 256, by torchao."""
+    """AdamW of torchao with both moments in fp8 (e4m3), in blocks of 256."""
 
     form = "fp8"
     block = 256
 
 
 class Muon(Members):
-    """Muon for the matrices, AdamW for all else, at one rate: Muon's steps are scaled to the RMS of
-    AdamW's."""
+    """Muon for matrices and AdamW for the rest, at one learning rate: Muon's updates are scaled to
+    the RMS of AdamW's."""
 
     form = "momentum"
 

@@ -58,7 +58,7 @@ class TrainState:
     samples: int = 0
     skipped_steps: int = 0
     skipped_data: dict[str, int] = field(default_factory=dict)
-    """Blocks of the data that others stood in for, of all processes -> their samples."""
+    """Damaged blocks that all ranks skipped -> their samples."""
     began_at: int = 0
     """The step that this process started or resumed from."""
     layouts = LAYOUTS

@@ -20,7 +20,7 @@ from data.digits import DigitLatents
 from data.loader import LatentLoader
 from data.manifest import read_manifest
 from data.streamed import StreamDataset
-from encoding.images import DecodedImages, decoding_loader
+from encoding.images import DecodedImages, make_decoding_loader
 from tests.harness.batches import LOADERS, assert_same
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, random_samples, save_latent_set, write_shard
@@ -141,7 +141,7 @@ def test_a_run_on_damaged_data_says_so_at_its_end(
     summary = run(*words, "log_every=100", "total_samples=80")
     lost = [f"{SHARD} (samples 28–31 of train)", "held_out-00003.tar (samples 4–7 of held_out)"]
     assert summary["skipped_data"] == dict.fromkeys(lost, 4)
-    sentence = f"others stood in for 8 samples of 2 damaged blocks: {', '.join(lost)}"
+    sentence = f"8 samples of 2 damaged blocks were replaced by others: {', '.join(lost)}"
     assert sentence in capsys.readouterr().out
 
     for file, content in files.items():
@@ -234,11 +234,11 @@ def test_small_shared_memory_is_refused(folder: Path, monkeypatch: pytest.Monkey
     images = DecodedImages([], 256)
     batches = [list(range(16))]
     with expect_refusal(r"that decode images " + sentence.format(r"19\.0")):
-        decoding_loader(images, batches, workers=2)
+        make_decoding_loader(images, batches, workers=2)
 
     # without workers no batch passes through shared memory
     next(load("webdataset", folder))
-    decoding_loader(images, batches, workers=0)
+    make_decoding_loader(images, batches, workers=0)
 
 
 @pytest.mark.fault(
@@ -249,7 +249,7 @@ def test_readers_that_stop_are_not_waited_for(folder: Path, monkeypatch: pytest.
     released = threading.Event()
     monkeypatch.setattr(StreamDataset, "batch", lambda *arguments: released.wait())
     loader = load("webdataset", folder)
-    loader.patience = 0.1
+    loader.wait_for_batch_seconds = 0.1
     with expect_refusal(r"gave no batch for 0\.00\d+ minutes .*timeout_minutes"):
         next(loader)
     released.set()
@@ -257,7 +257,7 @@ def test_readers_that_stop_are_not_waited_for(folder: Path, monkeypatch: pytest.
 
 def test_the_patience_of_a_loader_is_that_of_the_run():
     cfg = compose(["runtime=eager", "runtime.parallel.timeout_minutes=0.5"]).cfg
-    assert assemble(cfg, CPU).loader.patience == 30.0
+    assert assemble(cfg, CPU).loader.wait_for_batch_seconds == 30.0
 
 
 def test_a_shard_of_another_set_is_not_taken(folder: Path):

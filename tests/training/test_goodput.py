@@ -144,7 +144,7 @@ def test_a_run_and_its_restart_add_up_to_the_clock(
 def test_a_damaged_account_begins_anew(tmp_path: Path, content: str):
     (tmp_path / goodput.TIME_FILE).write_text(content)
     clock = Clock()
-    with pytest.warns(UserWarning, match="the account of the run's time begins anew"):
+    with pytest.warns(UserWarning, match="the account of the run's time starts again"):
         clock.resume(tmp_path / goodput.TIME_FILE, 5)
     assert clock.account["idle"] == clock.account["redone"] == 0.0
     assert clock.first == clock.began
