@@ -40,17 +40,22 @@ class Ending(NamedTuple):
 
 def run_limited(case: Callable[[], object]) -> Ending:
     receiver, sender = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=answer, args=(case, sender))
-    with warnings.catch_warnings():
-        # Python warns of a fork beside threads; no case needs what those hold.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
+    process = start_fork(answer, case, sender)
     sender.close()
     try:
         return receiver.recv()
     except EOFError:
         process.join()
         return Ending("killed", f"exit code {process.exitcode}")
+
+
+def start_fork(target: Callable[..., None], *arguments: object) -> Any:
+    process = FORK.Process(target=target, args=arguments)
+    with warnings.catch_warnings():
+        # Python warns of a fork beside threads; nothing that they hold is needed.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    return process
 
 
 def answer(case: Callable[[], object], sender: Connection) -> None:

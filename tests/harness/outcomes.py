@@ -97,6 +97,17 @@ def list_checkpoints(folder: Path) -> list[str]:
     return [checkpoint.name for checkpoint in list_complete(folder / "checkpoints")]
 
 
+def seal_checkpoint(folder: Path) -> None:
+    """Makes the sizes and hashes of a checkpoint's manifest those of its files."""
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    for name in manifest["files"]:
+        content = (folder / name).read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        manifest["files"][name] = {"bytes": len(content), "sha256": sha256}
+    file.write_text(json.dumps(manifest))
+
+
 def assert_newest_loads(folder: Path) -> None:
     """The newest complete checkpoint, if there is one, must verify at any moment."""
     if checkpoints := list_complete(folder / "checkpoints"):
