@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from accel.techniques import float8
 from accel.techniques.compilation import Compile
 from common.files import ROOT
 from precompute_latents import precompute
+from tests.harness.own_code import forget_package
 from tests.harness.sets import Job, save_images, save_tiny_autoencoder
 from tests.harness.steps import allow_any_precision
 from tests.harness.words import TINY_JOB, TINY_RUN
@@ -157,9 +157,7 @@ def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
 
 @pytest.fixture
 def own_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Starts with no admitted package, and forgets the imported `myproj` afterwards: the next test
-    may have another one of that name."""
+    """Starts with no admitted package; the next test may have another package `myproj`."""
     monkeypatch.setattr(build, "admitted_packages", set())
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:
-        del sys.modules[name]
+    forget_package()

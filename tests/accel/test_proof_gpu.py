@@ -1,4 +1,4 @@
-"""The kernels prove themselves on a GPU; run by `pytest -m gpu`."""
+"""Kernels prove themselves on a GPU; `pytest -m gpu` runs these tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel import proof
-from tests.harness.steps import tiny_training
+from tests.harness.steps import read_ledger, tiny_training
 from training.config.schema import KERNEL_KEYS
 
 pytestmark = pytest.mark.gpu
@@ -27,17 +27,16 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def trained(family="mamba", *words, **values):
-    return tiny_training(
-        family, "data=synthetic", "batch_size=16", *words, device=torch.device("cuda"), **values
-    )
+def assemble_on_gpu(family="mamba", *words, **values):
+    words = ["data=synthetic", "batch_size=16", *words]
+    return tiny_training(family, *words, device=torch.device("cuda"), **values)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("family", USES)
 def test_every_kernel_passes_its_parity_test(family, precision):
-    training = trained(family, **dict.fromkeys(KERNEL_KEYS, True), precision=precision)
-    rows = {row.key: row for row in training.warm_up() if row.key in KERNEL_KEYS}
+    training = assemble_on_gpu(family, **dict.fromkeys(KERNEL_KEYS, True), precision=precision)
+    rows = read_ledger(training)
     for key in USES[family]:
         assert training.kernels["found"][key]["refusal"] is None
         assert rows[key].active is True, rows[key].evidence
@@ -45,10 +44,10 @@ def test_every_kernel_passes_its_parity_test(family, precision):
 
 
 def test_an_odd_number_of_heads_compiles():
-    """Compiled code asserts where the outputs of an operator begin."""
+    """Compiled code asserts how the outputs of an operator are aligned."""
     keys = dict.fromkeys(USES["ssd_mlp"], True)
-    training = trained("ssd_mlp", "model.dim=96", precision="bf16", compile=True, **keys)
-    rows = {row.key: row for row in training.warm_up()}
+    training = assemble_on_gpu("ssd_mlp", "model.dim=96", precision="bf16", compile=True, **keys)
+    rows = read_ledger(training)
     assert rows["fused_scan"].active is True, rows["fused_scan"].evidence
     assert rows["compile"].active is True, rows["compile"].evidence
 
@@ -56,17 +55,16 @@ def test_an_odd_number_of_heads_compiles():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_auto_times_a_block_and_a_second_run_remembers(compiled, monkeypatch):
     values = dict.fromkeys(KERNEL_KEYS, "auto") | {"precision": "bf16", "compile": compiled}
-    first = trained(**values)
+    first = assemble_on_gpu(**values)
     for key in USES["mamba"]:
-        found = first.kernels["found"][key]
-        assert found["refusal"] is None
-        assert found["times"]["on"] > 0
-        assert found["kept_mb"]["on"] <= found["kept_mb"]["off"]
-    assert {row.key: row.active for row in first.warm_up() if row.key in SCAN} == first.kernels[
-        "chosen"
-    ]
+        findings = first.kernels["found"][key]
+        assert findings["refusal"] is None
+        assert findings["times"]["on"] > 0
+        assert findings["kept_mb"]["on"] <= findings["kept_mb"]["off"]
+    rows = read_ledger(first)
+    assert {key: rows[key].active for key in SCAN} == first.kernels["chosen"]
     monkeypatch.setattr(proof, "run_trials", None)
-    assert trained(**values).kernels == first.kernels
+    assert assemble_on_gpu(**values).kernels == first.kernels
 
 
 def test_a_captured_run_chooses_before_its_capture(run, tmp_path):

@@ -1,4 +1,5 @@
-"""A technique is its file or class, its key and its line in the stack: without them all goes on."""
+"""A technique is its file or class, its key and its line in the stack: without them everything else
+works."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ TECHNIQUES = {
     "fused_swiglu": ("accel/techniques/fused_kernels.py", "FusedSwiglu"),
     "offload_activations": ("accel/techniques/offload_activations.py", "OffloadActivations"),
 }
-"""Key -> the file and the class that go."""
+"""Key -> the file and the class to remove."""
 
 CHILD = """
 import warnings
@@ -51,27 +52,25 @@ print("all of it")
 """
 
 
-def remove(tree: Path, key: str, file: str, name: str) -> None:
-    """Takes the class out of its file, which goes if no other technique is in it, its lines out of
-    the stack, and its key out of the schema and the presets."""
-    own = tree / file
-    lines = own.read_text().splitlines(keepends=True)
-    classes = [node for node in ast.parse(own.read_text()).body if isinstance(node, ast.ClassDef)]
-    gone = next(node for node in classes if node.name == name)
+def remove_technique(tree: Path, key: str, file: str, name: str) -> None:
+    """Removes the class (and its file, if it holds no other technique), its lines in the stack, and
+    its key in the schema and the presets."""
+    path = tree / file
     if file.endswith(f"/{key}.py"):
-        own.unlink()
+        path.unlink()
     else:
-        own.write_text("".join(lines[: gone.lineno - 1] + lines[gone.end_lineno :]))
+        lines = path.read_text().splitlines(keepends=True)
+        nodes = ast.parse("".join(lines)).body
+        node = next(n for n in nodes if isinstance(n, ast.ClassDef) and n.name == name)
+        path.write_text("".join(lines[: node.lineno - 1] + lines[node.end_lineno :]))
 
-    where = ["accel/stack.py", "training/config/schema.py"]
-    where += [f"conf/runtime/{file.name}" for file in (tree / "conf/runtime").glob("*.yaml")]
-    line = re.compile(rf"\s*({name},|{key}:.*|from .* import {name})\n")
-    for place in map(tree.joinpath, where):
-        kept = [
-            text for text in place.read_text().splitlines(keepends=True) if not line.fullmatch(text)
-        ]
-        place.write_text("".join(kept))
-    assert name not in (tree / "accel/stack.py").read_text()
+    stack = tree / "accel" / "stack.py"
+    schema = tree / "training" / "config" / "schema.py"
+    pattern = re.compile(rf"\s*({name},|{key}:.*|from .* import {name})\n")
+    for place in (stack, schema, *(tree / "conf" / "runtime").glob("*.yaml")):
+        lines = place.read_text().splitlines(keepends=True)
+        place.write_text("".join(line for line in lines if not pattern.fullmatch(line)))
+    assert name not in stack.read_text()
 
 
 @pytest.mark.parametrize(
@@ -83,9 +82,10 @@ def remove(tree: Path, key: str, file: str, name: str) -> None:
 )
 def test_without_its_file_key_and_line_a_technique_is_gone(key, tmp_path):
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, tmp_path / folder)  # with what Python has compiled
+        # Copied with the bytecode, which saves compiling it.
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "train.py", tmp_path)
-    remove(tmp_path, key, *TECHNIQUES[key])
+    remove_technique(tmp_path, key, *TECHNIQUES[key])
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "c")}
     done = subprocess.run(
         [sys.executable, "-c", CHILD], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -1,274 +1,24 @@
-"""Mistakes of newcomers, and the one line that each command says: key, value and fix, before torch
-is imported."""
+"""A mistake costs a newcomer one line, printed before torch is imported."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import runpy
-import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-MISTAKES: dict[str, str] = {
-    "train.py --batch_size 32": (
-        "--batch_size 32: keys are given as key=value, without dashes; write batch_size=32."
-    ),
-    "train.py --mixed_precision=fp16": (
-        "--mixed_precision=fp16: keys are given as key=value, without dashes; write "
-        "runtime.precision=fp16."
-    ),
-    "train.py -x": "-x: keys are given as key=value, without dashes; `--help` lists the keys.",
-    "train.py batch_size 32": "batch_size 32 is not of the form key=value; write batch_size=32.",
-    'train.py "batch_size = 32"': (
-        "batch_size = 32 is not of the form key=value; write batch_size=32."
-    ),
-    "scripts.sample labels=[Apple 11,Tomato Heart 1]": (
-        'labels=[Apple …: the list has spaces; quote the whole word for the shell: "labels=[…]".'
-    ),
-    "train.py mamba_b": "mamba_b is not of the form key=value; write mamba_b=<value>.",
-    "precompute_latents.py --source photos": (
-        "--source photos: keys are given as key=value, without dashes; write source=photos."
-    ),
-    "scripts.sample --ckpt model.safetensors": (
-        "--ckpt model.safetensors: keys are given as key=value, without dashes; write "
-        "weights=model.safetensors."
-    ),
-    "scripts.evaluate --num-fid-samples 50000": (
-        "--num-fid-samples 50000: keys are given as key=value, without dashes; write count=50000."
-    ),
-    "scripts.verify_latents latents/photos": (
-        "latents/photos is not of the form key=value; `--help` lists the keys."
-    ),
-    "train.py precision=float16": (
-        "precision=float16 is not spelled so here; use runtime.precision=fp16."
-    ),
-    "train.py lr=1e-4": "lr=1e-4 is not spelled so here; use optim.lr=1e-4.",
-    "train.py output_dir=runs/mine": (
-        "output_dir=runs/mine is not spelled so here; use run_dir=runs/mine."
-    ),
-    "train.py epochs=80": (
-        "epochs=80 is not spelled so here; use total_samples=<epochs times samples in the set>."
-    ),
-    "train.py training.loader=webdataset": (
-        "training.loader=webdataset is not spelled so here; use data=webdataset."
-    ),
-    "scripts.sample cfg_scale=4": "cfg_scale=4 is not spelled so here; use guidance=4.",
-    "train.py modle=dit_s": "modle=dit_s: there is no such key; did you mean model?",
-    "train.py data.path=latents/photos": (
-        "data.path=latents/photos: there is no such key; data=resident has it; add data=resident "
-        "or data=webdataset."
-    ),
-    "train.py data.latent_scale=0.18215": (
-        "data.latent_scale=0.18215: there is no such key; data=resident has it; add "
-        "data=resident or data=webdataset."
-    ),
-    "train.py ema.halflife_samples=10": (
-        "ema.halflife_samples=10: there is no such key; did you mean ema.half_life_samples?"
-    ),
-    "scripts.sample path=runs/mine": (
-        "path=runs/mine: there is no such key; `--help` lists all keys."
-    ),
-    "train.py num_workers=4": "num_workers=4: there is no such key; did you mean data.num_workers?",
-    "scripts.sample cuont=3": "cuont=3: there is no such key; did you mean count?",
-    "train.py model=DiT-XL/2": (
-        "model=DiT-XL/2: there is no such file in conf/model; choose one of conv_b, conv_l, "
-        "conv_s, conv_xl, conv_xs, dit_b, dit_l, dit_s, dit_xl, dit_xs, mamba1_b, mamba1_l, "
-        "mamba1_s, mamba1_xl, mamba1_xs, mamba_b, mamba_l, mamba_s, mamba_xl, mamba_xs, "
-        "pretrained, ssd_mlp_b, ssd_mlp_l, ssd_mlp_s, ssd_mlp_xl, ssd_mlp_xs, "
-        "zigzag_b, zigzag_l, zigzag_s, zigzag_xl, zigzag_xs."
-    ),
-    "train.py data=imagenet": (
-        "data=imagenet: there is no such file in conf/data; choose one of digits, resident, "
-        "synthetic, webdataset; latents of your own are data=resident data.path=<folder>."
-    ),
-    "train.py model=dit_s,mamba_s": (
-        "model=dit_s,mamba_s: commas stand between the values of a sweep, which needs -m; choose "
-        "one."
-    ),
-    "train.py encoder=sd": (
-        "encoder=sd: there is no such key; it is a group of precompute_latents.py."
-    ),
-    "train.py batch_size=64.0": "batch_size=64.0 must be a whole number, such as 64.",
-    "train.py batch_size=-4": "batch_size=-4 must be at least 1.",
-    "train.py total_samples=100k": "total_samples=100k must be a whole number, such as 102400.",
-    "train.py optim.lr=0,001": (
-        "optim.lr=0,001: commas stand between the values of a sweep, which needs -m; write "
-        "optim.lr=[…] "
-        "for a list, optim.lr=\"'…'\" for text, a point in a number."
-    ),
-    "train.py runtime.precision=float16": (
-        "runtime.precision=float16 must be one of fp32, bf16, fp16, fp8."
-    ),
-    "train.py batch_size=10 accumulation_steps=4": (
-        "batch_size=10 (global) is not a multiple of accumulation_steps=4; change one of them."
-    ),
-    "train.py sampling.guidance_interval=[1.0]": (
-        "sampling.guidance_interval=[1.0] must be two increasing times, such as [0.1,0.9]."
-    ),
-    "train.py sampling.guidance_interval=[[0,1],1]": (
-        "sampling.guidance_interval.0=[0, 1] must be a valid number."
-    ),
-    "train.py sampling.shift=0": "sampling.shift=0.0 must be above 0.",
-    'train.py "run_dir=it\'s"': (
-        "run_dir: the word that begins so cannot be read; put the value into two kinds of "
-        "quotes: run_dir=\"'…'\"."
-    ),
-    "train.py +batch_size=32": "+batch_size=32: the key is there already; leave out the +.",
-    "train.py runtime.parallel.nccl=4": (
-        "runtime.parallel.nccl=4 must be a mapping such as {NAME: value}."
-    ),
-    "train.py fsdp=true": (
-        "fsdp=true is not spelled so here; use runtime.parallel.mode=fsdp (off: none)."
-    ),
-    "train.py runtime.fp8=true": (
-        "runtime.fp8=true is not spelled so here; use runtime.precision=fp8 (off: fp32)."
-    ),
-    "train.py +runtime.parallel.nccl.NCCL_NET_PLUGIN=mine.so": (
-        "runtime.parallel.nccl.NCCL_NET_PLUGIN is none of NCCL's variables that may be set here, "
-        "for some load code or write files; set it in the environment of the command: "
-        "NCCL_NET_PLUGIN=<value>."
-    ),
-    "train.py extensions=[no_such_package]": (
-        "extensions=[no_such_package]: there is no package no_such_package that Python can "
-        "import; install it, or put the folder that holds it on PYTHONPATH."
-    ),
-    "train.py data=resident data.path=/nowhere": (
-        "data.path=/nowhere does not exist; name a folder that `python precompute_latents.py "
-        "source=<images> out=/nowhere` has finished (the same command continues)."
-    ),
-    "train.py resume=/nowhere": (
-        "resume=/nowhere does not exist; name a run, a checkpoint such as "
-        "runs/<name>/checkpoints/step-400, or use auto or never."
-    ),
-    "train.py init_from=/nowhere": (
-        "init_from=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a "
-        ".safetensors file."
-    ),
-    "train.py run_dir=/dev/null/läufe": (
-        "run_dir=/dev/null/läufe cannot be a folder, for /dev/null is a file; choose another."
-    ),
-    f"train.py run_dir={'a' * 300}": (
-        f"run_dir={'a' * 300} cannot be a folder, for a name in it has over 255 bytes; choose a "
-        "shorter one."
-    ),
-    f"train.py run_dir={'b/' * 2100}": f"the path {'b/' * 30}… is too long; use a shorter one.",
-    "train.py seed=18446744073709551616": (
-        "seed=18446744073709551616 does not fit into 64 bits; give a smaller number."
-    ),
-    "scripts.sample seed=9223372036854775808": (
-        "seed=9223372036854775808 does not fit into 64 bits; give a smaller number."
-    ),
-    "train.py runtime.parallel.timeout_minutes=1e308": (
-        "runtime.parallel.timeout_minutes=1e+308 must be at most 1000000."
-    ),
-    "train.py guards.spike_window=2000000000": (
-        "guards.spike_window=2000000000 must be at most 100000."
-    ),
-    "train.py optim=muon optim.momentum=2": "optim.momentum=2 must be at least 0 and below 1.",
-    "train.py schedule.final=2": "schedule.final=2.0 must be at most 1.",
-    "train.py run_dir=${oc.env:NOPE}": (
-        "run_dir=${oc.env:NOPE}: Environment variable 'NOPE' not found."
-    ),
-    "train.py seed=${seed}": "seed=${seed}: Recursive interpolation detected.",
-    "train.py batch_size=64,": "batch_size: its value ends with a comma; leave that out.",
-    "train.py runtime.nccl.NCCL_DEBUG=INFO": (
-        "runtime.nccl.NCCL_DEBUG=INFO: there is no such key; did you mean "
-        "runtime.parallel.nccl.NCCL_DEBUG?"
-    ),
-    "precompute_latents.py out=latents/photos": (
-        "source is not set; say which: source=<a folder of images or tars>."
-    ),
-    "precompute_latents.py source=/nowhere out=latents": (
-        "source=/nowhere does not exist; name a folder of images, or tars."
-    ),
-    "scripts.sample": (
-        "run_dir is not set; say what to sample: run_dir=runs/<name>, or "
-        "weights=<file>.safetensors."
-    ),
-    "scripts.sample run_dir=/nowhere": (
-        "run_dir=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a "
-        ".safetensors file."
-    ),
-    "scripts.sample weights=/nowhere.safetensors": (
-        "weights=/nowhere.safetensors does not exist; name a run that has a checkpoint, a "
-        "checkpoint, or a .safetensors file."
-    ),
-    "scripts.sample run_dir=läufe/ä": (
-        "run_dir=läufe/ä does not exist; name a run that has a checkpoint, a checkpoint, or a "
-        ".safetensors file."
-    ),
-    "scripts.sample run_dir=/nowhere steps=0": "steps=0 must be at least 1.",
-    "scripts.sample run_dir=/nowhere guidance_interval=[1.0]": (
-        "guidance_interval=[1.0] must be two increasing times, such as [0.1,0.9]."
-    ),
-    "scripts.evaluate run_dir=/nowhere count=2": "count=2 must be at least 4.",
-    "scripts.report run_dir=/nowhere": (
-        "run_dir=/nowhere does not exist; name the run_dir of a run."
-    ),
-    "scripts.verify_latents path=/nowhere": (
-        "path=/nowhere does not exist; name a folder that `python precompute_latents.py "
-        "source=<images> out=/nowhere` has finished (the same command continues)."
-    ),
-    "scripts.import_weights source=/nowhere kind=sit out=x.safetensors": (
-        "source=/nowhere does not exist; name a file."
-    ),
-    "scripts.import_weights source=x kind=dit out=x.safetensors": (
-        "kind=dit: DiT predicts the noise on another schedule, which is no velocity; use a SiT."
-    ),
-    "scripts.export run_dir=/nowhere out=x": (
-        "run_dir=/nowhere does not exist; name a run that has a checkpoint, a checkpoint, or a "
-        ".safetensors file."
-    ),
-    "train.py adapter=lora": (
-        "adapter needs a trained model; set init_from=<weights file, checkpoint or run>."
-    ),
-    "scripts.import_latents source=/nowhere out=x encoder=sd scale=1": (
-        "source=/nowhere does not exist; name a file or folder of latents."
-    ),
-    "scripts.bench compare a b": (
-        "bench compare: there is no such command; choose one of doctor, tests, calibration, "
-        "ladder, kernels, techniques, mixers, data, plan, saves, precision, memory, step, "
-        "profile, counted, gpu, publish."
-    ),
-}
-
-
-def tell_all() -> None:
-    """Makes every mistake in this process, and prints how each ended."""
-    found = []
-    for line in MISTAKES:
-        sys.argv = shlex.split(line)
-        errors = io.StringIO()
-        code: object = 0
-        try:
-            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-                if sys.argv[0].endswith(".py"):
-                    runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
-                else:
-                    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        except SystemExit as ending:
-            code = ending.code
-        except Exception as fault:
-            code = repr(fault)
-        found.append((code, errors.getvalue(), "torch" in sys.modules))
-    print(json.dumps(found))
-
-
-Told = dict[str, tuple[object, str, bool]]
+from common.files import ROOT
+from tests.harness.mistakes import MISTAKES
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def outcomes(tmp_path_factory) -> dict[str, list]:
+    """Status, output and whether torch was imported, of each command."""
     folder = tmp_path_factory.mktemp("empty")
     done = subprocess.run(
-        [sys.executable, "-c", "from tests.house.test_mistakes import tell_all; tell_all()"],
+        [sys.executable, "-m", "tests.harness.mistakes"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -280,8 +30,5 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_one_sentence_and_told_before_torch_comes_in(line: str, told: Told):
-    code, said, torch = told[line]
-    assert said == f"error: {MISTAKES[line]}\n"
-    assert code == 1
-    assert not torch
+def test_a_mistake_is_one_sentence_and_told_before_torch_comes_in(line, outcomes):
+    assert outcomes[line] == [1, f"error: {MISTAKES[line]}\n", False]
