@@ -1,9 +1,9 @@
 """Whole training steps on fake CUDA tensors, and Inductor's code for CUDA, on a machine that
 pretends to have an H100.
 
-Nothing is computed: devices, shapes, what the host waits for, graphs and generated code are real.
-The cases are in tests/harness/pretended_cuda_worker.py, which runs in processes of its own; `-s`
-shows what each gave.
+Nothing is computed, but devices, shapes, waits of the host, graphs and generated code are real.
+tests/harness/pretended_cuda_worker.py holds the cases and runs them in processes of its own; `-s`
+shows their results.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.harness.pretended_cuda_worker import COMPILED, STEP_COUNT, STEPS
 
 Results = dict[str, dict[str, Any]]
 SOURCES = ROOT / "tests" / "assets" / "pretended_cuda"
-LACKING = [name for name in ("g++", "gcc") if shutil.which(name) is None]
+MISSING = [name for name in ("g++", "gcc") if shutil.which(name) is None]
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,19 +33,19 @@ pytestmark = [
         sys.platform != "linux", reason="a library that is loaded first, by LD_PRELOAD, needs Linux"
     ),
     pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch was built without CUDA"),
-    pytest.mark.skipif(bool(LACKING), reason=f"there is no {' and no '.join(LACKING)} on the PATH"),
+    pytest.mark.skipif(bool(MISSING), reason=f"there is no {' and no '.join(MISSING)} on the PATH"),
 ]
 
 
-def built(compiler: str, source: str, library: Path) -> Path:
+def compile_library(compiler: str, source: str, library: Path) -> Path:
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, SOURCES / source], check=True)
     return library
 
 
-def results(kind: str, folder: Path) -> Results:
+def run_worker(kind: str, folder: Path) -> Results:
     """Runs all cases of a kind in a process that pretends; prints a line for each."""
-    shim = built("g++", "shim.cpp", folder / "libpretended.so")
-    built("gcc", "libcuda.c", folder / "libcuda.so.1")
+    shim = compile_library("g++", "shim.cpp", folder / "libpretended.so")
+    compile_library("gcc", "libcuda.c", folder / "libcuda.so.1")
     places = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     environment = {
         "PRETENDED_CUDA": str(shim),
@@ -61,51 +62,40 @@ def results(kind: str, folder: Path) -> Results:
         capture_output=True,
         text=True,
     )
-    found: Results = {}
-    print(f"\n{kind}:")
-    for line in done.stdout.splitlines():
-        result = json.loads(line)
-        name = result.pop("case")
-        found[name] = result
-        print(
-            f"{name:32}",
-            *(f"{key}={value}" for key, value in result.items() if key not in ("failed", "waits")),
-        )
-    found[""] = {"failed": f"the process ended with {done.returncode}:\n{done.stderr[-3000:]}"}
-    return found
+    print(f"\n{kind}:\n{done.stdout}")
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    # The last words of the process stand for the cases that have no result.
+    failure = {"failed": f"the process ended with {done.returncode}:\n{done.stderr[-3000:]}"}
+    return defaultdict(lambda: failure, {result["case"]: result for result in results})
 
 
-def of(found: Results, name: str) -> dict[str, Any]:
-    """A case's result; without one the process died, and its last words are shown."""
-    result = found.get(name, found[""])
+def get_result(results: Results, name: str) -> dict[str, Any]:
+    result = results[name]
     assert "failed" not in result, result["failed"]
     return result
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results("steps", tmp_path_factory.mktemp("steps"))
+    return run_worker("steps", tmp_path_factory.mktemp("steps"))
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results("compiled", tmp_path_factory.mktemp("compiled"))
+    return run_worker("compiled", tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_stays_on_the_device_and_the_host_never_waits(name, steps):
-    """An unfused optimizer's step waits for one flag; PyTorch's Adafactor also for norms of its
-    own."""
-    result = of(steps, name)
+    """A step waits for one flag where the optimizer is not fused; PyTorch's Adafactor also waits
+    for its norms."""
+    result = get_result(steps, name)
     assert result["steps"] == STEP_COUNT
-    if name == "parameters on the host":  # whose step waits by nature
+    # With its parameters on the host a step must wait.
+    if name == "parameters on the host":
         assert result["state"] == ["cpu"]
         return
-    waits = [
-        where
-        for where in result["waits"]
-        if name != "adafactor" or "torch/optim/_adafactor.py" not in where
-    ]
+    waits = [place for place in result["waits"] if "torch/optim/_adafactor.py" not in place]
     assert waits == ([] if result["fused"] else ["training/step.py reads a value"] * STEP_COUNT)
     assert result["fused"] is not (name.endswith("eager") or name in ("muon", "adafactor", "sgd"))
     if result["fused"] and name != "optimizer's state on the host":
@@ -124,7 +114,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_blocks_become_one_or_two_graphs_that_call_our_operators(name, compiled):
-    result = of(compiled, name)
+    result = get_result(compiled, name)
     assert result["steps"] == STEP_COUNT
     assert result["breaks"] == {}
     assert 1 <= result["forward"] <= 2

@@ -1,4 +1,4 @@
-"""A pretended GPU, for what goes wrong on a real one and can be seen without it."""
+"""A pretended GPU, for faults of a real one that can be found without it."""
 
 from __future__ import annotations
 
@@ -18,45 +18,43 @@ READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations with which the host reads a value of the device."""
 
 
-def storages(values: Any) -> set[int]:
+def list_storages(values: Any) -> set[int]:
     return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, Tensor)}
 
 
-def alias(value: Any) -> Any:
+def make_alias(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
 class Recording(TorchDispatchMode):
-    """Notes each operation with the tensors that it took and made, as a capture does; a host read
-    raises."""
+    """Records each operation with its inputs and outputs, as a capture does; raises where the host
+    reads a value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, list[Tensor]]] = []
-        """Operation, arguments, and the tensors of new memory that it made."""
+        """Operation, arguments, and its outputs in new memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in READS:
             raise RuntimeError("operation not permitted when stream is capturing")
         result = func(*args, **(kwargs or {}))
-        made = storages(result) - storages((args, kwargs))
-        if made or func._schema.is_mutable:  # not a view, which still is one in a replay
-            # Other tensors of the same memory: the step may give its own other memory later, which
-            # a graph never sees.
-            inputs = tree_map(alias, (args, kwargs or {}))
-            outputs = tree_map(alias, result)
+        made = list_storages(result) - list_storages((args, kwargs))
+        # A view stays one in a replay, so it is not recorded.
+        if made or func._schema.is_mutable:
+            # The step may give its tensors other memory later, which a graph never sees. So the
+            # record has other tensors of the same memory.
+            inputs = tree_map(make_alias, (args, kwargs or {}))
+            outputs = tree_map(make_alias, result)
             self.calls.append(
-                (func, inputs, [t for t in tree_leaves(outputs) if storages(t) & made])
+                (func, inputs, [t for t in tree_leaves(outputs) if list_storages(t) & made])
             )
         return result
 
 
 class Graph:
     """A CUDA graph on a CPU: a replay runs the recorded operations again, on the tensors of the
-    capture.
-
-    So it does what a real one does to a step that has changed since: nothing of the change is seen.
-    """
+    capture. Like a real one, it sees nothing that the step has changed since."""
 
     def __init__(self) -> None:
         self.recording = Recording()
@@ -64,18 +62,19 @@ class Graph:
 
     def replay(self) -> None:
         self.replays += 1
+        # The recording has already computed the step, which a real capture does not.
         if self.replays == 1:
-            return  # the recording has computed it; a real capture computes nothing
+            return
         with torch.no_grad():
             for func, (args, kwargs), made in self.recording.calls:
-                taken = storages((args, kwargs))
-                again = [t for t in tree_leaves(func(*args, **kwargs)) if storages(t) - taken]
+                taken = list_storages((args, kwargs))
+                again = [t for t in tree_leaves(func(*args, **kwargs)) if list_storages(t) - taken]
                 for old, new in zip(made, again, strict=True):
                     old.copy_(new)
 
 
 class Streams:
-    """`torch.cuda`'s streams and captures, by name; entering one makes it the current one."""
+    """Stands for `torch.cuda`'s streams and captures, by name; entering one makes it current."""
 
     def __init__(self) -> None:
         self.current = "default"
@@ -110,7 +109,8 @@ class Streams:
 
         def __exit__(self, kind: Any, *failure: Any) -> None:
             self.graph.recording.__exit__(kind, *failure)
-            if kind is not None:  # torch.cuda.graph raises here too, before it leaves its stream
+            # torch.cuda.graph raises here too, before it leaves its stream.
+            if kind is not None:
                 raise RuntimeError(
                     "CUDA error: operation failed due to a previous error during capture"
                 )
@@ -126,23 +126,23 @@ class Name(str):
 
 def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Lets `runtime.cuda_graph=true` run on a CPU."""
-    found = Streams()
+    streams = Streams()
     monkeypatch.setattr(CudaGraph, "find_obstacle", lambda self: None)
     for name, stand_in in {
         "CUDAGraph": Graph,
-        "graph": found.capture,
+        "graph": streams.capture,
         "Stream": lambda device=None: Name("capture"),
-        "stream": found.stream,
-        "current_stream": lambda device=None: Name(found.current),
-        "set_stream": lambda stream: setattr(found, "current", str(stream)),
+        "stream": streams.stream,
+        "current_stream": lambda device=None: Name(streams.current),
+        "set_stream": lambda stream: setattr(streams, "current", str(stream)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    return found
+    return streams
 
 
 class Launching(TorchDispatchMode):
-    """Runs the Triton launcher of each of our operators where a CPU, or the meta device, would run
-    its definition."""
+    """Runs the Triton launcher of each of our operators in place of its definition, on any
+    device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def backward(outputs: Tensor | tuple[Tensor, ...]) -> None:
 
 
 def profiler_event(name: str, on_gpu: bool = False, annotation: bool = False) -> Any:
-    """An event as the profiler records it, of a millisecond."""
+    """Makes an event of a millisecond as the profiler records it."""
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     facts = {
         "name": name,
