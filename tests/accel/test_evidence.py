@@ -24,7 +24,7 @@ from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
 from accel.techniques.fused_kernels import FusedScan
-from tests.harness.pretended_gpu import profiler_event
+from tests.harness.pretended_gpu import make_profiler_event
 from tests.harness.steps import checkpoint_values, make_call, tiny_training
 from tests.harness.words import CPU
 
@@ -147,10 +147,10 @@ def observe_events(events, monkeypatch, device=CUDA) -> Evidence:
 
 
 def test_a_gpu_whose_kernels_nobody_saw_is_not_an_idle_one(monkeypatch):
-    host = [profiler_event("aten::mm"), profiler_event("step", annotation=True)]
+    host = [make_profiler_event("aten::mm"), make_profiler_event("step", annotation=True)]
     kernels = [
-        profiler_event("ssd_kernel", on_gpu=True),
-        profiler_event("step", on_gpu=True, annotation=True),
+        make_profiler_event("ssd_kernel", on_gpu=True),
+        make_profiler_event("step", on_gpu=True, annotation=True),
     ]
     seen = observe_events(host + kernels, monkeypatch)
     assert (seen.kernels_unseen, seen.busy_ms) == (False, 1.0)
@@ -205,7 +205,7 @@ def test_what_compiles_itself_is_no_compiled_block(blocks, monkeypatch):
     ]
     events = []
     for name, start, length in regions[: 4 + blocks]:
-        event = profiler_event(name)
+        event = make_profiler_event(name)
         event.start_ns = lambda start=start: start
         event.duration_ns = lambda length=length: length
         events.append(event)

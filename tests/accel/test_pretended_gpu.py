@@ -21,7 +21,7 @@ from accel.kernels.qk_rope import fused_qk_rope
 from accel.kernels.swiglu import fused_swiglu
 from accel.techniques.cuda_graph import CapturedUpdate
 from data.loader import Batch
-from tests.harness.pretended_gpu import Launching, backward, pretend_graphs
+from tests.harness.pretended_gpu import Launching, run_backward, pretend_graphs
 from tests.harness.steps import allow_any_precision, tiny_training
 from tests.harness.words import CPU
 
@@ -159,7 +159,7 @@ def launch_operators(samples: int, length: int) -> Launching:
     launching = Launching()
     with launching:
         for outputs in call_operators(samples, length):
-            backward(outputs)
+            run_backward(outputs)
     return launching
 
 

@@ -162,13 +162,13 @@ class Launching(TorchDispatchMode):
         return outputs
 
 
-def backward(outputs: Tensor | tuple[Tensor, ...]) -> None:
+def run_backward(outputs: Tensor | tuple[Tensor, ...]) -> None:
     """Runs the backward pass from what an operator returned, with random gradients."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 
-def profiler_event(name: str, on_gpu: bool = False, annotation: bool = False) -> Any:
+def make_profiler_event(name: str, on_gpu: bool = False, annotation: bool = False) -> Any:
     """Makes an event of a millisecond as the profiler records it."""
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     facts = {
