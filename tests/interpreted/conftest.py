@@ -8,38 +8,54 @@ fp16 only: the interpreter's bf16 is wrong.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Container
 
 import pytest
 import torch
 
+from tests.harness.operators import Case, assert_near, run_both_ways
+from tests.harness.pretended_gpu import Launching
+
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
-def assert_near(actual, expected, dtype=torch.float32, factor=1.0):
-    """Norm of the error over the norm of the answer; nothing left unwritten."""
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    assert actual.isfinite().all()
-    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
-    assert error < factor * TOLERANCE[dtype], f"relative error {error:.1e}"
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
 
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Called, it fills fresh memory with NaN from then on, so that an element that no program
-    writes is seen."""
+    """Call it to fill fresh memory with NaN from then on: it shows an element that no program
+    writes."""
 
     def fill(tensor):
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     def start():
-        for name in ("empty", "empty_like"):
-            make = getattr(torch, name)
-            monkeypatch.setattr(torch, name, lambda *a, make=make, **k: fill(make(*a, **k)))
-        new = torch.Tensor.new_empty
-        monkeypatch.setattr(
-            torch.Tensor, "new_empty", lambda self, *a, **k: fill(new(self, *a, **k))
-        )
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            make = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *a, make=make, **k: fill(make(*a, **k)))
 
     return start
+
+
+@pytest.fixture
+def compare(poison) -> Callable[..., None]:
+    """`compare(case)` runs the kernels of an operator forward and backward, and compares outputs
+    and gradients with those of its definition in fp64; `skip` numbers the ones left out."""
+
+    def run(case: Case, factor: float = 2.0, skip: Container[int] = ()) -> None:
+        dtype = case.inputs[0].dtype
+        exact = [t.detach().double().requires_grad_() for t in case.inputs]
+        expected = run_both_ways(case.definition, exact)
+        poison()
+        with Launching() as launching:
+            actual = run_both_ways(case.fused, case.inputs)
+        assert launching.calls
+        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            if i not in skip:
+                allowed = 10.0 * factor if i in case.cancelling else factor
+                assert_near(a, e.to(a.dtype), dtype, allowed)
+
+    return run

@@ -9,8 +9,8 @@ from torch import nn
 
 from accel.trial import switch
 from models.adapters import Lora, attach, find_trained_parameters
+from tests.harness.operators import assert_near
 from tests.harness.steps import tiny_training
-from tests.interpreted.conftest import assert_near
 
 
 @pytest.mark.parametrize("family", ["ssd_mlp", pytest.param("zigzag", marks=pytest.mark.slow)])

@@ -1,59 +1,42 @@
-"""The kernels of add_norm against their definition."""
+"""The kernels of add_norm: LayerNorm, a residual stream in 16 bits, and how rows are split."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from accel.kernels.add_norm import backward_reference, forward_reference
-from accel.kernels.add_norm_triton import choose_splits, launch_backward, launch_forward
-from tests.interpreted.conftest import assert_near
+from accel.kernels.add_norm import add_norm, fused_add_norm
+from accel.kernels.add_norm_triton import choose_splits, launch_forward
+from tests.harness.operators import Case, Sizes, make_add_norm
 
 
-@pytest.mark.parametrize("dim", [96, 384, 768, 1152])
-@pytest.mark.parametrize("length", [1, 63, pytest.param(64, marks=pytest.mark.slow), 100])
-@pytest.mark.parametrize("variant", ["plain", "row maps", "narrow", "centred"])
-def test_kernels_equal_the_definition(dim, length, variant, poison):
-    torch.manual_seed(dim + length)
-    dtype = torch.float16 if variant == "narrow" else torch.float32
-    batch = 2
-    branch = torch.randn(batch, length, dim).to(dtype)
-    residual = 1.0 + 3.0 * torch.randn(batch, length, dim)
-    centred = variant == "centred"
-    cond = torch.randn(batch, 5, dim).to(dtype)  # slices of it are strided, as in a model
-    maps = [torch.randperm(length).int() if variant == "row maps" else None for _ in range(2)]
-    arguments = (
-        branch,
-        cond[:, 1],
-        residual,
-        cond[:, 2],
-        cond[:, 4],
-        *maps,
-        1e-6,
-        variant != "narrow",
-        centred,
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {"centred": True}), (torch.float16, {"residual_in_fp32": False})],
+)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_kernels_equal_the_definition(dtype, options, head_dim, compare):
+    inputs = make_add_norm(Sizes((7, 9), heads=6, head_dim=head_dim, dtype=dtype)).inputs
+    inputs[2] = inputs[2].detach().mul(3.0).add(1.0).requires_grad_()
+    compare(
+        Case(lambda *t: fused_add_norm(*t, **options), lambda *t: add_norm(*t, **options), inputs)
     )
-    expected = forward_reference(*arguments)
-    _, z, rstd = expected
-    dh = torch.randn(batch, length, dim).to(dtype)
-    dz = torch.randn(batch, length, dim).to(z.dtype)
-    dz = dz if length != 63 else None
-    backward = (dh, dz, z, branch, cond[:, 1], cond[:, 2], *maps, rstd, residual.dtype, centred)
-    expected_backward = backward_reference(*backward)
-    poison()
-    for a, e in zip(launch_forward(*arguments), expected, strict=True):
-        assert_near(a, e, dtype)
-    for a, e in zip(launch_backward(*backward), expected_backward, strict=True):
-        assert_near(a, e, dtype)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_an_output_without_gradient_costs_none(output, compare):
+    fused, definition, inputs, _ = make_add_norm(Sizes((7, 9), dtype=torch.float32))
+    needed, rest = (inputs, []) if output == 0 else (inputs[:3], inputs[3:])
+    compare(
+        Case(lambda *t: fused(*t, *rest)[output], lambda *t: definition(*t, *rest)[output], needed)
+    )
 
 
 def test_the_stream_is_never_written_in_place():
-    branch = torch.randn(1, 4, 96)
-    residual = torch.randn(1, 4, 96)
-    before = residual.clone()
-    vector = torch.randn(1, 96)
-    launch_forward(branch, vector, residual, vector, vector, None, None, 1e-6, True, False)
-    assert torch.equal(residual, before)
+    inputs = make_add_norm(Sizes(dtype=torch.float32)).inputs
+    before = inputs[2].clone()
+    launch_forward(*inputs, None, None, 1e-6, True, False)
+    assert torch.equal(inputs[2], before)
 
 
 @pytest.mark.parametrize(
