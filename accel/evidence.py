@@ -163,8 +163,8 @@ class BlockProbe(nn.Module):
             residual_dtype=outputs[2].dtype,
             branch_dtype=outputs[0].dtype,
             fine_bits=(has_fine_bits(inputs[2]), has_fine_bits(outputs[2])),
-            cached=frozenset(kept.cached),
-            left=sum(kept.large_left.values()),
+            cached=frozenset(kept.cached_ops),
+            left=sum(kept.large_unmoved.values()),
         )
         self.notes.append(note)
         return outputs

@@ -16,13 +16,13 @@ from training.config.compose import report_user_errors
 def measure(command: str, words: Words) -> None:
     """Measures the cases of a command and prints its tables; exits with 1 if a case failed."""
     from scripts.bench.cases import plan_job
-    from scripts.bench.publish import texts
+    from scripts.bench.publish import format_entries
     from scripts.bench.runner import open_runner
 
     planned = plan_job(command, words, scripts.bench.__doc__ or "")
     with open_runner(planned.cfg.out) as runner:
         entries = [entry for entry in runner.run(planned, planned.cfg.again) if entry]
-    print("", *texts(command, entries), sep="\n", flush=True)
+    print("", *format_entries(command, entries), sep="\n", flush=True)
     failed = [entry["name"] for entry in entries if "error" in entry]
     if failed:
         sys.exit(f"\n{len(failed)} of {len(entries)} cases failed: {', '.join(failed)}")

@@ -47,13 +47,13 @@ CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
-def filled(part: str, **facts: Any) -> str:
-    """Fills a part of the template."""
+def fill(part: str, **facts: Any) -> str:
+    """Renders one part of results.md.jinja."""
     return TEMPLATES.get_template("results.md.jinja").render(part=part, **facts)
 
 
 class Cells(string.Formatter):
-    """Format strings in which None is a dash, and {bytes:GiB} a number of GiB."""
+    """Formats None as a dash, and bytes by {:MiB} and {:GiB}."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
@@ -63,57 +63,59 @@ class Cells(string.Formatter):
         return format(value, format_spec)
 
 
-def shown_as(entry: Figures, form: str) -> str:
+def format_entry(entry: Figures, form: str) -> str:
     """Fills a format with an entry's figures."""
     return Cells().vformat(form, (), defaultdict(lambda: None, entry)).replace("–––", "–")
 
 
-TEMPLATES.filters["shown_as"] = shown_as
+TEMPLATES.filters["shown_as"] = format_entry
 
 
-def shown(command: str, entries: Sequence[Figures]) -> list[Figures]:
+def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
     """Adds a remark to each entry, and to a rung of the ladder its ratio to the rung before."""
-    found = []
-    before: Figures = {}
-    for given in entries:
-        entry = {"ratio": "speed", "speed": None} | given
+    remarked = []
+    rung_before: Figures = {}
+    for figures in entries:
+        entry = {"ratio": "speed", "speed": None} | figures
         if command == "ladder" and entry["speed"]:
             entry["ratio"] = "times_before"
-            for own, other in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
-                times = entry[f"speed{own}"] / before[f"speed{other}"] if before else None
-                entry[f"times_before{own}"] = times
-            before = entry
+            # the smallest ratio divides a lower quartile by an upper one
+            for quartile, opposite in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
+                before = rung_before.get(f"speed{opposite}")
+                entry[f"times_before{quartile}"] = before and entry[f"speed{quartile}"] / before
+            rung_before = entry
 
+        # What the baseline lacks too makes no difference to the comparison.
         entry["lost"] = {*entry.get("not_on", ())} - {*entry.get("baseline_not_on", ())}
         remarks = [entry.get("reason") or entry.get("error")]
-        for what, words in (("emulated", entry.get("emulated")), ("not on", entry["lost"])):
-            if words:
-                remarks.append(f"{what}: {', '.join(sorted(words))}")
+        for label, keys in (("emulated", entry.get("emulated")), ("not on", entry["lost"])):
+            if keys:
+                remarks.append(f"{label}: {', '.join(sorted(keys))}")
         if entry.get(entry["ratio"]) not in (None, 1.0) and not entry["lost"]:
             remarks.append("no difference" if shows_no_difference(entry, entry["ratio"]) else None)
-        found.append(entry | {"remark": "; ".join(filter(None, remarks))})
-    return found
+        remarked.append(entry | {"remark": "; ".join(filter(None, remarks))})
+    return remarked
 
 
-def texts(command: str, entries: Sequence[Figures]) -> Words:
-    """Returns the table of a command's entries, and what each has to say beside it."""
+def format_entries(command: str, entries: Sequence[Figures]) -> Words:
+    """Returns the table of a command's entries, and the text of each entry that has one."""
     columns = TABLES["columns"].get(command, {})
     rows: list[Sequence[object]] = [("", *columns, "")]
-    for entry in shown(command, entries):
-        cells = [shown_as(entry, form) for form in columns.values()]
+    for entry in add_remarks(command, entries):
+        cells = [format_entry(entry, form) for form in columns.values()]
         rows.append((entry["name"], *cells, entry["remark"]))
     return [format_table(rows), *(entry["text"] for entry in entries if "text" in entry)]
 
 
 class Result(NamedTuple):
-    """A case's figures, and with what they were measured."""
+    """The figures of one case, and the hardware, versions and code that measured them."""
 
     entry: Figures
     environment: Figures
 
 
-def rank(result: Result) -> tuple[bool, str]:
-    """Of two results of a case the higher is shown: a failure replaces no figures."""
+def rate(result: Result) -> tuple[bool, str]:
+    """Orders results of one case: the newest is best, but a failure never replaces figures."""
     return "error" not in result.entry, result.environment["date"]
 
 
@@ -126,52 +128,53 @@ class Page:
         self.entries = [result.entry for result in results]
         self.newest = max(results, key=lambda result: result.environment["date"]).environment
         self.cuda = self.newest["device"] == "cuda"
-        self.card = card_of(self.newest)
+        self.card = name_card(self.newest)
         self.month = self.newest["date"][:7]
         self.stem = f"{name}_{self.card}_{self.month}"
         self.title = f"{name.replace('_', ' ')}, {self.month}"
         self.link = f"{self.card}.md#{name.replace('_', '-')}-{self.month}"
         self.command = self.newest["command"].split()[3]
-        self.shown = shown(self.command, self.entries)
+        self.shown = add_remarks(self.command, self.entries)
 
 
-def card_of(environment: Figures) -> str:
+def name_card(environment: Figures) -> str:
     """Returns cpu, or the GPU's model as a word: h100 for an NVIDIA H100 80GB HBM3."""
     if environment["device"] != "cuda":
         return environment["device"]
     return (re.findall(r"[a-z]*\d\w*", environment["hardware"].lower()) or ["gpu"])[0]
 
 
-def page_in(file: Path) -> Page:
-    """Reads a page's JSON; earlier versions kept rows, each with its run."""
-    found = json.loads(file.read_text())
-    if "rows" in found:
-        rows = found["rows"]
-        return Page(rows[0]["benchmark"], [Result(row["entry"], row["run"]) for row in rows])
-    entries = next(value for value in found.values() if isinstance(value, list))
-    run = found["environment"]
-    return Page(found["benchmark"], [Result(e, run | e.pop("measured", {})) for e in entries])
+def read_page(file: Path) -> Page:
+    """Reads the JSON of a page."""
+    content = json.loads(file.read_text())
+    entries = next(value for value in content.values() if isinstance(value, list))
+    run = content["environment"]
+    return Page(content["benchmark"], [Result(e, run | e.pop("measured", {})) for e in entries])
 
 
-def collected(folder: Path, docs: Path) -> Iterator[Page]:
-    """Yields the pages that the results in a folder make or change; each is of one machine."""
-    found = [json.loads(file.read_text()) for file in folder.glob("*/*.json")]
-    if not found:
+def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
+    """Yields the pages that the results in a folder create or change; each is of one machine."""
+    records = [json.loads(file.read_text()) for file in folder.glob("*/*.json")]
+    if not records:
         raise UserError(f"{folder} has no results; name the `out` folder of a benchmark.")
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
-    for one in sorted(found, key=lambda one: one["order"]):
-        run = one["environment"]
-        if run["code"] == hash_code():  # it may have been measured in a place without git
+    for record in sorted(records, key=lambda record: record["order"]):
+        run = record["environment"]
+        # A machine without git may have measured this very code.
+        if run["code"] == hash_code():
             run["git"] = run["git"] or read_git_state()
-        groups[one["benchmark"], card_of(run), run["date"][:7]].append(Result(one["entry"], run))
+        key = (record["benchmark"], name_card(run), run["date"][:7])
+        groups[key].append(Result(record["entry"], run))
 
     for key, results in groups.items():
         file = docs / f"{'_'.join(key)}.json"
-        every = [*results, *(page_in(file).results if file.is_file() else ())]
+        every = [*results, *(read_page(file).results if file.is_file() else ())]
+
+        # Results of another machine than the newest one's leave the page.
         hardware = Page(key[0], every).newest["hardware"]
         every = [result for result in every if result.environment["hardware"] == hardware]
         best: dict[str, Any] = dict.fromkeys(result.entry["name"] for result in every)
-        best |= {result.entry["name"]: result for result in sorted(every, key=rank)}
+        best |= {result.entry["name"]: result for result in sorted(every, key=rate)}
         page = Page(key[0], list(best.values()))
         if any("reason" not in entry for entry in page.entries):
             yield page
@@ -181,12 +184,11 @@ def write_figures(page: Page, docs: Path) -> None:
     """Writes the JSON of a page; an entry names what it was measured with if the newest differs."""
     entries = []
     for entry, run in page.results:
-        other = {key: value for key, value in run.items() if page.newest.get(key) != value}
-        entries.append(entry | ({"measured": other} if other else {}))
+        different = {key: value for key, value in run.items() if page.newest.get(key) != value}
+        entries.append(entry | ({"measured": different} if different else {}))
     kind = TABLES["lists"].get(page.command, "cases")
-    found = {"benchmark": page.name, "environment": page.newest, kind: entries}
     file = docs / f"{page.stem}.json"
-    write_json(file, found)
+    write_json(file, {"benchmark": page.name, "environment": page.newest, kind: entries})
     print(file)
 
 
@@ -197,33 +199,35 @@ def replace_text(file: Path, text: str) -> None:
         print(file)
 
 
-def tables(pages: Sequence[Page]) -> dict[str, str]:
+def make_tables(pages: Sequence[Page]) -> dict[str, str]:
     """Makes the tables of README and docs from all pages."""
     newest = sorted(pages, key=lambda page: page.newest["date"], reverse=True)
 
-    def of(name: str | None, cuda: bool) -> list[Page]:
+    def find_pages(name: str | None, cuda: bool) -> list[Page]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
-    facts = {"of": of, "items": TABLES["queue"], "rows": TABLES["front"], "guides": GUIDES}
+    facts = {"of": find_pages, "items": TABLES["queue"], "rows": TABLES["front"], "guides": GUIDES}
     facts |= {"kinds": TECHNIQUES, "hardware": compare_cards(CARDS)}
-    return {name: filled(name, no_difference=shows_no_difference, **facts) for name in PLACES}
+    return {name: fill(name, no_difference=shows_no_difference, **facts) for name in PLACES}
 
 
 def publish(folders: Sequence[Path], root: Path) -> None:
     """Adds the folders' results to the docs below `root`; writes all pages and tables again."""
     docs = root / "docs" / "benchmarks"
     for folder in folders:
-        for page in collected(folder, docs):
+        for page in collect_pages(folder, docs):
             write_figures(page, docs)
 
-    pages = [page_in(file) for file in sorted(docs.glob("*_????-??.json"))]
-    cards: dict[str, list[Page]] = defaultdict(list)
+    pages = [read_page(file) for file in sorted(docs.glob("*_????-??.json"))]
+    sections_by_card: dict[str, list[Page]] = defaultdict(list)
     for page in pages:
-        cards[page.card].append(page)
-    for card, sections in cards.items():
-        replace_text(docs / f"{card}.md", filled("card", card=card, pages=sections, texts=texts))
+        sections_by_card[page.card].append(page)
+    for card, sections in sections_by_card.items():
+        replace_text(
+            docs / f"{card}.md", fill("card", card=card, pages=sections, texts=format_entries)
+        )
 
-    for name, content in tables(pages).items():
+    for name, content in make_tables(pages).items():
         file = root / PLACES[name]
         text = file.read_text()
         start, end = (mark.format(name) for mark in MARKS)

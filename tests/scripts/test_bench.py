@@ -20,7 +20,7 @@ from scripts.bench import TABLES, data, kernels, measure, runner
 from scripts.bench.__main__ import main as bench
 from scripts.bench.cases import COMMANDS, SETTINGS, Case, plan_job
 from scripts.bench.measure import measure_case
-from scripts.bench.publish import texts
+from scripts.bench.publish import format_entries
 from tests.harness.operators import Sizes, make_ssd
 from tests.harness.words import CPU
 from training.components import foresee_latents
@@ -48,7 +48,7 @@ def measure_tiny(command: str, tmp_path, *words: str) -> dict[str, dict]:
     keys = {key for entry in entries for key in entry} | {"times_before"}
     for form in TABLES["columns"].get(command, {}).values():
         assert {key for _, key, _, _ in string.Formatter().parse(form) if key} <= keys
-    assert all(entry["name"] in texts(command, entries)[0] for entry in entries)
+    assert all(entry["name"] in format_entries(command, entries)[0] for entry in entries)
     return {entry["name"]: entry for entry in entries}
 
 
@@ -339,7 +339,7 @@ def test_precisions_are_compared_over_seeds_also_without_their_instructions(tmp_
     assert len({entry["loss"] for entry in entries}) == 3
     emulated = [entry.get("emulated") for entry in entries]
     assert emulated == [None, ["runtime.precision=bf16"], ["runtime.precision=fp16"]]
-    assert "emulated: runtime.precision=fp16" in texts("precision", entries)[0]
+    assert "emulated: runtime.precision=fp16" in format_entries("precision", entries)[0]
 
 
 @pytest.mark.parametrize(("batch", "speed"), [(8, 0.5), (32, 2.0)])

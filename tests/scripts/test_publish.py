@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ from scripts.bench.publish import (
     PLACES,
     Page,
     Result,
-    card_of,
-    page_in,
+    add_remarks,
+    format_entries,
+    make_tables,
+    name_card,
     publish,
-    rank,
-    shown,
-    tables,
-    texts,
+    rate,
+    read_page,
 )
 from scripts.bench.runner import hash_code
 from scripts.commands import format_table, replace_between
@@ -103,15 +104,14 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 def test_the_tables_are_those_of_the_pages(tmp_path):
-    """`bench publish` has been run since the last result was kept, and since what shows it was
-    changed; and pages of earlier versions are read and left as they are."""
+    """Fails where `bench publish` was not run after a result or the template changed."""
     root = tmp_path / "root"
     shutil.copytree(ROOT / "docs", root / "docs")
     shutil.copy(ROOT / "README.md", root)
     before = files(root)
     publish([], root)
     assert files(root) == before, "run python -m scripts.bench publish"
-    assert b"ladder_33m_cpu_2026-11.md" in before["README.md"]
+    assert b"docs/benchmarks/cpu.md#ladder-33m-2026-11" in before["README.md"]
 
 
 def test_twice_is_the_same_as_once(tmp_path, docs):
@@ -125,7 +125,7 @@ def test_twice_is_the_same_as_once(tmp_path, docs):
     publish([measured, measured], docs)
     publish([], docs)
     assert files(docs) == once
-    text = once["docs/benchmarks/ladder_s256_h100_2026-12.md"].decode()
+    text = once["docs/benchmarks/h100.md"].decode()
     for part in (
         "NVIDIA H100 80GB HBM3",
         "torch 2.11.0",
@@ -147,19 +147,19 @@ def test_twice_is_the_same_as_once(tmp_path, docs):
 
 
 def test_not_measured_is_replaced_exactly_where_there_is_a_result(tmp_path, docs):
-    before = tables([])["overview"]
+    before = make_tables([])["overview"]
     assert before.count("not measured") == len(TABLES["queue"])
     failed = result("saves", {"name": "x", "error": "e"})
     nothing = result("doctor", {"name": "machine", "reason": "needs another machine"})
     publish([folder_of(tmp_path / "out", failed, nothing)], docs)
-    after = tables([page_in(file) for file in (docs / "docs" / "benchmarks").glob("*.json")])[
-        "overview"
-    ]
+    after = make_tables(
+        [read_page(file) for file in (docs / "docs" / "benchmarks").glob("*.json")]
+    )["overview"]
     changed = [
         (a, b) for a, b in zip(before.splitlines(), after.splitlines(), strict=True) if a != b
     ]
     assert len(changed) == 1
-    assert "[h100 2026-12](saves_h100_2026-12.md)" in changed[0][1]
+    assert "[h100 2026-12](h100.md#saves-2026-12)" in changed[0][1]
     assert after in (docs / "docs" / "benchmarks" / "README.md").read_text()
 
 
@@ -173,17 +173,17 @@ def test_an_older_result_stays_with_its_commit_until_it_is_replaced(tmp_path, do
     publish([folder_of(tmp_path / "two", result("ladder_s256", rung("b", 3.0), **newer))], docs)
     (file,) = (docs / "docs" / "benchmarks").glob("ladder_s256_h100_*.json")
     kept = {
-        entry.entry["name"]: entry.environment["git"]["commit"] for entry in page_in(file).results
+        entry.entry["name"]: entry.environment["git"]["commit"] for entry in read_page(file).results
     }
     assert kept == {"a": "0123456789abcdef", "b": "abcdef0123456"}
-    text = file.with_suffix(".md").read_text()
+    text = (file.parent / "h100.md").read_text()
     assert "2026-12-01, 2026-12-05; code abcdef0123;" in text
     assert "a: measured by code 0123456789, 2026-12-01, torch 2.11.0." in text
     publish([first], docs)  # an older result replaces nothing
-    assert page_in(file).newest["code"] == "c2"
+    assert read_page(file).newest["code"] == "c2"
     other = {"hardware": "NVIDIA H100 PCIe", "date": "2026-12-09T10:00:00"}
     publish([folder_of(tmp_path / "three", result("ladder_s256", rung("d", 1.0), **other))], docs)
-    assert [entry["name"] for entry in page_in(file).entries] == ["d"]  # a page is of one machine
+    assert [entry["name"] for entry in read_page(file).entries] == ["d"]  # a page is of one machine
 
 
 def test_a_failure_replaces_no_figures():
@@ -191,7 +191,7 @@ def test_a_failure_replaces_no_figures():
     failed = ({"name": "a", "error": "e"}, "2026-12-05")
     newer = ({"name": "a", "speed": 2.0}, "2026-12-03")
     ranked = sorted(
-        (Result(entry, {"date": date}) for entry, date in (newer, failed, good)), key=rank
+        (Result(entry, {"date": date}) for entry, date in (newer, failed, good)), key=rate
     )
     assert [(result.entry, result.environment["date"]) for result in ranked] == [
         failed,
@@ -202,16 +202,18 @@ def test_a_failure_replaces_no_figures():
 
 def test_a_result_from_a_place_without_git_gets_the_commit_of_its_code(tmp_path, docs, monkeypatch):
     monkeypatch.setattr(
-        "scripts.bench.publish.read_git_state", lambda: {"commit": "f" * 40, "uncommitted_changes": True}
+        "scripts.bench.publish.read_git_state",
+        lambda: {"commit": "f" * 40, "uncommitted_changes": True},
     )
     rows = [
         result("saves", {"name": "a"}, git=None, code=hash_code()),
         result("step", {"name": "a"}, git=None),
     ]
     publish([folder_of(tmp_path / "out", *rows)], docs)
-    texts = files(docs / "docs" / "benchmarks")
-    assert b"code ffffffffff+;" in texts["saves_h100_2026-12.md"]
-    assert b"code unknown;" in texts["step_h100_2026-12.md"]  # other code
+    text = (docs / "docs" / "benchmarks" / "h100.md").read_text()
+    saves, step = re.split("^## ", text, flags=re.MULTILINE)[1:]
+    assert "code ffffffffff+;" in saves
+    assert "code unknown;" in step  # other code
 
 
 def test_a_card_is_one_word():
@@ -220,12 +222,12 @@ def test_a_card_is_one_word():
         "NVIDIA A100-SXM4-40GB": "a100",
         "NVIDIA GeForce RTX 4090": "4090",
     }
-    assert {name: card_of({"device": "cuda", "hardware": name}) for name in names} == names
-    assert card_of({"device": "cpu", "hardware": "AMD EPYC 9654, 2 threads"}) == "cpu"
+    assert {name: name_card({"device": "cuda", "hardware": name}) for name in names} == names
+    assert name_card({"device": "cpu", "hardware": "AMD EPYC 9654, 2 threads"}) == "cpu"
 
 
 def test_the_front_says_what_was_measured_and_where():
-    assert "make gpu" in tables([])["front"]
+    assert "make gpu" in make_tables([])["front"]
     cpu = {
         "hardware": "a CPU, 2 threads",
         "device": "cpu",
@@ -238,15 +240,14 @@ def test_the_front_says_what_was_measured_and_where():
         rung("max", 9.0, not_on=["cuda_graph"]),
     ]
     ladder = page("ladder_33m", *steps, **cpu)
-    made = tables([ladder])["front"]
+    made = make_tables([ladder])["front"]
     assert "| compiled blocks, over the same without | ×2.00 (2.00–2.00) |" in made
     assert "| products in bf16, over fp32 | ×1.50 (1.50–1.50) |" in made
     assert "| two CPU cores, batch 4 |" in made
     assert (
         "over a newcomer's loop | ×3.00 (3.00–3.00) |" in made
     )  # what was asked for and not on does not count
-    at = "[a CPU, 2 threads, torch 2.11.0, 2026-12-01](docs/benchmarks/ladder_33m_cpu_2026-12.md)"
-    assert f"{at}, n = 5, `python -m scripts.bench ladder name=ladder_33m`" in made
+    assert "measured on [a CPU](docs/benchmarks/cpu.md#ladder-33m-2026-12)." in made
     assert "No GPU has measured it yet" in made
     off = {"not_on": ["tf32"], "baseline_not_on": ["tf32"]}  # on neither side of the comparison
     mixers = page(
@@ -254,18 +255,16 @@ def test_the_front_says_what_was_measured_and_where():
         rung("ssd_mlp", 0.5, **off),
         **cpu | {"command": "python -m scripts.bench mixers"},
     )
-    assert "over attention (`dit`) | ×0.50 (0.50–0.50) |" in tables([ladder, mixers])["front"]
+    assert "over attention (`dit`) | ×0.50 (0.50–0.50) |" in make_tables([ladder, mixers])["front"]
     refused = page("ladder_33m", steps[0], {"name": "+ bf16", "reason": "no bf16 here"}, **cpu)
-    assert (
-        "| products in bf16, over fp32 | not measured: no bf16 here |" in tables([refused])["front"]
-    )
-    on_gpu = tables([ladder, page("ladder_s256", *steps)])["front"]
+    assert "bf16" not in make_tables([refused])["front"], "a row that nobody measured"
+    on_gpu = make_tables([ladder, page("ladder_s256", *steps)])["front"]
     assert "| two CPU cores, batch 4 | GPU, batch 4 |" in on_gpu
     assert "No GPU" not in on_gpu
 
 
 def test_the_table_of_techniques_has_figures_as_soon_as_a_gpu_measured_one():
-    assert "not measured" not in tables([])["techniques"]  # one line says how a GPU fills it
+    assert "not measured" not in make_tables([])["techniques"]  # one line says how a GPU fills it
     own = {"part": "alone", "over": "bf16"}
     same = {"speed_q1": 0.9, "speed_q3": 1.1}
     found = [
@@ -280,14 +279,14 @@ def test_the_table_of_techniques_has_figures_as_soon_as_a_gpu_measured_one():
         ),
         rung("runtime.fused_adamw=true over bf16", 1.01, key="fused_adamw", **own | same),
     ]
-    made = tables([page("techniques_bf16", *found)])["techniques"]
+    made = make_tables([page("techniques_bf16", *found)])["techniques"]
     assert "| ×2.25, 75% of the memory |" in made
     assert "| ×1.50, 75% of the memory (flash) |" in made
     assert "| no difference, 75% of the memory |" in made
-    assert made.count("not measured") == len(TECHNIQUES) - 3  # what was not on was not measured
+    assert made.count("| – |") == len(TECHNIQUES) - 3  # what was not on was not measured
     assert (
         "[NVIDIA H100 80GB HBM3, torch 2.11.0, 2026-12-01]"
-        "(docs/benchmarks/techniques_bf16_h100_2026-12.md)" in made
+        "(benchmarks/h100.md#techniques-bf16-2026-12)" in made
     )
 
 
@@ -298,14 +297,14 @@ def test_rungs_are_told_from_the_rung_before():
         rung("c", 2.0, speed_q1=1.9, speed_q3=2.2),
         rung("d", 2.0, not_on=["tf32"]),
     ]
-    found = shown("ladder", entries)
+    found = add_remarks("ladder", entries)
     assert [entry.get("times_before") for entry in found] == [None, None, 2.0, 1.0]
     assert [entry["remark"] for entry in found] == ["", "no GPU", "", "not on: tf32"]
     assert found[3]["times_before_q1"] == 2.0 / 2.2
-    lines = texts("ladder", entries)[0].splitlines()
+    lines = format_entries("ladder", entries)[0].splitlines()
     assert lines[2].split()[:2] == ["b", "–"]
     assert lines[2].endswith("–  no GPU")
-    assert texts("step", [{"name": "a", "error": "e", "text": "beside"}])[1] == "beside"
+    assert format_entries("step", [{"name": "a", "error": "e", "text": "beside"}])[1] == "beside"
 
 
 def test_a_page_without_its_marks_is_told(docs):
@@ -367,14 +366,15 @@ def test_the_page_of_guides_shows_a_figure_and_where_it_was_measured(monkeypatch
 
     failed = {"name": "other", "peak_change": 9.0, "error": "it failed"}
     cpu = page("counted_b256", entry, failed, run=of_cpu)
-    text = tables([cpu])["guides"]
-    assert (
-        "2 × | often repeated | one: -50% ([cpu](benchmarks/counted_b256_cpu_2026-12.md))" in text
-    )
-    assert "| later | `a.b`, `c.d` | 3 × | often repeated | declined: why |" in text
-    assert "| later | `a.b`, `c.d` | 3 × | often repeated | – |" in text
+    text = make_tables([cpu])["guides"]
+    assert "2 × | one: -50% ([cpu](benchmarks/cpu.md#counted-b256-2026-12))" in text
+    assert "| later | `a.b`, `c.d` | 3 × | declined: why |" in text
+    assert "| later | `a.b`, `c.d` | 3 × | – |" in text
     gpu = page("counted", entry | {"peak_change": -0.25}, run=of_gpu)
-    assert "one: -25% ([h100](benchmarks/counted_h100_2026-12.md))" in tables([cpu, gpu])["guides"]
+    assert (
+        "one: -25% ([h100](benchmarks/h100.md#counted-2026-12))"
+        in make_tables([cpu, gpu])["guides"]
+    )
 
 
 def test_what_the_guides_page_counts_by_hand_is_so():
