@@ -1,4 +1,4 @@
-"""The ledger: a row for each technique, with its requested value, the active one, and the
+"""The ledger: a row for each technique, with the requested value, the active value and the
 evidence."""
 
 from __future__ import annotations
@@ -7,19 +7,19 @@ import textwrap
 from dataclasses import asdict, dataclass
 
 UNUSED = "unused"
-"""Active, but the step held nothing that it applies to."""
+"""Active value of a technique whose step held nothing that it applies to."""
 UNSEEN = "unseen"
-"""Active, where only a kernel could show it and the profiler saw none of the GPU's kernels: on or
-off, nobody knows."""
+"""Active value where only a kernel could show it and the profiler saw no kernel of the GPU: on or
+off is unknown."""
 AUTO = "auto"
-"""A request that anything fulfils."""
+"""A requested value that any active value fulfils."""
 COLUMNS = ("technique", "requested", "active", "evidence")
 
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One technique: the value that the configuration requests, the one that a step showed, and the
-    evidence."""
+    """One technique: the value that the configuration requests, the value that a step showed, and
+    the evidence."""
 
     key: str
     requested: bool | str
@@ -28,7 +28,7 @@ class LedgerRow:
 
     @property
     def missing(self) -> bool:
-        """Asked for and shown to be not on, though the step had a use for it."""
+        """Whether a requested technique is not on, though the step had a use for it."""
         return self.requested not in (False, AUTO) and self.active not in (
             self.requested,
             UNUSED,
@@ -37,35 +37,35 @@ class LedgerRow:
 
 
 def format_value(value: bool | str) -> str:
-    """A value as a person reads it."""
+    """Formats a value for people: "on" and "off" instead of True and False."""
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 class Ledger(list[LedgerRow]):
-    """Rows in the order in which the techniques were applied."""
+    """Rows of all techniques, in the order in which the stack applied them."""
 
     def as_dict(self) -> dict[str, dict[str, bool | str]]:
-        """key -> {requested, active, evidence}, ready for JSON."""
+        """Returns key -> {requested, active, evidence}, ready for JSON."""
         return {row.key: {k: v for k, v in asdict(row).items() if k != "key"} for row in self}
 
     @property
     def precision(self) -> str:
-        """The dtype in which products really ran, by its short name."""
+        """Short name of the dtype in which products really ran."""
         return str(next(row.active for row in self if row.key == "precision"))
 
     def format_line(self) -> str:
-        """Says what was seen to be on, as `key=value`, in one line that a search finds in a log."""
-        found = {row.key: str(row.active).lower().replace(" ", ",") for row in self}
-        dtype = found.pop("precision", "fp32")
-        told = {key: found.pop(key) for key in ("compile", "fused_adamw") if key in found}
-        told["amp"] = str(dtype not in ("fp32", "false")).lower()
-        told["amp_dtype"] = dtype
-        words = [f"{key}={value}" for key, value in (told | found).items()]
+        """Formats the active values as `key=value`, in one line that a search finds in a log."""
+        values = {row.key: str(row.active).lower().replace(" ", ",") for row in self}
+        dtype = values.pop("precision", "fp32")
+        first = {key: values.pop(key) for key in ("compile", "fused_adamw") if key in values}
+        first["amp"] = str(dtype not in ("fp32", "false")).lower()
+        first["amp_dtype"] = dtype
+        words = [f"{key}={value}" for key, value in (first | values).items()]
         return f"Acceleration: {' '.join(words)}"
 
     def format_table(self, width: int = 118) -> str:
-        """A table for the terminal; a row that was asked for and is not on starts with an
-        exclamation mark."""
+        """Formats a table for the terminal; a row that is `missing` starts with an exclamation
+        mark."""
         cells = [COLUMNS] + [
             (
                 ("! " if r.missing else "  ") + r.key,

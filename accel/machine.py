@@ -1,7 +1,6 @@
-"""Answers techniques that ask what a machine has, so that a GPU that is not here can be pretended.
+"""Tells techniques what a machine has, and can pretend a GPU that the machine lacks.
 
-Only `Technique.find_obstacle` asks here: what a technique then does, and what it observes, is never
-pretended.
+Only `Technique.find_obstacle` asks here: what a technique does and observes is never pretended.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ Capability = tuple[int, int]
 
 
 class Pretended(NamedTuple):
-    """A GPU that is not here."""
+    """A GPU that this machine lacks."""
 
     capability: Capability
     needs: list[str]
-    """Names of all that techniques asked of its machine beside the GPU, such as a package."""
+    """Names of what techniques need beside the GPU, such as a package."""
 
 
 PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
@@ -29,8 +28,11 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
 
 @contextmanager
 def pretend_gpu(capability: Capability) -> Iterator[list[str]]:
-    """Has techniques answer for a GPU of this compute capability; yields what they need beside it,
-    which is taken as given."""
+    """Inside, techniques answer as on a GPU of this compute capability; yields a list of what they
+    need beside it.
+
+    All that they need counts as available.
+    """
     pretended = Pretended(capability, [])
     token = PRETENDED.set(pretended)
     try:
@@ -40,14 +42,14 @@ def pretend_gpu(capability: Capability) -> Iterator[list[str]]:
 
 
 def capability_of(device: torch.device) -> Capability:
-    """The compute capability of a GPU."""
+    """Returns the compute capability of a GPU, e.g. (9, 0)."""
     pretended = PRETENDED.get()
     return pretended.capability if pretended else torch.cuda.get_device_capability(device)
 
 
 def is_available(need: str, found: bool) -> bool:
-    """Returns `found`, whether this machine has what a technique needs beside the GPU. A pretended
-    machine is taken to have it, and the need is noted."""
+    """Returns `found`, whether this machine has `need`, such as a package; on a pretended machine
+    notes `need` and returns True."""
     pretended = PRETENDED.get()
     if not pretended:
         return found

@@ -1,5 +1,5 @@
-"""Counts what a forward pass keeps for its backward pass, and lets a technique move it elsewhere
-meanwhile."""
+"""Counts the tensors that a forward pass saves for its backward pass, and lets a technique move
+them elsewhere meanwhile."""
 
 from __future__ import annotations
 
@@ -14,61 +14,64 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 MIN_MOVED_BYTES = 2**20
-"""Bytes below which a tensor is not worth a copy of its own to the host."""
+"""Bytes below which a tensor stays on the device: a copy to the host is not worth it."""
 
 
 @dataclass
 class SavedCounter:
-    """Counts what forward passes of `module` keep for their backward passes."""
+    """Counts the storages that forward passes of `module` save for their backward passes."""
 
     module: nn.Module
-    given: Mapping[int, int]
-    """Address -> bytes of storages of which only so many count."""
+    counted_bytes: Mapping[int, int]
+    """Address -> bytes that count, for storages of which only a part counts."""
     storages: dict[int, int] = field(default_factory=dict)
-    """Address -> bytes, of storages that belong to no parameter and no buffer."""
-    left: dict[int, int] = field(default_factory=dict)
-    """The part of `storages` that autograd holds as they are; the others have a copy in host
+    """Address -> bytes of saved storages that belong to no parameter and no buffer."""
+    unmoved: dict[int, int] = field(default_factory=dict)
+    """Part of `storages` that autograd keeps on the device; of the others it keeps a copy in host
     memory."""
-    large_left: dict[int, int] = field(default_factory=dict)
-    """The part of `left` in which a tensor has `LEAST_MOVED` bytes or more, and would be worth a
-    move."""
-    cached: set[str] = field(default_factory=set)
-    """Operations whose results lie in a cache of selective checkpointing."""
-    own: set[int] = field(default_factory=set)
-    """Addresses of parameters and buffers."""
+    large_unmoved: dict[int, int] = field(default_factory=dict)
+    """Part of `unmoved` whose tensors have `MIN_MOVED_BYTES` or more, and would be worth a move."""
+    cached_ops: set[str] = field(default_factory=set)
+    """Names of operations whose results a cache of selective checkpointing holds."""
+    module_storages: set[int] = field(default_factory=set)
+    """Addresses of the storages of parameters and buffers."""
 
     @property
     def bytes(self) -> int:
+        """Bytes of all saved storages."""
         return sum(self.storages.values())
 
     def note(self, tensor: Tensor, packed: Any) -> None:
-        """Counts a tensor that is kept, and `packed` in its place."""
-        if not self.own:  # only now: sharded ones have been gathered
-            own = (*self.module.parameters(), *self.module.buffers())
-            self.own.update(tensor.untyped_storage()._cdata for tensor in own)
+        """Counts a saved tensor; `packed` is the object that autograd keeps in its place."""
+        # Not in the constructor: FSDP2 gathers sharded parameters only when the module runs.
+        if not self.module_storages:
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            self.module_storages.update(t.untyped_storage()._cdata for t in tensors)
         storage = tensor.untyped_storage()
-        if storage._cdata in self.own:
+        if storage._cdata in self.module_storages:
             return
-        self.storages[storage._cdata] = size = self.given.get(storage._cdata) or storage.nbytes()
+
+        size = self.counted_bytes.get(storage._cdata) or storage.nbytes()
+        self.storages[storage._cdata] = size
         leaves = [leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor)]
         if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in leaves):
-            self.left[storage._cdata] = size
+            self.unmoved[storage._cdata] = size
             if min(tensor.nbytes, size) >= MIN_MOVED_BYTES:
-                self.large_left[storage._cdata] = size
+                self.large_unmoved[storage._cdata] = size
 
 
-# The hooks on tensors that a forward pass saves. PyTorch calls the innermost pair only, so `pack`
-# is in all of them: a technique may move what is saved, and any number of counters may look on.
+# PyTorch calls only the innermost pair of hooks on saved tensors, so all pairs share `pack`: a
+# technique may move a saved tensor, and any number of counters see it.
 MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
 COUNTERS: list[SavedCounter] = []
 CACHES: list[list[Any]] = []
-"""A list for each counter. Selective checkpointing adds its caches to the last; no hook sees their
-content."""
+"""A list of caches for each counter. Selective checkpointing adds its caches to the last list,
+because no hook sees their content."""
 
 
 def pack(tensor: Tensor) -> Any:
-    # Detached, for an op that keeps its own output would hold itself, and a graph that nobody runs
-    # would stay.
+    """Returns the object that autograd keeps in place of a saved tensor, and tells the counters."""
+    # Detach, or an op that saves its output forms a reference cycle and its graph is never freed.
     packed = MOVES[-1][0](tensor) if MOVES else tensor.detach()
     for counter in COUNTERS:
         counter.note(tensor, packed)
@@ -79,8 +82,8 @@ def pack(tensor: Tensor) -> Any:
 def move_saved(
     pack_one: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> Iterator[None]:
-    """Keeps `pack_one(tensor)` in the place of each tensor saved inside; the backward pass gets
-    `unpack` of that."""
+    """Inside, autograd saves `pack_one(tensor)` in place of each tensor; the backward pass gets
+    `unpack` of it."""
     MOVES.append((pack_one, unpack))
     try:
         with saved_tensors_hooks(pack, unpack):
@@ -91,25 +94,27 @@ def move_saved(
 
 @contextmanager
 def count_saved(
-    module: nn.Module, given: Mapping[int, int] = MappingProxyType({})
+    module: nn.Module, counted_bytes: Mapping[int, int] = MappingProxyType({})
 ) -> Iterator[SavedCounter]:
-    """Counts what forward passes of `module` inside keep; complete when the context has been left.
+    """Counts what forward passes of `module` save inside; the count is complete when the context
+    ends.
 
-    Of storages whose addresses are `given`, only so many bytes count.
+    `counted_bytes` maps addresses of storages to the bytes that count of them, where that is only a
+    part.
     """
-    kept = SavedCounter(module, given)
+    counter = SavedCounter(module, counted_bytes)
     caches: list[Any] = []
     CACHES.append(caches)
-    COUNTERS.append(kept)
+    COUNTERS.append(counter)
     unpack = MOVES[-1][1] if MOVES else lambda packed: packed
     try:
         with saved_tensors_hooks(pack, unpack):
-            yield kept
+            yield counter
     finally:
         COUNTERS.pop()
         CACHES.pop()
     for cache in caches:
         for op, results in cache.items():
             for tensor in [leaf.val for leaf in tree_leaves(results) if hasattr(leaf, "val")]:
-                kept.note(tensor, tensor)
-                kept.cached.add(op.name())
+                counter.note(tensor, tensor)
+                counter.cached_ops.add(op.name())

@@ -1,4 +1,5 @@
-"""Tensors that several processes share, and what all of them agree on."""
+"""Helpers for tensors that are sharded over several processes, and for decisions that all ranks
+share."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 MAX_NORM_ELEMENTS = 2**18
-"""Values of which PyTorch's norm on the CPU is right to 4 digits; of `dit_xl`'s largest matrix it
-is 3% too small."""
+"""Elements up to which PyTorch's norm on the CPU is right to 4 digits; for the largest matrix of
+`dit_xl` it is 3% too small."""
 
 
 def get_world_size() -> int:
+    """Number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -24,56 +26,60 @@ def is_first_rank() -> bool:
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """The items of all processes, in order."""
-    found: list[Any] = [item] * get_world_size()
+    """Gathers one object from each rank; returns them in order of rank, on every rank."""
+    items: list[Any] = [item] * get_world_size()
     if get_world_size() > 1:
-        dist.all_gather_object(found, item)
-    return found
+        dist.all_gather_object(items, item)
+    return items
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; any other tensor as it is."""
+    """Returns this rank's shard of a sharded tensor; returns any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def to_full(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered, on every process; any other tensor as it is."""
+    """Gathers a sharded tensor on every rank; returns any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def find_storages(module: nn.Module) -> set[int]:
-    """The addresses of the storages of its parameters, as they are now, and of its buffers."""
+    """Finds the addresses of the storages that hold a module's parameters and buffers now."""
     tensors = (*module.parameters(), *module.buffers())
     return {to_local(tensor.detach()).untyped_storage()._cdata for tensor in tensors}
 
 
 def find_gathered_storages(model: nn.Module) -> set[int]:
-    """The addresses of the storages in which FSDP2 gathers parameters, for it takes the same ones
-    each time; none without it. Gathers one part of the model after the other, so all processes call
-    this."""
-    found: set[int] = set()
+    """Finds the addresses of the storages into which FSDP2 gathers parameters; empty without FSDP2.
+
+    FSDP2 reuses these storages in each step. Call this on all ranks: it gathers one part of the
+    model after the other.
+    """
+    addresses: set[int] = set()
     if not any(isinstance(p, DTensor) for p in model.parameters()):
-        return found
+        return addresses
     from torch.distributed import fsdp
 
     for part in model.modules():
         if isinstance(part, fsdp.FSDPModule):
             part.unshard()
-            found |= find_storages(part)
+            addresses |= find_storages(part)
             part.reshard()
-    return found
+    return addresses
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all of them together, in fp32 or wider; 0 of none. Large ones on the CPU go in
-    parts."""
+    """Computes the 2-norm of all tensors together, in fp32 or wider; 0 without tensors.
+
+    On the CPU large tensors are summed in chunks of `MAX_NORM_ELEMENTS`.
+    """
     parts: list[Tensor] = []
     for t in tensors:
         large = (
             t.device.type == "cpu" and not isinstance(t, DTensor) and t.numel() > MAX_NORM_ELEMENTS
         )
         parts += t.reshape(-1).split(MAX_NORM_ELEMENTS) if large else [t]
-    # PyTorch's would be rounded to their dtype
+    # PyTorch would round each norm to the dtype of its tensor.
     if any(t.dtype in (torch.bfloat16, torch.float16) for t in parts):
         return torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
@@ -82,8 +88,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a whole tensor, cut as `like` is; of one that is cut already, its
-    part."""
+    """Returns this rank's part of a whole tensor, cut as `like` is; of a tensor that is sharded
+    already, its shard."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return to_local(tensor)
     shape, offset = locate_shard(like)
@@ -93,29 +99,30 @@ def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def locate_shard(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """The shape of this process's part of a sharded tensor, and where it begins."""
+    """Returns the shape of this rank's shard, and its offset in the whole tensor."""
     from torch.distributed.tensor import _utils
 
-    where = (tensor.device_mesh, tensor.placements)
-    return _utils.compute_local_shape_and_global_offset(tensor.shape, *where)
+    return _utils.compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
 
 
 def find_first_row(tensor: DTensor) -> int | None:
-    """The first row of this process's part of a tensor sharded by rows; None if another process has
-    the same part."""
+    """Returns the first row of this rank's shard of a tensor sharded by rows; None if a rank before
+    it holds a copy of the same shard."""
     coordinate = cast("list[int]", tensor.device_mesh.get_coordinate())
     for place, placement in zip(coordinate, tensor.placements, strict=True):
-        copied = isinstance(placement, Replicate)
-        assert copied or placement.is_shard(0)
-        if copied and place:
+        replicated = isinstance(placement, Replicate)
+        assert replicated or placement.is_shard(0)
+        if replicated and place:
             return None
     return locate_shard(tensor)[1][0]
 
 
 def shard_like(tensor: Any, like: Any) -> Any:
-    """A whole tensor as a sharded one such as `like`; anything else as it is."""
-    alike = isinstance(tensor, Tensor) and isinstance(like, DTensor) and tensor.shape == like.shape
-    if not alike:
+    """Shards a whole tensor as `like` is sharded; returns anything else unchanged."""
+    both = isinstance(tensor, Tensor) and isinstance(like, DTensor)
+    if not both or tensor.shape != like.shape:
         return tensor
     part = slice_like(tensor, like).to(like.device, copy=True)
     return DTensor.from_local(
@@ -124,7 +131,7 @@ def shard_like(tensor: Any, like: Any) -> Any:
 
 
 def replicate_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
-    """A scalar as a replicated DTensor on the mesh of sharded `tensors`, so that one operation
+    """Makes a scalar a replicated DTensor on the mesh of sharded `tensors`, so that one operation
     takes both."""
     like = tensors[0]
     if not isinstance(like, DTensor):
@@ -134,7 +141,7 @@ def replicate_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def is_true_on_any_rank(flag: bool, device: torch.device) -> bool:
-    """True if any process says so."""
+    """Returns whether `flag` is true on any rank: an all-reduce, so all ranks call this."""
     if get_world_size() == 1:
         return flag
     votes = torch.tensor(float(flag), device=device)

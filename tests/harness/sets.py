@@ -251,4 +251,4 @@ def kept_at(training: Training, samples: int) -> int:
     with torch.compiler.set_stance("force_eager"), count_saved(training.model) as kept:
         losses, _ = training.step.losses(batch)
     del losses
-    return sum(kept.left.values())
+    return sum(kept.unmoved.values())
