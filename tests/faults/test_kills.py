@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, and the same command again: bit for bit the run that nothing befell."""
+"""SIGKILL at any moment, and the same command again: the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.outcomes import assert_newest_loads, assert_tidy, read_outcome
+from tests.harness.outcomes import assert_newest_loads, assert_tidy, list_checkpoints, read_outcome
 from tests.harness.sets import random_samples, save_latent_set
 from tests.harness.zygote import HANG, Start, read_output
-from training.checkpoint.load import list_complete
 
-pytestmark = pytest.mark.timeout(0)  # many runs, each with a limit of its own
-
+# Each of the many runs has a limit of its own.
+pytestmark = pytest.mark.timeout(0)
 MODES = {
     1: [],
     2: [
@@ -26,39 +25,34 @@ MODES = {
         "runtime.parallel.timeout_minutes=10",
     ],
 }
-LONGER = ["total_samples=240"]
-"""Thirty steps."""
-
-
-def seconds_of(folder: Path) -> float:
-    """What a run took from its first step on, with all that came between steps."""
-    summary = json.loads((folder / "summary.json").read_text())
-    return summary["train_seconds"] + summary["maintenance_seconds"]
+THIRTY_STEPS = ["total_samples=240"]
+Find = Callable[..., Path]
 
 
 def kill_until_done(
     start: Start, parent: Path, words: list[str], ranks: int, plan: Iterable[dict], kills: int
 ) -> Iterator[Path]:
-    """Carries out the plan, one stroke a start, until so many have killed; a run that ends in spite
-    of one makes room for the next. Yields the runs that have ended."""
+    """Starts runs by the plan, one entry a start, until `kills` of them were killed; a run that
+    ends all the same makes room for the next one. Yields the folders of the runs that ended."""
     folder = parent / "0"
-    landed = 0
-    strokes = iter(plan)
-    stroke = next(strokes)
+    killed = 0
+    entries = iter(plan)
+    entry = next(entries)
     for _ in range(4 * kills + 4):
-        codes = start(folder, *words, ranks=ranks, **stroke)
+        codes = start(folder, *words, ranks=ranks, **entry)
         assert set(codes) <= {0, -9, 1}, read_output(folder)
         assert -9 in codes or set(codes) == {0}, read_output(folder)
         assert_newest_loads(folder)
         if set(codes) == {0}:
             yield folder
             folder = parent / str(int(folder.name) + 1)
-        if (landed := landed + (-9 in codes)) == kills:
+        killed += -9 in codes
+        if killed == kills:
             break
-        # a change that a short rest does not reach, a whole run does
-        if -9 in codes or "at_event" not in stroke:
-            stroke = next(strokes)
-    assert landed == kills
+        # A change that the short rest of a run does not reach, a whole run does.
+        if -9 in codes or "at_event" not in entry:
+            entry = next(entries)
+    assert killed == kills
     assert start(folder, *words, ranks=ranks) == [0] * ranks, read_output(folder)
     yield folder
 
@@ -78,12 +72,12 @@ def test_kills_within_a_save(
     rank: int,
     step: int,
     zygote: Start,
-    run_whole: Callable[..., Path],
+    run_whole: Find,
     tmp_path: Path,
     record_property,
 ):
-    """The first start of a run makes two saves and begins to remove checkpoints in so many changes;
-    later ones remove what the kill has left as well."""
+    """Within 55 changes the first start of a run makes two saves and begins to remove checkpoints;
+    later starts also remove what the kill has left."""
     words = MODES[ranks]
     last = 55 if rank == 0 else 2
     plan = [{"at_event": k, "kill_rank": rank} for k in range(1, last + 1, step)]
@@ -110,6 +104,20 @@ def test_kills_within_a_save(
         ),
         pytest.param(1, 20, ["runtime.precision=bf16"], id="bf16", marks=pytest.mark.slow),
         pytest.param(2, 20, ["runtime.parallel.mode=ddp"], id="ddp", marks=pytest.mark.slow),
+        pytest.param(
+            1,
+            15,
+            ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
+            id="streamed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            1,
+            15,
+            ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],
+            id="in chunks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_kills_at_random(
@@ -117,47 +125,26 @@ def test_kills_at_random(
     kills: int,
     words: list[str],
     zygote: Start,
-    run_whole: Callable[..., Path],
+    run_whole: Find,
     tmp_path: Path,
     record_property,
 ):
+    """A kill strikes at any time between the first step and the end of an undisturbed run."""
     record_property("struck", kills)
-    words = [*MODES[ranks], *words, *LONGER]
+    words = [*MODES[ranks], *words, *THIRTY_STEPS]
+    if "data=" in str(words):
+        shards = [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))]
+        save_latent_set(tmp_path / "set", shards)
+        words.append(f"data.path={tmp_path / 'set'}")
     undisturbed = run_whole(*words, ranks=ranks)
     expected = read_outcome(undisturbed)
-    longest = seconds_of(undisturbed)
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    longest = summary["train_seconds"] + summary["maintenance_seconds"]
     draw = random.Random(kills)
     plan = ({"after_seconds": draw.uniform(0.0, longest), "kill_rank": i % ranks} for i in count())
     for folder in kill_until_done(zygote, tmp_path, words, ranks, plan, kills):
         assert read_outcome(folder) == expected
         assert_tidy(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.fault("kill -9 at random moments", "the same bits as without it")
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
-        ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],  # in chunks
-    ],
-    ids=["streamed", "in chunks"],
-)
-def test_kills_with_other_loaders(
-    words: list[str], zygote: Start, run_whole: Callable[..., Path], tmp_path: Path, record_property
-):
-    save_latent_set(
-        tmp_path / "set", [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))]
-    )
-    words = [*words, f"data.path={tmp_path / 'set'}", *LONGER]
-    record_property("struck", 15)
-    undisturbed = run_whole(*words)
-    expected = read_outcome(undisturbed)
-    longest = seconds_of(undisturbed)
-    draw = random.Random(0)
-    plan = ({"after_seconds": draw.uniform(0.0, longest)} for _ in count())
-    for folder in kill_until_done(zygote, tmp_path, words, 1, plan, 15):
-        assert read_outcome(folder) == expected
 
 
 @pytest.mark.fault(
@@ -174,39 +161,35 @@ def test_kills_with_other_loaders(
         ),
     ],
 )
-def test_a_signal_saves_first(
-    signal: str, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
-):
+def test_a_signal_saves_first(signal: str, zygote: Start, run_whole: Find, tmp_path: Path):
     folder = tmp_path / "run"
     words = ["save_every=1000"]
-    assert zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal) == [75], (
-        read_output(folder)
-    )
-    (saved,) = list_complete(folder / "checkpoints")
-    step = int(saved.name.removeprefix("step-"))
+    codes = zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal)
+    assert codes == [75], read_output(folder)
+    (saved,) = list_checkpoints(folder)
+    step = int(saved.removeprefix("step-"))
     assert f"asked to stop at step {step}; saved" in read_output(folder)
-    assert zygote(folder, *words, f"total_samples={8 * (step + 4)}") == [0]
-    expected = run_whole(*words, f"total_samples={8 * (step + 4)}")
-    assert read_outcome(folder).state == read_outcome(expected).state
+    words.append(f"total_samples={8 * (step + 4)}")
+    assert zygote(folder, *words) == [0]
+    assert read_outcome(folder).state == read_outcome(run_whole(*words)).state
 
 
 @pytest.mark.fault("SIGTERM to one of two processes", "both save the same step and leave with 75")
 def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
     folder = tmp_path / "run"
     words = [*MODES[2], "save_every=1000", "total_samples=80000"]
-    assert zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM") == [
-        75,
-        75,
-    ], read_output(folder)
-    (saved,) = list_complete(folder / "checkpoints")
-    assert f"asked to stop at step {saved.name.removeprefix('step-')}" in read_output(folder)
+    codes = zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM")
+    assert codes == [75, 75], read_output(folder)
+    (saved,) = list_checkpoints(folder)
+    assert f"asked to stop at step {saved.removeprefix('step-')}" in read_output(folder)
 
 
 @pytest.mark.timeout(HANG)
 def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote: Start, tmp_path: Path):
     assert zygote(tmp_path / "first", "total_samples=8") == [0]
-    signal.setitimer(signal.ITIMER_REAL, 3)  # the alarm of pytest-timeout, sooner
+    # The alarm of pytest-timeout, after 3 s.
+    signal.setitimer(signal.ITIMER_REAL, 3)
     with pytest.raises(pytest.fail.Exception, match="Timeout"):
         zygote(tmp_path / "run", *MODES[2], ranks=2, environment={"FAULT": "hang:1:4"})
-    # nobody holds the folder any more
+    # The lock of the folder is free again.
     assert zygote(tmp_path / "run") == [0], read_output(tmp_path / "run")

@@ -93,7 +93,7 @@ def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
     assert "differ" not in read_output(folder)
     assert zygote(folder, "optim.lr=0.5") == [0]
     told = read_output(folder)
-    assert f"run_dir={folder} holds a finished run, of 96 samples; nothing is done" in told
+    assert f"run_dir={folder} holds a finished run, of 96 samples; there is nothing to do" in told
     assert "optim.lr was" in told
     assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", told)
     assert zygote(folder, "model.depth=3") == [1]
