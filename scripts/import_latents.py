@@ -1,4 +1,4 @@
-"""Converts latents that another tool wrote to our shards and manifest.
+"""Converts latents of another tool to shards and a manifest of this framework.
 
     python -m scripts.import_latents source=latents.npy labels=labels.npy out=latents/mine \\
         encoder=sd scale=0.18215
@@ -11,8 +11,8 @@
 safetensors, of .npy files with dataset.json, or with *_features and *_labels, or WebDataset tars
 with a key per sample. The latents do not show which encoder made them, nor their `scale` (1 for
 latents as the encoder gives them), and the script guesses neither. Labels are class indices below
-the number of samples, or below `classes`, which may also be a text file with the name of a class a
-line; classes=none imports latents without labels.
+the number of samples, or below `classes`. `classes` may also be a text file with one class name
+per line; classes=none imports latents without labels.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ if TYPE_CHECKING:
     from models.images import Autoencoder
 
 MOST_SHARDS = 256
-"""All of them are open at once, because samples go to them at random."""
+"""Limit on the shards, because all are open at once and samples go to them at random."""
 CHUNK_SAMPLES = 256
+"""Samples that are read and written together."""
 MOST_CLASSES = 1_000_000
-"""The manifest names every class."""
+"""Limit on the classes, because the manifest names each."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +64,29 @@ class ImportConfig:
     encoder: str | None = None
     """A file of conf/encoder (sd, sdxl, flux, …), or a folder or hub id in the diffusers format."""
     scale: float | None = None
-    """stored = (raw - shift)·scale. diffusers calls it scaling_factor."""
+    """The source has stored = (raw - shift)·scale. diffusers calls it scaling_factor."""
     shift: float | None = None
     moments: str = "none"
-    """mean_std, mean_logvar: the channels are the posterior's mean, then its std or the log of its
-    variance."""
+    """With mean_std or mean_logvar the channels are the posterior's mean, then its std or the log
+    of its variance."""
     labels: str | None = None
     latents_key: str = "latents"
     labels_key: str = "labels"
     classes: int | str | None = None
-    """The number of classes, a text file with the name of a class a line, "none" for latents
-    without labels, or null: one more than the highest label."""
+    """The number of classes, a text file with one class name per line, "none" for latents without
+    labels, or null: one more than the highest label."""
     dtype: str = "float16"
     held_out: float = 0.02
     seed: int = 0
     shard_size: Positive = 2048
     block_size: Positive = 256
     check_scale: bool = True
-    """Refuse a scale if the std of the raw latents is not about that of the encoder's."""
+    """Refuses a scale if the std of the raw latents is far from that of the encoder's latents."""
     device: str = "auto"
 
 
 def check_config(cfg: ImportConfig) -> ImportConfig:
+    """Returns the configuration; ValueError for keys that are missing or wrong."""
     hints = {
         "source": "<file or folder of latents>",
         "out": "<new folder>",
@@ -97,6 +99,7 @@ def check_config(cfg: ImportConfig) -> ImportConfig:
     for key, hint in hints.items():
         if getattr(cfg, key) is None:
             raise UserError(f"{key} is not set; say {key}={hint}.")
+
     choices = {
         "moments": ("none", "mean_std", "mean_logvar"),
         "dtype": ("float16", "bfloat16", "float32"),
@@ -106,21 +109,23 @@ def check_config(cfg: ImportConfig) -> ImportConfig:
             raise UserError(
                 f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}."
             )
+
     refuse_values(cfg)
     if not cfg.scale:
-        raise UserError("scale=0 is none that latents were multiplied by; give another number.")
+        raise UserError("scale=0 cannot be the factor of the latents; give another number.")
     find_class_names(cfg)
     return cfg
 
 
 def find_class_names(cfg: ImportConfig) -> list[str] | None:
-    """The names of the classes, none for classes=none, None if nothing is stated."""
+    """Returns the names of the classes: an empty list for classes=none, None if `classes` is not
+    set."""
     if cfg.classes is None:
         return None
     if isinstance(cfg.classes, str):
         names = [] if cfg.classes == "none" else read_class_names(cfg.classes)
         if len(set(names)) < len(names):
-            raise UserError(f"classes={cfg.classes} must name each class once, one a line.")
+            raise UserError(f"classes={cfg.classes} must name each class once, one per line.")
         return names
     if not 1 <= cfg.classes <= MOST_CLASSES:
         raise UserError(
@@ -131,8 +136,8 @@ def find_class_names(cfg: ImportConfig) -> list[str] | None:
 
 
 def read_class_names(file: str) -> list[str]:
-    """The names of classes in a text file, one a line; ValueError where there are none."""
-    remedy = "give a number, none, or a text file with the name of a class a line"
+    """Reads a text file with one class name per line; ValueError if it has none."""
+    remedy = "give a number, none, or a text file with one class name per line"
     refuse_missing("classes", file, remedy)
     try:
         lines = Path(file).expanduser().read_text().splitlines()
@@ -145,7 +150,7 @@ def read_class_names(file: str) -> list[str]:
 
 
 def import_latents(cfg: ImportConfig) -> Path:
-    """Writes shards and manifest, and returns the manifest's path."""
+    """Writes shards and manifest, and returns the path of the manifest."""
     refuse_missing("source", cfg.source, "name a file or folder of latents")
     from common.files import rename
     from encoding.foreign import ForeignOptions, open_foreign
@@ -156,6 +161,8 @@ def import_latents(cfg: ImportConfig) -> Path:
     out = Path(str(cfg.out)).expanduser()
     if out.is_file() or any(out.glob("*")):
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
+
+    # The source, and the encoder that made its latents.
     names = find_class_names(cfg)
     classes = None if names is None else len(names)
     foreign = open_foreign(
@@ -175,13 +182,15 @@ def import_latents(cfg: ImportConfig) -> Path:
         )
     check_encoder(cfg, undo_scale(cfg, next(read_chunks(foreign, names))), autoencoder)
     print(f"{foreign.description}: {foreign.total} latents", flush=True)
+
+    # An import that was killed leaves its temporary folder behind.
     unfinished = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of an import that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
         manifest = write_set(cfg, foreign, autoencoder, node, unfinished)
         manifest.write(unfinished)
-        rename(unfinished, out)  # in the place of an empty folder, if there is one
+        rename(unfinished, out)
     except OSError as error:
         raise UserError(
             f"out={cfg.out} cannot be written ({error.strerror}); choose another folder, or free "
@@ -195,6 +204,7 @@ def import_latents(cfg: ImportConfig) -> Path:
 
 
 def find_encoder_node(name: str) -> dict[str, Any]:
+    """Returns the configuration of an encoder: a file of conf/encoder, a folder or a hub id."""
     file = CONF_FOLDER / "encoder" / f"{name}.yaml"
     if file.is_file() and name != "local":
         return parse_yaml(file.read_text())
@@ -202,11 +212,11 @@ def find_encoder_node(name: str) -> dict[str, Any]:
 
 
 def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
-    """Yields `latents` (n, C, H, W), `labels` (n,), and `mirrored` where there are some, for n up
-    to `CHUNK`; `names` are those of the classes (see `class_names`).
+    """Yields chunks of n ≤ `CHUNK_SAMPLES` samples: `latents` (n, C, H, W), `labels` (n,), and
+    `mirrored` where the source has it. `names` are the class names from `find_class_names`.
 
     ValueError names the first sample whose label is no class index, or whose latents are not finite
-    floating-point numbers in the shape of the samples before.
+    floating-point numbers of the same shape as in the samples before.
     """
     import torch
 
@@ -216,30 +226,29 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
     while group := list(islice(samples, CHUNK_SAMPLES)):
         tensors = []
         for where, parts in group:
-            found = {
-                n: convert_latents(values, where) for n, values in parts.items() if n != "labels"
-            }
-            shapes = " and ".join(f"{name} of shape {tuple(found[name].shape)}" for name in found)
+            sample = {n: convert_latents(v, where) for n, v in parts.items() if n != "labels"}
+            shapes = " and ".join(f"{n} of shape {tuple(t.shape)}" for n, t in sample.items())
             first = first or shapes
             if shapes != first:
                 raise UserError(
-                    f"{where} has {shapes}, and the first sample {first}; all samples of a set are "
-                    "alike, so import each kind as a set of its own."
+                    f"{where} has {shapes}, and the first sample {first}; all samples of a set "
+                    "have the same shape, so import each shape as a separate set."
                 )
-            found["labels"] = torch.tensor(
+            sample["labels"] = torch.tensor(
                 0 if names == [] else parse_class_index(parts.get("labels"), limit, where)
             )
-            tensors.append(found)
-        yield {name: torch.stack([found[name] for found in tensors]) for name in tensors[0]}
+            tensors.append(sample)
+        yield {name: torch.stack([sample[name] for sample in tensors]) for name in tensors[0]}
 
 
 def parse_class_index(label: Any, limit: int, where: str) -> int:
-    """Converts a label to its class index; ValueError for all but whole numbers (3.0 is one) below
-    `limit`."""
+    """Converts a label to its class index; ValueError unless it is a whole number (such as 3.0)
+    from 0 to `limit` - 1."""
     label = label.tolist() if hasattr(label, "tolist") else label
     while isinstance(label, list) and len(label) == 1:
         label = label[0]
-    # NaN and inf are not their own floor
+
+    # NaN and inf differ from their floor.
     if (
         isinstance(label, bool)
         or not isinstance(label, int | float)
@@ -255,39 +264,41 @@ def parse_class_index(label: Any, limit: int, where: str) -> int:
 
 
 def convert_latents(values: Any, where: str) -> Tensor:
-    """Converts an array to a tensor (C, H, W) in fp32; ValueError for one that holds no latents, or
-    NaN or infinity."""
+    """Converts an array to a tensor (C, H, W) in fp32; ValueError unless it has finite
+    floating-point numbers in that shape."""
     import torch
 
     kind = getattr(values, "dtype", type(values).__name__)
-    if getattr(kind, "kind", None) == "f":  # of numpy, in any order of bytes
+    # PyTorch takes no numpy array in a foreign byte order, so all are converted.
+    if getattr(kind, "kind", None) == "f":
         values = torch.from_numpy(values.astype("float64"))
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         raise UserError(
             f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
             "numbers; save them as float32."
         )
-    found = (values[0] if values.ndim == 4 and len(values) == 1 else values).double()
-    if found.ndim != 3 or not found.numel():
+    latents = (values[0] if values.ndim == 4 and len(values) == 1 else values).double()
+    if latents.ndim != 3 or not latents.numel():
         raise UserError(
             f"{where} has the shape {tuple(values.shape)}, and a sample's latents have (C, H, W)."
         )
-    bad = found[~found.isfinite()]
+    bad = latents[~latents.isfinite()]
     if len(bad):
         raise UserError(
             f"{where} has {float(bad[0])} in the source itself; encode that sample again, or leave "
             "it out."
         )
-    return found.float()
+    return latents.float()
 
 
 def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
     """Converts a chunk to the tensors of a block: latents as the encoder gives them, in fp32."""
     assert cfg.scale is not None
-    found = {"labels": chunk["labels"]}
+    tensors = {"labels": chunk["labels"]}
     for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
         if name not in chunk:
             continue
+
         values = chunk[name]
         if cfg.moments != "none":
             if values.shape[1] % 2:
@@ -302,9 +313,9 @@ def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]
                 raise UserError(
                     "moments=mean_std, but a std is negative; set moments=mean_logvar, or none."
                 )
-            found[std_name] = spread / abs(cfg.scale)
-        found[name] = values / cfg.scale + (cfg.shift or 0.0)
-    return found
+            tensors[std_name] = spread / abs(cfg.scale)
+        tensors[name] = values / cfg.scale + (cfg.shift or 0.0)
+    return tensors
 
 
 def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
@@ -319,15 +330,16 @@ def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Auto
             f"encoder={cfg.encoder} cannot decode latents of shape {tuple(latents.shape[1:])} "
             f"({shorten_error(error)}); name the encoder that made them, or set moments."
         ) from error
-    usual = autoencoder.scaling_factor
-    if cfg.check_scale and usual:
+
+    # An encoder's scaling factor is about 1 / std of its latents.
+    factor = autoencoder.scaling_factor
+    if cfg.check_scale and factor:
         spread = float(chunk["latents"].std())
-        if not 0.4 < spread * usual < 2.5:
+        if not 0.4 < spread * factor < 2.5:
             raise UserError(
                 f"with scale={cfg.scale} the latents have a std of {spread:.3g}, but those of "
-                f"this encoder have about {1.0 / usual:.3g} (its scaling_factor is {usual}); set "
-                "the scale that they were multiplied by, or check_scale=false if they are what "
-                "you say."
+                f"this encoder have about {1.0 / factor:.3g} (its scaling_factor is {factor}); set "
+                "the scale that they were multiplied by, or check_scale=false if it is right."
             )
 
 
@@ -344,7 +356,7 @@ def write_set(
     from data.manifest import Manifest
     from encoding.job import make_manifest_fields
 
-    # Of the shards, to which samples go at random, 0 is the held-out one.
+    # Samples go to the shards at random; shard 0 is the held-out one.
     held_out = round(cfg.held_out * foreign.total)
     shards = min(MOST_SHARDS, math.ceil((foreign.total - held_out) / cfg.shard_size))
     order = torch.randperm(foreign.total, generator=torch.Generator().manual_seed(cfg.seed))
@@ -356,8 +368,8 @@ def write_set(
     if names is None:
         names = [str(i) for i in range(int(labels.max()) + 1)]
     empty = len(names) - len(labels[target > 0].unique())
-    said = f"{len(names)} classes, {empty} of them without a training sample"
-    print(said if names else "no labels")
+    summary = f"{len(names)} classes, {empty} of them without a training sample"
+    print(summary if names else "no labels")
     return Manifest(
         **make_manifest_fields(autoencoder, node, written, [sums]),
         height=shape["latents"][2],
@@ -377,7 +389,7 @@ def write_set(
 def write_shards(
     cfg: ImportConfig, latents: Iterator[dict[str, Tensor]], target: Tensor, out: Path
 ) -> tuple[list[Shard], dict[str, Any], Tensor, dict[str, Size]]:
-    """Deals latents to the shards that `target` numbers.
+    """Writes each latent to the shard whose number `target` gives.
 
     Returns the shards, the sums per channel over the training latents, all labels, and the shape of
     a chunk of each tensor.
@@ -396,20 +408,21 @@ def write_shards(
             split = "train" if number else "held_out"
             file = out / f"{split}-{max(0, number - 1):05d}.tar"
             files[number] = stack.enter_context(ShardWriter(file, split, cfg.block_size))
+
         for chunk in latents:
-            told = [f"sample {start + i} of {cfg.source}" for i in range(len(chunk["labels"]))]
-            tensors = cast_tensors(undo_scale(cfg, chunk), cfg.dtype, told)
+            places = [f"sample {start + i} of {cfg.source}" for i in range(len(chunk["labels"]))]
+            tensors = cast_tensors(undo_scale(cfg, chunk), cfg.dtype, places)
             shape = {name: tensor.shape for name, tensor in tensors.items()}
             labels.append(tensors["labels"])
-            goes_to = target[start : start + len(told)]
-            for number in goes_to.unique().tolist():
-                part = {name: tensor[goes_to == number] for name, tensor in tensors.items()}
+            chunk_target = target[start : start + len(places)]
+            for number in chunk_target.unique().tolist():
+                part = {name: tensor[chunk_target == number] for name, tensor in tensors.items()}
                 files[number].add(part)
                 if number:
                     sums.add(part)
-            start += len(told)
-        described = [file.close() for file in files.values()]
-        return described, sums.as_dict(), torch.cat(labels), shape
+            start += len(places)
+        shards = [file.close() for file in files.values()]
+        return shards, sums.as_dict(), torch.cat(labels), shape
 
 
 def main() -> None:

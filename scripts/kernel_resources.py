@@ -1,4 +1,4 @@
-"""What each Triton kernel needs of a GPU, found without one: compiles ahead of time and reads the
+"""Finds the GPU resources of each Triton kernel without a GPU: compiles ahead of time and reads the
 compiler's report.
 
     python -m scripts.kernel_resources                    all kernels and shipped configurations for
@@ -7,11 +7,11 @@ compiler's report.
     python -m scripts.kernel_resources out=docs/benchmarks/kernel_resources.json    the table that
     tests compare with
 
-With `arch=` or `like=` only those rows of the table are written anew; the rows of other versions of
-Triton stay.
+With `arch=` or `like=` the command replaces only those rows of the table. It keeps the rows of
+other versions of Triton.
 
-Registers a thread, bytes of shared memory, stack and spills, 128-bit loads, asynchronous copies,
-matrix instructions, and whether any fp64 arithmetic slipped in.
+The columns are registers per thread, bytes of shared memory, stack and spills, 128-bit loads,
+asynchronous copies, matrix instructions, and instructions in fp64, of which there should be none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ARCHITECTURES = tuple(SHARED_MEMORY_KIB)
 
 
 class Resources(NamedTuple):
-    """What the compiler reports of one case on one architecture."""
+    """The compiler's report on one case on one architecture."""
 
     registers: int
     stack: int
@@ -53,8 +53,8 @@ class Resources(NamedTuple):
 
 
 def compile_kernel(case: Case, architecture: int) -> Any:
-    """Triton's compiled kernel of `case` for sm_<architecture>; needs no GPU. Not while Triton
-    interprets."""
+    """Compiles the kernel of `case` for sm_<architecture>; this needs no GPU. It does not work
+    while Triton interprets kernels."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -64,6 +64,7 @@ def compile_kernel(case: Case, architecture: int) -> Any:
     types = {name: kind for name, kind in case.types.items() if name in names and name not in known}
     signature = {name: "constexpr" if name in known else types[name] for name in names}
     constants = {(names.index(name),): value for name, value in known.items()}
+
     # Pointers and sizes are multiples of 16 in every shipped shape, and Triton specialises on that.
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=divisible)
@@ -72,18 +73,18 @@ def compile_kernel(case: Case, architecture: int) -> Any:
 
 
 def measure(case: Case, architecture: int) -> Resources:
-    """Compiles `case` for sm_<architecture> and reads what it takes."""
+    """Compiles `case` for sm_<architecture> and reads its resources."""
     kernel = compile_kernel(case, architecture)
     report = disassemble(kernel.asm["cubin"])
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found is not None
+    match = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert match is not None
 
     def count(pattern: str, text: str = report) -> int:
         return len(re.findall(pattern, text))
 
     return Resources(
-        registers=int(found[1]),
-        stack=int(found[2]),
+        registers=int(match[1]),
+        stack=int(match[2]),
         shared=kernel.metadata.shared,
         spills=count(r"\bSTL"),
         loads_128=count(r"LDG\.E\S*\.128") + count(r"LDGSTS\S*\.128"),
@@ -94,7 +95,7 @@ def measure(case: Case, architecture: int) -> Resources:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The resource report and the machine code of a compiled kernel."""
+    """Returns the resource report and the machine code of a compiled kernel, as text."""
     import triton
 
     tool = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
@@ -107,11 +108,11 @@ def disassemble(cubin: bytes) -> str:
 
 @dataclass(frozen=True)
 class ResourcesConfig:
-    """Which kernels, for which architecture."""
+    """Keys of the command."""
 
     arch: int | None = None
     like: str = ""
-    """Part of a case's name."""
+    """Part of the names of the cases to compile."""
     out: str | None = None
     """A JSON file to write the table to."""
 
@@ -123,7 +124,7 @@ def main() -> None:
         cfg = parse_words(ResourcesConfig, sys.argv[1:], __doc__ or "")
         if cfg.arch not in (None, *ARCHITECTURES):
             raise UserError(f"arch={cfg.arch}: choose one of {', '.join(map(str, ARCHITECTURES))}.")
-        found = {
+        measured = {
             f"{case.name} sm_{architecture}": measure(case, architecture)
             for architecture in (ARCHITECTURES if cfg.arch is None else (cfg.arch,))
             for case in cases(architecture)
@@ -133,17 +134,17 @@ def main() -> None:
             format_table(
                 [
                     ("kernel", *Resources._fields),
-                    *((name, *resources) for name, resources in found.items()),
+                    *((name, *resources) for name, resources in measured.items()),
                 ]
             )
         )
         if cfg.out is None:
             return
 
-        # All rows of this version of Triton are written anew only if all were measured.
+        # Rows of this version of Triton that were not measured now stay as they were.
         file = Path(cfg.out)
         tables: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        rows = {name: " ".join(map(str, resources)) for name, resources in found.items()}
+        rows = {name: " ".join(map(str, resources)) for name, resources in measured.items()}
         if cfg.arch is not None or cfg.like:
             rows = tables.get(triton.__version__, {}) | rows
         tables |= {"fields": " ".join(Resources._fields), triton.__version__: rows}
@@ -151,7 +152,7 @@ def main() -> None:
 
 
 def read_recorded(path: Path) -> dict[str, dict[str, Resources]]:
-    """Reads the table: version of Triton -> case and architecture -> what its compiler reported."""
+    """Reads the table: version of Triton -> case and architecture -> the compiler's report."""
     tables = json.loads(path.read_text())
     assert tables.pop("fields").split() == list(Resources._fields)
     return {

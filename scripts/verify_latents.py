@@ -1,13 +1,13 @@
 """Checks every hash, count, label and value of a latent set, and its statistics; decodes some
-samples to a picture.
+samples into a picture.
 
     python -m scripts.verify_latents path=latents/photos
     python -m scripts.verify_latents path=latents/photos source=photos count=16 out=check.png
     python -m scripts.verify_latents path=https://example.org/latents count=0
 
 It prints every problem and ends with an error if there is one. It decodes `count` training samples
-to a PNG grid, by default latents_check.png in the set's folder, or in runs/ where that cannot be
-written or is a URL; with `source`, their images stand beside them.
+into a PNG grid, by default latents_check.png in the set's folder, or in runs/ if the set is a URL
+or its folder is not writable. With `source` the grid also shows the original images.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """The latent set to check."""
+    """Keys of the command."""
 
     path: str | None = None
     """Folder or URL with manifest.json."""
     source: str | None = None
-    """The images, which the grid shows beside the decoded latents."""
+    """The original images, which the grid shows beside the decoded latents."""
     count: int = 8
     """Samples to decode; 0 for none."""
     encoder: str | None = None
-    """The autoencoder's folder, where it is no longer the one that precompute used."""
+    """The autoencoder's folder, if it has moved since precompute_latents.py used it."""
     out: str | None = None
-    """Null: latents_check.png in the set's folder, or in runs/."""
+    """File of the grid; null: latents_check.png in the set's folder, or in runs/."""
     device: str = "auto"
 
 
@@ -51,6 +51,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
     """Checks the set, prints a summary and returns the problems."""
     if cfg.path is None:
         raise UserError("path is not set; say which latent set: path=<folder with manifest.json>.")
+
     refuse_no_set("path", cfg.path)
     from data.manifest import read_manifest
     from data.source import LocalSource, open_source
@@ -62,6 +63,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
         problems += check_files(source.folder, manifest)
     for problem in problems:
         print(f"  ! {problem}")
+
     shape = f"{manifest.channels}×{manifest.height}×{manifest.width}"
     total = sum(shard.bytes for shard in manifest.shards)
     print(
@@ -75,7 +77,8 @@ def verify(cfg: VerifyConfig) -> list[str]:
 
 
 def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
-    """Checks every block of a split as a loader does; then, if all are good, the statistics."""
+    """Checks every block of a split as a loader does, and if all are good the statistics. Returns
+    the problems."""
     from data.blocks import BlockReader, DamagedBlockError
     from encoding.job import ChannelSums, compute_channel_statistics
 
@@ -89,17 +92,19 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
             problems.append(str(error).partition(";")[0])
     if split == "train" and not problems:
         mean, std = compute_channel_statistics([sums.as_dict()])
-        for what, found, said in (("mean", mean, manifest.mean), ("std", std, manifest.std)):
-            scale = max(manifest.std)
-            if any(abs(a - b) > 1e-5 * scale for a, b in zip(found, said, strict=True)):
+        scale = max(manifest.std)
+        checks = (("mean", mean, manifest.mean), ("std", std, manifest.std))
+        for name, measured, stated in checks:
+            if any(abs(a - b) > 1e-5 * scale for a, b in zip(measured, stated, strict=True)):
                 problems.append(
-                    f"{source}/manifest.json: {what} is {said}, of the latents it is {found}"
+                    f"{source}/manifest.json: {name} is {stated}, but that of the latents is "
+                    f"{measured}"
                 )
     return problems
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Checks size and hash of the files of a local set, and that there are no others."""
+    """Checks size and hash of the files of a local set, and that there are no other tars."""
     from common.files import hash_file, read_object
 
     problems = []
@@ -111,17 +116,17 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
             problems.append(f"{file}: size or sha256 differs from the manifest's")
     for sidecar in folder.glob("*.tar.json"):
         try:
-            # Pillow could decode none of the shard's images
+            # The manifest leaves out a shard of which Pillow could decode no image.
             if read_object(sidecar)["shard"]["count"] == 0:
                 known.add(sidecar.with_suffix(""))
         except (OSError, ValueError, KeyError, TypeError):
             problems.append(f"{sidecar} is no description of a shard")
-    found = {*folder.glob("*.tar"), *folder.glob("*.tmp")}
-    return problems + [f"{file} is not in the manifest" for file in sorted(found - known)]
+    files = {*folder.glob("*.tar"), *folder.glob("*.tmp")}
+    return problems + [f"{file} is not in the manifest" for file in sorted(files - known)]
 
 
 def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
-    """Writes the grid and describes it in a sentence."""
+    """Decodes the first training latents, writes them as a grid and describes it in a sentence."""
     import numpy as np
     import torch
 
@@ -138,18 +143,21 @@ def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) ->
     decoded = torch.cat(parts).cpu()
     pixels = to_uint8(decoded)
     columns = min(8, len(latents))
-    said = ""
+    comparison = ""
+
+    # Each decoded image stands to the right of its original.
     if cfg.source is not None:
         originals = read_originals(cfg.source, source, manifest, len(latents))
         pixels = np.stack([to_uint8(originals), pixels], 1).reshape(-1, *pixels.shape[1:])
         columns = 2 * min(4, len(latents))
-        said = f", each right of its original, at {psnr(decoded, originals):.1f} dB"
+        comparison = f", each right of its original, at {psnr(decoded, originals):.1f} dB"
+
     folder = Path(str(cfg.path)).expanduser()
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         folder = Path("runs")
     out = Path(cfg.out or folder / "latents_check.png").expanduser()
     write_grid(out, pixels, columns=columns)
-    return f"{out}: the first {len(latents)} training latents decoded{said}"
+    return f"{out}: the first {len(latents)} training latents decoded{comparison}"
 
 
 def read_first_latents(source: Source, manifest: Manifest, count: int) -> Tensor:
@@ -163,7 +171,7 @@ def read_first_latents(source: Source, manifest: Manifest, count: int) -> Tensor
 
 
 def read_originals(folder: str, source: Source, manifest: Manifest, count: int) -> Tensor:
-    """The images of the first training latents, in [-1, 1]; ValueError if `folder` has other
+    """Reads the images of the first training latents, in [-1, 1]. ValueError if `folder` has other
     images."""
     import torch
 
@@ -179,30 +187,33 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
         )
     try:
         job: dict[str, Any] = json.loads(source.read("job.json"))
-        # there were fewer keys once
-        own = {key: job[key] for key in job.keys() & PrecomputeConfig.__dataclass_fields__.keys()}
-        was = apply_schema(PrecomputeConfig, own, [])
+        # A job also has keys that are no settings; one of an earlier version lacks some settings.
+        keys = job.keys() & PrecomputeConfig.__dataclass_fields__.keys()
+        cfg = apply_schema(PrecomputeConfig, {key: job[key] for key in keys}, [])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(
             f"{source}/job.json cannot be read ({shorten_error(error)}); leave source out."
         ) from error
-    images = list_images(folder, was.classes, allow_cut=True)
+
+    images = list_images(folder, cfg.classes, allow_cut=True)
     if images.sha256() != manifest.source_sha256:
         raise UserError(
             f"source={folder} is not what {source} was made of ({manifest.source}), or an "
             f"earlier version listed it, which knew fewer formats; leave it out."
         )
+
+    # The latents follow the order of the job, without the images that it skipped.
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
     used = [
         entry
-        for _, split, of_shard in plan_shards(images, was).shards
-        for _, entry in of_shard
+        for _, split, shard_images in plan_shards(images, cfg).shards
+        for _, entry in shard_images
         if split == "train" and entry.key not in skipped
     ]
     pixels = []
-    for item in make_decoded_images(used[:count], was):
+    for item in make_decoded_images(used[:count], cfg):
         if not isinstance(item, torch.Tensor):
-            raise UserError(f"source={folder}: {item}; mend it, or leave source out.")
+            raise UserError(f"source={folder}: {item}; repair it, or leave source out.")
         pixels.append(item)
     return to_input(torch.stack(pixels), torch.device("cpu"))
 
@@ -210,7 +221,8 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
 def main() -> None:
     with report_user_errors():
         cfg = parse_words(VerifyConfig, sys.argv[1:], __doc__ or "")
-        if problems := verify(cfg):
+        problems = verify(cfg)
+        if problems:
             raise UserError(
                 f"path={cfg.path}: {len(problems)} problems, listed above; run "
                 "precompute_latents.py again to rebuild."

@@ -92,7 +92,7 @@ def test_mirrored_latents_are_kept(samples, import_files):
             {"scale": 5.0, "check_scale": True},
             r"with scale=5\.0 the latents have a std of .*have about 2 \(its scaling_factor is 0\.",
         ),
-        ({"scale": 0.0}, "scale=0 is none that latents were multiplied by; give another"),
+        ({"scale": 0.0}, "scale=0 cannot be the factor of the latents; give another"),
         ({"moments": "all"}, "moments=all is unknown"),
         ({"moments": "mean_std"}, "moments=mean_std, but a std is negative"),
         ({"moments": "mean_logvar"}, r"cannot decode latents of shape \(1, 8, 8\)"),
