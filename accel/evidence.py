@@ -1,5 +1,5 @@
-"""Evidence from one real step: what each block did, graphs, kept bytes, and what PyTorch's profiler
-records: operations of the host in order, matrix products, kernels of the GPU."""
+"""Collects evidence from one real step: calls of each block, graphs, saved bytes, and the events of
+PyTorch's profiler: operations of the host in order, matrix products, kernels of the GPU."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ WEIGHT_PRODUCTS = (
     "aten::convolution_backward",
     EIGHT_BIT,
 )
-"""Products of a weight, or of its gradient: autocast decides about their dtype."""
+"""Products with a weight or its gradient; autocast chooses their dtype."""
 ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-"""Batched, so products of two activations as a rule; accel/techniques/precision.py finds those of a
-weight. One in fp32 under autocast is meant to be: only a layer that switches autocast off gets
+"""Batched products: as a rule of two activations; accel/techniques/precision.py finds those of a
+weight. Under autocast, one in fp32 is intended: only a layer that switches autocast off computes
 it."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
 UPDATE = "Optimizer.step#"
-"""PyTorch begins the name of an optimizer's step with this; the class follows."""
+"""Prefix of the profiler's name for a step of an optimizer; the class follows."""
 REGION = "Torch-Compiled Region"
-"""PyTorch begins the name of each call of a compiled function with this."""
+"""Prefix of the profiler's name for a call of a compiled function."""
 FLEX = "fastlatent flex"
 """`accel.kernels.attend.attend_by_flex` gives this name to its calls of FlexAttention, which
 compiles itself."""
 BLOCK = "fastlatent block"
-"""What the profiler calls a call of a probed block, before the block's index."""
+"""Prefix of the profiler's name for a call of a probed block; the block's index follows."""
 NO_KERNEL_SEEN = (
     "the profiler saw no kernel of this GPU, so this cannot be known (another profiler, the "
     "driver, or no permission to read the GPU's counters)"
@@ -49,68 +49,67 @@ FINE_BITS = 0x1FFF
 
 @dataclass
 class BlockEvidence:
-    """What one call of a block did."""
+    """Measurements of one call of a block."""
 
     input_bytes: int
     saved_bytes: int
-    """Storages kept for the backward pass, each once, and caches of selective checkpointing;
-    parameters and buffers left out. Of a view that came in, its own bytes."""
+    """Bytes of the storages saved for the backward pass, each once, with caches of selective
+    checkpointing, without parameters and buffers. Of an input that is a view, only the bytes of the
+    view."""
     residual_dtype: torch.dtype
-    """Of the residual stream as the block returned it."""
+    """Dtype of the residual stream that the block returned."""
     branch_dtype: torch.dtype
     fine_bits: tuple[bool, bool]
-    """Whether the residual that came in, and the one that went out, had bits that no 16-bit format
-    has."""
-    cached: frozenset[str]
-    """Names of the operations whose results lie in a cache of selective checkpointing."""
+    """For the incoming and the outgoing residual: whether it had bits that no 16-bit format has."""
+    cached_ops: frozenset[str]
+    """Names of the operations whose results a cache of selective checkpointing holds."""
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it began on the host during the call."""
-    left: int = 0
-    """Saved bytes of tensors that stay on the device, though they would be worth a move."""
+    unmoved_bytes: int = 0
+    """Saved bytes of tensors that stay on the device though they would be worth a move to the
+    host."""
 
     @property
     def trains(self) -> bool:
-        """Whether a backward pass comes: something was kept for it."""
+        """Whether a backward pass follows: the call saved tensors for it."""
         return self.saved_bytes > 0
 
     @property
     def recomputes(self) -> bool:
-        """One that recomputes keeps its inputs and a generator's state; one that does not, several
-        times that."""
+        """Whether the block recomputes: it then saves its inputs and a generator's state, otherwise
+        several times as much."""
         return self.saved_bytes < 1.5 * self.input_bytes
 
 
 @dataclass
 class Evidence:
-    """Filled by `observe_step`; every field is a measurement, none a setting."""
+    """Measurements of one step, by `observe_step`; no field is a setting."""
 
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it ran (CPU ops and, on a GPU, kernels)."""
     products: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Op name, dtype) -> number of matrix products, convolutions included; nested events count
-    once."""
+    """(Op name, dtype) -> number of matrix products and convolutions; nested events count once."""
     compiled_calls: int = 0
-    """Calls of compiled functions, without those with which an optimizer or FlexAttention compiles
-    itself."""
+    """Calls of compiled functions, except those inside an optimizer's step or FlexAttention, which
+    compile themselves."""
     graphs: int = 0
     graph_breaks: int = 0
     blocks: list[list[BlockEvidence]] = field(default_factory=list)
-    """Of every block its calls, one for each micro-batch."""
+    """For each block its calls, one a micro-batch."""
     busy_ms: float | None = None
-    """Milliseconds that the device worked; None without a GPU, and where the profiler saw no
+    """Milliseconds in which the GPU worked; None without a GPU, and where the profiler saw no
     kernel."""
     kernels_unseen: bool = False
-    """True if the step ran on a GPU and the profiler recorded none of its kernels. Then a missing
-    kernel shows
-    nothing: the techniques whose kernels are their only evidence are `UNSEEN`, not off."""
+    """Whether the step ran on a GPU and the profiler recorded no kernel. A missing kernel then
+    proves nothing: techniques whose only evidence is a kernel are `UNSEEN`, not off."""
     blocks_uncompiled: bool = False
-    """True if the blocks were seen in an uncompiled step, because the compiled one has no blocks to
-    look at."""
+    """Whether `blocks` was measured in an uncompiled step, because the compiled step has no blocks
+    to probe."""
     warm_ops: Counter[str] = field(default_factory=Counter)
-    """Like `ops`, in the step as it runs after `Technique.on_warm`."""
+    """Like `ops`, for the step after `Technique.on_warm`."""
 
     def count_dtypes(self, ops: Iterable[str] = PRODUCTS) -> Counter[str]:
-        """Dtype -> number of products of these kinds that ran in it."""
+        """Counts the products of the kinds `ops` by dtype."""
         total: Counter[str] = Counter()
         for (op, dtype), n in self.products.items():
             if op in ops:
@@ -118,22 +117,21 @@ class Evidence:
         return total
 
     def check_blocks(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
-        """For each block, whether `holds` in all of its calls; a block that was not called has not
-        shown it."""
+        """Returns for each block whether all its calls fulfil `holds`; False for a block without
+        calls."""
         return [bool(calls) and all(holds(call) for call in calls) for calls in self.blocks]
 
-    def format_share(self, found: list[bool]) -> str:
-        """Says of how many blocks something holds, such as "23 of 24 blocks"."""
+    def format_share(self, blocks: list[bool]) -> str:
+        """Formats how many blocks have the value True, such as "23 of 24 blocks"."""
         uncompiled = " (in an uncompiled step)" * self.blocks_uncompiled
-        return f"{sum(found)} of {len(found)} blocks{uncompiled}"
+        return f"{sum(blocks)} of {len(blocks)} blocks{uncompiled}"
 
 
 class BlockProbe(nn.Module):
-    """Stands in for a block during one step and notes what passes through it and what it keeps for
-    backward.
+    """Replaces a block during one step, and records its inputs, outputs and saved tensors.
 
-    It goes by the block contract, `(branch, gate, residual, cond) -> (branch, gate, residual)`, so
-    it needs no hook, which `torch.compile` would either ignore or trace.
+    It relies on the contract of blocks, `(branch, gate, residual, cond) -> (branch, gate,
+    residual)`, and needs no hook, which `torch.compile` would ignore or trace.
     """
 
     def __init__(self, block: nn.Module, notes: list[BlockEvidence], index: int = 0) -> None:
@@ -146,32 +144,33 @@ class BlockProbe(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.block, name)  # switches that the model reads
+            # The model reads attributes of its blocks.
+            return getattr(self.block, name)
 
     def forward(self, *inputs: Tensor) -> Any:
-        given: Counter[int] = Counter()
+        input_bytes: Counter[int] = Counter()
         for tensor in inputs:
-            given[tensor.untyped_storage()._cdata] += tensor.nbytes
+            input_bytes[tensor.untyped_storage()._cdata] += tensor.nbytes
         with (
             torch.profiler.record_function(f"{BLOCK} {self.index}"),
-            count_saved(self.block, given) as kept,
+            count_saved(self.block, input_bytes) as saved,
         ):
             outputs = self.block(*inputs)
         note = BlockEvidence(
-            input_bytes=given.total(),
-            saved_bytes=kept.bytes,
+            input_bytes=input_bytes.total(),
+            saved_bytes=saved.bytes,
             residual_dtype=outputs[2].dtype,
             branch_dtype=outputs[0].dtype,
             fine_bits=(has_fine_bits(inputs[2]), has_fine_bits(outputs[2])),
-            cached=frozenset(kept.cached_ops),
-            left=sum(kept.large_unmoved.values()),
+            cached_ops=frozenset(saved.cached_ops),
+            unmoved_bytes=sum(saved.large_unmoved.values()),
         )
         self.notes.append(note)
         return outputs
 
 
 def has_fine_bits(tensor: Tensor) -> bool:
-    """True for an fp32 tensor that has not been rounded to 16 bits. Waits for the device."""
+    """Returns whether an fp32 tensor has bits that 16-bit formats lack. Waits for the device."""
     return tensor.dtype == torch.float32 and bool(
         (tensor.detach().view(torch.int32) & FINE_BITS).any()
     )
@@ -179,20 +178,20 @@ def has_fine_bits(tensor: Tensor) -> bool:
 
 @contextmanager
 def probe_blocks(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[None]:
-    """Every block writes to its own list in `notes` inside."""
-    own = list(blocks)
-    notes[:] = [[] for _ in own]
+    """Inside, each block is probed and records its calls in its own list in `notes`."""
+    originals = list(blocks)
+    notes[:] = [[] for _ in originals]
     try:
-        for i, block in enumerate(own):
+        for i, block in enumerate(originals):
             blocks[i] = BlockProbe(block, notes[i], i)
         yield
     finally:
-        for i, block in enumerate(own):
+        for i, block in enumerate(originals):
             blocks[i] = block
 
 
 def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
-    """Gives each call of a block the host's events that began during it."""
+    """Counts for each call of a block the host's events that began during the call."""
     calls = [event for event in events if event.name().startswith(BLOCK)]
     starts = [call.start_ns() for call in calls]
     waiting = [iter(notes) for notes in blocks]
@@ -204,76 +203,80 @@ def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
 
 
 def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
-    """The profiler's events of one call of `run`, those of the host and those of `device`, as
-    recorded.
+    """Profiles one call of `run`; returns the raw events of the host and of `device`.
 
     torch.profiler would parse them into its own classes, which takes several times as long as a
     small step.
     """
     use_device = "cuda" if device.type == "cuda" else None
-    # Without use_kineto this class asks no GPU for its kernels, and says nothing about it.
+    # Without use_kineto this class records no kernels, silently.
     profiler = torch.autograd.profiler.profile(
         use_device=use_device, use_kineto=True, record_shapes=True
     )
     with profiler:
-        run()  # the profiler waits for the device at its end
+        run()
     assert profiler.kineto_results is not None
     return list(profiler.kineto_results.events())
 
 
 def select_kernels(events: Iterable[Any]) -> list[Any]:
-    """Returns the events of the device: kernels, copies and fills.
+    """Selects the events of the device: kernels, copies and fills.
 
-    The profiler also repeats the host's annotations on the device, around their kernels; these are
-    left out.
+    Leaves out the host's annotations, which the profiler repeats on the device around their
+    kernels.
     """
     device = (event for event in events if event.device_type() != torch.autograd.DeviceType.CPU)
     return [event for event in device if not event.is_user_annotation()]
 
 
 def select_host_events(events: Iterable[Any]) -> list[Any]:
-    """Events of the host in the order in which they began, an outer one before those in it."""
-    found = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    """Selects the events of the host, by thread and by start, an outer event before the events in
+    it."""
+    events = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
     return sorted(
-        found, key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns())
+        events, key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns())
     )
 
 
 def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
-    """(Op name, dtype) -> number of products among the host's events.
+    """Counts the products among the host's events by (op name, dtype).
 
-    Of an op inside one of the same name (a dispatch mode or autocast enters it twice) the inner one
-    counts; one inside another product is a part of that. But an 8-bit product is what the one
-    around it has become, and counts in its place. Those of the optimizer, such as Muon's, are none
-    of the step's precision. The dtype is that of the second tensor argument, which is never a bias.
+    A nested product counts once. Of two with the same name (a dispatch mode or autocast enters an
+    op twice) the inner one counts; of two with different names the outer one, except that an 8-bit
+    product replaces the product around it. Products of the optimizer, such as Muon's, do not count:
+    they say nothing about the step's precision. The dtype is the one of the second tensor argument,
+    which is never a bias.
     """
     updates = [event for event in events if event.name().startswith(UPDATE)]
-    open_ones: list[list[Any]] = []  # [event, whether it counts], those around the present one
-    found: list[list[Any]] = []
+    # Entries are [event, whether it counts]; `around` holds those that contain the present event.
+    around: list[list[Any]] = []
+    entries: list[list[Any]] = []
     for event in events:
         if event.name() not in PRODUCTS or len(event.dtypes()) < 2:
             continue
         if any(contains(update, event) for update in updates):
             continue
-        while open_ones and not contains(open_ones[-1][0], event):
-            open_ones.pop()
+        while around and not contains(around[-1][0], event):
+            around.pop()
+
         name = event.name()
-        within = {outer.name() for outer, _ in open_ones}
-        entry = [event, not within - {name} or (name == EIGHT_BIT and EIGHT_BIT not in within)]
-        if entry[1]:
-            for outer in open_ones:
+        outer_names = {outer.name() for outer, _ in around}
+        replaces_outer = name == EIGHT_BIT and EIGHT_BIT not in outer_names
+        counts = not outer_names - {name} or replaces_outer
+        if counts:
+            for outer in around:
                 outer[1] = False
-        open_ones.append(entry)
-        found.append(entry)
+        around.append([event, counts])
+        entries.append(around[-1])
     return Counter(
         (event.name(), event.dtypes()[1].removeprefix("c10::"))
-        for event, counts in found
+        for event, counts in entries
         if counts
     )
 
 
 def contains(outer: Any, event: Any) -> bool:
-    """Returns whether `event` ran within `outer`, in the same thread."""
+    """Returns whether `event` ran during `outer`, in the same thread."""
     if outer.start_thread_id() != event.start_thread_id() or event.start_ns() < outer.start_ns():
         return False
     return event.start_ns() + event.duration_ns() <= outer.start_ns() + outer.duration_ns()
@@ -285,12 +288,10 @@ def observe_step(
     device: torch.device = CPU,
     hidden: bool = False,
 ) -> Evidence:
-    """Calls `run` once under the profiler, with all blocks probed if there are any, and returns the
-    evidence.
+    """Profiles one call of `run`, probes the blocks, and returns the evidence.
 
-    `hidden` blocks, inside a model compiled as a whole, are probed in one more step that runs
-    uncompiled. Compile
-    before: graphs are counted since dynamo's counters were last cleared.
+    `hidden` blocks, inside a model compiled as a whole, are probed in a second step, which runs
+    uncompiled. Compile before: graphs are counted since dynamo's counters were last cleared.
     """
     evidence = Evidence(blocks_uncompiled=hidden)
     with probe_blocks(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
@@ -313,32 +314,34 @@ def observe_step(
 
 
 def observe_ops(run: Callable[[], object], device: torch.device = CPU) -> Counter[str]:
-    """Profiler event name -> how often it ran in one call of `run`."""
+    """Counts the profiler's events of one call of `run` by name."""
     events = record_events(run, device)
     return Counter(event.name() for event in (*select_host_events(events), *select_kernels(events)))
 
 
 def observe_kernels(run: Callable[[], object], device: torch.device) -> set[str]:
-    """Names of the device's kernels in one call of `run`; copies and fills left out."""
+    """Returns the names of the kernels in one call of `run`, without copies and fills."""
     names = {kernel.name() for kernel in select_kernels(record_events(run, device))}
     return {name for name in names if not name.startswith(("Memcpy", "Memset"))}
 
 
 def count_compiled_calls(host: list[Any]) -> int:
-    """Calls of compiled functions among the host's events; those inside an optimizer's step or
-    FlexAttention not."""
+    """Counts calls of compiled functions among the host's events, except those inside an
+    optimizer's step or FlexAttention."""
     others = [event for event in host if event.name().startswith((UPDATE, FLEX))]
     regions = [event for event in host if event.name().startswith(REGION)]
     return sum(not any(contains(other, region) for other in others) for region in regions)
 
 
 def count_graphs() -> int:
-    """Graphs that this process has compiled since dynamo's counters were last cleared."""
+    """Counts the graphs that this process has compiled since dynamo's counters were last
+    cleared."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def explain_last_graph() -> str:
-    """Why the newest graph was compiled: the first guard that failed, or that its code was new."""
-    found = torch._dynamo.utils.get_compilation_metrics()
-    reason = found[-1].recompile_reason if found else None
+    """Returns why the newest graph was compiled: the first guard that failed, or that its code was
+    new."""
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    reason = metrics[-1].recompile_reason if metrics else None
     return (reason or "code that had not run before").strip().splitlines()[0]

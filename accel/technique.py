@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 Value = bool | str
-"""What a runtime key can be."""
+"""Type of a runtime key's value."""
 
 
 class Observation(NamedTuple):
-    """The value that a technique found to be really on, and its evidence."""
+    """The value that a technique saw to be really on, and the evidence for it."""
 
     active: Value
     evidence: str
 
 
 class Saving(NamedTuple):
-    """Runtime values under which a step takes less memory, and what they cost, in words."""
+    """Runtime values under which a step takes less memory, and their cost in words."""
 
     values: Mapping[str, Any]
     costs: str
@@ -43,8 +43,7 @@ class Step(Protocol):
 
 
 class TrainingStep(Step, Protocol):
-    """A step that trains: `update` is the whole of it, from batches to a named tuple of device
-    scalars."""
+    """A training step: `update` maps batches to a named tuple of device scalars."""
 
     update: Callable[..., Any]
     optimizer: torch.optim.Optimizer
@@ -57,65 +56,67 @@ AnyStep = TypeVar("AnyStep", bound=Step)
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The blocks of a model: all that a technique may touch of it."""
+    """Returns the blocks of a model, the only part that a technique may change."""
     return cast("nn.ModuleList", model.blocks)
 
 
 def find_switches(module: nn.Module, key: str) -> list[nn.Module]:
-    """The modules in it that have an attribute `key`, by which they choose how they compute."""
+    """Finds the modules with an attribute `key`, by which they choose how they compute."""
     return [m for m in module.modules() if hasattr(m, key)]
 
 
 class Technique(ABC):
-    """The same training step, cheaper.
+    """A change that makes the same training step cheaper.
 
-    A technique is built for every run, switched on or not: an `off` value is applied just as an
-    `on` value is (TF32 off means off in matmuls *and* in cuDNN), and the ledger has a row for it
-    either way. One that does more than set a process flag acts only where `enabled`.
+    Every run builds every technique, on or off: an `off` value is applied as an `on` value is (TF32
+    off means off in matmuls *and* in cuDNN), and each technique has a row in the ledger. A
+    technique that does more than set a process flag acts only where `enabled`.
     """
 
     key: ClassVar[str]
-    """The runtime key it answers to."""
+    """Runtime key that switches it."""
     path: ClassVar[str] = ""
-    """Where its value stands below `runtime`, if not under `key`."""
+    """Path of its value below `runtime`, if it differs from `key`."""
     summary: ClassVar[str]
-    """What it does, for the README's table."""
+    """Description for the table of techniques in the docs."""
     options: ClassVar[Mapping[str, Any]] = {}
-    """Further runtime keys, which say how, with the values that they have if nothing is said."""
+    """Further runtime keys that configure it, with their defaults."""
     off: ClassVar[Value] = False
-    """The value of `key` under which it does nothing."""
+    """Value of `key` under which it does nothing."""
     examples: ClassVar[tuple[Mapping[str, Value], ...]] = ()
     """Runtime values that switch it on, one mapping for each way that tests and benchmarks try;
-    none: `{key: True}`."""
+    empty: `{key: True}` is the only way."""
     loss_rtol: ClassVar[float]
-    """How far the loss of one step may move when it is switched on; 0 means bit for bit (in eager
+    """Largest relative change of one step's loss when it is on; 0 means bit for bit (in eager
     mode)."""
     in_sampling: ClassVar[bool] = False
-    """True if it acts where a trained model only draws samples."""
+    """Whether it also acts where a trained model draws samples."""
     absent_from_sampling: ClassVar[str | None] = None
-    """Why samples are drawn without it, for the ledger; None where nobody would ask."""
+    """Reason for the ledger why sampling does without it; None: the ledger of sampling has no row
+    for it."""
     in_precompute: ClassVar[bool] = False
-    """True if it acts on an encoder of images."""
+    """Whether it also acts on an encoder of images."""
     slow_to_start: ClassVar[bool] = False
-    """True if its first step takes up to minutes more: without being asked, samples are drawn
-    without it."""
+    """Whether its first step takes up to minutes longer: sampling switches it off by default."""
     saves_launches: ClassVar[bool] = False
-    """True if it is worth a try where the GPU waits for the host."""
+    """Whether it is worth a try where the GPU waits for the host."""
     changes_kernels: ClassVar[Literal["parity", "time"] | None] = None
-    """What a trial of fused kernels finds otherwise with it: parity and time, or time alone."""
+    """Results of a trial of fused kernels that depend on it: "parity" (and time), "time" alone, or
+    none."""
     without_gpu: ClassVar[str | None] = None
-    """Why it cannot be had on a `{device}` that is no NVIDIA GPU, as a sentence; None if it can."""
+    """Sentence that says why it needs an NVIDIA GPU, with `{device}` for the present device; None
+    if it does not."""
     emulated: ClassVar[tuple[Value, ...]] = ()
-    """Values that a CPU without instructions for them computes all the same, more slowly."""
+    """Values that a CPU can emulate, more slowly, without instructions for them."""
     nondeterministic: ClassVar[bool] = False
-    """True where `deterministic=true` has to switch it off."""
+    """Whether `deterministic=true` must switch it off."""
 
     savings: ClassVar[tuple[Saving, ...]] = ()
-    """Changes that the plan counts and proposes where memory is short."""
+    """Changes that a plan counts and proposes where memory is short."""
     plan_note: ClassVar[str] = ""
-    """What a plan that counts bytes does not tell of it."""
+    """Note in a plan about what counting bytes does not show."""
     tried_with: ClassVar[str] = ""
-    """A name that techniques share whose values are tried together; empty: alone."""
+    """Name of a group of techniques that runtime=auto tries together; empty: it is tried alone."""
 
     def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         self.value = value
@@ -125,112 +126,115 @@ class Technique(ABC):
 
     @classmethod
     def list_ways(cls) -> tuple[Mapping[str, Value], ...]:
-        """`examples`, where there are any; otherwise the one way to switch it on."""
+        """Returns the ways to switch it on: `examples`, or `{key: True}` without examples."""
         return cls.examples or ({cls.key: True},)
 
     @classmethod
     def make_override(cls, value: Value) -> str:
-        """The override that asks for a value, such as runtime.tf32=true."""
+        """Returns the override that requests a value, such as runtime.tf32=true."""
         return f"runtime.{cls.path or cls.key}={str(value).lower()}"
 
     @property
     def enabled(self) -> bool:
+        """Whether its value is not `off`."""
         return self.value != self.off
 
     @property
     def period(self) -> int:
-        """Blocks after which it treats the next ones as it did the first."""
+        """Number of blocks after which its treatment of blocks repeats."""
         return 1
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its value and its options, by runtime key."""
+        """Value and options by runtime key."""
         return {self.key: self.value} | self.option
 
     def describe_arithmetic(self) -> dict[str, Any]:
-        """Runtime keys and values that say how products round, where it has a part in that."""
+        """Returns its runtime keys and values that decide how products round; empty for most."""
         return {}
 
     def find_obstacle(self) -> str | None:
-        """Why `value` cannot be had on `device`, as a sentence; None if it can. Asked only where
-        `enabled`."""
+        """Returns a sentence that says why `device` cannot have `value`; None if it can.
+
+        The stack asks only where the technique is `enabled`.
+        """
         kind = self.device.type
         return self.without_gpu and self.without_gpu.format(device=kind) if kind != "cuda" else None
 
     def on_process(self) -> None:  # noqa: B027 - most techniques have no flag to set
-        """Sets process-wide flags, both ways."""
+        """Sets process-wide flags, for off values too."""
 
     def on_layers(self, model: nn.Module) -> None:  # noqa: B027 - most leave them alone
-        """Exchanges layers in the model's blocks, before any technique wraps a block."""
+        """Replaces layers in the model's blocks, before any technique wraps a block."""
 
     def on_model(self, model: Model) -> Model:
-        """Changes the model through its `.blocks`; state-dict keys stay as they are."""
+        """Changes the model through its `.blocks`, without changing state-dict keys."""
         return model
 
     def make_optimizer_kwargs(self) -> dict[str, Any]:
-        """Arguments for the optimizer's constructor."""
+        """Returns arguments for the optimizer's constructor."""
         return {}
 
     def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
-        """Wraps what builds the optimizer from parameter groups."""
+        """Wraps the function that builds the optimizer from parameter groups."""
         return make
 
     def on_step(self, step: AnyStep) -> AnyStep:
-        """Wraps `step.forward` or `step.update`, or hands the step an object that it needs."""
+        """Wraps `step.forward` or `step.update`, or gives the step an object that it needs."""
         return step
 
     def surround_evaluation(self) -> AbstractContextManager[object]:
-        """What surrounds evaluation and sampling in the middle of training."""
+        """Returns a context for evaluation and sampling in the middle of training."""
         return nullcontext()
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:  # noqa: B027 - most need one step only
-        """Called with the evidence of a warm step; may call `run` again, with and without
-        itself."""
+        """Measures more: may call the step `run` again, with and without the technique, after the
+        step of `evidence`."""
 
     def on_warm(self) -> bool:
-        """Called when one step has been seen to work; True if the step runs differently from now
-        on."""
+        """Reacts to the end of warm-up; returns whether the step runs differently from now on."""
         return False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that a resumed run needs; empty for most."""
+        """Returns tensors that a resumed run needs; empty for most."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most have nothing to remember
-        """Continues from `state_dict`, in place."""
+        """Loads a `state_dict` in place."""
 
     def hides_blocks(self) -> bool:
-        """True if no block can be probed in the step as it runs; then an uncompiled step is probed
-        instead."""
+        """Returns whether the step hides its blocks from probes; the stack then probes an
+        uncompiled step."""
         return False
 
     def recover(self, error: BaseException) -> str | None:
-        """Undoes itself if `error`, raised in warm-up, is its own doing, and says so; None if it is
-        not."""
+        """Switches itself off if it caused `error` in warm-up, and returns a sentence that says so;
+        otherwise returns None."""
         return None
 
     def list_candidates(self) -> tuple[Mapping[str, Value], ...]:
-        """Runtime values among which runtime=auto chooses the fastest, the one to begin with
-        first; empty where the value stays as given."""
+        """Returns the runtime values among which runtime=auto chooses the fastest, in the order of
+        trial; empty: nothing to choose."""
         return ()
 
     def on_fake_device(self) -> None:  # noqa: B027 - most compute alike on any device
-        """Called where only bytes are counted, on fake tensors of a CPU: sets itself to what keeps
-        the same bytes there."""
+        """Prepares for a plan, which counts bytes on fake tensors of a CPU: chooses a value that
+        keeps the same bytes there."""
 
     def count_part_bytes(self, part: int) -> float | None:
-        """Bytes that an update takes at least, where it works at one part of the parameters after
-        the other and the largest has `part` elements; None where it does not."""
+        """Returns the bytes that an update needs for its largest part of `part` elements; None if
+        it does not update part by part."""
         return None
 
     def copy_to_host(self, tensor: Tensor, /) -> Tensor:
-        """A copy in host memory of what the forward pass keeps; a plan follows its bytes."""
+        """Copies a tensor that the forward pass saves to host memory; a plan replaces this to count
+        the bytes."""
         return tensor
 
     def list_host_tensors(self) -> Iterable[Tensor]:
-        """What it keeps in host memory from one step to the next."""
+        """Returns the tensors that it keeps in host memory from step to step."""
         return ()
 
     @abstractmethod
     def observe(self, evidence: Evidence) -> Observation:
-        """Reads from one profiled step which value is really on."""
+        """Returns the value that one profiled step shows to be on."""

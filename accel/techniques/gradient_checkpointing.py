@@ -106,7 +106,7 @@ class CheckpointBlocks(Technique):
         note = f"{evidence.format_share(found)} {does}; each kept {kept[0]:.2f} to "
         note += f"{kept[-1]:.2f} MiB for backward and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
-            names = {name for calls in looked_into for call in calls for name in call.cached}
+            names = {name for calls in looked_into for call in calls for name in call.cached_ops}
             note += f"; caches hold results of {', '.join(sorted(names)) or 'nothing'}"
             note += " (in an uncompiled step)" * bool(self.uncompiled)
         return Observation(all(found), note)
@@ -139,8 +139,8 @@ def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) 
     models).
     """
     return bool(uncompiled) and all(
-        other.cached
-        and all(map(is_kept, other.cached))
+        other.cached_ops
+        and all(map(is_kept, other.cached_ops))
         and 0.75 <= call.saved_bytes / max(1, other.saved_bytes) <= 1.25
         for call, other in zip(calls, uncompiled, strict=True)
     )

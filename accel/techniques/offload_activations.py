@@ -104,9 +104,9 @@ class OffloadActivations(Technique):
         if not self.enabled:
             return Observation(False, "what is kept stays on the device")
         calls = [call for calls in evidence.blocks for call in calls]
-        found = evidence.check_blocks(lambda call: call.trains and not call.left)
+        found = evidence.check_blocks(lambda call: call.trains and not call.unmoved_bytes)
         kept = sum(call.saved_bytes for call in calls)
-        left = sum(call.left for call in calls)
+        left = sum(call.unmoved_bytes for call in calls)
         least = saved_tensors.MIN_MOVED_BYTES
         note = f"{evidence.format_share(found)} keep nothing of {least} bytes or more on the device: of "
         note += f"{kept / 2**20:.1f} MiB kept for the backward pass {left / 2**20:.1f} stay there"

@@ -143,9 +143,9 @@ def test_a_selective_policy_that_keeps_other_results_is_not_on(scope, kept, monk
 def test_a_compiler_that_goes_its_own_way_is_seen_in_what_is_kept(saved, on):
     """The uncompiled step keeps 100 bytes and is as it should be."""
     technique = CheckpointBlocks(True, CPU, checkpoint_policy="selective")
-    call = make_call(cached=frozenset({"aten::mm"}), saved_bytes=100)
+    call = make_call(cached_ops=frozenset({"aten::mm"}), saved_bytes=100)
     technique.uncompiled = [[call]]
-    compiled = make_call(cached=call.cached, saved_bytes=saved)
+    compiled = make_call(cached_ops=call.cached_ops, saved_bytes=saved)
     assert technique.observe(Evidence(blocks=[[compiled]])).active is on
 
 

@@ -192,7 +192,7 @@ def test_the_ledger_counts_launches_of_the_package_s_kernels(launched, active):
     technique.switches = [torch.nn.Identity()]
     ops = Counter({"fastlatent::selective_scan": 1})
     call = BlockEvidence(
-        1, 1, torch.float32, torch.float32, fine_bits=(True, True), cached=frozenset(), ops=ops
+        1, 1, torch.float32, torch.float32, fine_bits=(True, True), cached_ops=frozenset(), ops=ops
     )
     evidence = Evidence(ops=ops + Counter({launched: 2}), blocks=[[call]])
     assert technique.observe(evidence).active is active
