@@ -1,9 +1,10 @@
-"""Logs are only logs: no run depends on them, and what they say can be read."""
+"""Logs are only logs: no run depends on them, and every line can be read."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,8 @@ import pytest
 from common import terminal
 from common.terminal import Progress, show_progress
 from scripts.report.history import History
-from tests.harness.outcomes import read_outcome
+from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
 from tests.harness.zygote import Start, read_output
-from training.checkpoint.load import list_complete
 from training.metrics import MetricsFile, read_metrics
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -36,15 +36,20 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a damaged metrics.jsonl", "a warning; the checkpoint is resumed from, to the same bits"
 )
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "damaged"),
     [
-        k if "UTF-8" in k or "its end" in k else pytest.param(k, marks=pytest.mark.slow)
-        for k in DAMAGES
+        ("a line without its end", False),
+        ("bytes that are no UTF-8", True),
+        *(
+            pytest.param(kind, kind != "nothing", marks=pytest.mark.slow)
+            for kind in DAMAGES.keys() - {"a line without its end", "bytes that are no UTF-8"}
+        ),
     ],
 )
 def test_a_damaged_log_stops_no_run(
-    kind: str, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
+    kind: str, damaged: bool, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
 ):
+    """A line without its end is what a kill leaves; other damage is set aside."""
     folder = tmp_path / "run"
     assert zygote(folder, "total_samples=64") == [0]
     log = folder / "metrics.jsonl"
@@ -53,9 +58,7 @@ def test_a_damaged_log_stops_no_run(
     assert zygote(folder) == [0], read_output(folder)
     assert read_outcome(folder).state == read_outcome(run_whole()).state
     assert read_metrics(log)[1] == 0
-    assert (folder / "metrics.jsonl.damaged").exists() == (
-        kind not in ("a line without its end", "nothing")
-    )
+    assert (folder / "metrics.jsonl.damaged").exists() == damaged
 
 
 def test_a_log_that_is_a_folder_stops_no_run(run: Callable[..., dict], tmp_path: Path):
@@ -72,7 +75,7 @@ def test_every_line_is_strict_json(tmp_path: Path):
     metrics = MetricsFile(file)
     metrics.append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
     metrics.append({"step": 2, "loss": 1.5})
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+    assert read_lines(tmp_path) == [
         {"step": 1, "loss": None, "grad_norm": None, "mfu": None, "not_finite": 2},
         {"step": 2, "loss": 1.5},
     ]
@@ -82,38 +85,34 @@ def test_every_line_is_strict_json(tmp_path: Path):
     "the command of a finished run again",
     "it says so and touches nothing; more samples continue it",
 )
-def test_a_finished_run_is_left_alone(zygote: Start, tmp_path: Path):
+def test_a_finished_run_is_left_alone(
+    zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
+):
     folder = tmp_path / "run"
-    assert zygote(folder) == [0]
-    before = touched(folder)
+    shutil.copytree(run_whole(), folder)
+    before = read_files(folder)
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["train_seconds"] > 0
-    Path(f"{folder}.log").unlink()
     assert zygote(folder) == [0]
     assert "differ" not in read_output(folder)
     assert zygote(folder, "optim.lr=0.5") == [0]
-    told = read_output(folder)
-    assert f"run_dir={folder} holds a finished run, of 96 samples; there is nothing to do" in told
-    assert "optim.lr was" in told
-    assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", told)
+    output = read_output(folder)
+    assert f"run_dir={folder} holds a finished run, of 96 samples; nothing is done" in output
+    assert "optim.lr was" in output
+    assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", output)
     assert zygote(folder, "model.depth=3") == [1]
-    assert (
-        "holds a finished run of another model: depth was 2, is 3; use a new run_dir."
-        in read_output(folder)
-    )
+    sentence = "holds a finished run of another model: depth was 2, is 3; use a new run_dir."
+    assert sentence in read_output(folder)
     assert zygote(folder, "resume=never") == [1]
-    assert touched(folder) == before
+    assert read_files(folder) == before
     assert zygote(folder, "total_samples=112") == [0]
-    assert list_complete(folder / "checkpoints")[-1].name == "step-14"
+    assert list_checkpoints(folder)[-1] == "step-14"
     assert "resumed from" in read_output(folder)
 
 
-def touched(folder: Path) -> dict[Path, tuple[bytes, int]]:
-    return {
-        file: (file.read_bytes(), file.stat().st_mtime_ns)
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+def read_files(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Contents and times of all files."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +134,7 @@ def test_evaluation_shows_how_far_it_is(
 ):
     monkeypatch.setattr(terminal, "LINE_INTERVAL_SECONDS", 0.0)
     run("eval_every=2", "sample_every=2", "save_every=2", "sampling.steps=2")
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for unit in ("batches of evaluation", "batches of the sample grid"):
-        assert f" {unit}, " in told
+        assert f" {unit}, " in output
     assert list(show_progress("abc", 3, "letters", silent=True)) == ["a", "b", "c"]
