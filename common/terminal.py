@@ -15,8 +15,8 @@ LINE_INTERVAL_SECONDS = 10.0
 
 
 class Progress:
-    """Shows a count towards `total`: a tqdm bar on a terminal; elsewhere, with `plain`, a line every
-    `LINE_INTERVAL_SECONDS`. `lasting` leaves the finished bar on the screen."""
+    """Shows a count towards `total`: a tqdm bar on a terminal; elsewhere, with `plain`, a line
+    every `LINE_INTERVAL_SECONDS`. `lasting` leaves the finished bar on the screen."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Progress:
             self.last_line = time.perf_counter()
             rate = (self.count - self.initial) / (self.last_line - self.started)
             print(
-                f"{self.count}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, {self.format_time_left()}",
+                f"{self.count}/{self.total} {self.unit}, {rate:.1f} {self.unit}/s, "
+                f"{self.format_time_left()}",
                 flush=True,
             )
 

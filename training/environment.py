@@ -1,4 +1,4 @@
-"""Describes the machine of a run: its device, the rates of its GPU, versions, and the code's commit.
+"""Describes the machine of a run: its device, rates of its GPU, versions, and the code's commit.
 
 The rates of GPUs are from the vendors' data sheets: dense 16-bit products (no sparsity), memory,
 links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a100,l40s,a40}, .../products/a10-gpu;

@@ -38,7 +38,7 @@ def evaluate(training: Training) -> dict[str, float]:
     count = -(-training.loader.held_out_count // training.micro_batch)
 
     def compute_losses(batch: Batch) -> Tensor:
-        return torch.stack(training.step.losses(batch, held_out=True), dim=1).double().cpu()
+        return torch.stack(training.step.compute_losses(batch, held_out=True), dim=1).double().cpu()
 
     with training.state.use_averages():
         rows = share_work(batches, count, "batches of evaluation", training.ranks, compute_losses)

@@ -90,7 +90,7 @@ def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[
     """Describes the samples of a step on all ranks, in the order of the stream."""
     rows = []
     for batch in batches:
-        loss, t = training.step.losses(batch)
+        loss, t = training.step.compute_losses(batch)
         columns = (batch.position, batch.ids, batch.labels, t, loss)
         rows += zip(*(column.tolist() for column in columns), strict=True)
     shares = training.ranks.gather_objects(rows)

@@ -152,8 +152,8 @@ class Clock:
         return {kind: self.earlier[kind] + self.seconds[kind] for kind in KINDS}
 
     def write(self, file: Path, saved_step: int | None = None, now: bool = True) -> None:
-        """Writes the account, with `saved_step` if the run has just saved one; without `now` at most
-        every `WRITE_INTERVAL_SECONDS`. Ignores an error of the disk."""
+        """Writes the account, with `saved_step` if the run has just saved one; without `now`, at
+        most every `WRITE_INTERVAL_SECONDS`. Ignores an error of the disk."""
         if not now and time.perf_counter() - self.written < WRITE_INTERVAL_SECONDS:
             return
         seconds = self.account

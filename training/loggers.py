@@ -1,4 +1,4 @@
-"""Optional loggers. The run folder holds everything without them, and none of them can stop a run."""
+"""Optional loggers. The run folder holds all figures without them, and none can stop a run."""
 
 from __future__ import annotations
 

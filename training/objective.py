@@ -44,7 +44,7 @@ class FlowMatching:
                 f"objective.label_dropout={self.label_dropout} must lie between 0 and 1."
             )
 
-    def losses(
+    def compute_losses(
         self,
         model: Callable[..., Tensor],
         batch: Batch,

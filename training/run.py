@@ -1,4 +1,4 @@
-"""A run: its device, its folder, and the files in it."""
+"""Manages a run: its device, its folder, and the files in it."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ from training.state import TrainState
 from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
 EARLIER_RUN_FILES = ("checkpoints/step-*", "summary.json")
-"""What a folder has in which a run was before."""
+"""Patterns of files that show that a folder already holds a run."""
 
 
 class Run:
-    """One run and its folder.
+    """A run and its folder.
 
     The folder holds config.yaml (as composed, unresolved and redacted), environment.json,
     ledger.json, kernels.json and tuning.json (where there was a choice), metrics.jsonl, time.json,
-    samples/, checkpoints/ and summary.json. The first process writes them.
+    samples/, checkpoints/ and summary.json. The first rank writes them.
     """
 
     def __init__(self, composed: Composed) -> None:
         cfg = composed.cfg
-        # The first run of a training process has begun with the process.
+        # The first run of `train.py` begins with its process, so that imports count.
         if CLOCK.seconds or Path(sys.argv[0]).name != "train.py":
             CLOCK.begin()
         self.cfg = cfg
@@ -72,11 +72,11 @@ class Run:
         self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self.lock: FolderLock | None = None
         self.rows: list[LedgerRow] = []
-        """Rows of the ledger beside those of the techniques."""
+        """Rows of the ledger that no technique adds."""
         self.reported_bounds: set[str] = set()
-        """What bounds a step, as far as it was said."""
+        """Bounds of the step, such as "data-bound", that the terminal already shows."""
         self.stack: AccelerationStack | None = None
-        """The techniques of the run, once it is open."""
+        """Techniques of the run, from `announce_start` on."""
 
         earlier = [file for name in EARLIER_RUN_FILES for file in self.folder.glob(name)]
         if cfg.resume == "never" and earlier:
@@ -86,12 +86,11 @@ class Run:
             )
         self.ranks.broadcast_result(lambda: find_branch(cfg.resume, self.folder / "checkpoints"))
         self.finished = self.ranks.broadcast_result(lambda: read_finished_summary(cfg, self.folder))
-        """The summary, where this folder holds a run that has seen all its samples: there is
-        nothing to do."""
+        """Summary of a run in this folder that has already seen all its samples; otherwise None."""
         if self.finished is not None:
             return
 
-        # A folder that is new is made only once all is known to work.
+        # Lock an existing folder now. Create a new one only once set-up has succeeded.
         self.claimed = self.ranks.broadcast_result(
             lambda: self.folder.exists() and self.claim_folder()
         )
@@ -103,40 +102,39 @@ class Run:
         set_deterministic(cfg.deterministic)
 
     def claim_folder(self) -> bool:
-        """Makes the folder, if it is not there, and keeps other runs out; ValueError if one is in
-        it."""
-        where = f"run_dir={self.folder}"
+        """Creates and locks the folder; ValueError if another run holds it. Always True."""
+        key = f"run_dir={self.folder}"
         try:
             make_folder(self.folder)
             self.lock = lock_folder(
                 self.folder,
-                f"{where}: another run writes to it; wait for it, or choose another folder.",
+                f"{key}: another run writes to it; wait for it, or choose another folder.",
             )
         except OSError as error:
             raise UserError(
-                f"{where} cannot be written to ({error.strerror}); choose another folder."
+                f"{key} cannot be written to ({error.strerror}); choose another folder."
             ) from error
         return True
 
     def write_file(self, name: str, content: Any) -> None:
-        """Writes a JSON file into the folder, which the first of them makes; all processes call
-        it."""
+        """Writes a JSON file into the folder, and creates the folder first if need be. All ranks
+        call it."""
         self.claimed = self.claimed or self.ranks.broadcast_result(self.claim_folder)
         if self.ranks.first:
             write_json(self.folder / name, replace_non_finite(content))
 
     @CLOCK.count_as("warm_up")
     def apply_tuning(self) -> TrainConfig:
-        """The configuration with the techniques that `runtime.tune` found to be fastest; without it
-        as composed."""
+        """Returns the configuration, with `runtime.tune` with the techniques that are fastest
+        here."""
         if self.cfg.runtime.tune:
-            self.cfg, found = tune_config(self.cfg, self.device, self.ranks, self.folder)
-            self.write_file(TUNING_FILE, found)
-            self.rows.append(make_ledger_row(found))
+            self.cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
+            self.write_file(TUNING_FILE, choice)
+            self.rows.append(make_ledger_row(choice))
         return self.cfg
 
     def open_checkpoints(self) -> Checkpoints:
-        """The place for checkpoints of this run."""
+        """Returns the checkpoints of this run, to save and remove them by."""
         cfg = self.cfg
         return Checkpoints(
             self.folder / "checkpoints",
@@ -149,22 +147,22 @@ class Run:
         )
 
     def close(self) -> None:
-        """Releases the lock on the folder, and leaves the process group."""
+        """Releases the folder lock and destroys the process group."""
         if self.lock is not None:
             self.lock.close()
         self.ranks.close()
 
     def write_kernels(self, training: Training) -> None:
-        """Writes which kernels were chosen before they are first run, so that a run that is resumed
-        computes with the same."""
+        """Writes the choice of kernels before their first use, so that a resumed run computes with
+        the same ones."""
         if training.kernels:
             self.write_file(KERNELS_FILE, training.kernels)
 
     def announce_start(
         self, training: Training, ledger: Ledger, logger: SafeLogger, where: str
     ) -> None:
-        """Describes the run that is about to start: in its folder, on the terminal and to the
-        logger."""
+        """Describes the starting run in its folder, on the terminal and to the logger; `where` says
+        what it continues."""
         self.stack = training.stack
         ledger += self.rows
         rows = ledger.as_dict()
@@ -172,11 +170,14 @@ class Run:
         self.write_file("ledger.json", rows)
         if not self.ranks.first:
             return
+
+        # Show the ledger, and pass it to the logger with the configuration.
         config = self.composed.source
         write_atomically(self.folder / "config.yaml", to_yaml(config))
         hardware = self.environment["hardware"]
         print(
-            f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n{ledger.format_line()}\n\n{where}",
+            f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n{ledger.format_line()}"
+            f"\n\n{where}",
             flush=True,
         )
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
@@ -186,21 +187,24 @@ class Run:
         logger.known = {"ledger": rows}
 
     def continue_records(self, state: TrainState) -> None:
-        """Continues the records of the run at the step of `state`: what was logged after it is
-        dropped, and will be logged again."""
+        """Continues the account of time and the metrics at the step of `state`; drops later
+        metrics, which the run will log again."""
         CLOCK.resume(self.folder / TIME_FILE, state.step)
-        kept = self.metrics.drop_after(state.step) if self.ranks.first else []
-        if kept:
-            state.meter.earlier_seconds = float(kept[-1].get("train_seconds") or 0.0)
+        lines = self.metrics.drop_after(state.step) if self.ranks.first else []
+        if lines:
+            state.meter.earlier_seconds = float(lines[-1].get("train_seconds") or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Logs a line, and says once what bounds a step and what to try against it."""
+        """Appends a line; says once per bound whether data or launches bound the step, and which
+        keys to try."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
         stack = self.stack
         if stack is None:
             return
+
+        # Each bound is reported once.
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
         data_ms = metrics["data_wait"] * step_ms
         found = explain_bound(
@@ -214,15 +218,15 @@ class Run:
             print(f"{bound}: {reason}; try {', '.join(keys)}", flush=True)
 
     def write_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
-        """Writes where the time of the run went: every few seconds, after each save, or now."""
+        """Writes the account of time: after a save, `now`, or else every few seconds."""
         if self.ranks.first:
             state.meter.sum_waits()
             step = state.step if saved else None
             CLOCK.write(self.folder / TIME_FILE, step, now=saved or now)
 
     def show_finished(self) -> dict[str, Any]:
-        """Says that the run is finished, with its summary, and touches nothing. ValueError for
-        another model's run."""
+        """Shows the summary of a finished run and changes nothing; ValueError if the run has
+        another model, data, objective, optimizer or adapter."""
         assert self.finished is not None
         where = f"run_dir={self.folder} holds a finished run"
         try:
@@ -237,39 +241,42 @@ class Run:
                 raise UserError(f"{where} of another {part}: {other}; use a new run_dir.")
 
         changed = describe_difference(before, now)
-        note = f" Settings that differ now are not looked at: {changed}." if changed else ""
+        note = f" Changed settings have no effect: {changed}." if changed else ""
         self.ranks.say(
-            f"{where}, of {self.finished['samples']} samples; nothing is done. A larger "
+            f"{where}, of {self.finished['samples']} samples; there is nothing to do. A larger "
             f"total_samples continues it.{note}\n\nsummary\n{format_summary(self.finished)}"
         )
         self.ranks.close()
         return self.finished
 
     def stop(self, state: TrainState) -> NoReturn:
-        """Ends the process with the code that says: the same command again goes on."""
+        """Exits with `RESUMABLE_EXIT_CODE`: the same command again resumes the run."""
         self.write_time(state, now=True)
-        kept = "saved" if state.step else "nothing is saved"
+        saved = "saved" if state.step else "nothing is saved"
         if not self.cfg.save_every:
-            kept = "nothing is saved, for save_every=0"
+            saved = "nothing is saved, for save_every=0"
         self.ranks.say(
-            f"\nasked to stop at step {state.step}; {kept}. The same command again resumes."
+            f"\nasked to stop at step {state.step}; {saved}. The same command again resumes."
         )
         self.close()
         raise SystemExit(RESUMABLE_EXIT_CODE)
 
     def summarise(self, state: TrainState, ledger: Ledger) -> dict[str, Any]:
-        """Writes and returns the summary: the latest value of each metric, the files, and the
-        times."""
+        """Writes and returns the summary: the latest value of each metric, files, and times."""
         self.write_time(state, now=True)
         latest: dict[str, Any] = {}
         for line in read_metrics(self.metrics.file)[0]:
             latest |= line
+
+        # A process that trained nothing, as after the last step, reports the last logged rate.
         meter = state.meter
         rate = latest.get("samples_per_s")
         if meter.train_seconds:
             rate = meter.trained_samples / meter.train_seconds
-        own = CLOCK.seconds
-        spent = CLOCK.account
+
+        # The clock counts this process's seconds; the account covers the whole run.
+        process_seconds = CLOCK.seconds
+        account = CLOCK.account
         checkpoints = list_complete(self.folder / "checkpoints")
         grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=get_mtime)
         summary = {
@@ -285,11 +292,11 @@ class Run:
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,
             "train_seconds": meter.train_seconds,
-            "warm_up_seconds": own["warm_up"],
-            "maintenance_seconds": sum(own[kind] for kind in MAINTENANCE_KINDS),
-            "save_stall_seconds": own["saving"],
-            "goodput": spent["steps"] / max(1e-9, sum(spent.values())),
-            "time": spent,
+            "warm_up_seconds": process_seconds["warm_up"],
+            "maintenance_seconds": sum(process_seconds[kind] for kind in MAINTENANCE_KINDS),
+            "save_stall_seconds": process_seconds["saving"],
+            "goodput": account["steps"] / max(1e-9, sum(account.values())),
+            "time": account,
             "ledger": ledger.as_dict(),
             "checkpoint": str(checkpoints[-1]) if checkpoints else None,
             "sample_grid": grid and str(grid),
@@ -299,21 +306,23 @@ class Run:
         return summary
 
     def show_rehearsal(self) -> None:
-        """Prints ledger and speed of the latest run of experiment `rehearsal`, or warns that there
-        is none."""
-        wanted = self.cfg.rehearsal
-        if wanted is None or not self.ranks.first:
+        """Prints ledger and speed of the latest run of experiment `rehearsal` with the same model,
+        runtime and versions; warns if there is none."""
+        experiment = self.cfg.rehearsal
+        if experiment is None or not self.ranks.first:
             return
+
         choices = self.composed.choices
-        chosen = {"experiment": wanted} | {key: choices.get(key) for key in ("model", "runtime")}
+        chosen = {"experiment": experiment}
+        chosen |= {key: choices.get(key) for key in ("model", "runtime")}
         folders = (self.folder.parent, Path("runs"))
         files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
         for file in sorted(files, key=get_mtime, reverse=True):
             try:
                 summary = read_object(file)
-                then = read_object(file.with_name("environment.json"))
-                same = chosen.items() <= then["choices"].items()
-                same = same and then["versions"] == self.environment["versions"]
+                environment = read_object(file.with_name("environment.json"))
+                same = chosen.items() <= environment["choices"].items()
+                same = same and environment["versions"] == self.environment["versions"]
                 rows = [
                     f"    {k}: {row['requested']} -> {row['active']}"
                     for k, row in summary["ledger"].items()
@@ -322,31 +331,33 @@ class Run:
             except READ_ERRORS:
                 continue  # not a run of ours
             if same:
-                print(f"latest {wanted} of this model and runtime: {file.parent}, {rate}")
+                print(f"latest {experiment} of this model and runtime: {file.parent}, {rate}")
                 print("\n".join(rows), flush=True)
                 return
+
         print(
-            f"warning: no {wanted} of model={chosen['model']} runtime={chosen['runtime']} with "
-            f"these versions lies in {self.folder.parent}; minutes of `experiment={wanted}` can "
-            "save hours.",
+            f"warning: {self.folder.parent} holds no {experiment} of model={chosen['model']} "
+            f"runtime={chosen['runtime']} with these versions; a few minutes of "
+            f"`experiment={experiment}` can save hours.",
             flush=True,
         )
 
 
 def get_mtime(file: Path) -> float:
-    """When a file was last changed, in seconds of Unix time."""
+    """Returns a file's time of modification, in seconds of Unix time."""
     return file.stat().st_mtime
 
 
 def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
-    """The summary of a run that has seen `total_samples`; None if there is something to do."""
+    """Reads the summary of a run that has seen `total_samples`; None if training must continue."""
     try:
         summary = read_object(folder / "summary.json")
         damaged = summary.get("skipped_data") or {}
         known = all(type(count) is int for count in damaged.values())
         if not known or summary["samples"] < cfg.total_samples:
             return None
-        if cfg.save_every:  # a newest checkpoint that is damaged or gone is made anew
+        # If the newest checkpoint is damaged or gone, the run continues from an earlier one.
+        if cfg.save_every:
             newest = verify(list_complete(folder / "checkpoints")[-1])
             if read_state_file(newest)["counters"]["samples"] < cfg.total_samples:
                 return None
@@ -356,11 +367,12 @@ def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | No
 
 
 def choose_folder(choices: Mapping[str, str]) -> Path:
-    """A folder that does not exist yet: `runs/<date>-<time>-<model>-<runtime>`, numbered where two
-    start together."""
+    """Returns a path that does not exist yet, `runs/<date>-<time>-<model>-<runtime>`, with a number
+    if two runs start in one second."""
     chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
-    # groups may have folders
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9_.-]', '-', chosen)}"
+    # The name of a choice may contain a slash.
+    chosen = re.sub(r"[^A-Za-z0-9_.-]", "-", chosen)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen}"
     folder = Path("runs") / name
     number = 1
     while folder.exists():

@@ -1,4 +1,4 @@
-"""The state of a run: everything that a step changes, in one object and one list."""
+"""The state of a run: everything that a step changes, and how checkpoints keep it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ LAYOUTS = {
     "window": Layout.sums,
     "rng": Layout.each,
 }
-"""The pieces of the state and how a checkpoint keeps each: the format of checkpoints. A new piece
-is one more entry here, and one in each of the methods that save and load."""
+"""Piece of the state -> its layout in a checkpoint. A new piece needs an entry here and a line in
+both `state_dict` and `load_state_dict`."""
 
 
 @dataclass
 class TrainState:
-    """Model, optimizer, averages, loader, the sums of the current log window, and counters.
+    """Model, optimizer, averages, loader, sums of the current log window, and counters.
 
-    Noise, t, flips and label drops are functions of the stream position, so `samples` stands for
-    their state; torch's generators are kept as well for models that use them.
+    Noise, t, flips and label drops depend only on the stream position, so `samples` is their state.
+    Checkpoints also keep PyTorch's generators, for models that use them.
     """
 
     model: Denoiser
@@ -60,7 +60,7 @@ class TrainState:
     skipped_data: dict[str, int] = field(default_factory=dict)
     """Damaged blocks that all ranks skipped -> their samples."""
     began_at: int = 0
-    """The step that this process started or resumed from."""
+    """Step at which this process started or resumed."""
     layouts = LAYOUTS
 
     def advance(self, samples: int) -> None:
@@ -77,14 +77,14 @@ class TrainState:
         return self.samples >= self.total_samples
 
     def is_due(self, *intervals: int) -> bool:
-        """True each so many steps and when the run is done; never for 0, and never at the step
-        where a resume began."""
+        """Says whether the step is a multiple of an interval, or the run is done. An interval of 0
+        is never due, and nothing is due before this process has taken a step."""
         return self.moved and any(
             every > 0 and (self.done or self.step % every == 0) for every in intervals
         )
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """Leaves by piece and name: references, not copies. Save or copy them before the next
+        """Returns leaves by piece and name. They are references: save or copy them before the next
         step."""
         return {
             "model": select_saved_weights(self.model),
@@ -99,8 +99,8 @@ class TrainState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads everything; ValueError if the tensors do not fit the model. Hyper-parameters stay
-        the config's."""
+        """Loads everything except hyper-parameters, which come from the configuration; ValueError
+        if the tensors do not fit the model."""
         load_weights(self.model, state["model"])
         self.ema.load_state_dict(state["ema"])
         load_moments(self.optimizer, state["optimizer"])
@@ -114,18 +114,20 @@ class TrainState:
         self.began_at = self.step
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counters; checkpoints of earlier versions have no `skipped_data`."""
-        known = {"skipped_data": {}} | dict(saved)
+        """Sets the counters; ValueError for one that is no count. Old checkpoints have no
+        `skipped_data`."""
+        counters = {"skipped_data": {}} | dict(saved)
         for name in COUNTERS:
-            counts = known[name].values() if name == "skipped_data" else [known[name]]
+            counter = counters[name]
+            counts = counter.values() if name == "skipped_data" else [counter]
             if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
-                raise UserError(f"the counter {name} is {known[name]}, which is no count.")
-            setattr(self, name, known[name])
+                raise UserError(f"the counter {name} is {counter}, which is no count.")
+            setattr(self, name, counter)
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """The averaged weights, in evaluation mode and uncompiled: batch sizes other than
-        training's recompile."""
+        """Uses the averaged weights inside, in evaluation mode, and runs eagerly: other batch sizes
+        than training's would recompile."""
         with (
             self.stack.surround_evaluation(),
             self.ema.swap_in(),
@@ -139,8 +141,8 @@ class TrainState:
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
-        """Restores the state at the end of the block, from a copy in host memory: the device's is
-        left to the step."""
+        """Restores the state at the end of the block. The copy is in host memory, to leave the
+        device's to the step."""
         before = tree_map_only(
             Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), self.state_dict()
         )
@@ -152,64 +154,60 @@ class TrainState:
 
 
 def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that a checkpoint keeps: all, or those of an adapter."""
-    own = model.state_dict()
-    return (
-        {name: own[name] for name in find_trained_parameters(model)}
-        if find_adapted_layers(model)
-        else own
-    )
+    """Returns the tensors of a model that a checkpoint keeps: all, or only those of an adapter."""
+    tensors = model.state_dict()
+    if not find_adapted_layers(model):
+        return tensors
+    return {name: tensors[name] for name in find_trained_parameters(model)}
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Loads whole tensors into a model, sharded or not; ValueError if they do not fit."""
-    own = model.state_dict()
-    frozen = {name: own[name] for name in own.keys() - select_saved_weights(model).keys()}
+    current = model.state_dict()
+    frozen_names = current.keys() - select_saved_weights(model).keys()
+    frozen = {name: current[name] for name in frozen_names}
     try:
-        model.load_state_dict(
-            frozen | {name: shard_like(tensor, own.get(name)) for name, tensor in weights.items()}
-        )
+        loaded = {name: shard_like(tensor, current.get(name)) for name, tensor in weights.items()}
+        model.load_state_dict(frozen | loaded)
     except RuntimeError as error:
         raise UserError(f"the checkpoint does not fit this model: {error}") from error
 
 
 def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) -> None:
-    """Loads an optimizer's state, in place where it exists already: a captured step goes on using
-    those tensors.
-
-    Hyper-parameters stay as they are. Adam that has not stepped yet is Adam whose moments and step
-    count are zero.
-    """
-    saved: dict[int, dict[str, Any]] = {int(i): of for i, of in nest(leaves).items()}
+    """Loads an optimizer's state, in place where the tensors exist: a captured step keeps using
+    them. Hyper-parameters stay as they are."""
+    saved: dict[int, dict[str, Any]] = {int(i): entries for i, entries in nest(leaves).items()}
     if isinstance(optimizer, Members):
         optimizer.load_state_dict({"state": saved})
         return
 
+    # For Adam, no state yet and a state of zeros are the same.
     current = optimizer.state_dict()
-    own = current["state"]
+    state = current["state"]
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in own.items()}
+        saved = {i: dict.fromkeys(entries, 0.0) for i, entries in state.items()}
     parameters = parameters_of(optimizer)
     for i, entries in saved.items():
         saved[i] = {name: shard_like(value, parameters[i]) for name, value in entries.items()}
 
-    tensors = [value for _, value in flatten(own)]
-    if saved.keys() != own.keys() or not all(isinstance(value, Tensor) for value in tensors):
+    tensors = [value for _, value in flatten(state)]
+    if saved.keys() != state.keys() or not all(isinstance(value, Tensor) for value in tensors):
         optimizer.load_state_dict(current | {"state": saved})
         return
     values = dict(flatten(saved))
-    for name, tensor in flatten(own):
+    for name, tensor in flatten(state):
         value = values[name]
         tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
 
 
 def read_rng_state() -> dict[str, Tensor]:
-    """The states of PyTorch's generators: the host's and each GPU's."""
+    """Returns the states of PyTorch's generators, the host's and each GPU's."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"torch": torch.get_rng_state()} | {f"cuda.{i}": state for i, state in enumerate(gpus)}
 
 
 def load_rng_state(saved: Mapping[str, Tensor]) -> None:
+    """Restores PyTorch's generators; the GPUs' only if their number is the same."""
     torch.set_rng_state(saved["torch"])
     gpus = [saved[f"cuda.{i}"] for i in range(len(saved) - 1)]
     if len(gpus) == torch.cuda.device_count():

@@ -1,4 +1,4 @@
-"""One optimizer step, from micro-batches to updated parameters and their averages, without waiting
+"""Takes an optimizer step, from micro-batches to updated parameters and averages, without waiting
 for the device."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.composite_optimizer import is_fused, split_parts
-from accel.sharding import to_local, slice_like, replicate_like, total_norm
+from accel.sharding import replicate_like, slice_like, to_local, total_norm
 from common.errors import UserError
 from data.loader import Batch
 from models.adapters import find_trained_parameters
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 
 class StepOutput(NamedTuple):
-    """Device scalars."""
+    """Figures of a step, as scalars on the device."""
 
     loss: Tensor
-    """Mean over all samples of the step."""
+    """Mean loss over the samples of the step."""
     grad_norm: Tensor
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     skipped: Tensor
-    """1.0 if the norm was not finite or a spike, and parameters, moments and averages were left
-    alone."""
+    """1.0 if the norm was not finite or a spike, so that parameters, moments and averages did not
+    change."""
     backed_off: Tensor
-    """1.0 if the same happened because fp16's loss scale was too large: part of its search, no
-    failure."""
+    """1.0 if the step was skipped because fp16's loss scale was too large; the search for the scale
+    causes such steps."""
 
 
 class EMA:
-    """Exponential moving average of the parameters, in fp32, with its length in samples.
+    """Exponential moving average of the parameters in fp32, with its half-life in samples.
 
-    ema ← ema + w·(parameter - ema), with w = 1 - 0.5^(batch / half_life). The half-life is
-    `half_life_samples`, and early in training at most `ramp` times the samples seen, so that the
-    average is not dominated by initialisation (Karras et al. 2024, EDM2).
+    The update is ema ← ema + w·(parameter - ema), with w = 1 - 0.5^(batch / half_life). The
+    half-life is `half_life_samples`, but at most `ramp` times the samples seen, so that the initial
+    weights do not dominate the average early in training (Karras et al. 2024, EDM2).
     """
 
     def __init__(self, model: nn.Module, half_life_samples: float, ramp: float = 0.05) -> None:
@@ -59,38 +59,37 @@ class EMA:
         self.names = list(named)
         self.parameters = list(named.values())
         self.averages = [p.detach().float().clone() for p in self.parameters]
-        """Sharded like the parameters: the arithmetic is elementwise, so each process updates its
-        own part."""
-        average_of = dict(zip(self.parameters, self.averages, strict=True))
+        """Averages, sharded like the parameters: the update is elementwise, so each rank updates
+        its shard."""
+        average_by_parameter = dict(zip(self.parameters, self.averages, strict=True))
         self.parts = [
-            [(p, average_of[p]) for group in part for p in group["params"]]
+            [(p, average_by_parameter[p]) for group in part for p in group["params"]]
             for part in split_parts([{"params": self.parameters}])
         ]
-        """Parameters with their averages, cut so that an update, while the gradients live, needs
-        little more memory."""
+        """Pairs of a parameter and its average, in parts: an update needs temporary memory for one
+        part, while the gradients still exist."""
 
     def compute_weight(self, samples: int, batch_size: int) -> float:
-        """w for the step that ends at `samples` samples."""
+        """Returns w for the step that ends at `samples` samples."""
         half_life = min(self.half_life_samples, self.ramp * samples)
         return 1.0 - 0.5 ** (batch_size / max(half_life, 1e-8))
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
-        """`weight` is a device scalar; 0 leaves the averages bit for bit as they are."""
-        # Not _foreach_lerp_: it takes one weight as a host number only, which would wait for the
-        # device.
+        """Updates the averages by a device scalar `weight`; with 0 they do not change."""
+        # Not _foreach_lerp_: it takes a single weight only as a number of the host, which would
+        # wait for the device.
         for part in self.parts:
             averages = [to_local(average) for _, average in part]
-            moves = torch._foreach_sub([to_local(p.detach()) for p, _ in part], averages)
-            torch._foreach_mul_(moves, weight)
-            torch._foreach_add_(averages, moves)
+            differences = torch._foreach_sub([to_local(p.detach()) for p, _ in part], averages)
+            torch._foreach_mul_(differences, weight)
+            torch._foreach_add_(averages, differences)
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """The model holds the averages inside and its own parameters again after, bit for bit.
+        """Puts the averages into the model inside, and restores its parameters after, bit for bit.
 
-        Parameters narrower than fp32 hold rounded averages, from copies that are made for the
-        while.
+        Parameters narrower than fp32 hold rounded averages meanwhile, and are restored from copies.
         """
         narrow = [(p, p.detach().clone()) for p in self.parameters if p.dtype != torch.float32]
         self.exchange()
@@ -99,40 +98,41 @@ class EMA:
         finally:
             self.exchange()
             with torch.no_grad():
-                for parameter, own in narrow:
-                    parameter.copy_(own)
+                for parameter, copy in narrow:
+                    parameter.copy_(copy)
 
     @torch.no_grad()
     def exchange(self) -> None:
+        """Swaps fp32 parameters with their averages; copies averages into narrower parameters."""
         for parameter, average in zip(self.parameters, self.averages, strict=True):
-            own = parameter.detach().clone()
+            before = parameter.detach().clone()
             parameter.copy_(average)
-            if own.dtype == torch.float32:
-                average.copy_(own)
+            if before.dtype == torch.float32:
+                average.copy_(before)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Averages by parameter name: a state dict that the model itself can load."""
+        """Returns the averages by parameter name: a state dict that the model can load."""
         return dict(zip(self.names, self.averages, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = self.state_dict()
-        if state.keys() != own.keys():
+        averages = self.state_dict()
+        if state.keys() != averages.keys():
             raise UserError(
                 "the averages do not fit the model; they differ in "
-                f"{sorted(state.keys() ^ own.keys())[:5]}."
+                f"{sorted(state.keys() ^ averages.keys())[:5]}."
             )
-        for name, average in own.items():
+        for name, average in averages.items():
             to_local(average).copy_(slice_like(state[name], average))
 
 
 class SpikeGuard:
-    """A norm more than `sigmas` standard deviations above the mean of the last `window` ones is a
-    spike.
+    """Detects spikes: gradient norms more than `sigmas` standard deviations above the mean of the
+    last `window` norms.
 
-    The window takes finite norms only: one NaN in it would make every comparison false. A spike
-    enters it as the highest norm that would have passed, so that one alone does not blind the
-    guard, and a lasting change of level is followed. Nothing is a spike before the window is full.
-    (OLMo's SkipStep uses 6 deviations of 128 steps.)
+    The window holds finite norms only, for one NaN would make every comparison false. A spike
+    enters it as the highest norm that would have passed: so a single spike does not hide the next
+    one, and the window follows a lasting change of level. Before the window is full every finite
+    norm passes. (OLMo's SkipStep uses 6 deviations of 128 steps.)
     """
 
     def __init__(self, sigmas: float, window: int, device: torch.device) -> None:
@@ -142,15 +142,14 @@ class SpikeGuard:
 
     @torch.no_grad()
     def passes(self, norm: Tensor) -> Tensor:
-        """True for a norm that is finite and no spike; remembers it. Nothing waits for the
-        device."""
+        """Says, on the device, whether a norm is finite and no spike; adds it to the window."""
         std, mean = torch.std_mean(self.norms)
         full = self.count >= len(self.norms)
         finite = torch.isfinite(norm)
         limit = torch.where(full, mean + self.sigmas * std, torch.inf)
         place = (self.count % len(self.norms)).view(1)
-        kept = torch.where(finite, torch.minimum(norm, limit), self.norms[place])
-        self.norms.index_copy_(0, place, kept)
+        entry = torch.where(finite, torch.minimum(norm, limit), self.norms[place])
+        self.norms.index_copy_(0, place, entry)
         self.count.add_(finite)
         return finite & (norm <= limit)
 
@@ -158,8 +157,8 @@ class SpikeGuard:
         return {"norms": self.norms, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """In place: a captured step goes on using these tensors. Another window, or none, starts
-        anew."""
+        """Loads the window in place, for a captured step keeps using these tensors. A state of
+        another window size, or none, empties it."""
         fits = state.keys() == {"norms", "count"} and state["norms"].shape == self.norms.shape
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name]) if fits else tensor.zero_()
@@ -168,22 +167,22 @@ class SpikeGuard:
 class TrainStep:
     """Takes one optimizer step: forward and backward per micro-batch, clipping, update, EMA.
 
-    The loss is on the device of the batches. Rates, weights and what decides about the update are
-    on that of the parameters, which `parallel.cpu_offload` keeps on the host; everywhere else the
-    two are one.
+    The loss is on the batches' device. Learning rates, EMA weight and the flag that decides about
+    the update are on the parameters' device; the two differ only under `parallel.cpu_offload`.
 
     Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation
     and sampling use the same `forward`. A benchmark sets `mark(phase)` to time the phases. Data
     parallelism sets `synchronise(last)`, which surrounds each micro-batch and disables gradient
     synchronisation on all but the last. `schedule(samples)` moves learning rate and EMA weight to
-    the device before the step, so that the step itself never copies from the host. The optimizer
-    decides on the device: a fused one gets the clipping factor as `grad_scale` and a non-finite
-    norm as `found_inf`. An unfused one cannot, so there the host reads one flag a step.
+    the device before the step, so that the step itself never copies from the host. A fused
+    optimizer decides on the device: it takes the clipping factor as `grad_scale` and skips the
+    update if `found_inf` is set. For any other optimizer the host reads one flag a step.
     """
 
     def __init__(
         self, cfg: TrainConfig, state: TrainState, objective: FlowMatching, schedule: Schedule
     ) -> None:
+        # Techniques replace or set these.
         self.model = state.model
         self.forward: Callable[..., Tensor] = state.model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.take_step
@@ -194,7 +193,8 @@ class TrainStep:
         self.scaler: LossScaler | None = None
         self.spikes = state.spikes
         self.phase = "the first step"
-        """The phase that began last; messages about a failure name it."""
+        """Current phase of the step, for messages about a failure."""
+
         self.objective = objective
         self.optimizer = state.optimizer
         self.lr_schedule = schedule
@@ -203,6 +203,9 @@ class TrainStep:
         self.batch_size = cfg.batch_size
         self.max_grad_norm = cfg.max_grad_norm or math.inf
         self.parameters = list(state.model.parameters())
+
+        # A fused optimizer reads its learning rates from the device, so a captured step sees new
+        # ones.
         device = self.parameters[0].device
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         if is_fused(self.optimizer):
@@ -210,11 +213,11 @@ class TrainStep:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
         self.ema_weight = torch.zeros((), device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        """Samples seen before the step, on the device."""
+        """Samples seen before the step, as a device tensor."""
         self.lr = self.base_lrs[0]
 
     def schedule(self, samples: int) -> None:
-        """Sets the rates for the step that starts at `samples` samples."""
+        """Sets learning rates, EMA weight and position for the step that starts at `samples`."""
         end = samples + self.batch_size
         factor = self.lr_schedule(end, self.batch_size)
         self.lr = self.base_lrs[0] * factor
@@ -224,9 +227,9 @@ class TrainStep:
         self.ema_weight.fill_(self.ema.compute_weight(end, self.batch_size))
         self.position.fill_(samples)
 
-    def losses(self, batch: Batch, held_out: bool = False) -> tuple[Tensor, Tensor]:
-        """Loss and t of each sample, both (B,)."""
-        return self.objective.losses(
+    def compute_losses(self, batch: Batch, held_out: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns loss and t of each sample, both (B,)."""
+        return self.objective.compute_losses(
             self.forward,
             batch,
             seed=self.seed,
@@ -239,7 +242,10 @@ class TrainStep:
         return self.update(batches)
 
     def take_step(self, batches: Sequence[Batch]) -> StepOutput:
+        """Takes the step on its micro-batches; `update` is this method, wrapped by techniques."""
         total = self.accumulate(batches)
+
+        # Decide on the device whether the step is taken.
         self.phase = "the optimizer"
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = total_norm(grads)
@@ -247,10 +253,12 @@ class TrainStep:
         if self.scaler is not None:
             scale = self.scaler.scale
             norm = norm / scale
-            # at 1 there is nothing left to blame
+            # At a scale of 1 the scale cannot be the cause.
             backed_off = (~norm.isfinite() & total.isfinite() & (scale > 1.0)).float()
         taken = norm.isfinite() if self.spikes is None else self.spikes.passes(norm)
         taken = taken.to(self.ema_weight.device)
+
+        # Update parameters and averages.
         self.update_parameters(grads, norm.to(taken.device), taken)
         if self.scaler is not None:
             self.scaler.update((~norm.isfinite()).float())
@@ -259,17 +267,17 @@ class TrainStep:
         self.ema.update(torch.where(taken, self.ema_weight, 0.0))
         self.mark("ema")
         self.optimizer.zero_grad(set_to_none=True)
-        self.phase = "what lies between two steps"
+        self.phase = "the pause between two steps"
         output = StepOutput(total, norm, (~taken).float() - backed_off, backed_off)
         return StepOutput(*(scalar.to(total.device) for scalar in output))
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
-        """Gradients of the mean loss over all micro-batches; returns that loss."""
+        """Accumulates the gradients of the mean loss over all micro-batches; returns that loss."""
         losses = []
         for i, batch in enumerate(batches):
             with self.synchronise(i + 1 == len(batches)):
                 self.phase = "the forward pass"
-                loss = self.losses(batch)[0].mean() / len(batches)
+                loss = self.compute_losses(batch)[0].mean() / len(batches)
                 self.mark("forward")
                 self.phase = "the backward pass"
                 (loss if self.scaler is None else loss * self.scaler.scale).backward()
@@ -278,7 +286,7 @@ class TrainStep:
         return sum(losses[1:], losses[0])
 
     def update_parameters(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
-        """Clips, undoes the loss scale and updates; nothing at all where the step is not taken."""
+        """Clips, undoes the loss scale and updates; changes nothing if `taken` is false."""
         divisor = (norm / self.max_grad_norm).clamp(min=1.0)
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale

@@ -158,7 +158,7 @@ class NewcomersLoop(Loop):
         position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
         batch = Batch(latents, labels, position, position)
         told = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
-        return self.objective.losses(self.model, batch, **told)[0].mean()
+        return self.objective.compute_losses(self.model, batch, **told)[0].mean()
 
     def compute_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
         """Computes the loss of flow matching, as tutorials have it."""

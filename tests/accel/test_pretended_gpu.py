@@ -54,7 +54,7 @@ def train(words, values, graph, change=lambda training: None):
     outputs = [training.take_step() for _ in range(3)]
     batch = next(training.loader)
     with training.state.use_averages(), torch.no_grad():
-        outputs.append(training.step.losses(batch)[0])
+        outputs.append(training.step.compute_losses(batch)[0])
     checkpoint = deepcopy(training.state.state_dict())
     change(training)
     outputs += [training.take_step() for _ in range(2)]
@@ -224,7 +224,7 @@ def test_parameters_on_the_host_train_with_a_loss_on_the_gpu(words, monkeypatch)
     batch = next(training.loader)
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_gpu = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in batch]
-        monkeypatch.setattr(step, "losses", lambda batch: (torch.empty(8, device="cuda"), None))
+        monkeypatch.setattr(step, "compute_losses", lambda batch: (torch.empty(8, device="cuda"), None))
         monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
         monkeypatch.setattr(step.ema, "update", lambda weight: seen.append(weight.device.type))
         if step.spikes is not None:

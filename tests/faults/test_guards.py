@@ -83,13 +83,13 @@ def test_one_bad_batch(fused: bool, run: Run, states: list, monkeypatch: pytest.
     "that step is skipped, the next one is not",
 )
 def test_a_spike_is_skipped(run: Run, states: list, monkeypatch: pytest.MonkeyPatch):
-    losses = TrainStep.losses
+    losses = TrainStep.compute_losses
 
     def spiking(self: TrainStep, batch, held_out=False):
         loss, t = losses(self, batch, held_out)
         return (loss * 1e4 if int(batch.position[0]) == 8 * 14 else loss), t
 
-    monkeypatch.setattr(TrainStep, "losses", spiking)
+    monkeypatch.setattr(TrainStep, "compute_losses", spiking)
     summary = run(*TWENTY_STEPS, "guards.spike_sigmas=6", "guards.spike_window=8")
     assert summary["skipped_steps"] == 1
     assert_skipped(states, 15)
@@ -188,7 +188,7 @@ def exhaust(*_: object, **__: object) -> Any:
 
 
 def fail_in_forward(monkeypatch: pytest.MonkeyPatch, in_backward: bool = False) -> None:
-    losses = TrainStep.losses
+    losses = TrainStep.compute_losses
 
     def failing(self: TrainStep, batch, held_out=False):
         loss, t = losses(self, batch, held_out)
@@ -196,7 +196,7 @@ def fail_in_forward(monkeypatch: pytest.MonkeyPatch, in_backward: bool = False) 
             loss.register_hook(exhaust) if in_backward else exhaust()
         return loss, t
 
-    monkeypatch.setattr(TrainStep, "losses", failing)
+    monkeypatch.setattr(TrainStep, "compute_losses", failing)
 
 
 def fail_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_out_of_memory_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     def failing(*_: object, **__: object):
         raise RuntimeError("[enforce fail at x.cpp:119] . DefaultCPUAllocator: can't allocate 7")
 
-    monkeypatch.setattr(TrainStep, "losses", failing)
+    monkeypatch.setattr(TrainStep, "compute_losses", failing)
     monkeypatch.setattr(failures, "run_apart", lambda *_: (0, {"savings": []}))
     with pytest.raises(
         ValueError,

@@ -32,7 +32,7 @@ Compile.backend = "aot_eager"
 
 def plant_fault(kind: str, step: int) -> None:
     """Makes a training step fail; steps of the warm-up do not count."""
-    losses = TrainStep.losses
+    losses = TrainStep.compute_losses
     calls = iter(range(10**6))
 
     def failing(self: TrainStep, batch, held_out=False):
@@ -47,7 +47,7 @@ def plant_fault(kind: str, step: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return loss, t
 
-    TrainStep.losses = failing  # pyright: ignore[reportAttributeAccessIssue]
+    TrainStep.compute_losses = failing  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main(words: list[str]) -> None:

@@ -249,6 +249,6 @@ def kept_at(training: Training, samples: int) -> int:
     numbers = torch.arange(samples, device=device)
     batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
     with torch.compiler.set_stance("force_eager"), count_saved(training.model) as kept:
-        losses, _ = training.step.losses(batch)
+        losses, _ = training.step.compute_losses(batch)
     del losses
     return sum(kept.unmoved.values())

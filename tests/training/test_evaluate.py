@@ -24,7 +24,7 @@ def test_evaluation_is_fixed_and_uses_the_averages():
     batch = next(training.loader.held_out(1000))
     with training.state.use_averages(), torch.no_grad():
         assert not training.model.training
-        loss, t = training.step.losses(batch, held_out=True)
+        loss, t = training.step.compute_losses(batch, held_out=True)
     assert training.model.training
     for i, name in enumerate(("t0.00_0.25", "t0.25_0.50", "t0.50_0.75", "t0.75_1.00")):
         inside = loss[(t >= i / 4) & (t < (i + 1) / 4)]

@@ -32,7 +32,7 @@ def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reaso
     # The graphs of an evaluation are expected, so there is no warning.
     meter.update(training.take_step())
     with meter.pause(), torch.no_grad():
-        training.step.losses(smaller, held_out=True)
+        training.step.compute_losses(smaller, held_out=True)
     after = meter.report(0.0)
     assert (after["graphs"], after["recompiles"]) == (report["graphs"] + 2, 1)
 

@@ -19,14 +19,14 @@ def make_batch(size: int) -> Batch:
 
 
 def compute_losses(objective, model=lambda x, *_: x, size=4000, **options):
-    return objective.losses(model, make_batch(size), seed=0, null_label=3, **options)
+    return objective.compute_losses(model, make_batch(size), seed=0, null_label=3, **options)
 
 
 def test_a_perfect_model_has_no_loss():
     """Where z is 0, the target v = ε - z is x / t."""
     batch = make_batch(64)
     batch = batch._replace(latents=torch.zeros_like(batch.latents))
-    losses, t = FlowMatching().losses(
+    losses, t = FlowMatching().compute_losses(
         lambda x, t, y: x / t.view(-1, 1, 1, 1), batch, seed=0, null_label=3
     )
     assert losses.max() < 1e-10
@@ -62,13 +62,13 @@ def test_a_dropped_label_becomes_the_one_that_no_class_has():
     training = tiny_training("mamba", "objective.label_dropout=1.0")
     labels = []
     training.step.forward = lambda x, t, y: labels.append(y) or x
-    training.step.losses(next(training.loader))
+    training.step.compute_losses(next(training.loader))
     assert labels[0].unique().tolist() == [10]
 
 
 def test_draws_follow_the_position_not_the_batch():
     batch = make_batch(8)
     model = fill_zero_layers(make_denoiser("mamba", channels=1, height=4, width=4))
-    whole, _ = FlowMatching().losses(model, batch, seed=0, null_label=3)
-    part, _ = FlowMatching().losses(model, Batch(*(t[3:5] for t in batch)), seed=0, null_label=3)
+    whole, _ = FlowMatching().compute_losses(model, batch, seed=0, null_label=3)
+    part, _ = FlowMatching().compute_losses(model, Batch(*(t[3:5] for t in batch)), seed=0, null_label=3)
     torch.testing.assert_close(part, whole[3:5])

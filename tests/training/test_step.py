@@ -53,7 +53,7 @@ def test_clipping_equals_pytorchs(fused):
     model, step, _, loader = assemble("mamba", "max_grad_norm=0.05", fused_adamw=fused)
     reference, other, _, other_loader = assemble("mamba", "max_grad_norm=0")
     step([next(loader)])
-    losses, _ = other.losses(next(other_loader))
+    losses, _ = other.compute_losses(next(other_loader))
     losses.mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
     assert norm > 0.05
@@ -117,14 +117,14 @@ def test_a_spike_does_not_move_the_loss_scale():
 def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypatch):
     """Memory that PyTorch takes and nobody writes to is full of NaN here."""
     training = tiny_training("mamba", f"optim={optimizer}", fused_adamw=True)
-    losses = training.step.losses
+    losses = training.step.compute_losses
     torch.use_deterministic_algorithms(True)
     try:
         monkeypatch.setattr(
-            training.step, "losses", lambda batch: (losses(batch)[0] * torch.nan, None)
+            training.step, "compute_losses", lambda batch: (losses(batch)[0] * torch.nan, None)
         )
         assert training.take_step().skipped == 1.0
-        monkeypatch.setattr(training.step, "losses", losses)
+        monkeypatch.setattr(training.step, "compute_losses", losses)
         outputs = [training.take_step() for _ in range(3)]
     finally:
         torch.use_deterministic_algorithms(False)
