@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data.synthetic import SyntheticLatents
-from tests.scripts.test_tuning import SMALL
+from tests.harness.words import TINY_SYNTHETIC
 from train import train
 from training import goodput
 from training.config.compose import compose
@@ -20,7 +20,7 @@ from training.goodput import Clock, explain_bound, format_shares
 from training.step import TrainStep
 
 RUN = [
-    *SMALL,
+    *TINY_SYNTHETIC,
     "model.dim=16",
     "runtime=eager",
     "batch_size=8",

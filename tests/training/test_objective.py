@@ -70,5 +70,7 @@ def test_draws_follow_the_position_not_the_batch():
     batch = make_batch(8)
     model = fill_zero_layers(make_denoiser("mamba", channels=1, height=4, width=4))
     whole, _ = FlowMatching().compute_losses(model, batch, seed=0, null_label=3)
-    part, _ = FlowMatching().compute_losses(model, Batch(*(t[3:5] for t in batch)), seed=0, null_label=3)
+    part, _ = FlowMatching().compute_losses(
+        model, Batch(*(t[3:5] for t in batch)), seed=0, null_label=3
+    )
     torch.testing.assert_close(part, whole[3:5])
