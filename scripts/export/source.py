@@ -2,7 +2,7 @@
 stand there.
 
 What an exported model never does is cut out: branches on fused kernels (`self.fused_…`,
-`WITH_TRITON`), and methods that only training calls. What is left is definitions and imports of
+`HAS_TRITON`), and methods that only training calls. What is left is definitions and imports of
 other packages, so that it runs where this project is not installed; and because it is cut from the
 sources at every export, it cannot drift from them.
 
@@ -29,7 +29,7 @@ def is_off(node: ast.expr) -> bool:
     if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
         return any(is_off(value) for value in node.values)
     name = getattr(node, "attr", getattr(node, "id", ""))
-    return name.startswith("fused_") or name == "WITH_TRITON"
+    return name.startswith("fused_") or name == "HAS_TRITON"
 
 
 class Cut(ast.NodeTransformer):
