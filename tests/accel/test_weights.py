@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -13,9 +15,8 @@ from tests.harness.steps import ledger_of, tiny_training
 
 def test_stochastic_rounding_is_right_on_average():
     value = torch.tensor([1.0 + 2.0**-7 * 0.3, -3.0e-5, 7.77e7]).repeat(20_000, 1)
-    bits = torch.randint(
-        0, 2**16, value.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0)
-    )
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 2**16, value.shape, dtype=torch.int32, generator=draw)
     rounded = round_stochastically(value, bits).double()
     ulp = 2.0 ** (value[0].double().abs().log2().floor() - 7)
     assert ((rounded.mean(0) - value[0].double()).abs() < 0.02 * ulp).all()
@@ -25,47 +26,45 @@ def test_stochastic_rounding_is_right_on_average():
 
 @pytest.mark.parametrize("bits", [0, 1, 2**16 - 1])
 def test_what_bf16_holds_stays(bits):
-    exact = torch.tensor(
-        [0.0, -0.0, 1.0, -2.5, 3.0e38, float("inf"), -float("inf"), float("nan"), 1e-40]
-    )
-    exact = exact.bfloat16().float()
+    values = [0.0, -0.0, 1.0, -2.5, 3.0e38, math.inf, -math.inf, math.nan, 1e-40]
+    exact = torch.tensor(values).bfloat16().float()
     rounded = round_stochastically(exact, torch.full_like(exact, bits, dtype=torch.int32))
     assert torch.equal(rounded.float().nan_to_num(7.0), exact.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_small_updates_are_not_lost(rounding):
-    """1,000 steps of 1e-4 on weights of 1: plain bf16 would not move; both roundings arrive
-    near 0.9."""
-    weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-    groups = [{"params": [weight], "weight_decay": 0.0}]
-    optimizer = RoundedUpdate(groups, lambda g: torch.optim.SGD(g, lr=1e-4), rounding)
-    for step in range(1000):
-        optimizer.position.fill_(step)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-    assert weight.dtype is torch.bfloat16
-    kept = collect_state(optimizer, weight).get("compensation", torch.zeros(1))
-    assert (weight.double() + kept.double()).mean().item() == pytest.approx(0.9, abs=1e-3)
-    plain = torch.ones(1, dtype=torch.bfloat16)
-    assert all(plain.sub_(1e-4).item() == 1.0 for _ in range(10))
-
-
-def test_the_bits_follow_from_seed_and_position_alone():
-    def after(seed, position):
-        weight = nn.Parameter(torch.linspace(-1, 1, 9000).bfloat16())
-        optimizer = RoundedUpdate(
-            [{"params": [weight]}], lambda g: torch.optim.SGD(g, lr=1e-3), "stochastic"
-        )
-        optimizer.seed = seed
+def take_sgd_steps(weight, rounding, lr, positions, seed=0) -> RoundedUpdate:
+    """Updates a weight with gradients of 1, once for each position in the data."""
+    optimizer = RoundedUpdate(
+        [{"params": [weight]}], lambda groups: torch.optim.SGD(groups, lr=lr), rounding
+    )
+    optimizer.seed = seed
+    for position in positions:
         optimizer.position.fill_(position)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-        return weight.detach()
+    return optimizer
 
-    assert torch.equal(after(1, 64), after(1, 64))
-    assert not torch.equal(after(1, 64), after(1, 128))
-    assert not torch.equal(after(1, 64), after(2, 64))
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_small_updates_are_not_lost(rounding):
+    """1,000 steps of 1e-4 on weights of 1 arrive near 0.9; plain bf16 would not move."""
+    weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = take_sgd_steps(weight, rounding, 1e-4, range(1000))
+    assert weight.dtype is torch.bfloat16
+    kept = collect_state(optimizer, weight).get(COMPENSATION, torch.zeros(1))
+    assert (weight.double() + kept.double()).mean().item() == pytest.approx(0.9, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("seed", "position", "same"), [(1, 64, True), (1, 128, False), (2, 64, False)]
+)
+def test_the_bits_follow_from_seed_and_position_alone(seed, position, same):
+    def update_weight(seed, position):
+        weight = nn.Parameter(torch.linspace(-1, 1, 9000).bfloat16())
+        take_sgd_steps(weight, "stochastic", 1e-3, [position], seed)
+        return weight
+
+    assert torch.equal(update_weight(seed, position), update_weight(1, 64)) is same
 
 
 def test_products_without_autocast_are_of_the_inputs_dtype():
@@ -83,13 +82,14 @@ def test_averages_stay_fp32_and_survive_an_evaluation():
     for _ in range(2):
         training.take_step()
     ema = training.state.ema
-    before = [
-        t.clone() for t in (*ema.averages, *(p.detach() for p in training.model.parameters()))
-    ]
+
+    def copy_tensors():
+        return [t.detach().clone() for t in (*ema.averages, *training.model.parameters())]
+
+    before = copy_tensors()
     with training.state.use_averages():
         assert torch.equal(training.model.head.weight, ema.state_dict()["head.weight"].bfloat16())
-    after = [*ema.averages, *(p.detach() for p in training.model.parameters())]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(map(torch.equal, before, copy_tensors()))
     assert {average.dtype for average in ema.averages} == {torch.float32}
 
 
@@ -124,9 +124,7 @@ def forget_rests(monkeypatch):
 
 
 def leave_rests_unused(monkeypatch):
-    monkeypatch.setattr(
-        RoundedUpdate, "widen", lambda self, parameter: parameter.detach().float()
-    )
+    monkeypatch.setattr(RoundedUpdate, "widen", lambda self, parameter: parameter.detach().float())
 
 
 @pytest.mark.parametrize(

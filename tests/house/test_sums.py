@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from accel.sharding import total_norm
-from data.resident import read_split
 from encoding.job import ChannelSums, compute_channel_statistics
-from evaluation.distances import Moments, frechet_distance, squared_mmd
+from evaluation.distances import Moments, frechet_distance
 from training.distributed.ranks import SINGLE
 from training.evaluate import evaluate
 from training.metrics import Meter
@@ -205,25 +204,6 @@ def test_mean_and_std_of_latents():
     assert relative_error(std, deviation) < 1e-8
 
 
-def test_the_error_of_latents_in_8_bits():
-    """1e-12 over 131,072 values a channel."""
-    latents = draw_normal(512, 4, 16, 16, mean=3.0).half()
-    reader = SimpleNamespace(
-        shape=(4, 16, 16),
-        count=512,
-        places=[SimpleNamespace(first=8 * i, block=SimpleNamespace(samples=8)) for i in range(64)],
-        read=lambda i: {
-            "latents": latents[8 * i : 8 * i + 8],
-            "ids": torch.arange(8 * i, 8 * i + 8),
-            "labels": torch.zeros(8, dtype=torch.long),
-        },
-    )
-    split, rms = read_split(reader, CPU, "int8")
-    errors = (split.latents[:] - latents.float()).transpose(0, 1).flatten(1)
-    exact = [math.sqrt(exact_mean(channel)) for channel in errors.double().square()]
-    assert relative_error(rms, exact) < 1e-12
-
-
 def test_the_covariance_of_many_features():
     """1e-9 of 50,000 features with a mean of 1000 and a deviation of 0.01."""
     features = draw_normal(50_000, 16, std=0.01) + 1000.0
@@ -250,19 +230,3 @@ def test_the_frechet_distance_of_nearly_equal_sets():
         sides.append(side)
     exact = math.fsum((math.sqrt(v * (1.0 + 1e-4)) - math.sqrt(v)) ** 2 for v in variances.tolist())
     assert relative_error(frechet_distance(*sides), exact) < 1e-4
-
-
-def test_the_kernel_distance_of_features_far_from_0():
-    """1e-9 where kernel values of about a million leave a distance of about a thousand."""
-    a, b = (
-        mean + part
-        for mean, part in zip((10.0, 10.1), draw_normal(600, 16).split(300), strict=True)
-    )
-    every = torch.ones(1, 300, dtype=torch.float64)
-
-    def mean_kernel(x, y) -> float:
-        kernel = (x @ y.T / 16 + 1.0) ** 3
-        return exact_mean(kernel[~torch.eye(300, dtype=torch.bool)] if x is y else kernel.flatten())
-
-    exact = mean_kernel(a, a) + mean_kernel(b, b) - 2.0 * mean_kernel(a, b)
-    assert relative_error(squared_mmd(a, b, every, every), exact) < 1e-9

@@ -22,31 +22,12 @@ from tests.harness.words import CPU
 from train import train
 from training.checkpoint.load import find_mismatch, is_same_set, read_state_file
 from training.components import build_loader
-from training.config.compose import compose
+from training.config.compose import Composed, compose
 
 ASSETS = ROOT / "tests" / "assets" / "version1"
-WORDS = [
-    "data=resident",
-    "model=mamba_xs",
-    "model.dim=8",
-    "model.depth=2",
-    "model.head_dim=8",
-    "model.mixer.state_dim=8",
-    "runtime=fast",
-    "runtime.precision=fp32",
-    "deterministic=true",
-    "total_samples=64",
-    "batch_size=8",
-    "log_every=3",
-    "eval_every=4",
-    "save_every=4",
-    "sample_every=0",
-    "schedule.warmup_samples=16",
-    "guards.spike_sigmas=6.0",
-    "guards.spike_window=8",
-    # The runtime `fast` of version 0.1.0 had no fused kernels.
-    *(f"runtime.fused_{op}=false" for op in ("add_norm", "scan", "conv", "swiglu", "rope")),
-]
+COMMAND = json.loads((ASSETS / "run" / "environment.json").read_text())["argv"]
+# The runtime `fast` of version 0.1.0 had no fused kernels.
+KERNELS_OFF = [f"runtime.fused_{op}=false" for op in ("add_norm", "scan", "conv", "swiglu", "rope")]
 
 
 @pytest.fixture
@@ -54,12 +35,18 @@ def version1(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ASSETS, tmp_path / "version1"))
 
 
+def compose_run(version1: Path) -> Composed:
+    folders = [f"run_dir={version1 / 'run'}", f"data.path={version1 / 'set'}"]
+    words = [word for word in COMMAND[1:] if not word.startswith(("run_dir=", "data.path="))]
+    return compose([*words, *folders, *KERNELS_OFF])
+
+
 def read_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_its_run_resumes_and_ends_as_it_did(version1, capsys):
-    train(compose([*WORDS, f"run_dir={version1 / 'run'}", f"data.path={version1 / 'set'}"]))
+    train(compose_run(version1))
     # The sentence ends here: the run names no setting that has changed since.
     assert "step-4 at step 4\n" in capsys.readouterr().out
     lines = read_lines(version1 / "run" / "metrics.jsonl")
@@ -84,9 +71,7 @@ def test_its_fingerprint_is_that_of_the_same_set_only(version1):
     raw = json.loads(manifest.read_text())
     for std, refused in ((raw["std"], False), ([2 * value for value in raw["std"]], True)):
         manifest.write_text(json.dumps(raw | {"std": std}))
-        loader = build_loader(
-            compose([*WORDS, f"data.path={version1 / 'set'}"]).cfg.data, 0, 4, CPU
-        )
+        loader = build_loader(compose_run(version1).cfg.data, 0, 4, CPU)
         run = {
             "data": {"fingerprint": loader.spec.fingerprint, "seed": 0},
             "spec": loader.spec.as_dict(),
