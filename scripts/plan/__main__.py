@@ -11,12 +11,11 @@
                                         measures the fastest runtime keys here, and writes them
                                         to conf/runtime/tuned.yaml, for runtime=tuned
 
-`hardware` is a name from training/environment.py, or `here` for this machine's GPU, or its CPU.
-Where the run does not fit, the cheapest change that makes it fit is looked for, and what each
-change saves by itself is counted. Hours and cost come from a rate: that of a run of yours
-(`rate_of`), one that you give (`samples_per_s`), or a share of the card's peak (`mfu`). Any word
-that is none of a command's keys is an override of the training configuration. `--json` prints one
-object.
+`hardware` is a name from training/environment.py, or `here` for this machine's GPU, or its CPU. If
+the run does not fit, the plan names the cheapest change that makes it fit and counts what each
+change saves by itself. Hours and cost need a rate: that of an earlier run (`rate_of`), one that you
+give (`samples_per_s`), or a share of the card's peak (`mfu`). Any word that is none of a command's
+keys is an override of the training configuration. `--json` prints one object.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from training.config.compose import report_user_errors
 
 
 def main(words: list[str]) -> None:
-    """Runs the command that the words begin with, and plans a run where they begin with none."""
+    """Runs the command that is the first word, or plans a run if the first word is an override."""
     if not words or words[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return
@@ -43,21 +42,21 @@ def main(words: list[str]) -> None:
             "scale, largest or tune."
         )
 
-    # Here, so that help does not wait for torch.
+    # Imports inside the function, so that --help does not wait for torch.
     from scripts.plan import report
     from scripts.plan.largest import LargestConfig, compare_ways
-    from scripts.plan.largest import __doc__ as growing
+    from scripts.plan.largest import __doc__ as largest_help
     from scripts.plan.scale import ScaleConfig, scale
-    from scripts.plan.scale import __doc__ as scaling
+    from scripts.plan.scale import __doc__ as scale_help
 
     if "=" in command:
         cfg, overrides = split_words(report.PlanConfig, words, __doc__ or "")
-        found = report.plan_run(cfg, overrides)
-        print(json.dumps(found, indent=1) if cfg.json else report.format_plan(found))
+        plan = report.plan_run(cfg, overrides)
+        print(json.dumps(plan, indent=1) if cfg.json else report.format_plan(plan))
     elif command == "scale":
-        print(scale(*split_words(ScaleConfig, rest, scaling or "")))
+        print(scale(*split_words(ScaleConfig, rest, scale_help or "")))
     elif command == "largest":
-        print(compare_ways(*split_words(LargestConfig, rest, growing or "")))
+        print(compare_ways(*split_words(LargestConfig, rest, largest_help or "")))
     else:
         print(report.tune(*split_words(report.TuneConfig, rest, __doc__ or "")))
 

@@ -1,10 +1,10 @@
-"""Counts the bytes of a training step without a device that takes it: on models of few blocks,
-which more blocks extend.
+"""Counts the bytes of a training step without a device: runs the step of models with few blocks,
+from which memory.py extrapolates to the whole depth.
 
-The forward and backward pass run on PyTorch's fake tensors, which have shapes and no values, at the
-run's own batch; compiled blocks through the partitioner that Inductor uses too. The update runs on
-real tensors, for the optimizers of libraries take no others. Each place of a step has a peak of its
-own, and that is a straight line over the blocks.
+The forward and backward pass run on PyTorch's fake tensors, which have shapes and no values, with
+the run's own batch; compiled blocks go through the partitioner that Inductor uses. The update runs
+on real tensors, because the optimizers of libraries accept no others. Each place of a step has its
+own peak, which grows linearly with the number of blocks.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")
 Place = tuple[str, int | None]
-"""A phase of the step and the block at work; None: none is."""
+"""A phase of the step, and the index of the block that runs, or None."""
 
 
 class Peak(NamedTuple):
-    """The most bytes that live at a place, and those of gradients among them."""
+    """Peak of the live bytes at a place, and the gradients' share of them."""
 
     live: float
     gradients: float
 
 
 class Tracker(TorchDispatchMode):
-    """Counts live tensor storage of what runs inside, by place."""
+    """Counts the live tensor storage of the operations inside, by place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Tracker(TorchDispatchMode):
         self.place: Place = ("forward", None)
         self.peaks: dict[Place, Peak] = {}
         self.on_host = False
-        """Whether what is made now lies in host memory, and counts as nothing."""
+        """While this is true, new tensors lie in host memory and do not count."""
         self.with_gradient: set[int] = set()
         self.tracked: set[int] = set()
 
@@ -80,12 +80,13 @@ class Tracker(TorchDispatchMode):
             self.peaks[self.place] = Peak(self.live, self.gradients)
 
     def forget(self, address: int, size: int) -> None:
+        """Subtracts a storage that has been freed."""
         self.tracked.remove(address)
         self.live -= size
 
     @contextmanager
     def allocate_on_host(self) -> Iterator[None]:
-        """What becomes known inside lies in host memory."""
+        """Makes tensors that are tracked inside count as host memory."""
         self.on_host = True
         try:
             yield
@@ -93,28 +94,30 @@ class Tracker(TorchDispatchMode):
             self.on_host = False
 
     def enter(self, phase: str, block: int | None = None) -> None:
-        """What runs from now on runs there."""
+        """Assigns the operations from now on to this place."""
         self.place = (phase, block)
         self.track(())
 
     def note_gradient(self, parameter: Tensor) -> None:
-        """A hook that PyTorch calls when a gradient has been accumulated."""
+        """Counts a gradient; PyTorch calls this hook after it has accumulated one."""
         assert parameter.grad is not None
-        if id(parameter) not in self.with_gradient:  # later micro-batches add to it
+        # Later micro-batches add to the same gradient.
+        if id(parameter) not in self.with_gradient:
             self.with_gradient.add(id(parameter))
             self.gradients += parameter.grad.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.track(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
-        return found
+        outputs = func(*args, **(kwargs or {}))
+        self.track(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+        return outputs
 
 
 def track_block(block: nn.Module, index: int, tracker: Tracker) -> Callable[..., Any]:
-    """The call of a block, compiled or not, which tells the tracker when its passes begin."""
+    """Returns the call of a block, compiled or not, wrapped so that the tracker learns when its
+    passes begin."""
     call = block._compiled_call_impl or block._call_impl
 
-    def told(*inputs: Tensor) -> Any:
+    def call_and_track(*inputs: Tensor) -> Any:
         tracker.enter("forward", index)
         if index == 0 and inputs[0].requires_grad:
             inputs[0].register_hook(lambda _: tracker.enter("embedding"))
@@ -125,19 +128,19 @@ def track_block(block: nn.Module, index: int, tracker: Tracker) -> Callable[...,
                 tensor.register_hook(lambda _: tracker.enter("backward", index))
         return outputs
 
-    return told
+    return call_and_track
 
 
 class GpuStack(AccelerationStack):
-    """All techniques that are asked for, as a GPU would have them."""
+    """A stack with all requested techniques, as a GPU would have them."""
 
     def find_obstacle(self, technique: Technique) -> None:
-        """A GPU is taken to have each."""
+        """Finds none, on the assumption that the GPU supports every technique."""
 
 
 def build_planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
-    """The techniques of one process, whatever the others do, of a GPU or of this CPU; they are set
-    to what can be counted on fake tensors."""
+    """Builds the techniques of a single process, for a GPU or for this CPU, and prepares them for
+    fake tensors."""
     stack = build_stack(cfg, CPU, alone=True, kind=GpuStack if gpu else AccelerationStack)
     for technique in stack.techniques:
         if technique.enabled:
@@ -146,7 +149,7 @@ def build_planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
 
 
 def build_blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.device) -> Denoiser:
-    """The model with zeros for weights; with fake ones inside a FakeTensorMode."""
+    """Builds the model with zeros as weights; inside a FakeTensorMode these are fake tensors."""
     model = build_on_meta(node, spec)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -158,8 +161,8 @@ def build_blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.
 
 
 def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
-    """The parts of a run without its data; fused kernels are taken as proved, and an adapter's base
-    stays zero."""
+    """Assembles a run without its data. Fused kernels count as proved, and an adapter's base model
+    keeps zeros as weights."""
     no_data: Any = SimpleNamespace(spec=spec)
     parts = Parts(
         loader=lambda *_: no_data,
@@ -172,8 +175,8 @@ def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Trainin
 
 
 def with_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
-    """The configuration of one process with another batch and another number of blocks; a model
-    whose depth is no key is counted whole."""
+    """Returns the configuration for a single process, with this batch and number of blocks. A model
+    without the key `depth` keeps its blocks."""
     return replace(
         cfg,
         model=cfg.model | ({"depth": depth} if "depth" in cfg.model else {}),
@@ -184,17 +187,16 @@ def with_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: i
 
 
 class PassBytes(NamedTuple):
-    """A forward and backward pass at some depth."""
+    """Bytes of a forward and backward pass at some depth."""
 
     peaks: dict[Place, Peak]
-    """Weights, inputs, kept tensors, gradients and what is at work."""
+    """Peak at each place: weights, inputs, saved tensors, gradients and temporary tensors."""
     kept: float
     """Bytes that a micro-batch keeps for its backward pass."""
 
 
 def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
-    """Counts a forward and backward pass of a micro-batch; the second, if gradients are
-    accumulated."""
+    """Counts the forward and backward passes of the micro-batches of a step."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         training = build_without_data(cfg, spec, gpu)
         model = training.model
@@ -206,14 +208,14 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
             torch.zeros(samples, spec.channels, spec.height, spec.width)
             for _ in range(cfg.accumulation_steps)
         ]
-        batches = [Batch(some, numbers, numbers, numbers) for some in latents]
+        batches = [Batch(micro_batch, numbers, numbers, numbers) for micro_batch in latents]
 
-        # What compiles does so before anything is counted.
+        # Blocks are compiled before the count, because compiling allocates tensors too.
         if any(module._compiled_call_impl is not None for module in model.modules()):
             step.accumulate(batches)
             step.optimizer.zero_grad(set_to_none=True)
 
-        # The tracker is told where the step is, and what it moves to the host.
+        # Hooks tell the tracker where the step is, and which tensors go to the host.
         techniques = training.stack.techniques
         if not any(technique.hides_blocks() for technique in techniques):
             for i, block in enumerate(model.blocks):
@@ -241,15 +243,17 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
 
 
 def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, float]:
-    """Counts an update of the optimizer, the second one, which finds its state: the bytes that
-    last, by name, those that are `temporary`, and the elements of the largest `part` of the
+    """Counts the optimizer's second update, for which its state exists already. Returns the bytes
+    that last, by name, the `temporary` bytes, and the elements of the largest `part` of the
     parameters."""
     training = build_without_data(cfg, spec, gpu)
     step = training.step
     optimizer = step.optimizer
-    for group in (group for own in iterate_innermost(optimizer) for group in own.param_groups):
+    inner_optimizers = iterate_innermost(optimizer)
+    for group in (group for inner in inner_optimizers for group in inner.param_groups):
+        # On a GPU PyTorch chooses the foreach implementation, which takes more memory.
         if gpu and not group.get("fused") and "foreach" in group:
-            group["foreach"] = True  # PyTorch's choice on a GPU
+            group["foreach"] = True
     for parameter in step.parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -265,10 +269,10 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     start = tracker.live
     lasting = count_lasting_bytes(training)._asdict()
 
-    one = torch.ones(())
+    gradient_norm = torch.ones(())
     with tracker:
         tracker.enter("optimizer")
-        step.update_parameters(gradients, one, one > 0)
+        step.update_parameters(gradients, gradient_norm, gradient_norm > 0)
     temporary = max(0.0, tracker.peaks["optimizer", None].live - start)
     return lasting | {
         "temporary": temporary,

@@ -1,8 +1,7 @@
-"""Forecasts the bytes that a run takes of a GPU, by part and phase, from what counting.py counts
-of its step.
+"""Forecasts the bytes that a run needs on a GPU, by part and phase, from the counts of counting.py.
 
-That is the peak of live tensors over a whole step, and where it occurs; to it come the driver's
-context, what the caching allocator loses, and latents that lie on the device. No constant here was
+The forecast is the peak of live tensors over a whole step and its phase, plus the driver's context,
+the caching allocator's overhead and latents that lie on the device. No constant here has been
 checked on a GPU yet.
 """
 
@@ -39,14 +38,14 @@ from training.weights.adapter_base import add_adapter, find_base
 from training.weights.pretrained import build_on_meta
 
 CONTEXT_BYTES = 0.6 * GIB
-"""The driver's context, and the workspaces of cuBLAS and cuDNN."""
+"""Bytes of the driver's context, and the workspaces of cuBLAS and cuDNN."""
 ALLOCATOR_SLACK = 0.04
-"""Share of the live bytes by which the caching allocator reserves more."""
+"""Overhead of the caching allocator, as a share of the live bytes."""
 OFFLOADED_PARTS = ("weights", "gradients", "averages", "optimizer")
-"""What sharding with cpu_offload keeps in host memory."""
+"""Parts of the state that sharding with cpu_offload keeps in host memory."""
 COUNT_CACHE: dict[str, Any] = {}
-"""All passes and updates that this process has counted. Forecasts of other optimizers, batches or
-more processes count few of them again."""
+"""All passes and updates that this process has counted: forecasts that differ in the optimizer, the
+batch or the number of GPUs share many of them."""
 
 
 class Needs(NamedTuple):
@@ -57,10 +56,9 @@ class Needs(NamedTuple):
     optimizer: float
     averages: float
     kept: float = 0.0
-    """For the backward pass, all blocks together."""
+    """Tensors that all blocks save for the backward pass."""
     workspace: float = 0.0
-    """Of the operation at work: the gradients of a block's activations, or an update's temporary
-    copies."""
+    """Temporary tensors: the gradients of a block's activations, or the copies of an update."""
     latents: float = 0.0
     context: float = 0.0
     slack: float = 0.0
@@ -72,10 +70,10 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A run of which memory is asked: its configuration, on `gpus` GPUs that share each batch.
+    """The run to forecast: its configuration, on `gpus` GPUs that share each batch.
 
-    `spec` describes its latents, `resident` are bytes of them on the device. `gpu=False` asks what
-    this machine's CPU would do: techniques that it cannot have are off.
+    `spec` describes its latents; `resident` is their size in bytes on the device. With `gpu=False`
+    the forecast is for this machine's CPU, without the techniques that it does not support.
     """
 
     cfg: TrainConfig
@@ -86,12 +84,12 @@ class Question:
 
     @property
     def samples(self) -> int:
-        """In a micro-batch of one GPU."""
+        """Samples of a micro-batch on one GPU."""
         return max(1, self.cfg.batch_size // self.cfg.accumulation_steps // self.gpus)
 
     @property
     def mode(self) -> str:
-        """How the GPUs share the work."""
+        """Parallelism of the GPUs: none, ddp, fsdp or hsdp."""
         if self.gpus == 1:
             return "none"
         mode = self.cfg.runtime.parallel.mode.value
@@ -99,7 +97,7 @@ class Question:
 
     @property
     def shards(self) -> int:
-        """GPUs over which the state is cut."""
+        """GPUs over which the state is sharded."""
         if self.mode == "hsdp":
             return min(self.cfg.runtime.parallel.shard_degree or 8, self.gpus)
         return self.gpus if self.mode == "fsdp" else 1
@@ -107,23 +105,24 @@ class Question:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run takes of one GPU, from what was counted of models of few blocks."""
+    """Memory that a run needs on one GPU, extrapolated from models with few blocks."""
 
     question: Question
     model: Denoiser
-    """The whole one, on the meta device."""
+    """The model at its full depth, on the meta device."""
     techniques: list[Technique]
     period: int
-    """Blocks after which the next ones are like the first."""
+    """Blocks after which the pattern of blocks repeats."""
     depths: list[int]
     passes: list[PassBytes]
     updates: list[dict[str, float]]
     like: Forecast | None = None
-    """That of a narrower model as deep, whose updates stand for this one's by the parameters, for
-    an update is counted on real tensors, and a wide one would not fit this machine."""
+    """Forecast of a narrower model of the same depth, whose updates are scaled by the number of
+    parameters. An update runs on real tensors, and that of a wide model may not fit this
+    machine."""
 
     def extrapolate(self, values: Sequence[float]) -> float:
-        """What all blocks take, from what those of the counted models do: a straight line."""
+        """Extrapolates the values of the counted depths linearly to the model's depth."""
         if len(self.depths) == 1:
             return values[0]
         first, second = self.depths
@@ -136,7 +135,7 @@ class Forecast:
 
     @property
     def phase(self) -> str:
-        """The phase of the peak."""
+        """The phase in which the peak occurs."""
         return max(self.phases, key=lambda phase: self.phases[phase].total)
 
     @property
@@ -146,33 +145,34 @@ class Forecast:
     @cached_property
     def kept(self) -> float:
         """Bytes that a micro-batch keeps for its backward pass."""
-        return self.extrapolate([some.kept for some in self.passes])
+        return self.extrapolate([counted.kept for counted in self.passes])
 
     @cached_property
     def lasting(self) -> dict[str, float]:
-        """Bytes from one step to the next, of one GPU's share."""
+        """Bytes of one GPU that last from one step to the next, by part."""
         shards = self.question.shards
-        found = {name: self.count_whole(name) / shards for name in (*OFFLOADED_PARTS, "on_host")}
+        parts = {name: self.count_whole(name) / shards for name in (*OFFLOADED_PARTS, "on_host")}
         if self.question.cfg.runtime.parallel.cpu_offload and shards > 1:
-            found["on_host"] += sum(found[name] for name in OFFLOADED_PARTS)
-            found |= dict.fromkeys(OFFLOADED_PARTS, 0.0)
-        return found
+            parts["on_host"] += sum(parts[name] for name in OFFLOADED_PARTS)
+            parts |= dict.fromkeys(OFFLOADED_PARTS, 0.0)
+        return parts
 
     def count_whole(self, name: str) -> float:
-        """The same, or an update's temporary bytes, of a process that has all of the model."""
+        """Counts a lasting part, or an update's temporary bytes, without sharding."""
         if self.like is not None:
             return self.like.count_whole(name) * self.parameters / self.like.parameters
-        return self.extrapolate([some[name] for some in self.updates])
+        return self.extrapolate([counted[name] for counted in self.updates])
 
     @property
     def buckets(self) -> float:
-        """Copies of the gradients that ddp sends."""
+        """Bytes of ddp's copies of the gradients."""
         copies = not self.question.cfg.runtime.parallel.gradient_as_bucket_view
         return self.lasting["gradients"] if self.question.mode == "ddp" and copies else 0.0
 
     @property
     def gathered(self) -> float:
-        """Whole parameters that a sharded model holds: the block at work and the next one."""
+        """Bytes of the parameters that a sharded model has gathered: the running block and the next
+        one."""
         if self.question.shards == 1:
             return 0.0
         if not self.question.cfg.runtime.parallel.reshard_after_forward:
@@ -184,7 +184,7 @@ class Forecast:
         """Phase -> the bytes at its peak."""
         question = self.question
         steps = question.cfg.accumulation_steps
-        held = Needs(
+        lasting = Needs(
             weights=self.lasting["weights"] + self.gathered,
             gradients=self.lasting["gradients"] + self.buckets,
             optimizer=self.lasting["optimizer"],
@@ -192,71 +192,72 @@ class Forecast:
             latents=question.resident,
         )
 
-        # Two micro-batches are counted; the batches of the others wait on the device too.
+        # Two micro-batches are counted; the latents of all others wait on the device too.
         spec = question.spec
         batch = 4.0 * spec.channels * spec.height * spec.width + 8.0
         batches = max(0, steps - 2) * question.samples * batch
 
-        found = {}
+        phases = {}
         for phase, peak in self.find_peaks().items():
             rest = max(0.0, peak.live - self.count_whole("weights") - peak.gradients)
             # Gradients are whole until the last micro-batch, and there are none before the first.
             gradients = peak.gradients / (question.shards if steps == 1 else 1) + self.buckets
-            found[phase] = held._replace(
+            phases[phase] = lasting._replace(
                 gradients=0.0 if phase == "forward" and steps == 1 else gradients,
                 kept=min(self.kept, rest),
                 workspace=max(0.0, rest - self.kept) + batches,
             )
 
-        # The averages are updated by one fp32 copy of the largest part.
+        # The update of the averages makes an fp32 copy of its largest part.
         parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
-        found["optimizer"] = held._replace(workspace=self.count_update_bytes())
-        found["ema"] = held._replace(workspace=4.0 * max(parts) / question.shards)
+        phases["optimizer"] = lasting._replace(workspace=self.count_update_bytes())
+        phases["ema"] = lasting._replace(workspace=4.0 * max(parts) / question.shards)
 
-        # A model that is sharded is built whole on each GPU first.
+        # Each GPU builds the whole model before it is sharded.
         if question.shards > 1:
-            found["start"] = Needs(
+            phases["start"] = Needs(
                 self.count_whole("weights"), 0.0, 0.0, 0.0, latents=question.resident
             )
         if not question.gpu:
-            return found
+            return phases
         return {
             phase: needs._replace(context=CONTEXT_BYTES, slack=ALLOCATOR_SLACK * needs.total)
-            for phase, needs in found.items()
+            for phase, needs in phases.items()
         }
 
     def count_update_bytes(self) -> float:
-        """Temporary bytes of the optimizer. An update in parts takes what its largest part does."""
+        """Counts the temporary bytes of an update; one that runs in parts needs those of its
+        largest part."""
         part = count_largest_part(make_parameter_groups(self.model, 0.0))
-        least = [technique.count_part_bytes(part) for technique in self.techniques]
-        in_parts = [size for size in least if size is not None]
-        if not in_parts:
+        sizes = [technique.count_part_bytes(part) for technique in self.techniques]
+        part_sizes = [size for size in sizes if size is not None]
+        if not part_sizes:
             return self.count_whole("temporary") / self.question.shards
         last = (self.like or self).updates[-1]
-        return max(*in_parts, last["temporary"] * part / last["part"])
+        return max(*part_sizes, last["temporary"] * part / last["part"])
 
     def find_peaks(self) -> dict[str, Peak]:
-        """Phase -> the most that lives in it: weights, gradients, what is kept, workspace; not the
-        rest that lasts."""
+        """Returns the peak of each phase of the passes: weights, gradients, saved and temporary
+        tensors, without the optimizer's state and the averages."""
         places = [
-            group_by_role(some.peaks, depth, self.period)
-            for some, depth in zip(self.passes, self.depths, strict=True)
+            group_by_role(counted.peaks, depth, self.period)
+            for counted, depth in zip(self.passes, self.depths, strict=True)
         ]
-        found: dict[str, Peak] = {}
+        peaks: dict[str, Peak] = {}
         for place in (place for place in places[0] if place in places[-1]):
             phase = place[0]
-            live = self.extrapolate([by[place].live for by in places])
-            gradients = self.extrapolate([by[place].gradients for by in places])
-            if phase not in found or live > found[phase].live:
-                found[phase] = Peak(live, gradients)
-        return found
+            live = self.extrapolate([roles[place].live for roles in places])
+            gradients = self.extrapolate([roles[place].gradients for roles in places])
+            if phase not in peaks or live > peaks[phase].live:
+                peaks[phase] = Peak(live, gradients)
+        return peaks
 
 
-def group_by_role(found: dict[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
-    """The places that models of every depth have: the first `period` blocks, and the last, counted
-    from the end."""
+def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
+    """Selects the places that models of every depth have: the first `period` blocks, and the last
+    ones, numbered from the end."""
     roles: dict[Place, Peak] = {}
-    for (phase, block), peak in found.items():
+    for (phase, block), peak in peaks.items():
         if block is None or block < period:
             roles[phase, block] = peak
         if block is not None and block >= depth - period:
@@ -265,15 +266,19 @@ def group_by_role(found: dict[Place, Peak], depth: int, period: int) -> dict[Pla
 
 
 def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
-    """Asks of a run on devices with so many bytes, where its latents may lie."""
+    """Makes the question for a run on devices with `memory` bytes; latents that fit lie there."""
     spec, resident = foresee_latents(cfg.data, cfg.seed, memory)
     return Question(cfg, spec, gpus, resident, gpu)
 
 
 def forecast(question: Question, like: Forecast | None = None) -> Forecast:
-    """Counts what a run takes; that takes seconds. Random number generators stay as they are,
-    process-wide flags do not: building a run sets them both ways. ValueError for a batch that the
-    GPUs cannot share, and for a model that does something else with fake tensors than compute."""
+    """Forecasts the memory of a run, within seconds. `like` is the forecast of a narrower model of
+    the same depth.
+
+    Building the run changes process-wide flags of PyTorch, but no random number generator.
+    ValueError for a batch that the GPUs cannot share, and for a model whose step fails on fake
+    tensors.
+    """
     cfg = question.cfg
     if cfg.batch_size % (cfg.accumulation_steps * question.gpus):
         raise UserError(
@@ -289,13 +294,14 @@ def forecast(question: Question, like: Forecast | None = None) -> Forecast:
     except Exception as error:
         raise UserError(
             f"model._target_={cfg.model.get('_target_')}: its step cannot be counted "
-            f"without a device ({shorten_error(error)}); `python -m scripts.bench step` measures it."
+            f"without a device ({shorten_error(error)}); `python -m scripts.bench step` measures "
+            "it."
         ) from error
 
 
 def count_run(question: Question, like: Forecast | None) -> Forecast:
-    """Counts passes, and updates where there is no model `like` this one, at two depths, or at the
-    model's own where that is small or no key."""
+    """Counts passes, and updates unless `like` has them, at two small depths; or at the model's own
+    depth if that is small or no key sets it."""
     cfg = question.cfg
     spec = question.spec
     model = build_on_meta(cfg.model, spec)
@@ -304,23 +310,23 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
     techniques = build_planned_stack(cfg, question.gpu).techniques
     period = max(technique.period for technique in techniques)
     first = period + model.depth % period
-    few = "depth" in cfg.model and model.depth > first + period
-    depths = [first, first + period] if few else [model.depth]
+    is_deep = "depth" in cfg.model and model.depth > first + period
+    depths = [first, first + period] if is_deep else [model.depth]
 
-    def once(count: Callable[[TrainConfig, LatentSpec, bool], Any], cfg: TrainConfig) -> Any:
+    def count_once(count: Callable[[TrainConfig, LatentSpec, bool], Any], cfg: TrainConfig) -> Any:
         key = repr((count.__name__, cfg, spec.as_dict(), question.gpu))
         if key not in COUNT_CACHE:
             COUNT_CACHE[key] = count(cfg, spec, question.gpu)
         return COUNT_CACHE[key]
 
-    # Two micro-batches stand for all, and no optimizer plays a part in a pass.
+    # Micro-batches after the second repeat it, and a pass does not depend on the optimizer.
     plain = replace(cfg, optim={"_target_": "torch.optim.SGD"})
     few_steps = min(2, cfg.accumulation_steps)
     passes = [
-        once(count_pass, with_few_blocks(plain, depth, question.samples, few_steps))
+        count_once(count_pass, with_few_blocks(plain, depth, question.samples, few_steps))
         for depth in depths
     ]
     updates = []
     if like is None:
-        updates = [once(count_update, with_few_blocks(cfg, depth, 1, 1)) for depth in depths]
+        updates = [count_once(count_update, with_few_blocks(cfg, depth, 1, 1)) for depth in depths]
     return Forecast(question, model, techniques, period, depths, passes, updates, like)

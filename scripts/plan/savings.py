@@ -1,8 +1,8 @@
-"""Counts what each change of a run would save of its memory, and finds the cheapest changes that
-make it fit.
+"""Counts how much memory each change of a run would save, and finds the cheapest changes that make
+it fit.
 
-Where memory ran out, training/failures.py starts this file with the run in a job file: it counts on
-the CPU, for the device is full, and no change is named whose bytes were not counted.
+After a run has exhausted the memory, training/failures.py starts this file with the run in a job
+file. It counts on the CPU, because the device is full.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from training.config.schema import TrainConfig
 from training.tune import STEPS_KEY, apply_changes
 
 USEFUL_SHARE = 0.99
-"""Share of the peak below which a change must bring it."""
+"""A change must reduce the peak below this share of it."""
 FEW_SAMPLES = 8
-"""Samples of a micro-batch below which recomputing is tried first."""
+"""Samples of a micro-batch below which recomputing is tried before still smaller ones."""
 SMALLER_RANK = 20
-"""The rank of more micro-batches; with few samples in each `MUCH_SMALLER`."""
+"""Rank of a smaller micro-batch among the savings; low ranks are tried first."""
 MUCH_SMALLER_RANK = 50
+"""Rank of a micro-batch with fewer than `FEW_SAMPLES` samples."""
 OPTIM = "optim"
 EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
 Apply = Callable[[Mapping[str, Any]], TrainConfig]
-"""Makes the configuration that has some changes; ValueError where they do not go with the rest."""
+"""Applies changes to a configuration; ValueError if they contradict its other values."""
 
 
 def format_overrides(changes: Mapping[str, Any]) -> list[str]:
-    """The overrides that changes amount to, of runtime keys, accumulation_steps or optim."""
+    """Formats changes of runtime keys, accumulation_steps or optim as overrides."""
     words = [f"{key}={str(value).lower()}" for key, value in changes.items()]
     return [word if word.startswith((STEPS_KEY, OPTIM)) else f"runtime.{word}" for word in words]
 
@@ -52,105 +53,109 @@ def format_overrides(changes: Mapping[str, Any]) -> list[str]:
 def make_apply(cfg: TrainConfig) -> Apply:
     """Returns the function that applies changes to this configuration."""
 
-    def applied(changes: Mapping[str, Any]) -> TrainConfig:
-        of_run = {key: value for key, value in changes.items() if key != OPTIM}
+    def apply(changes: Mapping[str, Any]) -> TrainConfig:
+        run_changes = {key: value for key, value in changes.items() if key != OPTIM}
         if OPTIM not in changes:
-            return apply_changes(cfg, of_run)
+            return apply_changes(cfg, run_changes)
         optim = compose([f"{OPTIM}={changes[OPTIM]}"]).cfg.optim
-        return apply_changes(replace(cfg, optim=optim), of_run)
+        return apply_changes(replace(cfg, optim=optim), run_changes)
 
-    return applied
+    return apply
 
 
 def list_savings(question: Question, exact: bool = False) -> list[Saving]:
-    """Changes that save memory, the cheapest first; `exact` ones leave what is computed as it
-    is."""
-    found = [] if exact else [EIGHT_BIT]
+    """Lists changes that save memory, the cheapest first. With `exact` it lists only changes that
+    keep the results of the computation."""
+    savings = [] if exact else [EIGHT_BIT]
     for kind in TECHNIQUES:
         if not exact or kind.loss_rtol == 0.0:
-            found += kind.savings
+            savings += kind.savings
     times = 2
     while question.samples % times == 0:
         smaller = SMALLER_RANK if question.samples // times >= FEW_SAMPLES else MUCH_SMALLER_RANK
         steps = times * question.cfg.accumulation_steps
-        found.append(Saving({STEPS_KEY: steps}, "smaller products", smaller + times.bit_length()))
+        savings.append(Saving({STEPS_KEY: steps}, "smaller products", smaller + times.bit_length()))
         times *= 2
 
-    # What has one rank is tried together.
+    # Changes of the same rank are tried together.
     rank = attrgetter("rank")
-    together = [list(some) for _, some in groupby(sorted(found, key=rank), rank)]
-    return [some[-1]._replace(values=merge_values(some)) for some in together]
+    groups = [list(group) for _, group in groupby(sorted(savings, key=rank), rank)]
+    return [group[-1]._replace(values=merge_values(group)) for group in groups]
 
 
-def forecast_change(now: Forecast, values: Mapping[str, Any], applied: Apply) -> Forecast | None:
-    """The forecast of a run with changes; None where they change nothing, do not go with the rest,
-    or save less than a hundredth."""
+def forecast_change(now: Forecast, values: Mapping[str, Any], apply: Apply) -> Forecast | None:
+    """Forecasts a run with changes. None if they change nothing, contradict other keys, or save
+    less than 1 % of the peak."""
     try:
-        cfg = applied(values)
+        cfg = apply(values)
         if cfg == now.question.cfg:
             return None
-        found = forecast(replace(now.question, cfg=cfg))
-    except (ValueError, ImportError):  # an optimizer's library may be missing
+        changed = forecast(replace(now.question, cfg=cfg))
+    except (ValueError, ImportError):
+        # The library of an optimizer may be missing.
         return None
-    return found if found.needs.total < USEFUL_SHARE * now.needs.total else None
+    return changed if changed.needs.total < USEFUL_SHARE * now.needs.total else None
 
 
 def find_cheapest_change(
-    now: Forecast, memory: float, applied: Apply, exact: bool = False
+    now: Forecast, memory: float, apply: Apply, exact: bool = False
 ) -> tuple[list[Saving], Forecast]:
-    """The changes that save memory, one on top of the other until the run fits, or all, and what
-    the run then takes."""
+    """Adds changes that save memory, the cheapest first, until the run fits. Returns the changes
+    and the forecast with them, even if it still does not fit."""
     taken: list[Saving] = []
     for new in list_savings(now.question, exact):
         if now.needs.total <= memory:
             break
+        # A new change replaces an earlier one of the same keys.
         tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]
-        if found := forecast_change(now, merge_values(tried), applied):
+        changed = forecast_change(now, merge_values(tried), apply)
+        if changed:
             taken = tried
-            now = found
+            now = changed
     return taken, now
 
 
 def count_savings(
     now: Forecast, barred: Collection[str] = (), until: float = inf
 ) -> list[dict[str, Any]]:
-    """What each change saves of a run's peak by itself, most bytes first: its `words`, `bytes` and
-    what it `costs`.
+    """Counts how many bytes of a run's peak each change saves by itself. Returns the `words` of the
+    changes, their `bytes` and their `costs`, most bytes first.
 
-    Of more micro-batches only twice as many are counted; none of the overrides that are `barred`;
-    and nothing after `until` (of time.monotonic).
+    Of smaller micro-batches it counts only the halved one. It skips keys that are `barred`, and
+    stops at `until` (of time.monotonic).
     """
     cfg = now.question.cfg
-    found = []
+    rows = []
 
-    # The cheapest are counted first, for the time may be over before the last.
+    # The cheapest changes come first, because the time may be over before the last.
     for saving in list_savings(now.question):
         values = {key: value for key, value in saving.values.items() if key not in barred}
         if values.get(STEPS_KEY, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:
             continue
-        if other := forecast_change(now, values, make_apply(cfg)):
+        changed = forecast_change(now, values, make_apply(cfg))
+        if changed:
             row = {"words": format_overrides(values), "costs": saving.costs}
-            found.append(row | {"bytes": now.needs.total - other.needs.total})
-    return sorted(found, key=lambda row: -row["bytes"])
+            rows.append(row | {"bytes": now.needs.total - changed.needs.total})
+    return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def merge_values(some: list[Saving]) -> dict[str, Any]:
-    """All that they change, by key."""
-    return {key: value for saving in some for key, value in saving.values.items()}
+def merge_values(savings: list[Saving]) -> dict[str, Any]:
+    """Merges the changes of several savings; the last value of a key wins."""
+    return {key: value for saving in savings for key, value in saving.values.items()}
 
 
 def main(file: Path) -> None:
-    """Counts for the run in a job file, and writes beside it what helps: `savings`, as
-    `saved_bytes` has them."""
-    told = read_object(file)
-    workers.end_with_parent(told["parent"])
+    """Reads a run from a job file, and writes `savings`, the result of `count_savings`, beside
+    it."""
+    job = read_object(file)
+    workers.end_with_parent(job["parent"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(told['cfg']['extensions'])}]"])
-    cfg = apply_schema(TrainConfig, told["cfg"], [])
-    spec = LatentSpec(**told["spec"])
-    now = forecast(Question(cfg, spec, told["processes"], gpu=told["gpu"]))
-    found = count_savings(now, told["barred"], told["until"])
-    write_atomically(file.with_suffix(".found"), json.dumps({"savings": found}))
+    build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
+    cfg = apply_schema(TrainConfig, job["cfg"], [])
+    spec = LatentSpec(**job["spec"])
+    now = forecast(Question(cfg, spec, job["processes"], gpu=job["gpu"]))
+    savings = count_savings(now, job["barred"], job["until"])
+    write_atomically(file.with_suffix(".found"), json.dumps({"savings": savings}))
 
 
 if __name__ == "__main__":

@@ -351,7 +351,7 @@ def test_the_largest_model_fits_and_one_step_more_does_not(
 def test_the_updates_of_a_narrower_model_stand_for_those_of_a_wide_one(words: tuple[str, ...]):
     """Real tensors of a wide one might not fit the machine that plans."""
     narrow, wide = (forecast(f"model.dim={dim}", *words) for dim in (128, 384))
-    with patch("scripts.plan.memory.updated", side_effect=AssertionError("real tensors")):
+    with patch("scripts.plan.memory.count_update", side_effect=AssertionError("real tensors")):
         found = memory.forecast(wide.question, narrow)
     for phase, needs in wide.phases.items():
         assert found.phases[phase].total == pytest.approx(needs.total, rel=0.02), phase
