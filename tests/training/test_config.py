@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import os
-import shutil
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -14,11 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from omegaconf import OmegaConf
 
 from common.files import ROOT
-from common.require_python import refuse_python
+from precompute_latents import precompute
+from scripts import sample
 from scripts.import_latents import ImportConfig
+from train import train
 from training.config.build import build, resolve_target
 from training.config.compose import (
     CONF_FOLDER,
@@ -29,27 +33,19 @@ from training.config.compose import (
     report_user_errors,
 )
 from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
-from training.config.secrets import redact
 from training.config.words import FOREIGN_KEYS
 from training.distributed.exit import run_app
 
 
-def command(
-    *words: str, program: str = "train.py", **environment: str
-) -> subprocess.CompletedProcess:
-    """Runs an entry point as a user would, from the checkout."""
-    start = ["-m", program] if program.startswith("scripts.") else [program]
-    return subprocess.run(
-        [sys.executable, *start, *words],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run_command(*words: str, program: str = "train.py", **options: Any) -> str:
+    """Runs an entry point as a user would; what it prints, after its exit code."""
+    start = ["-m", program] if program.startswith("scripts.") else [str(ROOT / program)]
+    command = [sys.executable, *start, *words]
+    done = subprocess.run(command, **{"cwd": ROOT} | options, capture_output=True, text=True)
+    return f"{done.returncode}\n{done.stdout}{done.stderr}"
 
 
-def choices(group: str) -> list[str]:
+def list_choices(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF_FOLDER / group).glob("*.yaml"))
 
 
@@ -58,12 +54,12 @@ GROUPS = ["model", "adapter", "data", "objective", "optim", "runtime", "logger",
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_file_of_every_group_composes(group):
-    for name in choices(group):
+    for name in list_choices(group):
         assert compose([f"{group}={name}", "init_from=x"]).choices[group] == name
 
 
 def test_every_encoder_composes():
-    for name in choices("encoder"):
+    for name in list_choices("encoder"):
         composed = compose([f"encoder={name}", "source=x", "out=y"], "precompute_latents")
         assert isinstance(composed.cfg, PrecomputeConfig)
 
@@ -120,115 +116,80 @@ def test_the_configuration_cannot_be_changed_after_it_was_composed():
 
 
 def test_help_is_quick_and_lists_groups_with_examples():
-    result = command("--help", PYTHONPROFILEIMPORTTIME="1")
-    assert result.returncode == 0
-    assert "model: conv_b" in result.stdout
-    assert "experiment=fastrun" in result.stdout
-    assert "| torch" not in result.stderr, "torch was imported"
+    output = run_command("--help", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
+    assert output.startswith("0\n")
+    assert "model: conv_b" in output
+    assert "experiment=fastrun" in output
+    assert "| torch" not in output, "torch was imported"
 
 
-def test_the_configuration_prints_without_holes():
-    result = command("--cfg", "job", "--resolve")
-    assert result.returncode == 0
-    assert "???" not in result.stdout
-    assert "total_samples" in result.stdout
+@pytest.mark.parametrize(
+    ("program", "words"), [("precompute_latents.py", "out=x"), ("scripts.sample", "guidance")]
+)
+def test_other_commands_have_help(program: str, words: str):
+    output = run_command("--help", program=program)
+    assert output.startswith("0\n")
+    assert words in output
 
 
-MISTAKES = {
-    "batch_size=-4": ("batch_size=-4", "at least 1"),
-    "batch_size=10 accumulation_steps=4": ("batch_size=10", "accumulation_steps=4"),
-    "total_samples=abc": ("total_samples=abc", "a whole number"),
-    "deterministic=perhaps": ("deterministic=perhaps", "true or false"),
-    "runtime.precision=bf17": ("runtime.precision=bf17", "fp32, bf16"),
-    "model.dpeth=3": ("model.dpeth=3", "did you mean model.depth?"),
-    "optmi.lr=3": ("optmi.lr=3", "did you mean optim.lr?"),
-    "runtime=fasst": ("runtime=fasst", "eager, fast"),
-    "model=mambo": ("model=mambo", "mamba_xs"),
-    "experiment=fastrnu": ("experiment=fastrnu", "fastrun"),
-    "+junk=1": ("junk=1", "no such key"),
-    "+runtime.junk=1": ("runtime.junk=1", "no such key"),
-    "+schedule.warmup=1": ("schedule.warmup=1", "did you mean schedule.warmup_samples?"),
-    "+model.junk=1": ("model.junk=1", "it takes dim, depth"),
-    "+model.mixer.junk=1": ("model.mixer.junk=1", "BidirectionalSSD has no argument"),
-    "model.dim=abc": ("model.dim=abc", "a valid integer"),
-    "model=null": ("model=null", "mamba_xs"),
-    "model.depth=0": ("model.depth=0", "at least 1"),
-    "model.patch_size=0": ("model.patch_size=0", "at least 1"),
-    "optim.lr=-1": ("optim: Invalid learning rate: -1.0", "AdamW"),
-    "model.head_dim=37": ("model.head_dim=37", "divisor"),
-    "optim.betas=[0.9]": ("optim.betas=[0.9]", "must be longer"),
-    "optim.lr=fast": ("optim.lr=fast", "a valid number"),
-    "data=resident": ("data.path=<folder", "precompute_latents.py"),
-    "data=resident data.path=/nowhere": ("/nowhere/manifest.json", "precompute_latents.py"),
-    "objective.label_dropout=2": ("objective.label_dropout=2", "between 0 and 1"),
-    "sampling.guidance_interval=[1,0]": ("sampling.guidance_interval=[1.0, 0.0]", "increasing"),
-    "logger=wandb logger.mode=on": ("logger.mode=on", "'online' or 'offline'"),
-    "init_from=/nowhere": ("init_from=/nowhere", "neither"),
-    "resume=/nowhere": ("/nowhere", "no usable checkpoint"),
-    "runtime.device=cuda": ("runtime.device=cuda", "no NVIDIA GPU"),
-    "experiment=fullrun runtime.tf32=true runtime.device=cpu": (
-        "runtime.tf32=True",
-        "on_unavailable=degrade",
-    ),
-    "model._target_=builtins.open": ("model._target_=builtins.open", "not allowed"),
-    "optim._target_=torch.load": ("optim._target_=torch.load", "not allowed"),
-    "model._target_=models.denoiser.torch.load": ("models.denoiser.torch.load", "not allowed"),
-    "model._target_=models.denoiser.nn.Linear": ("models.denoiser.nn.Linear", "not allowed"),
-    "optim._target_=data.digits.DigitLatents": (
-        "optim._target_=data.digits.DigitLatents",
-        "no Optimizer",
-    ),
-    "model._target_=models.denoiser.nothing": ("models.denoiser.nothing", "not allowed"),
-}
-IN_THE_SHELL = [
-    "batch_size=-4",
-    "model.dpeth=3",
-    "+junk=1",
-    "+model.junk=1",
-    "optim._target_=torch.load",
-]
+def test_the_configuration_prints_without_holes_from_any_folder(tmp_path: Path):
+    output = run_command("--cfg", "job", "--resolve", cwd=tmp_path)
+    assert output.startswith("0\n")
+    assert "???" not in output
+    assert "total_samples" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+MISTAKES = yaml.safe_load((ROOT / "tests/assets/mistakes.yaml").read_text())
 
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, tmp_path, capsys, monkeypatch):
-    import torch
-
-    from train import train
-    from training.config.compose import report_user_errors
-
     if words == "runtime.device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
     folder = tmp_path / "run"
     with pytest.raises(SystemExit) as stopped, report_user_errors():
         train(compose(["total_samples=64", f"run_dir={folder}", *words.split()]))
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert stopped.value.code == 1
-    assert said.startswith("error: ")
-    assert "Traceback" not in said
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
     for part in MISTAKES[words]:
-        assert part in said
+        assert part in message
     assert not folder.exists(), "a run that never started left a folder"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(words, marks=pytest.mark.slow) if i > 1 else words
-        for i, words in enumerate(IN_THE_SHELL)
-    ],
-)
-def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
-    result = command(*words.split(), f"run_dir={tmp_path / 'run'}")
-    assert result.returncode == 1
-    assert result.stderr.startswith("error: ")
-    assert len(result.stderr.splitlines()) == 1
-    assert MISTAKES[words][0] in result.stderr
+def test_the_command_says_it_too_and_exits_with_1(tmp_path):
+    output = run_command("model.dpeth=3", f"run_dir={tmp_path / 'run'}")
+    assert output.startswith("1\nerror: ")
+    assert len(output.splitlines()) == 2
+    assert "did you mean model.depth?" in output
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("words", "sentence"),
+    [
+        (["cuont=3"], "did you mean count?"),
+        ([], "run_dir is not set"),
+        (["run_dir=/nowhere"], "does not exist"),
+    ],
+)
+def test_sample_says_what_is_wrong(words, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sample", *words])
+    with pytest.raises(SystemExit):
+        sample.main()
+    assert sentence in capsys.readouterr().err
+
+
+def test_precompute_says_what_it_lacks():
+    with pytest.raises(ValueError, match="source is not set"):
+        precompute(compose(["out=x"], "precompute_latents"))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
     [
         ("modle:\n  depth: 2\n", "did you mean model?"),
         ("optim:\n  lrr: 2\n", "did you mean optim.lr?"),
@@ -238,19 +199,15 @@ def test_the_command_says_it_too_and_exits_with_1(words, tmp_path):
         ),
     ],
 )
-def test_a_typo_inside_an_experiment_file_is_refused(content, said, capsys, monkeypatch):
-    from train import train
-    from training.config.compose import report_user_errors
-
+def test_a_typo_inside_an_experiment_file_is_refused(content, sentence, monkeypatch):
     file = CONF_FOLDER / "experiment" / "typo_for_a_test.yaml"
     monkeypatch.setattr(sys, "argv", ["train.py"])
     try:
         file.write_text("# @package _global_\n# A typo.\n" + content)
-        with pytest.raises(SystemExit), report_user_errors():
-            train(compose(["experiment=typo_for_a_test"]))
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            compose(["experiment=typo_for_a_test"])
     finally:
         file.unlink()
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", FOREIGN_KEYS)
@@ -323,53 +280,7 @@ def test_nested_components_are_built_and_checked():
         )
 
 
-def test_secrets_never_reach_what_is_written_down(monkeypatch):
-    monkeypatch.setenv("MY_SECRET_VALUE", "hunter2")
-    secret = "${oc.env:MY_SECRET_VALUE}"
-    composed = compose(["logger=wandb", f"logger.entity={secret}", f"run_dir={secret}"])
-    assert composed.cfg.run_dir == "hunter2"
-    assert "hunter2" not in str(composed.source)
-    assert redact({"api_key": "x", "tokens": 3, "a": [{"password": "y"}]}) == {
-        "api_key": "<redacted>",
-        "tokens": 3,
-        "a": [{"password": "<redacted>"}],
-    }
-
-
-def test_precompute_says_what_it_lacks(tmp_path):
-    result = command("out=" + str(tmp_path / "out"), program="precompute_latents.py")
-    assert result.returncode == 1
-    assert "source is not set" in result.stderr
-    assert command("--help", program="precompute_latents.py").returncode == 0
-
-
-def test_sample_says_what_is_wrong():
-    for words, said in (
-        (["cuont=3"], "did you mean count?"),
-        ([], "run_dir is not set"),
-        (["run_dir=/nowhere"], "does not exist"),
-    ):
-        result = command(*words, program="scripts.sample")
-        assert result.returncode == 1
-        assert said in result.stderr
-    assert "guidance" in command("--help", program="scripts.sample").stdout
-
-
-def test_configuration_files_are_found_from_another_folder(tmp_path: Path):
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--cfg", "job"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_error_that_is_not_the_users_keeps_its_traceback():
-    from training.config.compose import report_user_errors
-
     with pytest.raises(ValueError, match="negative dimension"), report_user_errors():
         np.zeros(-1)
     with pytest.raises(ValueError, match="invalid literal"), report_user_errors():
@@ -440,9 +351,8 @@ def test_presets_build_on_each_other():
     ],
 )
 def test_words_that_hydra_breaks_on(word: str, sentence: str):
-    with pytest.raises(ValueError, match=r"\w") as caught:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         compose([word])
-    assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -458,9 +368,8 @@ def test_words_that_hydra_breaks_on(word: str, sentence: str):
     ],
 )
 def test_words_that_yaml_breaks_on(word: str, sentence: str):
-    with pytest.raises(ValueError, match=r"\w") as caught:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
         parse_words(ImportConfig, [word], "")
-    assert sentence in str(caught.value)
 
 
 def test_a_message_is_one_line(capsys: pytest.CaptureFixture[str]):
@@ -568,69 +477,6 @@ def test_a_run_resumes_from_a_checkpoint_or_a_run_that_is_there(folder, entry, t
         else pytest.raises(ValueError, match=r"resume=.*; name a run, a checkpoint such as")
     ):
         refuse_paths(cfg)
-
-
-def test_a_python_that_is_too_old_or_too_new_is_named():
-    for version in ((3, 6, 15), (3, 10, 13), (3, 14, 0)):
-        with pytest.raises(SystemExit) as stopped:
-            refuse_python(version, "/usr/bin/python")
-        this = ".".join(map(str, version))
-        said = (
-            f"error: fastlatent needs Python 3.11 to 3.13; this is {this} (/usr/bin/python); "
-            "`make setup PYTHON="
-        )
-        assert str(stopped.value).startswith(said)
-    for version in ((3, 11, 0), (3, 12, 1), (3, 13, 9)):
-        refuse_python(version)
-
-
-@pytest.mark.parametrize(
-    ("word", "exported", "anew"),
-    [(sys.executable, "", False), ("/no/python", "", True), (None, "/no/python", False)],
-)
-def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(
-    word, exported, anew, tmp_path: Path
-):
-    """Whatever made it: this one has no pyvenv.cfg."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    words = ["make", "-n", "setup", f"VENV={tmp_path}", *([f"PYTHON={word}"] if word else [])]
-    env = os.environ | {"MAKEFLAGS": ""} | ({"PYTHON": exported} if exported else {})
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert (f"rm -rf {tmp_path}" in done.stdout) is anew
-
-
-@pytest.mark.parametrize(
-    "start",
-    [
-        ["train.py"],
-        ["precompute_latents.py"],
-        ["-m", "scripts.sample"],
-        ["-m", "scripts.bench"],
-        ["make"],
-    ],
-)
-def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], tmp_path: Path):
-    places = [
-        shutil.which("python3.10"),
-        *map(str, Path.home().glob(".pyenv/versions/3.10*/bin/python")),
-    ]
-    working = (
-        place
-        for place in places
-        if place and not subprocess.run([place, "-c", ""], check=False).returncode
-    )
-    if (older := next(working, None)) is None:
-        pytest.skip("no Python 3.10 at hand")
-    words = (
-        ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"]
-        if start == ["make"]
-        else [older, *start]
-    )
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode
-    assert done.stderr.startswith("error: fastlatent needs Python 3.11 to 3.13; this is 3.10.")
-    assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""Which Pythons the commands accept, and what they say to others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.files import ROOT
+from common.require_python import refuse_python
+
+
+def test_a_python_that_is_too_old_or_too_new_is_named():
+    for version in ((3, 6, 15), (3, 10, 13), (3, 14, 0)):
+        with pytest.raises(SystemExit) as stopped:
+            refuse_python(version, "/usr/bin/python")
+        this = ".".join(map(str, version))
+        said = (
+            f"error: fastlatent needs Python 3.11 to 3.13; this is {this} (/usr/bin/python); "
+            "`make setup PYTHON="
+        )
+        assert str(stopped.value).startswith(said)
+    for version in ((3, 11, 0), (3, 12, 1), (3, 13, 9)):
+        refuse_python(version)
+
+
+@pytest.mark.parametrize(
+    ("word", "exported", "anew"),
+    [(sys.executable, "", False), ("/no/python", "", True), (None, "/no/python", False)],
+)
+def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(
+    word, exported, anew, tmp_path: Path
+):
+    """Whatever made it: this one has no pyvenv.cfg."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    words = ["make", "-n", "setup", f"VENV={tmp_path}", *([f"PYTHON={word}"] if word else [])]
+    env = os.environ | {"MAKEFLAGS": ""} | ({"PYTHON": exported} if exported else {})
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert (f"rm -rf {tmp_path}" in done.stdout) is anew
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["train.py"],
+        ["precompute_latents.py"],
+        ["-m", "scripts.sample"],
+        ["-m", "scripts.bench"],
+        ["make"],
+    ],
+)
+def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], tmp_path: Path):
+    places = [
+        shutil.which("python3.10"),
+        *map(str, Path.home().glob(".pyenv/versions/3.10*/bin/python")),
+    ]
+    working = (
+        place
+        for place in places
+        if place and not subprocess.run([place, "-c", ""], check=False).returncode
+    )
+    if (older := next(working, None)) is None:
+        pytest.skip("no Python 3.10 at hand")
+    words = (
+        ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"]
+        if start == ["make"]
+        else [older, *start]
+    )
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode
+    assert done.stderr.startswith("error: fastlatent needs Python 3.11 to 3.13; this is 3.10.")
+    assert not (tmp_path / "venv").exists()
