@@ -98,7 +98,7 @@ def forecast_largest(
     wider = cfg.of == "dim"
     step = train.model["head_dim"] if wider else 1
 
-    # Deeper models share the counts of few blocks, and updates of wider ones are scaled from `like`.
+    # Deeper models share the counts of few blocks; wider ones take scaled updates from `like`.
     like = forecast(question) if wider else None
     forecasts: dict[int, Forecast] = {}
 

@@ -1,4 +1,4 @@
-"""Plans a run, as figures and as text, and writes the techniques that were found to be fastest."""
+"""Plans a run, as figures and as text, and writes the fastest techniques to a runtime file."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ RATES = ("samples_per_s", "rate_of", "mfu")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What to plan with; any other word is an override of the training configuration."""
+    """Keys of the command; any other word is an override of the training configuration."""
 
     hardware: str | None = None
-    """Null: this machine's GPU, and h100 without one."""
+    """Name of a card, or here; null: this machine's GPU, and h100 without one."""
     gpus: Positive = 1
     price_per_hour: Annotated[float, Ge(0)] | None = None
-    """Of one GPU, in any currency."""
+    """Price of one GPU, in any currency."""
     samples_per_s: Annotated[float, Gt(0)] | None = None
-    """Of all GPUs together, as you know it."""
+    """Known speed of all GPUs together."""
     rate_of: str | None = None
-    """The folder of a run that has ended, such as a fastrun: its samples a second count."""
+    """The folder of a run that has ended, such as a fastrun, whose samples per second to assume."""
     mfu: Share | None = None
     """Model FLOPs utilisation: the share of the peak that each GPU reaches."""
     json: bool = False
@@ -66,15 +66,16 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Where the choice goes; any other word is an override of the training configuration."""
+    """Keys of `tune`; any other word is an override of the training configuration."""
 
     out: str | None = None
-    """Null: conf/runtime/tuned.yaml, so that runtime=tuned asks for it."""
+    """File for the choice; null: conf/runtime/tuned.yaml, which runtime=tuned selects."""
     seconds: float = 120.0
 
 
 def choose_card(hardware: str | None) -> tuple[str, Card]:
-    """The card to plan for, and what the user calls it; of this machine's its own memory counts."""
+    """Returns the user's name of the card to plan for, and the card; that of this machine has the
+    memory that the machine reports."""
     device = pick_device("auto")
     name = hardware or (HERE if device.type == "cuda" else "h100")
     if name != HERE:
@@ -87,20 +88,21 @@ def choose_card(hardware: str | None) -> tuple[str, Card]:
 
 
 def forecast_run(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
-    """The forecast of a run that these words describe."""
+    """Forecasts the run that these words describe."""
     train = compose_pretrained([*words]).cfg
     return forecast(make_question(train, card.memory, cfg.gpus, gpu=card.name != "cpu"))
 
 
-def find_rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
-    """Samples a second of all GPUs; None where nothing says it, ValueError where that says none."""
+def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
+    """Returns the samples per second of all GPUs, None if no key states a rate. ValueError if the
+    key's source has no rate."""
     if cfg.mfu is not None:
         if not card.flops_16bit:
             raise UserError(
                 f"mfu={cfg.mfu} is a share of a peak, and that of {card.name} is not known; give "
                 "samples_per_s."
             )
-        flops = count_passes(found.model) * found.model.flops_per_sample()
+        flops = count_passes(plan.model) * plan.model.flops_per_sample()
         return cfg.gpus * cfg.mfu * card.flops_16bit / flops
     if cfg.rate_of is None:
         return cfg.samples_per_s
@@ -115,38 +117,38 @@ def find_rate(cfg: PlanConfig, found: Forecast, card: Card) -> float | None:
     return measured
 
 
-def find_largest_micro_batch(found: Forecast, memory: float) -> int:
-    """The most samples of a micro-batch that fit; 0 if one does not. Bytes are a straight line over
-    the samples."""
-    question = found.question
-    here = question.samples
-    other = max(1, here // 2) if here > 1 else 2
+def find_largest_micro_batch(plan: Forecast, memory: float) -> int:
+    """Finds the largest micro-batch that fits, by extrapolating the bytes linearly over the
+    samples; 0 if none fits."""
+    question = plan.question
+    samples = question.samples
+    other = max(1, samples // 2) if samples > 1 else 2
     batch = other * question.cfg.accumulation_steps * question.gpus
     at_other = forecast(replace(question, cfg=replace(question.cfg, batch_size=batch)))
-    most = float("inf")
-    for phase, needs in found.phases.items():
-        slope = (needs.total - at_other.phases[phase].total) / (here - other)
+    largest = float("inf")
+    for phase, needs in plan.phases.items():
+        slope = (needs.total - at_other.phases[phase].total) / (samples - other)
         if slope > 0:
-            most = min(most, here + (memory - needs.total) / slope)
+            largest = min(largest, samples + (memory - needs.total) / slope)
         elif needs.total > memory:
-            most = 0
-    return max(0, int(min(most, 2**20)))
+            largest = 0
+    return max(0, int(min(largest, 2**20)))
 
 
 def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
-    """Everything that the plan says, ready for JSON; None for what is not known."""
+    """Returns all figures of the plan, ready for JSON; None for those that are unknown."""
     refuse_values(cfg)
-    given = [key for key in RATES if getattr(cfg, key) is not None]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} each say how fast the run is; give one.")
+    rates = [key for key in RATES if getattr(cfg, key) is not None]
+    if len(rates) > 1:
+        raise UserError(f"{' and '.join(rates)} each say how fast the run is; give one.")
 
     name, card = choose_card(cfg.hardware)
-    found = forecast_run(words, cfg, card)
-    train = found.question.cfg
-    samples = found.question.samples
-    peak = found.needs.total
+    plan = forecast_run(words, cfg, card)
+    train = plan.question.cfg
+    samples = plan.question.samples
+    peak = plan.needs.total
     fits = peak <= card.memory
-    per_second = find_rate(cfg, found, card)
+    per_second = find_rate(cfg, plan, card)
     hours = per_second and train.total_samples / per_second / 3600
     price = cfg.price_per_hour
     return {
@@ -155,27 +157,27 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "fits": fits,
         "peak_gib": peak / GIB,
         "memory_gib": card.memory / GIB,
-        "phase": found.phase,
-        "parts_gib": {part: size / GIB for part, size in found.needs._asdict().items()},
-        "phases_gib": {phase: some.total / GIB for phase, some in found.phases.items()},
-        "kept_mib_a_block_and_sample": found.kept / (found.model.depth * samples * 2**20),
-        "on_host_gib": found.lasting["on_host"] / GIB,
+        "phase": plan.phase,
+        "parts_gib": {part: size / GIB for part, size in plan.needs._asdict().items()},
+        "phases_gib": {phase: needs.total / GIB for phase, needs in plan.phases.items()},
+        "kept_mib_a_block_and_sample": plan.kept / (plan.model.depth * samples * 2**20),
+        "on_host_gib": plan.lasting["on_host"] / GIB,
         "micro_batch": samples,
-        "largest_micro_batch": find_largest_micro_batch(found, card.memory),
+        "largest_micro_batch": find_largest_micro_batch(plan, card.memory),
         "samples": train.total_samples,
         "samples_per_s": per_second,
         "hours": hours,
         "cost": None if hours is None or price is None else cfg.gpus * price * hours,
-        "change": None if fits else find_change_that_fits(found, card.memory),
-        "savings": [] if fits else count_savings(found),
-        "not_counted": list_not_counted(train, found.question.gpu),
+        "change": None if fits else find_change_that_fits(plan, card.memory),
+        "savings": [] if fits else count_savings(plan),
+        "not_counted": list_not_counted(train, plan.question.gpu),
     }
 
 
 def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None:
-    """The cheapest changes that make a run fit, ready for JSON; None if none do."""
-    taken, found = find_cheapest_change(now, memory, make_apply(now.question.cfg))
-    peak = found.needs.total
+    """Returns the cheapest changes that make a run fit, ready for JSON; None if none do."""
+    taken, changed = find_cheapest_change(now, memory, make_apply(now.question.cfg))
+    peak = changed.needs.total
     if peak > memory:
         return None
     costs = "; ".join(saving.costs for saving in taken)
@@ -183,83 +185,85 @@ def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None
 
 
 def list_not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
-    """What the plan does not tell, and the keys of whose techniques; those of a `gpu` only for
-    one."""
+    """Lists effects that the plan does not count -> keys of the techniques that have them. On a
+    CPU it leaves out techniques that need a `gpu`."""
     values = train.runtime.values()
-    found: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for kind in TECHNIQUES:
         technique = kind(values[kind.key], torch.device("cpu"))
         if technique.plan_note and technique.enabled and (gpu or not technique.find_obstacle()):
-            found.setdefault(technique.plan_note, []).append(f"runtime.{kind.key}")
-    return found
+            notes.setdefault(technique.plan_note, []).append(f"runtime.{kind.key}")
+    return notes
 
 
-def format_plan(found: dict[str, Any]) -> str:
-    """The plan as a table and sentences."""
-    parts = found["parts_gib"]
+def format_plan(plan: dict[str, Any]) -> str:
+    """Formats the plan as a table and sentences."""
+    parts = plan["parts_gib"]
     gpu = parts["context"] > 0.0
     lines = [f"{'part':<10} {'GiB':>6}"]
     for part, size in parts.items():
         if gpu or part not in ("context", "slack"):
             lines.append(f"{part:<10} {size:>6.2f}")
 
-    verdict = "fits" if found["fits"] else "does not fit"
-    phases = ", ".join(f"{phase} {size:.2f}" for phase, size in found["phases_gib"].items())
-    on_host = found["on_host_gib"]
+    verdict = "fits" if plan["fits"] else "does not fit"
+    phases = ", ".join(f"{phase} {size:.2f}" for phase, size in plan["phases_gib"].items())
+    on_host = plan["on_host_gib"]
     lines += [
         "",
-        f"{found['peak_gib']:.2f} GiB of {found['memory_gib']:.1f} on {found['gpus']} × "
-        f"{found['hardware']}, in phase {found['phase']}: {verdict} (by phase: {phases})",
-        f"micro-batch {found['micro_batch']}, largest that fits {found['largest_micro_batch']}; a "
-        f"block keeps {found['kept_mib_a_block_and_sample']:.2f} MiB a sample"
+        f"{plan['peak_gib']:.2f} GiB of {plan['memory_gib']:.1f} on {plan['gpus']} × "
+        f"{plan['hardware']}, in phase {plan['phase']}: {verdict} (by phase: {phases})",
+        f"micro-batch {plan['micro_batch']}, largest that fits {plan['largest_micro_batch']}; a "
+        f"block keeps {plan['kept_mib_a_block_and_sample']:.2f} MiB a sample"
         + (f"; {on_host:.2f} GiB lie in host memory" if on_host else ""),
-        describe_time_and_cost(found),
+        describe_time_and_cost(plan),
     ]
-    if change := found["change"]:
+    change = plan["change"]
+    if change:
         lines.append(
             f"cheapest change that fits: {' '.join(change['words'])} "
             f"({change['peak_gib']:.2f} GiB; it costs {change['costs']})"
         )
-    elif not found["fits"]:
+    elif not plan["fits"]:
         lines.append(
             "no change that this plan knows makes it fit; use a smaller model, or several GPUs "
             "with fsdp."
         )
-    if found["savings"]:
+
+    if plan["savings"]:
         rows = [
             (" ".join(row["words"]), f"{row['bytes'] / GIB:.2f}", row["costs"])
-            for row in found["savings"]
+            for row in plan["savings"]
         ]
         lines += ["", format_table([("each by itself", "saves GiB", "at the cost of"), *rows])]
     lines.append("")
-    for why, keys in found["not_counted"].items():
+    for why, keys in plan["not_counted"].items():
         lines.append(f"not told apart: {', '.join(keys)}: {why}")
     if gpu:
         lines.append(
-            f"assumed: {CONTEXT_BYTES / GIB:.1f} GiB of context and {ALLOCATOR_SLACK:.0%} lost by the allocator. "
-            "On a GPU: not measured yet."
+            f"assumed: {CONTEXT_BYTES / GIB:.1f} GiB of context and {ALLOCATOR_SLACK:.0%} lost by "
+            "the allocator. On a GPU: not measured yet."
         )
     return "\n".join(lines).rstrip()
 
 
-def describe_time_and_cost(found: dict[str, Any]) -> str:
-    """The line that says how long the run takes, and what it costs where a price is given."""
-    if found["hours"] is None:
+def describe_time_and_cost(plan: dict[str, Any]) -> str:
+    """Describes in a line how long the run takes, and its cost if a price is known."""
+    if plan["hours"] is None:
         return (
             "no hours and no cost without a rate: give rate_of=<the folder of a fastrun>, "
             "samples_per_s= or mfu="
         )
-    cost = f", {found['cost']:.2f} in all" if found["cost"] is not None else ""
+    cost = f", {plan['cost']:.2f} in all" if plan["cost"] is not None else ""
     return (
-        f"{found['hours']:.2f} hours for {found['samples']} samples at "
-        f"{found['samples_per_s']:.1f} a second{cost}; evaluation, sampling and saving come on top"
+        f"{plan['hours']:.2f} hours for {plan['samples']} samples at "
+        f"{plan['samples_per_s']:.1f} a second{cost}; evaluation, sampling and saving come on top"
     )
 
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:
-    """Tries techniques, writes the fastest as a runtime file, and returns the table of all.
+    """Tries techniques, writes the fastest to a runtime file, and returns the table of all.
 
-    ValueError if nothing was measured, or the file cannot be where it was asked for.
+    ValueError if nothing was measured, or `out` is no place for the file.
     """
     composed = compose_pretrained([*words, f"runtime.tune_seconds={cfg.seconds}"])
     file = Path(cfg.out).expanduser() if cfg.out else CONF_FOLDER / "runtime" / "tuned.yaml"
@@ -270,18 +274,21 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     base = {"auto": "fast"}.get(composed.choices["runtime"], composed.choices["runtime"])
     if base == file.stem:
         raise UserError(
-            f"runtime={base} would be based on itself in {file}; start from another one, as "
+            f"runtime={base} would be based on itself in {file}; start from another one, such as "
             "runtime=fast."
         )
-    device = pick_device(composed.cfg.runtime.device.value)
-    _, found = tune_config(composed.cfg, device, SINGLE)
-    tried = found["tried"]
-    if not any(row["step_ms"] for row in tried):
-        told = "; ".join(f"{row['words']}: {row['refusal']}" for row in tried)
-        raise UserError(f"seconds={cfg.seconds}: nothing was measured ({told}); give more seconds.")
 
-    # The choice as a file of conf/runtime.
-    runtime = dict(found["changes"])
+    device = pick_device(composed.cfg.runtime.device.value)
+    _, choice = tune_config(composed.cfg, device, SINGLE)
+    tried = choice["tried"]
+    if not any(row["step_ms"] for row in tried):
+        refusals = "; ".join(f"{row['words']}: {row['refusal']}" for row in tried)
+        raise UserError(
+            f"seconds={cfg.seconds}: nothing was measured ({refusals}); give more seconds."
+        )
+
+    # The file starts from the runtime that the search started from, and adds the changes.
+    runtime = dict(choice["changes"])
     steps = runtime.pop(STEPS_KEY, None)
     hardware = describe_environment(device)["hardware"]
     text = f"# The fastest of {len(tried)} on {hardware}, for: {' '.join(words)}\n"
@@ -290,4 +297,4 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     file.write_text(text + to_yaml({"defaults": [base, "_self_"]} | runtime))
     rows = [(r["words"], r["step_ms"], r["steps"] or None, r["refusal"] or "") for r in tried]
     listed = format_table([("candidate", "ms/step", "steps", ""), *rows])
-    return f"{listed}\n\n{found['words']}: written to {file}"
+    return f"{listed}\n\n{choice['words']}: written to {file}"

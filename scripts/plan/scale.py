@@ -1,5 +1,5 @@
-"""`python -m scripts.plan scale`: step time and memory of each way to use N GPUs, and where each
-stops paying. docs/scaling.md has formulas and sources.
+"""Predicts step time and memory of each way to use N GPUs, and where each stops paying.
+docs/scaling.md has formulas and sources.
 
     python -m scripts.plan scale model=ssd_mlp_xl data=synthetic mfu=0.4
     python -m scripts.plan scale model=mamba_b data=synthetic gpus=[1,8,64] batch_per_gpu=64 \\
@@ -23,16 +23,16 @@ from training.environment import CARDS, GIB, Card
 from training.weights.adapter_base import compose_pretrained
 
 LEAST_EFFICIENCY = 0.8
-"""A way to scale pays as long as N GPUs do at least this share of N times the work of one."""
+"""Share of N times one GPU's speed that N GPUs must reach for a way to pay."""
 WAYS = ("ddp", "fsdp", "hsdp")
 HEADS = ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
 GPUS_A_MACHINE = 8
 BUCKET_BYTES = 25 * 2**20
-"""runtime.parallel.bucket_cap_mb."""
+"""Bytes of a bucket of gradients in ddp (runtime.parallel.bucket_cap_mb)."""
 HOP_SECONDS = 1e-6
+"""Latency from GPU to GPU in a machine, of the order of NCCL's own tables."""
 MACHINE_HOP_SECONDS = 5e-6
-"""Seconds from GPU to GPU in a machine, and from machine to machine: of the order of NCCL's own
-tables."""
+"""Latency from machine to machine."""
 
 
 Share = Annotated[float, Gt(0), Le(1)]
@@ -40,7 +40,7 @@ Share = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    """What to predict; any other word is an override of the training configuration."""
+    """Keys of the command; any other word is an override of the training configuration."""
 
     gpus: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 64, 256, 1024])
     batch_per_gpu: int = 32
@@ -49,7 +49,7 @@ class ScaleConfig:
     """Model FLOPs utilisation of one GPU, from a run's summary or `bench step`."""
 
     def check(self) -> None:
-        """ValueError for a value that cannot be predicted for."""
+        """ValueError for values for which no prediction is possible."""
         if not self.gpus or min(self.gpus) < 1 or self.batch_per_gpu < 1:
             raise UserError(
                 f"gpus={self.gpus} and batch_per_gpu={self.batch_per_gpu} must be at least 1."
@@ -57,35 +57,37 @@ class ScaleConfig:
         refuse_values(self)
         if self.mfu is None:
             raise UserError(
-                "mfu is missing: say which share of its peak one GPU reaches, as mfu=0.4; the "
+                "mfu is missing: say which share of its peak one GPU reaches, such as mfu=0.4; the "
                 "summary of a run on a GPU has it, and so has `python -m scripts.bench step`."
             )
 
 
 def find_card(hardware: str) -> Card:
-    """The card of a name; ValueError for one that is not in the table."""
+    """Returns the card of this name. ValueError for one that is not in the table."""
     if hardware not in CARDS:
         raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
     return CARDS[hardware]
 
 
 def scale(cfg: ScaleConfig, words: list[str]) -> str:
-    """The table of all ways, and what each is good for."""
+    """Returns the table of all ways, and up to how many GPUs each pays."""
     cfg.check()
     assert cfg.mfu is not None
     card = find_card(cfg.hardware)
     train = replace(
         compose_pretrained(words).cfg, batch_size=cfg.batch_per_gpu, accumulation_steps=1
     )
-    one = forecast(make_question(train, card.memory))
-    model = one.model
+    plan = forecast(make_question(train, card.memory))
+    model = plan.model
     parameters = sum(p.numel() for p in model.parameters())
     flops = count_passes(model) * model.flops_per_sample()
 
-    # What one GPU computes, and what it sends.
+    # The computation and the communication of one GPU.
     compute = flops * cfg.batch_per_gpu / (card.flops_16bit * cfg.mfu)
     width = 2 if train.runtime.parallel.reduce_dtype.value == "bf16" else 4
     step = Step(compute, parameters, width, model.depth + 1)
+
+    # One row per way and number of GPUs.
     rows: list[tuple[object, ...]] = [HEADS]
     verdicts = []
     for way in WAYS:
@@ -94,7 +96,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
         for gpus in cfg.gpus:
             if way == "hsdp" and (gpus <= GPUS_A_MACHINE or gpus % GPUS_A_MACHINE):
                 continue
-            memory = forecast(share_over_gpus(one.question, way, gpus)).needs.total
+            memory = forecast(share_over_gpus(plan.question, way, gpus)).needs.total
             seconds = compute + time_exposed(way, gpus, step, card)
             efficiency = compute / seconds
             fits = memory < card.memory
@@ -117,7 +119,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
 
     lines = [
         f"{parameters / 1e6:.0f} M parameters, {flops / 1e9:.0f} GFLOP a sample and step, "
-        f"{one.kept / one.question.samples / 2**20:.1f} MiB kept a sample",
+        f"{plan.kept / plan.question.samples / 2**20:.1f} MiB kept a sample",
         f"assumed: {cfg.hardware}, MFU {cfg.mfu:.0%} on one GPU, {cfg.batch_per_gpu} samples a "
         f"GPU, {GPUS_A_MACHINE} GPUs a machine; with fsdp {step.scatters} reduce-scatters a step",
         "",
@@ -128,16 +130,18 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     return "\n".join(lines)
 
 
-def share_over_gpus(one: Question, way: str, gpus: int) -> Question:
-    """A question of one GPU for many, which share the work in this way, as many samples each."""
-    parallel = replace(one.cfg.runtime.parallel, mode=ParallelMode(way))
-    runtime = replace(one.cfg.runtime, parallel=parallel)
-    cfg = replace(one.cfg, batch_size=one.cfg.batch_size * gpus, runtime=runtime)
-    return replace(one, cfg=cfg, gpus=gpus)
+def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
+    """Returns the question of one GPU for `gpus` GPUs: same batch per GPU, parallelism `way`."""
+    parallel = replace(question.cfg.runtime.parallel, mode=ParallelMode(way))
+    runtime = replace(question.cfg.runtime, parallel=parallel)
+    batch_size = question.cfg.batch_size * gpus
+    cfg = replace(question.cfg, batch_size=batch_size, runtime=runtime)
+    return replace(question, cfg=cfg, gpus=gpus)
 
 
 def describe_range(good: list[int], worse: list[int]) -> str:
-    """How far a way pays, which is `good` on so many GPUs and scales `worse` on others."""
+    """Says up to how many GPUs a way pays; `good` and `worse` are the numbers of GPUs at which it
+    pays or scales below `LEAST_EFFICIENCY`."""
     if not good:
         return "does not pay, or does not fit, at any of these sizes"
     beyond = [gpus for gpus in worse if gpus > good[0]]
@@ -146,8 +150,8 @@ def describe_range(good: list[int], worse: list[int]) -> str:
 
 
 def find_bandwidth(gpus: int, card: Card) -> float:
-    """Across machines each GPU has a network card of its own, and rings go through all of them at
-    once."""
+    """Returns the bytes per second of a ring. Across machines each GPU has its own network card,
+    and several rings use all cards at once."""
     return (
         card.intra_bandwidth
         if gpus <= GPUS_A_MACHINE
@@ -156,7 +160,8 @@ def find_bandwidth(gpus: int, card: Card) -> float:
 
 
 def time_gather(size: float, gpus: int, card: Card) -> float:
-    """Seconds of an all-gather, or reduce-scatter, of `size` bytes in all: a ring, n-1 hops."""
+    """Estimates the seconds of an all-gather or reduce-scatter of `size` bytes in total: a ring
+    with n-1 hops."""
     if gpus == 1:
         return 0.0
     machines = ceil(gpus / GPUS_A_MACHINE)
@@ -165,7 +170,8 @@ def time_gather(size: float, gpus: int, card: Card) -> float:
 
 
 def time_all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> float:
-    """Seconds: every byte passes twice; a tree, 2 log2 n hops a bucket."""
+    """Estimates the seconds of an all-reduce: every byte is sent twice, and each bucket passes a
+    tree with 2 log2 n hops."""
     if gpus == 1:
         return 0.0
     return (
@@ -174,19 +180,20 @@ def time_all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> fl
 
 
 class Step(NamedTuple):
-    """What one GPU does in a step, and what is sent for it."""
+    """Computation and communication of one GPU in a step."""
 
     compute: float
-    """Seconds."""
+    """Seconds of computation."""
     parameters: int
     width: int
-    """Bytes in which the gradient of a parameter travels."""
+    """Bytes per parameter in which gradients are sent."""
     scatters: int
-    """Reduce-scatters of a step with fsdp: one a block, and the root's."""
+    """Reduce-scatters of a step with fsdp: one per block, and one for the root."""
 
 
 def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
-    """Seconds of communication that nothing hides; `way` is ddp, fsdp or hsdp."""
+    """Estimates the seconds of communication that computation does not hide; `way` is ddp, fsdp or
+    hsdp."""
     if gpus == 1:
         return 0.0
     forward = step.compute / 3
@@ -195,16 +202,19 @@ def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
     if way == "ddp":
         buckets = ceil(gradients / BUCKET_BYTES)
         reduction = time_all_reduce(gradients, gpus, find_bandwidth(gpus, card), buckets)
-        last = reduction / buckets  # has nothing left to hide behind
+        # The last bucket starts after the backward pass, so no computation hides it.
+        last = reduction / buckets
         return max(0.0, reduction - last - backward) + last
 
-    # A pass gathers as often as it reduces.
+    # The forward pass gathers each block, the backward pass gathers it again and reduces it.
     calls = step.scatters
     shards = gpus if way == "fsdp" else min(gpus, GPUS_A_MACHINE)
-    one = time_gather(4.0 * step.parameters / calls, shards, card)
+    one_gather = time_gather(4.0 * step.parameters / calls, shards, card)
+    gathers = calls * one_gather
     reduction = calls * time_gather(gradients / calls, shards, card)
-    if way == "hsdp":  # then each part with those of its like, all network cards at once
+    # Then hsdp reduces each shard over the machines, through all network cards at once.
+    if way == "hsdp":
         reduction += time_all_reduce(
             gradients / shards, gpus // shards, card.inter_bandwidth, calls
         )
-    return one + max(0.0, calls * one - forward) + max(0.0, calls * one + reduction - backward)
+    return one_gather + max(0.0, gathers - forward) + max(0.0, gathers + reduction - backward)
