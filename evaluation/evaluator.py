@@ -213,7 +213,8 @@ class Evaluator:
     def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
         """Returns the reference's statistics in each space, on the first process only.
 
-        All processes share the work. Every space has a folder in the cache, so that another space costs only its own features.
+        All processes share the work. Every space has a folder in the cache, so that another space
+        costs only its own features.
         """
         caches = {}
         count = self.source.count

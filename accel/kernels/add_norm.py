@@ -38,15 +38,15 @@ def add_norm(
 
     z is a new tensor: if it overwrote `residual`, a backward pass that recomputes the block would
     add the branch twice. z is fp32, or has the dtype of `branch` with `residual_in_fp32=False`; the
-    statistics come from the stored z, in fp32; h has the dtype of `branch`. norm is RMSNorm (Zhang &
-    Sennrich 2019) without a weight: scale and shift come from the condition. Adaptive norm: Peebles
-    & Xie 2023, https://arxiv.org/abs/2212.09748.
+    statistics come from the stored z, in fp32; h has the dtype of `branch`. norm is RMSNorm (Zhang
+    & Sennrich 2019) without a weight: scale and shift come from the condition. Adaptive norm:
+    Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
 
     `branch_rows` and `h_rows` are permutations for branches that order tokens differently: token l
     of the stream takes row `branch_rows[l]` of `branch`, and its normed value is row `h_rows[l]` of
     h. The kernels reorder at no cost.
 
-    `centred`: norm is LayerNorm (Ba et al. 2016), that is RMSNorm of z minus its mean over channels.
+    `centred`: norm is LayerNorm (Ba et al. 2016): RMSNorm of z minus its mean over channels.
     """
     rows = (branch_rows, h_rows)
     return forward_reference(
@@ -134,7 +134,7 @@ backward_operator = register(
 
 
 def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-    """Returns h and z, and the values for the backward pass, which needs no residual and no shift."""
+    """Returns h and z, and the values for the backward pass: all inputs but residual and shift."""
     branch, gate, residual, scale, _, *rows, _, _, centred = inputs
     h, z, rstd = operator(*inputs)
     return (h, z), (z, branch, gate, scale, *rows, rstd, residual.dtype, centred)
@@ -177,8 +177,8 @@ def fused_add_norm(
         )
     if branch.shape[2] > MAX_CHANNELS:
         raise UserError(
-            f"runtime.fused_add_norm=true takes a stream of at most {MAX_CHANNELS} channels, and got "
-            f"{branch.shape[2]}; choose a smaller model.dim, or runtime.fused_add_norm=false."
+            f"runtime.fused_add_norm=true takes a stream of at most {MAX_CHANNELS} channels, and "
+            f"got {branch.shape[2]}; choose a smaller model.dim, or runtime.fused_add_norm=false."
         )
     vectors = [t if t.stride(-1) == 1 else t.contiguous() for t in (gate, scale, shift)]
 

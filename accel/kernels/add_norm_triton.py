@@ -1,17 +1,16 @@
-"""Triton kernels of `add_norm`. Imported only where they are launched or compiled.
+"""Triton kernels of `add_norm`. Only code that launches or compiles them imports this module.
 
-Each element of the stream is read and written once: 12 bytes forward and 18 backward with a 16-bit
-branch. A tile holds some rows of one sample, all D channels of each; statistics are taken from z as
-it is stored. The backward pass gives each program a stretch of rows of one sample and keeps the
-sums for gate, scale and shift in registers, so there are no atomics and equal runs give equal bits.
+They read and write each element of the stream once: 12 bytes forward and 18 backward with a 16-bit
+branch. A tile holds some rows of one sample with all D channels; the statistics come from the
+stored z. A program of the backward pass takes a stretch of rows of one sample and keeps the sums
+for gate, scale and shift in registers, so there are no atomics, and equal runs give equal bits.
 
-Letters: B samples, L tokens, D width; BLOCK_L rows of a tile, in BLOCK_D columns and the REST of
-them, both powers of
-two: 768 = 512 + 256.
+Letters: B samples, L tokens, D width. A tile has BLOCK_L rows, and its columns come in two powers
+of two, BLOCK_D and REST: 768 = 512 + 256.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportPossiblyUnboundVariable=false
@@ -29,7 +28,7 @@ from torch import Tensor
 
 @triton.jit
 def add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexpr):
-    """Stores columns c of z, and returns them as they are stored."""
+    """Stores columns c of z, and returns them with the rounding of the stored dtype."""
     column = c < D
     mask = row[:, None] & column[None, :]
     branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(
@@ -46,13 +45,13 @@ def add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.const
 
 @triton.jit
 def subtract_mean(z, total, c, D: tl.constexpr):
-    """Columns c of z less the mean of its row; `total` is the row's sum. Columns past D stay 0."""
+    """Subtracts the row mean, `total` / D, from columns c of z; columns past D stay 0."""
     return tl.where((c < D)[None, :], z - (total / D)[:, None], 0.0)
 
 
 @triton.jit
 def store_modulated(H, SCALE, SHIFT, normed, h_rows, row, c, D: tl.constexpr):
-    """Columns c of h."""
+    """Stores columns c of h."""
     column = c < D
     scale = tl.load(SCALE + c, mask=column, other=0.0).to(tl.float32)
     shift = tl.load(SHIFT + c, mask=column, other=0.0).to(tl.float32)
@@ -96,16 +95,21 @@ def add_norm_kernel(
     GATE += b * gate_stride
     SCALE += b * scale_stride
     SHIFT += b * shift_stride
+
+    # z = residual + gate · branch
     z = add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D)
     if REST > 0:
         c_rest = BLOCK_D + tl.arange(0, REST)
         z_rest = add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c_rest, D)
+
+    # LayerNorm
     if CENTRED:
         total = tl.sum(z, 1)
         if REST > 0:
             total += tl.sum(z_rest, 1)
             z_rest = subtract_mean(z_rest, total, c_rest, D)
         z = subtract_mean(z, total, c, D)
+
     squares = tl.sum(z * z, 1)
     if REST > 0:
         squares += tl.sum(z_rest * z_rest, 1)
@@ -118,7 +122,7 @@ def add_norm_kernel(
 
 @triton.jit
 def load_dh_and_z(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
-    """Columns c of dh and of z."""
+    """Loads columns c of dh and of z."""
     mask = row[:, None] & (c < D)[None, :]
     z = tl.load(Z + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
     dh = tl.load(DH + h_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -129,16 +133,16 @@ def load_dh_and_z(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
 def store_gradients(
     DZ, BRANCH, DBRANCH, DRESIDUAL, dz, gate, rows, branch_rows, row, c, D: tl.constexpr
 ):
-    """Stores columns c of the gradients of residual and branch, of `dz` by way of h; returns the
-    sum for the gate."""
+    """Stores columns c of the gradients of residual and branch; `dz` is the gradient of z through
+    h. Returns the sum for the gate."""
     mask = row[:, None] & (c < D)[None, :]
     here = rows[:, None] * D + c[None, :]
-    of_branch = branch_rows[:, None] * D + c[None, :]
+    branch_at = branch_rows[:, None] * D + c[None, :]
     if DZ is not None:
         dz += tl.load(DZ + here, mask=mask, other=0.0).to(tl.float32)
-    branch = tl.load(BRANCH + of_branch, mask=mask, other=0.0).to(tl.float32)
+    branch = tl.load(BRANCH + branch_at, mask=mask, other=0.0).to(tl.float32)
     tl.store(DRESIDUAL + here, dz.to(DRESIDUAL.dtype.element_ty), mask=mask)
-    tl.store(DBRANCH + of_branch, (dz * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
+    tl.store(DBRANCH + branch_at, (dz * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
     return tl.sum(dz * branch, 0)
 
 
@@ -170,6 +174,8 @@ def add_norm_backward_kernel(
     b = tl.program_id(1).to(tl.int64)
     GATE += b * gate_stride
     SCALE += b * scale_stride
+
+    # Gate, scale and the three sums stay in registers for all rows.
     c = tl.arange(0, BLOCK_D)
     gate = tl.load(GATE + c, mask=c < D, other=0.0).to(tl.float32)
     slope = 1.0 + tl.load(SCALE + c, mask=c < D, other=0.0).to(tl.float32)
@@ -183,6 +189,7 @@ def add_norm_backward_kernel(
         dgate_rest = tl.zeros([REST], tl.float32)
         dscale_rest = tl.zeros([REST], tl.float32)
         dshift_rest = tl.zeros([REST], tl.float32)
+
     for start in tl.range(0, ROWS, BLOCK_L, num_stages=2):
         t = split * ROWS + start + tl.arange(0, BLOCK_L)
         row = t < L
@@ -192,12 +199,16 @@ def add_norm_backward_kernel(
         )
         h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
         rstd = tl.load(RSTD + rows, mask=row, other=0.0)
+
+        # w: the gradient of the normed z.
         dh, z = load_dh_and_z(DH, Z, rows, h_rows, row, c, D)
         w = dh * slope[None, :]
         if REST > 0:
             dh_rest, z_rest = load_dh_and_z(DH, Z, rows, h_rows, row, c_rest, D)
             w_rest = dh_rest * slope_rest[None, :]
-        if CENTRED:  # z and w less their means
+
+        # LayerNorm subtracts the means of z and of w.
+        if CENTRED:
             total = tl.sum(z, 1)
             w_total = tl.sum(w, 1)
             if REST > 0:
@@ -207,12 +218,15 @@ def add_norm_backward_kernel(
                 w_rest = subtract_mean(w_rest, w_total, c_rest, D)
             z = subtract_mean(z, total, c, D)
             w = subtract_mean(w, w_total, c, D)
+
+        # The norm passes on the part of w that is orthogonal to the normed z.
         normed = z * rstd[:, None]
         along = tl.sum(normed * w, 1)
         if REST > 0:
             normed_rest = z_rest * rstd[:, None]
             along += tl.sum(normed_rest * w_rest, 1)
         along = (along / D)[:, None]
+
         d = (w - normed * along) * rstd[:, None]
         dgate += store_gradients(
             DZ, BRANCH, DBRANCH, DRESIDUAL, d, gate, rows, branch_rows, row, c, D
@@ -226,6 +240,7 @@ def add_norm_backward_kernel(
             )
             dscale_rest += tl.sum(dh_rest * normed_rest, 0)
             dshift_rest += tl.sum(dh_rest, 0)
+
     SUMS += ((b * tl.num_programs(0) + split) * 3) * D
     tl.store(SUMS + c, dgate, mask=c < D)
     tl.store(SUMS + D + c, dscale, mask=c < D)
@@ -237,9 +252,11 @@ def add_norm_backward_kernel(
 
 
 def choose_tile(dim: int, backward: bool = False) -> dict[str, int]:
-    """Static configuration by width: the largest power of two of columns, the rest of them, and
-    rows for about 2,048 elements. Nothing of 384, 768 or 1,152 columns is masked. Backward, fewer
-    rows, so that a third program shares a processor."""
+    """Chooses the shape of a tile by width: columns as the largest power of two and a rest, rows
+    for about 2,048 elements. With 384, 768 or 1,152 columns nothing is masked.
+
+    Backward tiles have fewer rows, so that a third program fits on a processor.
+    """
     block_d = 1 << (dim.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
     rows = 1 << max(0, round(math.log2(2048 / dim))) if backward else max(1, 2048 // block_d)
@@ -258,11 +275,12 @@ def launch_forward(
     residual_in_fp32: bool,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h, z and rstd. Rows are contiguous; gate, scale and shift have unit stride in D."""
+    """Returns h, z and rstd. Rows must be contiguous; gate, scale and shift have stride 1 in D."""
     batch, length, dim = branch.shape
     h = torch.empty_like(branch)
     z = torch.empty_like(residual, dtype=torch.float32 if residual_in_fp32 else branch.dtype)
     rstd = branch.new_empty(batch, length, dtype=torch.float32)
+
     shape = choose_tile(dim)
     add_norm_kernel[(triton.cdiv(length, shape["BLOCK_L"]), batch)](
         branch,
@@ -288,8 +306,8 @@ def launch_forward(
 
 
 def choose_splits(batch: int, length: int, block: int, processors: int) -> tuple[int, int]:
-    """Stretches a sample is cut into, so that about eight programs come to each processor, and rows
-    in a stretch."""
+    """Cuts each sample into stretches, so that each processor gets about eight programs; returns
+    their number, and the rows per stretch."""
     wanted = max(1, min(triton.cdiv(8 * processors, batch), triton.cdiv(length, block)))
     rows = triton.cdiv(triton.cdiv(length, wanted), block) * block
     return triton.cdiv(length, rows), rows
@@ -308,16 +326,17 @@ def launch_backward(
     residual_dtype: torch.dtype,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of branch and residual, and sums over tokens (B, 3, D): of gate, of the normed
-    stream, of shift."""
+    """Returns the gradients of branch and residual, and sums over tokens (B, 3, D), which are the
+    gradients of gate, scale and shift."""
     batch, length, dim = branch.shape
     dbranch = torch.empty_like(branch)
     dresidual = torch.empty_like(z, dtype=residual_dtype)
     shape = choose_tile(dim, backward=True)
-    cuda = branch.is_cuda
-    processors = (
-        torch.cuda.get_device_properties(branch.device).multi_processor_count if cuda else 1
-    )
+
+    # Interpreted kernels run on the CPU.
+    processors = 1
+    if branch.is_cuda:
+        processors = torch.cuda.get_device_properties(branch.device).multi_processor_count
     splits, rows = choose_splits(batch, length, shape["BLOCK_L"], processors)
     sums = branch.new_empty(batch, splits, 3, dim, dtype=torch.float32)
     add_norm_backward_kernel[(splits, batch)](

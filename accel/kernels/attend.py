@@ -1,4 +1,4 @@
-"""Softmax attention by a chosen backend of PyTorch.
+"""Softmax attention with a chosen backend of PyTorch.
 
 Shapes: B samples, K heads, L tokens, P head dim.
 """
@@ -31,15 +31,14 @@ def attend(
     backend: str = "auto",
     groups: Int[Tensor, "L"] | None = None,
 ) -> Float[Tensor, "B K L P"]:
-    """`softmax(q·kᵀ / √P)·v`. `backend` is one of `BACKENDS`, "flex", or "auto" for PyTorch's own
-    choice.
+    """`softmax(q·kᵀ / √P)·v`; `backend` is one of `BACKENDS`, "flex", or "auto": PyTorch chooses.
 
-    With `groups`, a token attends to the tokens of its own group only: all backends but "flex"
-    compute every score and mask the others, and "flash" and "cudnn" do not take a mask on a GPU.
+    With `groups`, a token attends only to the tokens of its group: all backends but "flex" compute
+    every score and mask those between groups; "flash" and "cudnn" take no mask on a GPU.
 
-    A named backend that does not take the inputs is a RuntimeError of PyTorch's, never another
-    backend. The channels of a head must be neighbours in memory: every backend but `math` would
-    copy q, k or v otherwise.
+    A named backend that does not support the inputs raises PyTorch's RuntimeError; PyTorch never
+    falls back to another. The channels of a head must be neighbours in memory, because every
+    backend but `math` would copy q, k or v otherwise.
     """
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "flex":
@@ -53,10 +52,10 @@ def attend(
 
 
 def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
-    """FlexAttention; compiled, unless it is being compiled with what surrounds it. Uncompiled it
-    stores all scores.
+    """Calls FlexAttention, always compiled: uncompiled it stores all scores.
 
-    It stays compiled where everything else is told to run eagerly, as in evaluation.
+    Inside a compiled region the region's compiler takes it; else it compiles itself, even under a
+    stance that makes everything else run eagerly, as in evaluation.
     """
     if torch.compiler.is_compiling():
         return attend_in_groups(q, k, v, groups)
@@ -65,10 +64,10 @@ def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Te
 
 
 def attend_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
-    """FlexAttention that skips blocks of 128 × 128 scores in which no two tokens share a group.
+    """Calls FlexAttention, which skips blocks of 128 × 128 scores whose tokens share no group.
 
-    Each call finds those blocks anew, in L² comparisons of integers that are compiled with it, so
-    there is no state to keep on the right device.
+    Each call finds these blocks again, with L² compiled integer comparisons, so there is no state
+    that would have to move with the device.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -85,5 +84,6 @@ def attend_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> 
 
 @functools.cache
 def compile_flex() -> Callable[..., Tensor]:
-    # fullgraph raises where FlexAttention would run uncompiled
+    """Compiles `attend_in_groups` once per process."""
+    # fullgraph raises an error where FlexAttention would run uncompiled.
     return torch.compile(attend_in_groups, fullgraph=True)

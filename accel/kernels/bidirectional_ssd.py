@@ -3,16 +3,16 @@ masked matrix product.
 
 The scan of Mamba-2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060), h_i = exp(a_i)·h_{i-1} +
 step_i·B_i·x_i and y_i = C_i·h_i, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … +
-a_i)·(C_i·B_j)·step_j·x_j. Here the tokens before i and i itself come from a forward scan, the
-tokens after i from a backward scan with its own step, A, B and C, so each pair (i, j) is counted
-once and nothing is doubled. Steps and sums of a: ssd_decays.py.
+a_i)·(C_i·B_j)·step_j·x_j. Here a forward scan adds token i and those before it, and a backward scan
+with its own step, A, B and C adds those after it, so that each pair (i, j) counts once.
+ssd_decays.py computes the steps and the sums of a.
 
-`bidirectional_ssd` is the definition, in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) the same
-as one operator.
+`bidirectional_ssd` is the definition in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) computes
+it as one operator.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is
-backward. B and C are shared by all heads and called `B_in` and `C_out`. Inside: S pieces of T
-tokens, C pieces a sample.
+backward. All heads share B and C, called `B_in` and `C_out`. Internally: S pieces of T tokens, C
+pieces per sample.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from common.errors import UserError
 
 MIN_PIECE_TOKENS = 64
 MAX_PIECES = 16
-"""Tokens that the definition takes at once: a decay for every pair of them is what it spends its
-time on. More of them where a sequence would have more pieces than `PIECES`, for those are done one
-after the other."""
+"""The definition cuts a sequence into at most `MAX_PIECES` pieces of at least `MIN_PIECE_TOKENS`
+tokens: small pieces save time, which goes into the decays of all pairs inside a piece, but states
+pass through the pieces one after the other."""
 MAX_QUADRATIC_TOKENS = 512
-"""Longest sequence that the kernels take at once; they cut a longer one into chunks of `CHUNK`."""
+"""Longest sequence that the kernels take whole; they cut longer ones into chunks."""
 CHUNK_TOKENS = 256
+"""Tokens per chunk of the kernels."""
 
 
 def bidirectional_ssd(
@@ -49,14 +50,13 @@ def bidirectional_ssd(
     norm_weight: Float[Tensor, "K P"] | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`y = M x + D·x` with M the bidirectional decay mask times C·Bᵀ times the step, softplus(dt +
-    dt_bias).
+    """`y = M x + D·x`, where M is the bidirectional decay mask times C·Bᵀ times the step,
+    softplus(dt + dt_bias).
 
-    With z and `norm_weight` the result is gated and normed by head:
-    `rms_norm(y·silu(z))·norm_weight`. Decays and their sums are fp32; matrix products run in the
-    dtype of x, which is also the dtype of the result. Quadratic in pieces of 64 tokens, so linear
-    in L up to 1,024 tokens. The models always pass z; without it, scripts.bench compares with other
-    packages.
+    With z and `norm_weight` the result is gated and normed per head:
+    `rms_norm(y·silu(z))·norm_weight`. Decays and their sums are fp32; matrix products and the
+    result have the dtype of x. The work is quadratic in pieces of 64 tokens, so linear in L up to
+    1,024 tokens. The models always pass z; scripts.bench compares with other packages without it.
     """
     refuse_empty("bidirectional_ssd", x)
     length = x.shape[1]
@@ -68,6 +68,7 @@ def bidirectional_ssd(
 
 
 def require_norm_weight(norm_weight: Tensor | None) -> Tensor:
+    """Returns the weight; ValueError if a gate z has none."""
     if norm_weight is None:
         raise UserError(
             "bidirectional_ssd with a gate z needs norm_weight, of shape (heads, head dim)."
@@ -78,12 +79,11 @@ def require_norm_weight(norm_weight: Tensor | None) -> Tensor:
 def compute_masks(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor
 ) -> tuple[Tensor, ...]:
-    """decay (S, K, T, T), scores C·B (S, 1, T, T) and steps (S, K, T, T) of every pair, and the
-    pairs with i ≥ j.
+    """Returns decay (S, K, T, T), scores C·B (S, 1, T, T) and steps (S, K, T, T) of every pair, and
+    the mask of pairs with i ≥ j.
 
-    Forward decay from j to i is a_{j+1} + … + a_i; backward it is a_i + … + a_{j-1}: in both a
-    difference of sums, ≤ 0 where it is used, and clamped there, because rounding may leave a
-    positive last bit that exp would blow up.
+    The log decay from j to i is a_{j+1} + … + a_i forward, and a_i + … + a_{j-1} backward: each is
+    a difference of sums and ≤ 0. It is clamped, because rounding may make it slightly positive.
     """
     length = x.shape[1]
     lower = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
@@ -96,7 +96,7 @@ def compute_masks(
 def scan_within_pieces(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
-    """The quadratic form: every token with every other token of the same piece."""
+    """Applies the quadratic form: every token meets every other token of its piece."""
     decay, scores, step, _ = compute_masks(x, steps, sums, B_in, C_out)
     y = ((decay * step * scores).to(x.dtype) @ x.transpose(1, 2)).transpose(1, 2)
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
@@ -105,8 +105,10 @@ def scan_within_pieces(
 def scan_in_chunks(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
-    """Quadratic inside chunks; between them a state (N, P) a head is carried in each direction."""
-    (batch, length), chunk = x.shape[:2], steps.shape[-1]
+    """Scans each chunk in quadratic form, and carries a state (N, P) per head and direction from
+    chunk to chunk."""
+    batch, length = x.shape[:2]
+    chunk = steps.shape[-1]
     if length == chunk:
         return scan_within_pieces(x, steps, sums, B_in, C_out, D)
     x, B_in, C_out = (cut_chunks(t, chunk) for t in (x, B_in, C_out))
@@ -114,6 +116,8 @@ def scan_in_chunks(
         x.flatten(0, 1), steps, sums, B_in.flatten(0, 1), C_out.flatten(0, 1), D
     )
     y = upcast(inside).unflatten(0, (batch, -1))
+
+    # Each direction adds the states of the chunks before, or after, a token's own.
     to_edge, decays = compute_chunk_decays(steps, sums)
     to_edge, decays, reach = (
         t.unflatten(0, (batch, -1)).unbind(2) for t in (to_edge, decays, sums.exp2())
@@ -125,15 +129,16 @@ def scan_in_chunks(
 
 
 def cut_chunks(t: Tensor, chunk: int) -> Tensor:
-    """t (B, L, groups, width) in chunks (B, C, T, groups, width), the last filled up with zeros."""
-    if pad := -t.shape[1] % chunk:
+    """Cuts t (B, L, groups, width) into chunks (B, C, T, groups, width), padded with zeros."""
+    pad = -t.shape[1] % chunk
+    if pad:
         t = F.pad(t, (0, 0, 0, 0, 0, pad))
     return t.unflatten(1, (-1, chunk))
 
 
 def compute_chunk_decays(steps: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """What a token leaves of itself at the edge of its chunk (S, 2, K, T), and all of a chunk of a
-    state (S, 2, K)."""
+    """Returns the weight of each token at the edge of its chunk, step times decay (S, 2, K, T), and
+    the decay of a state over the whole chunk (S, 2, K)."""
     whole = torch.stack((sums[:, 0, :, -1], sums[:, 1, :, 0]), dim=1)
     return (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps, whole.exp2()
 
@@ -147,38 +152,38 @@ def carry_states(
     C_out: Tensor,
     backward: bool,
 ) -> Tensor:
-    """What each token (B, C, T, K, P) receives from the chunks before its own (after it, if
-    `backward`), in fp32.
+    """Returns the contribution to each token (B, C, T, K, P) of the chunks before its own (after
+    it, if `backward`), in fp32.
 
-    Each chunk adds what it leaves of its own to a state (N, P) a head, decayed by all of the chunk.
-    A token sees of a state as much as `reach` (B, C, K, T) says. States are summed in fp32;
-    products run in the dtype of x.
+    Each chunk decays the state (N, P) of a head and adds its tokens to it. A token reads a state
+    with weight `reach` (B, C, K, T). States are summed in fp32; products run in the dtype of x.
     """
-    heads_of = (x.shape[3], x.shape[4])
-    left = (B_in.mT @ (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype).flatten(3)).unflatten(
-        -1, heads_of
-    )
-    states = sum_arriving_states(left, decays[:, :, None, :, None], backward).to(x.dtype)
-    return upcast((C_out @ states.flatten(3)).unflatten(-1, heads_of)) * reach.mT.unsqueeze(-1)
+    heads = (x.shape[3], x.shape[4])
+    weighted = (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype)
+    added = (B_in.mT @ weighted.flatten(3)).unflatten(-1, heads)
+    states = sum_arriving_states(added, decays[:, :, None, :, None], backward).to(x.dtype)
+    return upcast((C_out @ states.flatten(3)).unflatten(-1, heads)) * reach.mT.unsqueeze(-1)
 
 
 def sum_arriving_states(
-    left: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool
+    added: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool
 ) -> Tensor:
-    """The state that arrives at each chunk, in the dtype of `decays`: the sum of what the chunks
-    before it (after it, if `backward`) have left, decayed by those between."""
+    """Returns the state that arrives at each chunk, in the dtype of `decays`: the sum of `added`
+    over the chunks before it (after it, if `backward`), decayed by the chunks between."""
     order = -1 if backward else 1
-    states = [torch.zeros_like(left[:, 0], dtype=decays.dtype)]
-    for own, decay in list(zip(left.unbind(1), decays.unbind(1), strict=True))[::order][:-1]:
-        states.append(states[-1] * decay + own)
+    states = [torch.zeros_like(added[:, 0], dtype=decays.dtype)]
+    for part, decay in list(zip(added.unbind(1), decays.unbind(1), strict=True))[::order][:-1]:
+        states.append(states[-1] * decay + part)
     return torch.stack(states[::order], dim=1)
 
 
 def count_bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:
-    """FLOPs of one forward pass of one sample: the products that the algorithm needs, masked halves
-    counted once."""
+    """Counts the FLOPs of a forward pass of one sample: the matrix products that the algorithm
+    needs, with each masked half counted once."""
     if tokens <= MAX_QUADRATIC_TOKENS:
         return 2 * tokens * tokens * (state_dim + heads * head_dim)
     inside = 2 * tokens * CHUNK_TOKENS * (state_dim + heads * head_dim)
-    states = 2 * 2 * 2 * tokens * state_dim * heads * head_dim  # in and out, two directions
+
+    # A product to write and one to read states, in two directions.
+    states = 2 * 2 * 2 * tokens * state_dim * heads * head_dim
     return inside + states

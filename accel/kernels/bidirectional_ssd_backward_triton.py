@@ -1,17 +1,17 @@
-"""Triton kernels of the backward pass of `bidirectional_ssd`; the forward one is in
+"""Triton kernels of the backward pass of `bidirectional_ssd`; the forward pass is in
 bidirectional_ssd_triton.py.
 
-dx by the transposed mask; dS = Σ_heads dy·xᵀ·E·step in one kernel, reduced over heads in registers,
-with row and column sums of dS∘S taken from the same fp32 tile for the gradients of the decays;
-plain matrix products turn dS into dB and dC. dx, dB and dC are written side by side, as the
-backward pass of the convolution before the scan reads them. No
-atomics: equal runs give equal bits.
+One kernel computes dx with the transposed mask. Another computes dS = Σ_heads dy·xᵀ·E·step, summed
+over heads in registers, and from the same fp32 tile the row and column sums of dS∘S for the
+gradients of the decays. PyTorch's matrix products turn dS into dB and dC. dx, dB and dC lie side by
+side, as the backward pass of the convolution before the scan reads them. There are no atomics, so
+equal runs give equal bits.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -52,8 +52,8 @@ def ssd_dx_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dx_j = Σ_i M_ij dy_i + D dy_j. S is computed transposed: turning an accumulator is wrong
-    before Triton 3.7.1."""
+    """Computes dx_j = Σ_i M_ij dy_i + D dy_j. It computes S transposed, because Triton before 3.7.1
+    transposes an accumulator wrongly."""
     tile = tl.program_id(0)
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -62,7 +62,9 @@ def ssd_dx_kernel(
     n = tl.arange(0, N)
     p = tl.arange(0, P)
     j = j0 + r
-    inside = (j < L) | (L % BLOCK == 0)  # L is a constant: tiles that are all full need no mask
+
+    # L is a constant: if it is a multiple of BLOCK, the compiler drops all masks.
+    inside = (j < L) | (L % BLOCK == 0)
     X += b * x_batch + k * P
     DY += b * L * K * P + k * P
     B_IN += b * b_batch
@@ -78,9 +80,11 @@ def ssd_dx_kernel(
         B_IN + N + j[:, None] * b_token + n[None, :], mask=inside[:, None], other=0.0
     )
     g = tl.zeros([BLOCK, P], tl.float32)
+
+    # Tiles after this one, by direction 0.
     if j0 + BLOCK < L:
         pivot = tl.load(SUMS + ahead + j0 + BLOCK - 1)
-        own_ahead = decay_of(pivot - sum_ahead) * step_ahead
+        row_weight = decay_of(pivot - sum_ahead) * step_ahead
         for i0 in range(j0 + BLOCK, L, BLOCK):
             i = i0 + r
             there = (i < L) | (L % BLOCK == 0)
@@ -90,12 +94,14 @@ def ssd_dx_kernel(
             m = (
                 tl.dot(b_ahead, c_t, input_precision=PRECISION)
                 * weight[None, :]
-                * own_ahead[:, None]
+                * row_weight[:, None]
             )
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
+
+    # Tiles before this one, by direction 1.
     if j0 > 0:
         pivot = tl.load(SUMS + behind + j0)
-        own_behind = decay_of(pivot - sum_behind) * step_behind
+        row_weight = decay_of(pivot - sum_behind) * step_behind
         for i0 in range(0, j0, BLOCK):
             i = i0 + r
             c_t = tl.load(C_OUT + N + i[None, :] * c_token + n[:, None])
@@ -104,15 +110,19 @@ def ssd_dx_kernel(
             m = (
                 tl.dot(b_behind, c_t, input_precision=PRECISION)
                 * weight[None, :]
-                * own_behind[:, None]
+                * row_weight[:, None]
             )
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
+
+    # The tile on the diagonal, by both directions.
     c_ahead = tl.load(C_OUT + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
     c_behind = tl.load(
         C_OUT + N + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0
     )
     dy = tl.load(DY + j[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0)
-    lower = r[None, :] >= r[:, None]  # [j, i]: i ≥ j
+
+    # [j, i]: i ≥ j
+    lower = r[None, :] >= r[:, None]
     exponent = tl.where(
         lower, sum_ahead[None, :] - sum_ahead[:, None], sum_behind[None, :] - sum_behind[:, None]
     )
@@ -123,6 +133,8 @@ def ssd_dx_kernel(
     )
     m = m * decay_of(exponent)
     g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
+
+    # The direct path D·x.
     g += dy.to(tl.float32) * tl.load(D + k)
     DX += b * dx_batch + k * P
     tl.store(
@@ -161,11 +173,12 @@ def ssd_ds_kernel(
     PRECISION: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
-    """One tile (i, j) of dS, all heads in turn. ROWS, COLUMNS (B, K, T, L) hold the sums of the
-    tile's own direction; a tile on the diagonal has both, and those of direction 1 go to
-    ROWS_BEHIND, COLUMNS_BEHIND (B, K, L).
+    """Computes a tile (i, j) of dS, head by head. ROWS and COLUMNS (B, K, T, L) take the sums of
+    the tile's direction; a tile on the diagonal has both directions, and those of direction 1 go to
+    ROWS_BEHIND and COLUMNS_BEHIND (B, K, L).
 
-    One launch does the diagonal, another the T - 1 other tiles of each row, in fewer registers."""
+    One launch does the diagonal; another does the T - 1 other tiles of a row with fewer registers.
+    """
     i_tile = tl.program_id(0)
     j_tile = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -185,6 +198,8 @@ def ssd_ds_kernel(
     DY += b * L * K * P
     B_IN += b * b_batch
     C_OUT += b * c_batch
+
+    # Scores C·B of the tile; on the diagonal each half of the mask has its direction.
     direction = 0 if DIAGONAL else (i_tile < j_tile).to(tl.int32)
     lower = i[:, None] >= j[None, :]
     C_OUT += direction * N
@@ -196,18 +211,19 @@ def ssd_ds_kernel(
         c = tl.load(C_OUT + N + i[:, None] * c_token + n[None, :], mask=i_in[:, None], other=0.0)
         b_t = tl.load(B_IN + N + j[None, :] * b_token + n[:, None], mask=j_in[None, :], other=0.0)
         scores = tl.where(lower, scores, tl.dot(c, b_t, input_precision=PRECISION))
+
     ds = tl.zeros([BLOCK, BLOCK], tl.float32)
     for k in range(0, K):
         dy = tl.load(DY + i[:, None] * (K * P) + k * P + p[None, :], mask=i_in[:, None], other=0.0)
         x_t = tl.load(X + j[None, :] * x_token + k * P + p[:, None], mask=j_in[None, :], other=0.0)
         g = tl.dot(dy, x_t, input_precision=PRECISION)
         head = b * K + k
-        own = ((b * 2 + direction) * K + k) * L
-        sum_i = tl.load(SUMS + own + i, mask=i_in, other=0.0)
-        sum_j = tl.load(SUMS + own + j, mask=j_in, other=0.0)
-        step = tl.load(STEPS + own + j, mask=j_in, other=0.0)
+        head_at = ((b * 2 + direction) * K + k) * L
+        sum_i = tl.load(SUMS + head_at + i, mask=i_in, other=0.0)
+        sum_j = tl.load(SUMS + head_at + j, mask=j_in, other=0.0)
+        step = tl.load(STEPS + head_at + j, mask=j_in, other=0.0)
         if DIAGONAL:
-            behind = own + K * L
+            behind = head_at + K * L
             other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)
             other_step = tl.load(STEPS + behind + j, mask=j_in, other=0.0)
             exponent = tl.where(
@@ -231,7 +247,7 @@ def ssd_ds_kernel(
             tl.store(ROWS_BEHIND + head * L + i, tl.sum(tl.where(lower, 0.0, g), 1), mask=i_in)
         else:
             edge = tl.where(direction == 0, j_tile * BLOCK + BLOCK - 1, j_tile * BLOCK)
-            pivot = tl.load(SUMS + own + edge)
+            pivot = tl.load(SUMS + head_at + edge)
             g = g * decay_of(sum_i - pivot)[:, None]
             g = g * decay_of(pivot - sum_j)[None, :]
             q = g * scores
@@ -240,13 +256,14 @@ def ssd_ds_kernel(
             )
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q, 0), mask=j_in)
             ds += g * step[None, :]
-    # dS of both directions: (B, 2, L, L), each zero where the other one rules.
+
+    # dS (B, 2, L, L): each direction is zero outside its half of the mask.
     DS += b * 2 * L * L
     out = i[:, None] * L + j[None, :]
     mask = i_in[:, None] & j_in[None, :]
-    kind = DS.dtype.element_ty
-    tl.store(DS + out, tl.where(lower, ds, 0.0).to(kind), mask=mask)
-    tl.store(DS + out + L * L, tl.where(lower, 0.0, ds).to(kind), mask=mask)
+    dtype = DS.dtype.element_ty
+    tl.store(DS + out, tl.where(lower, ds, 0.0).to(dtype), mask=mask)
+    tl.store(DS + out + L * L, tl.where(lower, 0.0, ds).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -265,24 +282,27 @@ def ssd_decay_kernel(
     BLOCK_L: tl.constexpr,
     LN2: tl.constexpr,
 ):
-    """Row and column sums to the gradients of steps and sums, both (B, 2, K, L)."""
+    """Turns row and column sums into the gradients of steps and sums, both (B, 2, K, L)."""
     k = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     t = tl.arange(0, BLOCK_L)
     inside = t < L
-    own = t // BLOCK
+    own_tile = t // BLOCK
     head = b * K + k
     row_ahead = tl.zeros([BLOCK_L], tl.float32)
     row_behind = tl.load(ROWS_BEHIND + head * L + t, mask=inside, other=0.0)
     column_ahead = tl.zeros([BLOCK_L], tl.float32)
     column_behind = tl.load(COLUMNS_BEHIND + head * L + t, mask=inside, other=0.0)
+
+    # A tile's sums belong to direction 0 below the diagonal, to direction 1 above it.
     for tile in range(0, TILES):
         rows = tl.load(ROWS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
         columns = tl.load(COLUMNS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
-        row_ahead += tl.where(tile <= own, rows, 0.0)
-        row_behind += tl.where(tile > own, rows, 0.0)
-        column_ahead += tl.where(tile >= own, columns, 0.0)
-        column_behind += tl.where(tile < own, columns, 0.0)
+        row_ahead += tl.where(tile <= own_tile, rows, 0.0)
+        row_behind += tl.where(tile > own_tile, rows, 0.0)
+        column_ahead += tl.where(tile >= own_tile, columns, 0.0)
+        column_behind += tl.where(tile < own_tile, columns, 0.0)
+
     ahead = (b * 2 * K + k) * L + t
     behind = ahead + K * L
     sum_ahead = row_ahead - column_ahead * tl.load(STEPS + ahead, mask=inside, other=0.0)
@@ -296,26 +316,32 @@ def ssd_decay_kernel(
 def launch_backward(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dB and dC side by side (B, L, E), d(steps), d(sums) and dD (K)."""
+    """Returns dx, dB and dC side by side (B, L, E), d(steps), d(sums) and dD (K)."""
     batch, length, heads, _ = x.shape
     strides = collect_strides(x, B_in, C_out)
-    how = choose_constants("dx", x, B_in)
-    tiles = triton.cdiv(length, how["BLOCK"])
     joined = x.new_empty(batch, length, count_channels(x, B_in))
     dx, dB, dC = split_channels(joined, *x.shape[2:])
+
+    # dx, and the parts of dD.
+    constants = choose_constants("dx", x, B_in)
+    tiles = triton.cdiv(length, constants["BLOCK"])
     dD = sums.new_empty(batch, heads, tiles)
     ssd_dx_kernel[(tiles, heads, batch)](
-        dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, dx.stride(0), dx.stride(1), **how
+        dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, *dx.stride()[:2], **constants
     )
-    how = choose_constants("ds", x, B_in)
-    tiles = triton.cdiv(length, how["BLOCK"])
+
+    # dS and its row and column sums.
+    constants = choose_constants("ds", x, B_in)
+    tiles = triton.cdiv(length, constants["BLOCK"])
     dS = x.new_empty(batch, 2, length, length)
     rows, columns = (sums.new_empty(batch, heads, tiles, length) for _ in range(2))
     rows_behind, columns_behind = (sums.new_empty(batch, heads, length) for _ in range(2))
     tensors = (dy, x, B_in, C_out, steps, sums, dS, rows, columns, rows_behind, columns_behind)
-    ssd_ds_kernel[(tiles, 1, batch)](*tensors, *strides, **how, DIAGONAL=True)
+    ssd_ds_kernel[(tiles, 1, batch)](*tensors, *strides, **constants, DIAGONAL=True)
     if tiles > 1:
-        ssd_ds_kernel[(tiles, tiles - 1, batch)](*tensors, *strides, **how, DIAGONAL=False)
+        ssd_ds_kernel[(tiles, tiles - 1, batch)](*tensors, *strides, **constants, DIAGONAL=False)
+
+    # Gradients of the decays from the row and column sums.
     dsteps = torch.empty_like(steps)
     dsums = torch.empty_like(sums)
     ssd_decay_kernel[(heads, batch)](
@@ -328,7 +354,7 @@ def launch_backward(
         dsums,
         length,
         K=heads,
-        BLOCK=how["BLOCK"],
+        BLOCK=constants["BLOCK"],
         TILES=tiles,
         BLOCK_L=triton.next_power_of_2(length),
         LN2=LN2,

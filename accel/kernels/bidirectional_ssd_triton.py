@@ -1,24 +1,24 @@
-"""Triton kernels of `bidirectional_ssd` up to 512 tokens: every token with every other, both
-directions in one mask.
+"""Triton kernel of `bidirectional_ssd` for up to 512 tokens: every token meets every other, and one
+mask covers both directions.
 
-With s⁺ the running sums of log decays from the start (direction 0) and s⁻ those from the end
+s⁺ are the running sums of log decays from the start (direction 0), s⁻ those from the end
 (direction 1), in units of log2 (ssd_decays.py):
 
     y = M x + D x,   M_ij = exp2(s⁺_i - s⁺_j)·(C⁺_i·B⁺_j)·step⁺_j  for i ≥ j,
                             exp2(s⁻_i - s⁻_j)·(C⁻_i·B⁻_j)·step⁻_j  for i < j
 
-Exponents are split at a pivot between the tiles, exp2(s_i - p)·exp2(p - s_j): both are ≤ 0 and
-clamped, nothing overflows, and a tile needs one exp2 a row and one a column. Only the tile on the
-diagonal takes one an element, for each direction. All tiles add to one accumulator: two, each
-scaled at its end, would take a quarter more registers.
+A pivot p between two tiles splits the exponent, exp2(s_i - p)·exp2(p - s_j): both parts are ≤ 0
+and clamped, so nothing overflows, and a tile needs one exp2 per row and one per column. Only the
+tile on the diagonal needs one per element and direction. All tiles add to one accumulator: two
+accumulators, each scaled at the end, would take a quarter more registers.
 
 The backward pass is in bidirectional_ssd_backward_triton.py.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -31,15 +31,15 @@ from torch import Tensor
 
 OLDER_THAN_3_8 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 8]
 THIRD_PROGRAM_REGISTERS = 168 if OLDER_THAN_3_8 else None
-"""Registers a thread with which three programs of four warps share a processor of Hopper. What
-Triton 3.8 and 3.9 make of the forward kernel spills there (12 stores a thread), so with them two
-share one."""
+"""Registers per thread that let three programs of four warps share a processor of Hopper. With
+Triton 3.8 and 3.9 the forward kernel spills at this limit (12 stores per thread), so with them only
+two programs share one."""
 
 
 @triton.jit
 def decay_of(exponent):
-    """exp2 of a difference of running sums, which only rounding can make positive. A plain minimum
-    would lose a NaN."""
+    """Computes exp2 of a difference of running sums, which only rounding can make positive. A plain
+    minimum would drop a NaN."""
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -71,8 +71,8 @@ def ssd_kernel(
     PRECISION: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """A tile of y for one head; with Z, NORM and H also `rms_norm(y·silu(z))·norm`, while y is
-    still in registers."""
+    """Computes a tile of y for one head, and with Z, NORM and H also `rms_norm(y·silu(z))·norm`,
+    while y is still in registers."""
     i0 = tl.program_id(0) * BLOCK
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -80,7 +80,9 @@ def ssd_kernel(
     n = tl.arange(0, N)
     p = tl.arange(0, P)
     i = i0 + r
-    inside = (i < L) | (L % BLOCK == 0)  # L is a constant: tiles that are all full need no mask
+
+    # L is a constant: if it is a multiple of BLOCK, the compiler drops all masks.
+    inside = (i < L) | (L % BLOCK == 0)
     X += b * x_batch + k * P
     B_IN += b * b_batch
     C_OUT += b * c_batch
@@ -89,9 +91,11 @@ def ssd_kernel(
     sum_ahead = tl.load(SUMS + ahead + i, mask=inside, other=0.0)
     c_ahead = tl.load(C_OUT + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0)
     y = tl.zeros([BLOCK, P], tl.float32)
+
+    # Tiles before this one, by direction 0.
     if i0 > 0:
         pivot = tl.load(SUMS + ahead + i0 - 1)
-        own_ahead = decay_of(sum_ahead - pivot)
+        row_decay = decay_of(sum_ahead - pivot)
         for j0 in range(0, i0, BLOCK):
             j = j0 + r
             b_t = tl.load(B_IN + j[None, :] * b_token + n[:, None])
@@ -100,17 +104,18 @@ def ssd_kernel(
             m = (
                 tl.dot(c_ahead, b_t, input_precision=PRECISION)
                 * weight[None, :]
-                * own_ahead[:, None]
+                * row_decay[:, None]
             )
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
-    # What the second half needs is loaded only here: fewer registers in the first.
+
+    # Tiles after this one, by direction 1. Loading its values only here saves registers above.
     sum_behind = tl.load(SUMS + behind + i, mask=inside, other=0.0)
     c_behind = tl.load(
         C_OUT + N + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0
     )
     if i0 + BLOCK < L:
         pivot = tl.load(SUMS + behind + i0 + BLOCK)
-        own_behind = decay_of(sum_behind - pivot)
+        row_decay = decay_of(sum_behind - pivot)
         for j0 in range(i0 + BLOCK, L, BLOCK):
             j = j0 + r
             there = (j < L) | (L % BLOCK == 0)
@@ -123,9 +128,11 @@ def ssd_kernel(
             m = (
                 tl.dot(c_behind, b_t, input_precision=PRECISION)
                 * weight[None, :]
-                * own_behind[:, None]
+                * row_decay[:, None]
             )
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
+
+    # The tile on the diagonal, by both directions.
     x = tl.load(X + i[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
     lower = r[:, None] >= r[None, :]
     b_t = tl.load(B_IN + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
@@ -141,12 +148,15 @@ def ssd_kernel(
         x.dtype
     )
     y = tl.dot(m_ahead + m_behind, x, y, input_precision=PRECISION)
+
     y += x.to(tl.float32) * tl.load(D + k)
     out = i[:, None] * (K * P) + p[None, :]
     tl.store(Y + b * L * K * P + k * P + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
+
+    # Gate and norm.
     if H is not None:
-        of_z = i[:, None] * z_token + p[None, :]
-        gate = tl.load(Z + b * z_batch + k * P + of_z, mask=inside[:, None], other=0.0).to(
+        z_at = i[:, None] * z_token + p[None, :]
+        gate = tl.load(Z + b * z_batch + k * P + z_at, mask=inside[:, None], other=0.0).to(
             tl.float32
         )
         gated = y * gate * tl.sigmoid(gate)
@@ -159,21 +169,22 @@ def ssd_kernel(
 def choose_configuration(
     part: str, length: int, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
 ) -> tuple[int, int, int | None]:
-    """Tokens a tile, warps, and registers a thread (None: the compiler's choice), by compute
-    capability, so that nothing spills and as many programs as can be share a processor
-    (scripts/kernel_resources.py).
+    """Chooses tokens per tile, warps, and registers per thread (None: the compiler decides) for
+    `part`, which is forward, dx or ds.
 
-    `part` is forward, dx or ds. fp32 products take far more registers. Not tuned for speed yet: no
-    GPU was at hand.
+    The choice by compute capability lets as many programs as possible share a processor without
+    spilling (scripts/kernel_resources.py); it is not tuned for speed yet. fp32 products take far
+    more registers.
     """
-    little = capability < 90 or capability >= 120  # shared memory
+    small_shared_memory = capability < 90 or capability >= 120
     large = max(head_dim, state_dim) > 64
     if fp32:
-        block = 32 if part == "ds" and not little else 16
+        block = 32 if part == "ds" and not small_shared_memory else 16
         warps = 8 if block == 32 or large or part == "forward" else 4
-        # else it spills for a third program
+
+        # A lower limit for a third program would make the kernel spill.
         return block, warps, 128 if warps == 8 and part != "forward" else None
-    if little:
+    if small_shared_memory:
         return 32, 8 if part == "ds" and large else 4, None
     if capability >= 100 or part == "ds" or large:
         return 64, 8, None
@@ -181,19 +192,19 @@ def choose_configuration(
 
 
 def precision_of(x: Tensor) -> str:
-    """Of fp32 products, as PyTorch is told to take them."""
+    """Returns Triton's precision of fp32 products that matches PyTorch's setting."""
     return "ieee" if not x.is_cuda or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
-    """Constants and options of a launch."""
+    """Returns constants and options of a launch."""
     capability = 90
     if x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
         capability = 10 * major + minor
-    of_x = (x.shape[1], x.shape[3])
+    sizes = (x.shape[1], x.shape[3])
     block, warps, registers = choose_configuration(
-        part, *of_x, B_in.shape[3], capability, x.dtype == torch.float32
+        part, *sizes, B_in.shape[3], capability, x.dtype == torch.float32
     )
     return {
         "L": x.shape[1],
@@ -209,6 +220,7 @@ def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str 
 
 
 def collect_strides(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
+    """Returns the strides of samples and tokens; all other dimensions are contiguous."""
     return (
         x.stride(0),
         x.stride(1),
@@ -222,7 +234,7 @@ def collect_strides(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
 def launch_forward(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
-    """y, of the shape of x."""
+    """Returns y, of the shape of x."""
     return launch(x, steps, sums, B_in, C_out, D, None, None, 0.0)[0]
 
 
@@ -237,7 +249,7 @@ def launch_gated(
     norm_weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gated and normed y, and y."""
+    """Returns the gated and normed y, and y."""
     y, h = launch(x, steps, sums, B_in, C_out, D, z, norm_weight, eps)
     assert h is not None
     return h, y
@@ -254,11 +266,13 @@ def launch(
     norm_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None]:
+    """Returns y, and the gated and normed y if z is given."""
     y = x.new_empty(x.shape)
     h = None if z is None else x.new_empty(x.shape)
-    of_z = (0, 0) if z is None else (z.stride(0), z.stride(1))
-    how = choose_constants("forward", x, B_in)
-    ssd_kernel[(triton.cdiv(x.shape[1], how["BLOCK"]), x.shape[2], x.shape[0])](
+    z_strides = (0, 0) if z is None else (z.stride(0), z.stride(1))
+
+    constants = choose_constants("forward", x, B_in)
+    ssd_kernel[(triton.cdiv(x.shape[1], constants["BLOCK"]), x.shape[2], x.shape[0])](
         x,
         B_in,
         C_out,
@@ -270,8 +284,8 @@ def launch(
         y,
         h,
         *collect_strides(x, B_in, C_out),
-        *of_z,
-        **how,
+        *z_strides,
+        **constants,
         EPS=eps,
     )
     return y, h

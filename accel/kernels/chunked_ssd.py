@@ -1,10 +1,9 @@
-"""The scan of long sequences on fused operators: quadratic inside chunks, and states that go from
-chunk to chunk.
+"""The scan of long sequences with fused operators: quadratic inside chunks, states between them.
 
-`chunked` (bidirectional_ssd.py) is the definition of all of it. Here the inside is an operator, and
-so are what a chunk leaves, `ssd_states`, and what its tokens read of a state, `ssd_read`: each the
-other's backward pass, with `ssd_groups` for B and C. Triton on a GPU (chunked_ssd_triton.py), plain
-PyTorch elsewhere. The states themselves are summed by PyTorch, in fp32.
+`scan_in_chunks` (bidirectional_ssd.py) is the definition. `ssd_states` computes the state that a
+chunk adds, `ssd_read` the values that its tokens read from a state; each is the backward pass of
+the other, with `ssd_groups` for B and C. They run Triton on a GPU (chunked_ssd_triton.py) and
+PyTorch elsewhere. PyTorch sums the states from chunk to chunk, in fp32.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a
 sample, S = B·C.
@@ -21,43 +20,37 @@ from accel.kernels.operator import keep_inputs, make_differentiable, register, u
 
 
 def weight_by_direction(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
-    """x times the weights of each direction, in the dtype of x."""
+    """Multiplies x by the weights of each direction, in the dtype of x."""
     return (upcast(x).transpose(1, 2).unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype)
 
 
 def states_reference(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
-    """Σ_t weight_t · group_t ⊗ x_t of a chunk, (S, 2, K, N, P) in fp32, of x (S, T, K, P), B or C
-    (S, T, 2, N), and weights (S, 2, K, T)."""
+    """Σ_t weight_t · group_t ⊗ x_t of a chunk, (S, 2, K, N, P) in fp32, from x (S, T, K, P),
+    `groups` (S, T, 2, N), which are B or C, and weights (S, 2, K, T)."""
     return upcast(groups.permute(0, 2, 3, 1).unsqueeze(2) @ weight_by_direction(x, weights))
 
 
 def read_reference(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """group_t · state of both directions: times the weights and added to `inside` (S, T, K, P), or
-    to nothing; and its products with `other` (S, T, K, P), which are (S, 2, K, T) in fp32, or
-    empty."""
-    read = upcast(groups.transpose(1, 2).unsqueeze(2) @ states.to(groups.dtype))  # (S, 2, K, T, P)
+    """Reads group_t · state in both directions. Returns the sum of the reads times the weights,
+    plus `inside` (S, T, K, P) if given; and the dot products of the reads with `other`
+    (S, T, K, P), which are (S, 2, K, T) in fp32, or an empty tensor."""
+    # (S, 2, K, T, P)
+    read = upcast(groups.transpose(1, 2).unsqueeze(2) @ states.to(groups.dtype))
     out = (read * weights.unsqueeze(-1)).sum(1).transpose(1, 2)
     out = out if inside is None else out + upcast(inside)
-    dots = (
-        weights.new_empty(0)
-        if other is None
-        else (read * upcast(other).transpose(1, 2).unsqueeze(1)).sum(-1)
-    )
+    dots = weights.new_empty(0)
+    if other is not None:
+        dots = (read * upcast(other).transpose(1, 2).unsqueeze(1)).sum(-1)
     return out.to(groups.dtype).contiguous(), dots
 
 
 def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     """Σ over heads of weight_t · x_t · stateᵀ, (S, T, 2, N) in the dtype of x: the gradient of B or
     C."""
-    return (
-        upcast(weight_by_direction(x, weights) @ states.to(x.dtype).mT)
-        .sum(2)
-        .transpose(1, 2)
-        .to(x.dtype)
-        .contiguous()
-    )
+    products = upcast(weight_by_direction(x, weights) @ states.to(x.dtype).mT)
+    return products.sum(2).transpose(1, 2).to(x.dtype).contiguous()
 
 
 ssd_states = register(
@@ -88,7 +81,7 @@ def compute_states_gradients(
 
 
 def compute_read(y: Tensor, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What tokens read of the states that arrive at their chunk, added to y."""
+    """Adds to y the reads of the states that arrive at each chunk."""
     return ssd_read(*inputs, y, None)[0], inputs
 
 
@@ -114,9 +107,11 @@ def add_between_chunks(
     C_out: Float[Tensor, "S T 2 N"],
     batch: int,
 ) -> Float[Tensor, "S T K P"]:
-    """y, and what its tokens receive from the other chunks of their sample."""
+    """Adds to y the contributions of the other chunks of the same sample."""
     to_edge, decays = compute_chunk_decays(steps, sums)
-    left = differentiable_states(x, B_in, to_edge).unflatten(0, (batch, -1))
+    added = differentiable_states(x, B_in, to_edge).unflatten(0, (batch, -1))
     decays = decays.unflatten(0, (batch, -1))[..., None, None]
-    states = [sum_arriving_states(left[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)]
+    states = [
+        sum_arriving_states(added[:, :, i], decays[:, :, i], backward=bool(i)) for i in (0, 1)
+    ]
     return differentiable_read(y, torch.stack(states, dim=2).flatten(0, 1), C_out, sums.exp2())

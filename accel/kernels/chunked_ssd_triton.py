@@ -1,12 +1,12 @@
-"""Triton kernels of what goes between the chunks of a long scan (chunked_ssd.py). No atomics: equal
-runs, equal bits.
+"""Triton kernels that pass states between the chunks of a long scan (chunked_ssd.py). They use no
+atomics, so equal runs give equal bits.
 
 Letters: S chunks of T tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is
 backward.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -41,7 +41,7 @@ def ssd_states_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Some rows of a state: of one chunk, head and direction."""
+    """Computes BLOCK_N rows of the state of one chunk, head and direction."""
     k = tl.program_id(0) // (N // BLOCK_N)
     direction = tl.program_id(1)
     s = tl.program_id(2).to(tl.int64)
@@ -50,17 +50,17 @@ def ssd_states_kernel(
     n = tl.program_id(0) % (N // BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     X += s * x_batch + k * P
     GROUPS += s * g_batch + direction * N
-    own = (s * 2 + direction) * K + k
+    head = (s * 2 + direction) * K + k
     state = tl.zeros([BLOCK_N, P], tl.float32)
     for start in range(0, T, BLOCK):
         t = start + r
         inside = (t < T) | (T % BLOCK == 0)
         g_t = tl.load(GROUPS + t[None, :] * g_token + n[:, None], mask=inside[None, :], other=0.0)
         x = tl.load(X + t[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
-        weight = tl.load(WEIGHTS + own * T + t, mask=inside, other=0.0)
+        weight = tl.load(WEIGHTS + head * T + t, mask=inside, other=0.0)
         xw = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
         state = tl.dot(g_t, xw, state, input_precision=PRECISION)
-    tl.store(STATES + own * (N * P) + n[:, None] * P + p[None, :], state)
+    tl.store(STATES + head * (N * P) + n[:, None] * P + p[None, :], state)
 
 
 @triton.jit
@@ -92,15 +92,18 @@ def ssd_read_kernel(
     GROUPS += s * g_batch
     here = s * T * K * P + k * P
     out = tl.zeros([BLOCK, P], tl.float32)
+
+    # INSIDE and OTHER are optional.
     if INSIDE is not None:
         out += tl.load(
             INSIDE + here + t[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0
         ).to(tl.float32)
     if OTHER is not None:
-        of_other = s * o_batch + k * P + t[:, None] * o_token + p[None, :]
-        other = tl.load(OTHER + of_other, mask=inside[:, None], other=0.0).to(tl.float32)
+        other_at = s * o_batch + k * P + t[:, None] * o_token + p[None, :]
+        other = tl.load(OTHER + other_at, mask=inside[:, None], other=0.0).to(tl.float32)
+
     for direction in range(0, 2):
-        own = (s * 2 + direction) * K + k
+        head = (s * 2 + direction) * K + k
         read = tl.zeros([BLOCK, P], tl.float32)
         for start in range(0, N, BLOCK_N):
             n = start + tl.arange(0, BLOCK_N)
@@ -109,11 +112,11 @@ def ssd_read_kernel(
                 mask=inside[:, None],
                 other=0.0,
             )
-            state = tl.load(STATES + own * (N * P) + n[:, None] * P + p[None, :]).to(g.dtype)
+            state = tl.load(STATES + head * (N * P) + n[:, None] * P + p[None, :]).to(g.dtype)
             read = tl.dot(g, state, read, input_precision=PRECISION)
-        out += read * tl.load(WEIGHTS + own * T + t, mask=inside, other=0.0)[:, None]
+        out += read * tl.load(WEIGHTS + head * T + t, mask=inside, other=0.0)[:, None]
         if OTHER is not None:
-            tl.store(DOTS + own * T + t, tl.sum(read * other, 1), mask=inside)
+            tl.store(DOTS + head * T + t, tl.sum(read * other, 1), mask=inside)
     tl.store(
         OUT + here + t[:, None] * (K * P) + p[None, :],
         out.to(OUT.dtype.element_ty),
@@ -146,10 +149,10 @@ def ssd_groups_kernel(
     X += s * x_batch
     out = tl.zeros([BLOCK, BLOCK_N], tl.float32)
     for k in range(0, K):
-        own = (s * 2 + direction) * K + k
+        head = (s * 2 + direction) * K + k
         x = tl.load(X + t[:, None] * x_token + k * P + p[None, :], mask=inside[:, None], other=0.0)
-        weight = tl.load(WEIGHTS + own * T + t, mask=inside, other=0.0)
-        state_t = tl.load(STATES + own * (N * P) + n[None, :] * P + p[:, None]).to(x.dtype)
+        weight = tl.load(WEIGHTS + head * T + t, mask=inside, other=0.0)
+        state_t = tl.load(STATES + head * (N * P) + n[None, :] * P + p[:, None]).to(x.dtype)
         xw = (x.to(tl.float32) * weight[:, None]).to(x.dtype)
         out = tl.dot(xw, state_t, out, input_precision=PRECISION)
     here = OUT + s * T * 2 * N + direction * N
@@ -159,7 +162,7 @@ def ssd_groups_kernel(
 
 
 def choose_configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[int, int, int]:
-    """Tokens a tile, rows of a state at once, and warps."""
+    """Returns tokens per tile, rows of a state per step, and warps."""
     large = max(head_dim, state_dim) > 64
     return (16, min(32, state_dim), 8) if fp32 else (64, state_dim, 8 if large else 4)
 
@@ -167,7 +170,7 @@ def choose_configuration(head_dim: int, state_dim: int, fp32: bool = False) -> t
 def choose_constants(
     like: Tensor, length: int, heads: int, state_dim: int, head_dim: int
 ) -> dict[str, Any]:
-    """Constants and options of a launch on tensors of the kind of `like`."""
+    """Returns constants and options of a launch; dtype and device are those of `like`."""
     block, block_n, warps = choose_configuration(head_dim, state_dim, like.dtype == torch.float32)
     sizes = {
         "T": length,
@@ -183,10 +186,10 @@ def choose_constants(
 def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
     pieces, length, heads, head_dim = x.shape
     states = weights.new_empty(pieces, 2, heads, groups.shape[3], head_dim)
-    how = choose_constants(x, length, heads, groups.shape[3], head_dim)
+    constants = choose_constants(x, length, heads, groups.shape[3], head_dim)
     strides = (*x.stride()[:2], *groups.stride()[:2])
-    ssd_states_kernel[(heads * (how["N"] // how["BLOCK_N"]), 2, pieces)](
-        x, groups, weights, states, *strides, **how
+    ssd_states_kernel[(heads * (constants["N"] // constants["BLOCK_N"]), 2, pieces)](
+        x, groups, weights, states, *strides, **constants
     )
     return states
 
@@ -198,17 +201,21 @@ def launch_read(
     length = groups.shape[1]
     out = groups.new_empty(pieces, length, heads, head_dim)
     dots = weights.new_empty(0 if other is None else weights.shape)
-    how = choose_constants(groups, length, heads, state_dim, head_dim)
+    constants = choose_constants(groups, length, heads, state_dim, head_dim)
     strides = (*groups.stride()[:2], *((0, 0) if other is None else other.stride()[:2]))
-    grid = (triton.cdiv(length, how["BLOCK"]), heads, pieces)
-    ssd_read_kernel[grid](states, groups, weights, inside, other, out, dots, *strides, **how)
+    grid = (triton.cdiv(length, constants["BLOCK"]), heads, pieces)
+    ssd_read_kernel[grid](states, groups, weights, inside, other, out, dots, *strides, **constants)
     return out, dots
 
 
 def launch_groups(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     pieces, length, heads, head_dim = x.shape
     out = x.new_empty(pieces, length, 2, states.shape[3])
-    how = choose_constants(x, length, heads, states.shape[3], head_dim)
-    grid = (triton.cdiv(length, how["BLOCK"]), 2 * (how["N"] // how["BLOCK_N"]), pieces)
-    ssd_groups_kernel[grid](states, x, weights, out, *x.stride()[:2], **how)
+    constants = choose_constants(x, length, heads, states.shape[3], head_dim)
+    grid = (
+        triton.cdiv(length, constants["BLOCK"]),
+        2 * (constants["N"] // constants["BLOCK_N"]),
+        pieces,
+    )
+    ssd_groups_kernel[grid](states, x, weights, out, *x.stride()[:2], **constants)
     return out

@@ -113,7 +113,7 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
 def counter_uniform(
     seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1
 ) -> Float[Tensor, "B W"]:
-    """Draws uniform fp32 numbers in (0, 1): 23 bits, shifted by half a step so that 0 is excluded."""
+    """Draws uniform fp32 numbers in (0, 1): 23 bits, shifted half a step away from 0 and 1."""
     return draw("uniform", seed, purpose, position, words)
 
 

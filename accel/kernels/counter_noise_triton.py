@@ -1,11 +1,10 @@
-"""The draws of counter_noise.py in one launch: the same integers, normals within rounding.
+"""Triton kernel of the draws of counter_noise.py: the same integers, and normals within rounding.
 
-A draw costs its own Philox block of four words, of which one is used: arithmetic is cheap beside a
-launch.
+Each number computes a Philox block of four words and uses one: arithmetic is cheap beside a launch.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
@@ -22,7 +21,7 @@ KINDS = {"bits": 0, "uniform": 1, "normal": 2}
 
 @triton.jit
 def philox_word(word, purpose, low, high, key_low, key_high):
-    """Word number `word` of the stream, uint32; all arguments are tensors of one shape."""
+    """Computes word number `word` of the stream, uint32; all arguments are tensors of one shape."""
     c0 = (word // 4).to(tl.uint32)
     c1 = purpose
     c2 = low
@@ -44,13 +43,14 @@ def philox_word(word, purpose, low, high, key_low, key_high):
 
 @triton.jit
 def to_uniform(bits):
+    """Maps 32 bits to fp32 in (0, 1)."""
     return ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
 @triton.jit
 def cos_and_sin(u):
-    """cos(2πu) and sin(2πu) for u in (0, 1): quarter turns, then Taylor to r⁹; the library's cosine
-    needs a stack."""
+    """Computes cos(2πu) and sin(2πu) for u in (0, 1) by quarter turns and a Taylor polynomial up to
+    r⁹; the library's cosine would need a stack."""
     quarter = tl.floor(4.0 * u + 0.5)
     r = (4.0 * u - quarter) * 1.5707963267948966
     q = r * r
@@ -75,24 +75,26 @@ def counter_noise_kernel(
     position = tl.load(POSITION + b)
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    what = zero + purpose.to(tl.uint32)
+    purposes = zero + purpose.to(tl.uint32)
     k0 = zero + key_low.to(tl.uint32)
     k1 = zero + key_high.to(tl.uint32)
-    bits = philox_word(i, what, low, high, k0, k1)
+
+    bits = philox_word(i, purposes, low, high, k0, k1)
     out = OUT + b * words + i
     if KIND == 0:
         tl.store(out, bits.to(tl.int64), mask=i < words)
     elif KIND == 1:
         tl.store(out, to_uniform(bits), mask=i < words)
-    else:  # Box–Muller: word i gives the radius, word half + i the angle of normals i and half + i
+    else:
+        # Box–Muller: word i gives the radius, word half + i the angle of normals i and half + i.
         radius = tl.sqrt(-2.0 * tl.log(to_uniform(bits)))
-        x, y = cos_and_sin(to_uniform(philox_word(i + half, what, low, high, k0, k1)))
+        x, y = cos_and_sin(to_uniform(philox_word(i + half, purposes, low, high, k0, k1)))
         tl.store(out, radius * x, mask=(i < half) & (i < words))
         tl.store(out + half, radius * y, mask=(i < half) & (i + half < words))
 
 
 def launch(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
-    """(B, words): int64 for bits, fp32 for uniform and normal."""
+    """Returns (B, words) draws: int64 for bits, fp32 for uniform and normal."""
     half = -(-words // 2)
     count = half if kind == "normal" else words
     out = torch.empty(
@@ -101,6 +103,7 @@ def launch(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> 
         dtype=torch.int64 if kind == "bits" else torch.float32,
         device=position.device,
     )
+
     if out.numel():
         counter_noise_kernel[(len(position), triton.cdiv(count, BLOCK))](
             position.contiguous(),

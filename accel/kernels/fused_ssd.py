@@ -1,8 +1,8 @@
 """`bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU
-(bidirectional_ssd_triton.py), plain PyTorch elsewhere.
+(bidirectional_ssd_triton.py), PyTorch elsewhere.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens; E = K·P +
-4·N, the channels of x, B and C together.
+Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens; E = K·P + 4·N
+channels of x, B and C together.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from common.errors import UserError
 
 LN2 = math.log(2.0)
 MATRIX_UNIT_SIZES = (16, 32, 64, 128)
-"""What head dim and state size may be: the matrix units' shapes."""
+"""Supported head dims and state sizes: the shapes of the matrix units."""
 
 
 def plain_reference(*inputs: Tensor) -> Tensor:
-    """y, of x, steps, sums, B_in, C_out and D."""
+    """Computes y from x, steps, sums, B_in, C_out and D."""
     return definition.scan_within_pieces(*inputs).contiguous()
 
 
 def gated_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """The gated and normed y, and y, of the same inputs, z, norm_weight and eps."""
+    """Computes the gated and normed y, and y, from these inputs, z, norm_weight and eps."""
     y = plain_reference(*inputs[:6])
     return gated_norm(y, *inputs[6:]), y
 
@@ -47,21 +47,26 @@ def gated_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
 def backward_reference(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dB and dC side by side (S, T, E), d(steps), d(sums) and dD."""
+    """Returns dx, dB and dC side by side (S, T, E), d(steps), d(sums) and dD."""
     decay, scores, step, lower = definition.compute_masks(x, steps, sums, B_in, C_out)
-    # (S, K, T, P)
+
+    # Gradient of x; rows and columns are (S, K, T, P).
     rows = upcast(dy).transpose(1, 2)
     columns = upcast(x).transpose(1, 2)
     dx = (decay * scores * step).mT @ rows + upcast(D)[:, None, None] * rows
+
+    # Gradients of the decays: sums over the rows and columns of the masked scores.
     g = (rows @ columns.mT) * decay
     dS = (g * step).sum(1)
     q = g * scores
     dsteps = []
     dsums = []
-    for mask, own in ((lower, steps[:, 0]), (~lower, steps[:, 1])):
+    for mask, direction_steps in ((lower, steps[:, 0]), (~lower, steps[:, 1])):
         part = torch.where(mask, q, 0.0)
         dsteps.append(part.sum(2))
-        dsums.append(LN2 * ((part * step).sum(3) - dsteps[-1] * own))
+        dsums.append(LN2 * ((part * step).sum(3) - dsteps[-1] * direction_steps))
+
+    # Gradients of x, B and C lie side by side, as the convolution before the scan reads them.
     joined = x.new_empty(*x.shape[:2], count_channels(x, B_in))
     dx_out, dB, dC = split_channels(joined, *x.shape[2:])
     dx_out.copy_(dx.transpose(1, 2))
@@ -76,11 +81,12 @@ def backward_reference(
 
 
 def count_channels(x: Tensor, B_in: Tensor) -> int:
+    """Counts E, the channels of x, B and C together."""
     return x.shape[2] * x.shape[3] + 4 * B_in.shape[3]
 
 
 def split_channels(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, B and C, each (S, T, groups, width), as they lie side by side in `joined` (S, T, E)."""
+    """Splits `joined` (S, T, E) into views of x, B and C, each (S, T, groups, width)."""
     inner = heads * head_dim
     x, B_in, C_out = joined.split((inner, *2 * ((joined.shape[-1] - inner) // 2,)), dim=-1)
     return (
@@ -91,8 +97,8 @@ def split_channels(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, T
 
 
 def write_group_gradients(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Tensor) -> None:
-    """Writes dB and dC of dS (S, 2, T, T), the gradient of C_i·B_j, zero outside each direction's
-    mask. Matrix products read and write rows that lie apart, so nothing is copied."""
+    """Writes dB and dC from dS (S, 2, T, T), the gradient of C_i·B_j, which is 0 outside each
+    direction's mask. The matrix products take strided rows, so nothing is copied."""
     for i in (0, 1):
         torch.bmm(dS[:, i], B_in[:, :, i], out=dC[:, :, i])
         torch.bmm(dS[:, i].mT, C_out[:, :, i], out=dB[:, :, i])
@@ -122,10 +128,10 @@ def compute_gradients(dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...
 
 
 def compute_gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """The same gradients, and those of z and norm_weight."""
-    *of_scan, z, norm_weight, eps = inputs
+    """Gradients of x, steps, sums, B_in, C_out, D, z and norm_weight."""
+    *scan_inputs, z, norm_weight, eps = inputs
     dy, *of_gate = gated_norm_gradients(dh, y, z, norm_weight, eps)
-    return *compute_gradients(dy, *of_scan), *of_gate
+    return *compute_gradients(dy, *scan_inputs), *of_gate
 
 
 differentiable_ssd = make_differentiable(keep_inputs(ssd), compute_gradients)
@@ -146,16 +152,18 @@ def fused_bidirectional_ssd(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`bidirectional_ssd` in two launches up to 512 tokens, gate and norm included; beyond, the
-    operator inside chunks of 256, one for what they leave, one for what they read, and gate and
-    norm in a launch of their own.
+    """`bidirectional_ssd` in two launches for up to 512 tokens, gate and norm included. Longer
+    sequences are cut into chunks of 256: one launch inside chunks, one to write states, one to read
+    them, and one for gate and norm.
 
-    ValueError for a head dim or state size that the matrix units do not take. Slices of one
-    projection are taken as they lie, without a copy.
+    ValueError for a head dim or state size that the matrix units do not support. Slices of one
+    projection are read in place.
     """
     refuse_empty("bidirectional_ssd", x)
     check_sizes(x.shape[3], B_in.shape[3])
     batch, length = x.shape[:2]
+
+    # Prelude: steps and running sums of the decays, per piece.
     whole = length <= definition.MAX_QUADRATIC_TOKENS
     steps, sums = fused_ssd_decays(dt, dt_bias, A_log, length if whole else definition.CHUNK_TOKENS)
     if not whole:
@@ -170,20 +178,21 @@ def fused_bidirectional_ssd(
         weight = definition.require_norm_weight(norm_weight).contiguous()
         return differentiable_gated_ssd(*inputs, wide, pack_heads(z), weight, eps)
 
-    # Between chunks goes what tokens receive from the others of their sample.
+    # Gate and norm come after the sum over chunks.
     y = differentiable_ssd(*inputs, wide)
     if not whole:
         y = add_between_chunks(y, *inputs, batch)
         y = y.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
-    return (
-        y if z is None else fused_gated_norm(y, z, definition.require_norm_weight(norm_weight), eps)
-    )
+    if z is None:
+        return y
+    return fused_gated_norm(y, z, definition.require_norm_weight(norm_weight), eps)
 
 
 def check_sizes(head_dim: int, state_dim: int) -> None:
+    """Raises ValueError for sizes that the matrix units do not support."""
     if head_dim not in MATRIX_UNIT_SIZES or state_dim not in MATRIX_UNIT_SIZES:
         raise UserError(
             "runtime.fused_scan=true takes head_dim and state_dim of "
-            f"{', '.join(map(str, MATRIX_UNIT_SIZES))}, and got {head_dim} and {state_dim}; choose such "
-            "sizes, or runtime.fused_scan=false."
+            f"{', '.join(map(str, MATRIX_UNIT_SIZES))}, and got {head_dim} and {state_dim}; choose "
+            "such sizes, or runtime.fused_scan=false."
         )

@@ -1,13 +1,14 @@
-"""Triton kernels of `gated_norm`: one pass forward, one backward, statistics taken anew in the
-second.
+"""Triton kernels of `gated_norm`: one pass forward, and one backward, which computes the statistics
+again.
 
-A program has one head of some tokens of one sample. Sums for the weight are stored by program and
-added up afterwards:
-no atomics. Letters: B samples, L tokens, K heads, P head dim.
+A program takes one head of some tokens of one sample. Each stores its sums for the weight, which
+PyTorch adds afterwards: no atomics.
+
+Letters: B samples, L tokens, K heads, P head dim.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -85,6 +86,8 @@ def gated_norm_backward_kernel(
     y = tl.load(Y + here, mask=mask, other=0.0).to(tl.float32)
     dh = tl.load(DH + here, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
+
+    # The forward pass again, then its derivatives from the norm back to y and z.
     sigmoid = tl.sigmoid(z)
     gated = y * z * sigmoid
     rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
@@ -92,18 +95,23 @@ def gated_norm_backward_kernel(
     dnormed = dh * weight[None, :]
     dgated = rstd[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / P)[:, None])
     tl.store(DY + here, (dgated * z * sigmoid).to(DY.dtype.element_ty), mask=mask)
+
+    # z and dz may be slices of a projection, so they have strides of their own.
     dz = dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))
     there = b * dz_batch + t[:, None] * dz_token + k * P + p[None, :]
     tl.store(DZ + there, dz.to(DZ.dtype.element_ty), mask=mask)
+
     sums = SUMS + ((b * tl.num_programs(0) + tile) * K + k) * P + p
     tl.store(sums, tl.sum(dh * normed, 0), mask=p < P)
 
 
 def choose_grid(y: Tensor) -> tuple[int, int, int]:
+    """Returns the number of tiles of tokens, heads and samples."""
     return triton.cdiv(y.shape[1], BLOCK_L), y.shape[2], y.shape[0]
 
 
 def choose_constants(y: Tensor, eps: float) -> dict[str, float | int]:
+    """Returns constants and options of a launch."""
     head_dim = y.shape[3]
     block_p = triton.next_power_of_2(head_dim)
     return {"EPS": eps, "P": head_dim, "BLOCK_L": BLOCK_L, "BLOCK_P": block_p, "num_warps": WARPS}
@@ -119,7 +127,7 @@ def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 def launch_backward(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of y (its dtype) and weight (fp32); writes that of z to `dz`."""
+    """Returns the gradients of y (in its dtype) and weight (fp32); writes the one of z to `dz`."""
     grid = choose_grid(y)
     dy = y.new_empty(y.shape)
     sums = y.new_empty(y.shape[0], grid[0], y.shape[2], y.shape[3], dtype=torch.float32)

@@ -126,7 +126,7 @@ def check_shape(x: Tensor, weight: Tensor, grid: tuple[int, int]) -> None:
     tokens = x.shape[1]
     if taps[0] % 2 == 0 or taps[1] % 2 == 0:
         raise UserError(
-            f"local_mix got {taps[0]} × {taps[1]} taps; both numbers must be odd, so that a tap is in the middle."
+            f"local_mix got {taps[0]} × {taps[1]} taps; both must be odd, to have a middle."
         )
     if grid[0] * grid[1] != tokens:
         raise UserError(

@@ -1,16 +1,16 @@
 """Triton kernels of `local_mix`. Tokens lie in raster order with their channels side by side, so a
 tap is a shift.
 
-Forward: one pass; neighbours come from the cache. Backward: one pass computes the convolution again
-and gives the gradient before the activation with the sums for weight and bias, each program those
-of a stretch of one sample, without atomics; a second convolves that gradient with the taps turned
-round.
+Forward: one pass, which reads neighbours from the cache. Backward: the first pass computes the
+convolution again, the gradient before the activation, and the sums for weight and bias; each
+program stores the sums of its tile, so there are no atomics. The second pass convolves that
+gradient with the reversed taps.
 
 Letters: B samples, L tokens, D width.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -40,7 +40,7 @@ def load_tap(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """What tap TAP sees from tokens t: their neighbours, zero outside the grid."""
+    """Loads the neighbours of tokens t that tap TAP reads, zero outside the grid."""
     row = t // COLUMNS + TAP // C - R // 2
     column = t % COLUMNS + TAP % C - C // 2
     seen = mask & ((row >= 0) & (row < ROWS) & (column >= 0) & (column < COLUMNS))[:, None]
@@ -68,8 +68,7 @@ def local_mix_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The convolution, and SiLU after it; BACKWARDS instead turns the taps round, without bias and
-    SiLU."""
+    """Convolves and applies SiLU; BACKWARDS reverses the taps and leaves out bias and SiLU."""
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -108,8 +107,8 @@ def local_mix_backward_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Gradient before SiLU, and a tile's sums for the R·C taps and the bias: SUMS (B, tiles, R·C +
-    1, D)."""
+    """Stores the gradient before SiLU, and a tile's sums for the R·C taps and the bias in SUMS
+    (B, tiles, R·C + 1, D)."""
     tile = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     t = tile * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -122,10 +121,14 @@ def local_mix_backward_kernel(
         weight = tl.load(WEIGHT + c * (R * C) + tap, mask=channel, other=0.0).to(tl.float32)
         u += weight[None, :] * load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
     u += tl.load(BIAS + c, mask=channel, other=0.0).to(tl.float32)[None, :]
+
+    # Derivative of SiLU.
     here = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
     gate = tl.sigmoid(u)
     du = tl.load(DY + here, mask=mask, other=0.0).to(tl.float32) * gate * (1.0 + u * (1.0 - gate))
     tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
+
+    # A tap's sum pairs each gradient with the neighbour that the tap read.
     sums = SUMS + (b * tl.num_programs(0) + tile) * (R * C + 1) * D + c
     for tap in tl.static_range(R * C):
         x = load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
@@ -134,10 +137,12 @@ def local_mix_backward_kernel(
 
 
 def choose_grid(x: Tensor) -> tuple[int, int, int]:
+    """Returns the number of tiles of tokens, tiles of channels, and samples."""
     return triton.cdiv(x.shape[1], BLOCK_L), triton.cdiv(x.shape[2], BLOCK_C), x.shape[0]
 
 
 def choose_constants(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
+    """Returns constants and options of a launch."""
     taps = {"R": weight.shape[2], "C": weight.shape[3]}
     return {
         "ROWS": rows,
@@ -156,27 +161,27 @@ def launch_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: 
 
 
 def launch(
-    x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, how: dict[str, int], backwards: bool
+    x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, constants: dict[str, int], backwards: bool
 ) -> None:
     strides = (x.stride(0), x.stride(1), y.stride(0), y.stride(1))
     local_mix_kernel[choose_grid(x)](
-        x, weight, bias, y, *strides, x.shape[2], BACKWARDS=backwards, **how
+        x, weight, bias, y, *strides, x.shape[2], BACKWARDS=backwards, **constants
     )
 
 
 def launch_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias (fp32); writes that of x to `dx`."""
+    """Returns the gradients of weight and bias (fp32); writes the one of x to `dx`."""
     batch, _, dim = x.shape
     grid = choose_grid(x)
-    how = choose_constants(weight, rows, columns)
+    constants = choose_constants(weight, rows, columns)
     du = x.new_empty(x.shape)
     taps = weight.shape[2] * weight.shape[3]
     sums = x.new_empty(batch, grid[0], taps + 1, dim, dtype=torch.float32)
     local_mix_backward_kernel[grid](
-        dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **how
+        dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **constants
     )
-    launch(du, weight, bias, dx, how, backwards=True)
+    launch(du, weight, bias, dx, constants, backwards=True)
     total = sums.sum((0, 1))
     return total[:taps].t().reshape(weight.shape).contiguous(), total[taps].clone()

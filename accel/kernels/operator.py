@@ -53,8 +53,8 @@ def register(
         if arguments[0].shape[0] > MAX_SAMPLES_PER_LAUNCH:
             raise UserError(
                 f"{name} got {arguments[0].shape[0]:,} samples, or chunks of samples, and its "
-                f"kernel takes at most {MAX_SAMPLES_PER_LAUNCH:,} in a launch; use a smaller batch_size, or "
-                "more accumulation_steps."
+                f"kernel takes at most {MAX_SAMPLES_PER_LAUNCH:,} in a launch; use a smaller "
+                "batch_size, or more accumulation_steps."
             )
         launch = getattr(importlib.import_module(f"accel.kernels.{module}"), function)
 

@@ -1,8 +1,8 @@
-"""What attention does to queries and keys: RMSNorm by head, then the rotary position embedding.
+"""Queries and keys of attention: RMSNorm per head, then the rotary position embedding.
 
-`qk_rope` is the definition, in PyTorch; `fused_qk_rope` the same as one operator, whose backward
-pass writes one gradient of queries, keys and values: Triton on a GPU (qk_rope_triton.py), plain
-PyTorch elsewhere.
+`qk_rope` is the definition in PyTorch. `fused_qk_rope` computes it as one operator whose backward
+pass writes one gradient for queries, keys and values: Triton on a GPU (qk_rope_triton.py), PyTorch
+elsewhere.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
@@ -25,18 +25,18 @@ Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, 
 def rotate(
     x: Float[Tensor, "... L P"], rotations: Float[Tensor, "2 L P"]
 ) -> Float[Tensor, "... L P"]:
-    """Turns each pair of neighbouring channels by its angle, in fp32; given are cosines and sines
-    (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
+    """Rotates each pair of neighbouring channels by an angle, in fp32; `rotations` are cosines and
+    sines (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
     pairs = upcast(x).unflatten(-1, (-1, 2))
-    turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
-    return (upcast(x) * rotations[0] + turned * rotations[1]).to(x.dtype)
+    quarter_turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
+    return (upcast(x) * rotations[0] + quarter_turned * rotations[1]).to(x.dtype)
 
 
 def norm_and_rotate(
     x: Tensor, weight: Tensor | None, rotations: Tensor | None, eps: float
 ) -> Float[Tensor, "B K L P"]:
-    """Queries or keys (B, K, L, P), normed where there is a weight (P), and turned by where their
-    tokens are."""
+    """Norms queries or keys (B, K, L, P) if `weight` (P) is not None, and rotates them by the
+    position of their tokens."""
     if weight is not None:
         x = F.rms_norm(upcast(x), x.shape[-1:], weight, eps).to(x.dtype)
     return x if rotations is None else rotate(x, rotations)
@@ -49,8 +49,8 @@ def qk_rope(
     rotations: Float[Tensor, "2 L P"] | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """Queries and keys normed (Zhang & Sennrich 2019) and turned, and values as they are. The
-    rotations of a pair of neighbouring channels are equal; only the first is read by the kernel."""
+    """Returns normed (Zhang & Sennrich 2019) and rotated queries and keys, and unchanged values.
+    Both channels of a pair must have equal rotations: the kernel reads only the first."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     return (
         norm_and_rotate(q, q_weight, rotations, eps),
@@ -66,7 +66,7 @@ def forward_reference(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, (B, L, K, P)."""
+    """Returns queries and keys, both (B, L, K, P) and contiguous."""
     q, k, _ = qk_rope(upcast(qkv), q_weight, k_weight, rotations, eps)
     q, k = (
         t.transpose(1, 2).to(qkv.dtype).clone(memory_format=torch.contiguous_format) for t in (q, k)
@@ -84,17 +84,18 @@ def backward_reference(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of qkv, of those (B, L, K, P) of its parts, and those of both weights (2, P),
-    zero without any."""
+    """Turns the gradients of queries, keys and values, (B, L, K, P), into those of qkv and of both
+    weights (2, P); the latter are 0 if there are no weights."""
     parts = []
     sums = []
-    # (2, L, 1, P)
-    back = None if rotations is None else torch.stack((rotations[0], -rotations[1])).unsqueeze(2)
+
+    # The inverse rotation, (2, L, 1, P).
+    inverse = None if rotations is None else torch.stack((rotations[0], -rotations[1])).unsqueeze(2)
     for d, x, weight in zip((dq, dk), qkv.unbind(2), (q_weight, k_weight), strict=False):
         d = upcast(d)
         x = upcast(x)
-        if back is not None:
-            d = rotate(d, back)
+        if inverse is not None:
+            d = rotate(d, inverse)
         if weight is not None:
             rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
             normed = x * rstd
@@ -102,6 +103,7 @@ def backward_reference(
             sums.append((d * normed).sum((0, 1, 2)))
             d = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
         parts.append(d)
+
     dweights = torch.stack(sums) if sums else parts[0].new_zeros(2, qkv.shape[4])
     return torch.stack((*parts, upcast(dv)), dim=2).to(qkv.dtype), dweights
 
@@ -118,16 +120,16 @@ backward_operator = register(
 
 
 def compute(qkv: Tensor, *rest: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Queries, keys and values, and what the backward pass needs."""
+    """Returns queries, keys and values, and the inputs, which the backward pass needs."""
     return (*operator(qkv, *rest), qkv.select(2, 2)), (qkv, *rest)
 
 
 def compute_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Any
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of qkv and, if there are any, of both weights."""
-    of_heads = [pack_heads(g) for g in (dq, dk, dv)]
-    dqkv, dweights = backward_operator(*of_heads, *inputs)
+    """Gradients of qkv and of the weights, if there are any."""
+    parts = [pack_heads(g) for g in (dq, dk, dv)]
+    dqkv, dweights = backward_operator(*parts, *inputs)
     return (dqkv,) if inputs[1] is None else (dqkv, *dweights)
 
 
@@ -141,27 +143,29 @@ def fused_qk_rope(
     rotations: Tensor | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """`qk_rope` as one operator. ValueError for an empty tensor, one weight of two, shapes that do
-    not belong together, or a head dim that is not a power of two from 8 on."""
+    """`qk_rope` as one operator. ValueError for an empty tensor, one weight without the other,
+    shapes that do not fit, or a head dim that is not a power of two of at least 8."""
     refuse_empty("qk_rope", qkv)
-    given = {"q_weight": q_weight, "k_weight": k_weight, "rotations": rotations}
+    inputs = {"q_weight": q_weight, "k_weight": k_weight, "rotations": rotations}
     shapes = {
         "q_weight": qkv.shape[4:],
         "k_weight": qkv.shape[4:],
         "rotations": (2, qkv.shape[1], qkv.shape[4]),
     }
-    for name, t in given.items():
+    for name, t in inputs.items():
         if t is not None and t.shape != shapes[name]:
             raise UserError(
                 f"qk_rope got {name} of shape {tuple(t.shape)}; it must be {tuple(shapes[name])}."
             )
     if (q_weight is None) != (k_weight is None):
         raise UserError("qk_rope got a weight for queries or for keys alone; give both, or none.")
-    if (head_dim := qkv.shape[4]) < 8 or head_dim & (head_dim - 1):
+
+    head_dim = qkv.shape[4]
+    if head_dim < 8 or head_dim & (head_dim - 1):
         raise UserError(
             "runtime.fused_rope=true takes a head_dim that is a power of two from 8 on, and got "
             f"{head_dim}; choose such a size, or runtime.fused_rope=false."
         )
-    tensors = [None if t is None else t.contiguous() for t in given.values()]
+    tensors = [None if t is None else t.contiguous() for t in inputs.values()]
     q, k, v = differentiable_rope(qkv.contiguous(), *tensors, eps)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -1,14 +1,15 @@
-"""Triton kernels of `qk_rope`: one pass forward, one backward, statistics taken anew in the second.
+"""Triton kernels of `qk_rope`: one pass forward, and one backward, which computes the statistics
+again.
 
-A program has some tokens of one sample, of queries or of keys (backward also of values), and goes
-through their heads, so that it reads their rotations once. Sums for the weights are stored by
-program and added up afterwards: no atomics.
+A program takes some tokens of one sample, of queries or of keys (backward also of values), and
+loops over their heads, so that it loads their rotations once. Each stores its sums for the weights,
+which PyTorch adds afterwards: no atomics.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -29,7 +30,7 @@ WARPS = 4
 
 @triton.jit
 def rotate_pairs(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
-    """Each pair of neighbours of x turned by its angle."""
+    """Rotates each pair of neighbouring channels of x by its angle."""
     first, second = tl.split(tl.reshape(x, [BLOCK_L, P // 2, 2]))
     return tl.reshape(
         tl.join(first * cosine - second * sine, second * cosine + first * sine), [BLOCK_L, P]
@@ -38,10 +39,10 @@ def rotate_pairs(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def load_angles(ROTATIONS, t, L: tl.constexpr, P: tl.constexpr):
-    """Cosines and sines of tokens t, one of each pair of channels."""
-    at = ROTATIONS + t[:, None] * P + 2 * tl.arange(0, P // 2)[None, :]
+    """Loads cosines and sines of tokens t, one for each pair of channels."""
+    pairs = ROTATIONS + t[:, None] * P + 2 * tl.arange(0, P // 2)[None, :]
     inside = (t < L)[:, None]
-    return tl.load(at, mask=inside, other=0.0), tl.load(at + L * P, mask=inside, other=0.0)
+    return tl.load(pairs, mask=inside, other=0.0), tl.load(pairs + L * P, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -58,19 +59,22 @@ def qk_rope_kernel(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    of_keys = tl.program_id(1)
+    is_key = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     p = tl.arange(0, P)
     mask = (t < L)[:, None] & (p < P)[None, :]
-    source = QKV + ((b * L + t[:, None]) * 3 + of_keys) * (K * P) + p[None, :]
+    source = QKV + ((b * L + t[:, None]) * 3 + is_key) * (K * P) + p[None, :]
     here = (b * L + t[:, None]) * (K * P) + p[None, :]
+
+    # One load for all heads.
     if Q_WEIGHT is not None:
         weight = tl.load(Q_WEIGHT + p).to(tl.float32)
-        if of_keys == 1:
+        if is_key == 1:
             weight = tl.load(K_WEIGHT + p).to(tl.float32)
     if ROTATIONS is not None:
         cosine, sine = load_angles(ROTATIONS, t, L, P)
+
     for k in tl.range(0, K, num_stages=2):
         x = tl.load(source + k * P, mask=mask, other=0.0).to(tl.float32)
         if Q_WEIGHT is not None:
@@ -78,7 +82,7 @@ def qk_rope_kernel(
         if ROTATIONS is not None:
             x = rotate_pairs(x, cosine, sine, BLOCK_L, P)
         x = x.to(Q.dtype.element_ty)
-        if of_keys == 1:
+        if is_key == 1:
             tl.store(KEYS + here + k * P, x, mask=mask)
         else:
             tl.store(Q + here + k * P, x, mask=mask)
@@ -102,8 +106,8 @@ def store_gradient(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Queries or keys (or values, if neither normed nor turned) of all heads: `source` and `target`
-    in qkv and its gradient, SUMS (P) for the weight."""
+    """Stores the gradient of all heads of queries or keys, or of values, which are neither normed
+    nor rotated: `source` lies in qkv, `target` in its gradient, SUMS (P) is for the weight."""
     p = tl.arange(0, P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     D += b * d_batch + t[:, None] * d_token + p[None, :]
@@ -112,6 +116,8 @@ def store_gradient(
         dweight = tl.zeros([P], tl.float32)
     if ROTATIONS is not None:
         cosine, sine = load_angles(ROTATIONS, t, L, P)
+
+    # Backward through the rotation, then through the norm.
     for k in tl.range(0, K, num_stages=2):
         d = tl.load(D + k * P, mask=mask, other=0.0).to(tl.float32)
         if ROTATIONS is not None:
@@ -151,7 +157,7 @@ def qk_rope_backward_kernel(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """SUMS (B, tiles, 2, P): the gradients of both weights, by program."""
+    """Stores the gradient of qkv, and in SUMS (B, tiles, 2, P) the sums for both weights."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -161,6 +167,8 @@ def qk_rope_backward_kernel(
     source = QKV + here
     target = DQKV + here
     sums = SUMS + ((b * tl.num_programs(0) + tile) * 2 + part) * P
+
+    # The second index of the grid: queries, keys or values.
     if part == 0:
         store_gradient(
             DQ,
@@ -204,6 +212,7 @@ def qk_rope_backward_kernel(
 
 
 def choose_constants(qkv: Tensor, eps: float) -> dict[str, float | int]:
+    """Returns constants and options of a launch."""
     _, length, _, heads, head_dim = qkv.shape
     block = max(1, TILE_ELEMENTS // head_dim)
     return {
@@ -223,11 +232,11 @@ def launch_forward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, (B, L, K, P)."""
-    how = choose_constants(qkv, eps)
+    """Returns queries and keys, (B, L, K, P)."""
+    constants = choose_constants(qkv, eps)
     q, k = (qkv.new_empty(qkv.shape[0], qkv.shape[1], *qkv.shape[3:]) for _ in range(2))
-    grid = (triton.cdiv(qkv.shape[1], how["BLOCK_L"]), 2, qkv.shape[0])
-    qk_rope_kernel[grid](qkv, q_weight, k_weight, rotations, q, k, **how)
+    grid = (triton.cdiv(qkv.shape[1], constants["BLOCK_L"]), 2, qkv.shape[0])
+    qk_rope_kernel[grid](qkv, q_weight, k_weight, rotations, q, k, **constants)
     return q, k
 
 
@@ -241,14 +250,14 @@ def launch_backward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of qkv, and those of both weights (2, P) in fp32."""
-    how = choose_constants(qkv, eps)
+    """Returns the gradient of qkv, and those of both weights (2, P) in fp32."""
+    constants = choose_constants(qkv, eps)
     dqkv = qkv.new_empty(qkv.shape)
-    tiles = triton.cdiv(qkv.shape[1], how["BLOCK_L"])
+    tiles = triton.cdiv(qkv.shape[1], constants["BLOCK_L"])
     make = qkv.new_zeros if q_weight is None else qkv.new_empty
     sums = make(qkv.shape[0], tiles, 2, qkv.shape[4], dtype=torch.float32)
     strides = [stride for d in (dq, dk, dv) for stride in d.stride()[:2]]
     qk_rope_backward_kernel[(tiles, 3, qkv.shape[0])](
-        dq, dk, dv, qkv, q_weight, k_weight, rotations, dqkv, sums, *strides, **how
+        dq, dk, dv, qkv, q_weight, k_weight, rotations, dqkv, sums, *strides, **constants
     )
     return dqkv, sums.sum((0, 1))

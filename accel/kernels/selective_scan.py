@@ -1,13 +1,13 @@
 """The selective scan of the first Mamba (Gu & Dao 2023, https://arxiv.org/abs/2312.00752): a linear
-recurrence with a decay of its own for each channel and each number of its state.
+recurrence with a separate decay for each channel and each element of its state.
 
     step = softplus(dt + dt_bias),   h_t = exp(step_t·A)·h_{t-1} + step_t·x_t·B_t,
     y_t = C_t·h_t + D·x_t,   with A = -exp(A_log) below zero.
 
-Mamba-2 has one decay a head, so that its scan is matrix products (bidirectional_ssd.py). Here it is
-elementwise work on N numbers a token and channel. `selective_scan` is the definition, in PyTorch;
-`fused_selective_scan` the same as one operator: mamba-ssm's CUDA kernel on a GPU
-(selective_scan_cuda.py), plain PyTorch elsewhere.
+Mamba-2 has one decay per head, so its scan consists of matrix products (bidirectional_ssd.py). This
+one is elementwise work on N numbers per token and channel. `selective_scan` is the definition in
+PyTorch. `fused_selective_scan` computes it as one operator: mamba-ssm's CUDA kernel on a GPU
+(selective_scan_cuda.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, E channels, N state size.
 """
@@ -26,33 +26,33 @@ from accel.kernels.operator import keep_inputs, make_differentiable, register, u
 
 
 def solve_recurrence(decay: Tensor, added: Tensor) -> Tensor:
-    """h_t = decay_t·h_{t-1} + added_t from h = 0 on, all (B, L, E, N), with no loop over tokens: an
-    associative scan (Blelloch 1990, "Prefix sums and their applications") in 2·log2(L) steps and
-    about twice the work.
+    """Computes h_t = decay_t·h_{t-1} + added_t from h = 0 on, all (B, L, E, N), without a loop over
+    tokens: an associative scan (Blelloch 1990, "Prefix sums and their applications") in 2·log2(L)
+    steps and about twice the work.
 
-    A product of decays is a decay: nothing is divided, and nothing overflows.
+    Products of decays are decays, so nothing overflows, and there is no division.
     """
     if decay.shape[1] == 1:
         return added
 
-    # A token and the one before it are one step of a recurrence half as long, whose states are
+    # A token and the one before it make one step of a recurrence of half the length; its states are
     # those of every second token.
     odd = decay[:, 1::2]
     pairs = torch.addcmul(added[:, 1::2], odd, added[:, :-1:2])
     second = solve_recurrence(odd * decay[:, :-1:2], pairs)
 
-    # Each of the others, but for the first token, follows one of them.
+    # Every other token, except the first, follows one of these.
     states = added.clone()
     states[:, 1::2] = second
-    others = decay[:, 2::2]
-    states[:, 2::2].addcmul_(others, second[:, : others.shape[1]])
+    even = decay[:, 2::2]
+    states[:, 2::2].addcmul_(even, second[:, : even.shape[1]])
     return states
 
 
 def unroll(
     x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, B_in: Tensor
 ) -> tuple[Tensor, ...]:
-    """Steps (B, L, E), A (E, N), decays and states (B, L, E, N)."""
+    """Returns steps (B, L, E), A (E, N), decays and states (B, L, E, N)."""
     steps = F.softplus(upcast(dt) + upcast(dt_bias))
     A = -upcast(A_log).exp()
     decay = (steps.unsqueeze(-1) * A).exp()
@@ -69,26 +69,26 @@ def scan_forward(
     C_out: Float[Tensor, "B L N"],
     D: Float[Tensor, "E"],
 ) -> Float[Tensor, "B L E"]:
-    """y of the recurrence, from the first token to the last, in the dtype of x; fp32 inside."""
+    """Scans from the first token to the last; computes in fp32, returns y in the dtype of x."""
     states = unroll(x, dt, dt_bias, A_log, B_in)[-1]
     y = (states * upcast(C_out).unsqueeze(2)).sum(-1) + upcast(D) * upcast(x)
     return y.to(x.dtype)
 
 
 def compute_gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the seven inputs of `scanned`, whose states are made again."""
+    """Gradients of the seven inputs of `scan_forward`, whose states are computed again."""
     steps, A, decay, states = unroll(*inputs[:5])
     dy, x, dt, dt_bias, _, B_in, C_out, D = map(upcast, (dy, *inputs))
 
-    # The gradient of a state is what its own token reads of it, and the decayed gradient of the
-    # next: the same recurrence, backward.
+    # The gradient of a state is the gradient of its token's read, plus the decayed gradient of the
+    # next state: the same recurrence, backward.
     read = dy.unsqueeze(-1) * C_out.unsqueeze(2)
     dstates = solve_recurrence(decay.flip(1).roll(1, 1), read.flip(1)).flip(1)
 
     dinput = (dstates * B_in.unsqueeze(2)).sum(-1)
     dexponent = dstates * decay * F.pad(states[:, :-1], (0, 0, 0, 0, 1, 0))
     ddt = ((dexponent * A).sum(-1) + dinput * x) * torch.sigmoid(dt + dt_bias)
-    found = (
+    grads = (
         dinput * steps + D * dy,
         ddt,
         ddt.sum((0, 1)),
@@ -97,7 +97,7 @@ def compute_gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         (dy.unsqueeze(-1) * states).sum(2),
         (dy * x).sum((0, 1)),
     )
-    return tuple(g.to(t.dtype) for g, t in zip(found, inputs, strict=True))
+    return tuple(g.to(t.dtype) for g, t in zip(grads, inputs, strict=True))
 
 
 INPUTS = "Tensor x, Tensor dt, Tensor dt_bias, Tensor A_log, Tensor B_in, Tensor C_out, Tensor D"
@@ -117,9 +117,9 @@ fused_selective_scan = make_differentiable(
 
 
 def selective_scan(*inputs: Tensor) -> Tensor:
-    """`scanned`, which keeps its inputs alone for the backward pass: autograd would keep several
-    tensors (B, L, E, N) a layer, which now live for one layer at a time."""
+    """`scan_forward` that keeps only its inputs for the backward pass. Autograd would keep several
+    tensors (B, L, E, N) per layer; these now exist for one layer at a time."""
     if torch.compiler.is_compiling():
-        # The compiler would see that the states are made twice, and keep them.
+        # The compiler would notice that the states are computed twice, and keep them.
         return cast("Tensor", checkpoint(scan_forward, *inputs, use_reentrant=False))
     return scan_keeping_inputs(*inputs)

@@ -1,8 +1,7 @@
-"""The selective scan by mamba-ssm's CUDA kernel (https://github.com/state-spaces/mamba), where that
-package is installed: `selective_scan_fn`, which takes channels before tokens.
+"""Calls mamba-ssm's CUDA kernel of the selective scan, `selective_scan_fn`, if that package is
+installed (https://github.com/state-spaces/mamba). It takes channels before tokens.
 
-The kernel of its backward pass adds the gradients of A, B, C, D and the bias atomically, in any
-order.
+Its backward kernel adds the gradients of A, B, C, D and the bias atomically, so in any order.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from common.errors import UserError
 
 
 def launch_forward(*inputs: Tensor) -> Tensor:
-    """y (B, L, E) of the inputs of `selective_scan`. UserError without the package."""
+    """Returns y (B, L, E) for the inputs of `selective_scan`; UserError without the package."""
     try:
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -23,7 +22,7 @@ def launch_forward(*inputs: Tensor) -> Tensor:
             "pip install mamba-ssm, or use runtime.fused_scan=false."
         ) from error
 
-    # What depends on the token must have one dtype, what does not must be fp32.
+    # The kernel wants one dtype for the inputs with tokens, and fp32 for the others.
     x, dt, dt_bias, A_log, B_in, C_out, D = inputs
     x, dt, B_in, C_out = (t.mT.to(x.dtype) for t in (x, dt, B_in, C_out))
     A = -A_log.float().exp()
@@ -32,11 +31,11 @@ def launch_forward(*inputs: Tensor) -> Tensor:
 
 
 def launch_backward(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the seven inputs of `launch_forward`, which runs again for them. UserError where
-    equal runs must give equal bits."""
+    """Gradients of the seven inputs of `launch_forward`, which it runs again. UserError under
+    deterministic algorithms."""
     if torch.are_deterministic_algorithms_enabled():
         raise UserError(
-            "deterministic=true cannot have mamba-ssm's kernel, whose backward pass adds in any "
+            "deterministic=true cannot use mamba-ssm's kernel, whose backward pass adds in any "
             "order; use runtime.fused_scan=false."
         )
     leaves = [t.detach().requires_grad_() for t in inputs]

@@ -1,11 +1,10 @@
-"""The prelude of the bidirectional scan: raw step sizes to steps and running sums of log decays.
+"""Prelude of the bidirectional scan: raw step sizes to steps and running sums of log decays.
 
     step = softplus(dt + dt_bias),   a = -exp(A_log)·step   (Mamba-2, Dao & Gu 2024,
     https://arxiv.org/abs/2405.21060)
 
-`ssd_decays` is the definition, in PyTorch; `fused_ssd_decays` the same as one operator with its own
-backward pass:
-Triton on a GPU (ssd_decays_triton.py), plain PyTorch elsewhere.
+`ssd_decays` is the definition in PyTorch. `fused_ssd_decays` computes it as one operator with its
+own backward pass: Triton on a GPU (ssd_decays_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
 """
@@ -31,9 +30,8 @@ from accel.kernels.operator import (
 
 LOG2E = 1.0 / math.log(2.0)
 MIN_LOG2_DECAY = -32.0
-"""Least log2 of what a token leaves of a state: 2e-10 and nothing are the same to a sum in fp32,
-while a running sum over a larger step down would round off the decays of the tokens that follow
-it."""
+"""Smallest log2 decay of one token. 2^-32 = 2e-10 is as good as 0 in an fp32 sum; a larger step
+down would make the running sums so large that the decays of later tokens lose precision."""
 
 
 def ssd_decays(
@@ -42,10 +40,12 @@ def ssd_decays(
     A_log: Float[Tensor, "2 K"],
     piece: int,
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
-    """Steps, and the inclusive running sums of a in units of log2: from the first token of each
-    piece of `piece` tokens in direction 0, from its last in direction 1. fp32; tokens beyond L have
-    no step and no decay. No a is below `LEAST`, so 512 tokens sum to 2^14 at most, which fp32 holds
-    to 2^-10."""
+    """Returns steps, and the inclusive running sums of a in units of log2, in fp32: direction 0
+    sums from the first token of each piece of `piece` tokens, direction 1 from its last.
+
+    Padding beyond L has no step and no decay. No a is below `MIN_LOG2_DECAY`, so 512 tokens sum to
+    at most 2^14 in magnitude, where fp32 is precise to 2^-10.
+    """
     steps = F.softplus(upcast(dt) + upcast(dt_bias))
     steps = F.pad(steps, (0, 0, 0, 0, 0, -dt.shape[1] % piece))
     steps = steps.unflatten(1, (-1, piece)).flatten(0, 1).permute(0, 2, 3, 1).contiguous()
@@ -56,15 +56,15 @@ def ssd_decays(
 
 
 def prefix_sums(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Inclusive sums along the last dimension; by doubling where PyTorch's cumsum raises: on CUDA
-    under deterministic algorithms."""
+    """Inclusive sums along the last dimension; PyTorch's cumsum raises an error on CUDA under
+    deterministic algorithms, so shifted additions replace it there."""
     if a.is_cuda and torch.are_deterministic_algorithms_enabled():
         return prefix_sums_by_doubling(a)
     return a.cumsum(-1)
 
 
 def prefix_sums_by_doubling(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Hillis & Steele 1986: log2(n) shifted additions."""
+    """Inclusive sums in log2(n) shifted additions (Hillis & Steele 1986)."""
     shift = 1
     length = a.shape[-1]
     while shift < length:
@@ -76,7 +76,7 @@ def prefix_sums_by_doubling(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def backward_reference(
     dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of dt_bias and A_log; writes that of dt to `ddt`, which may be a slice."""
+    """Returns the gradients of dt_bias and A_log; writes the one of dt to `ddt`, maybe a slice."""
     batch, length = dt.shape[:2]
 
     def by_token(t: Tensor) -> Tensor:
@@ -86,6 +86,8 @@ def backward_reference(
         (prefix_sums(dsums[:, 0].flip(-1)).flip(-1), prefix_sums(dsums[:, 1])), dim=1
     )
     da = by_token(da)
+
+    # A clamped decay passes no gradient on.
     raw = upcast(dt) + upcast(dt_bias)
     A = -upcast(A_log).exp()
     steps = F.softplus(raw)
@@ -109,7 +111,7 @@ backward_operator = register(
 
 
 def compute_gradients(dsteps: Tensor, dsums: Tensor, dt: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of dt, dt_bias and A_log, which `rest` begins with."""
+    """Gradients of dt, dt_bias and A_log; `rest` begins with the latter two."""
     grads = (dsteps.contiguous(), dsums.contiguous())
     ddt = dt.new_empty(dt.shape)
     return ddt, *backward_operator(*grads, dt, *rest[:2], ddt)
@@ -121,6 +123,6 @@ differentiable_decays = make_differentiable(keep_inputs(operator), compute_gradi
 def fused_ssd_decays(
     dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int
 ) -> tuple[Tensor, Tensor]:
-    """`ssd_decays` as one operator. dt is taken as a slice of a projection, as it lies."""
+    """`ssd_decays` as one operator; it reads dt in place if dt is a slice of a projection."""
     refuse_empty("ssd_decays", dt)
     return differentiable_decays(pack_heads(dt), dt_bias.contiguous(), A_log.contiguous(), piece)

@@ -1,16 +1,16 @@
 """Triton kernels of `ssd_decays`: softplus, decay and running sums in one launch, and their
 gradients in another.
 
-A program has all tokens of one piece, some heads, one direction; it transposes on the way, so that
-the scan reads each head's values in one stretch. The sum that runs from the end reads the tokens in
-turned order instead of asking for `tl.cumsum(reverse=True)`, which is reported to be wrong
+A program takes all tokens of one piece, some heads and one direction. It transposes its tile, so
+that the scan finds the values of a head side by side. The sum from the end reads the tokens in
+reverse order, because `tl.cumsum(reverse=True)` is reported to be wrong
 (triton-lang/triton#4362, open).
 
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -29,8 +29,7 @@ WARPS = 4
 
 @triton.jit
 def softplus(u):
-    """log(1 + exp(u)) without overflow, and without losing the small values: log1p by Kahan's
-    correction."""
+    """Computes log(1 + exp(u)) without overflow; Kahan's correction of log1p keeps small values."""
     e = tl.exp(-tl.abs(u))
     w = 1.0 + e
     rest = tl.where(w == 1.0, 1.0, w - 1.0)
@@ -39,15 +38,15 @@ def softplus(u):
 
 @triton.jit
 def sigmoid(u):
-    """Without overflow."""
+    """Computes 1 / (1 + exp(-u)) without overflow."""
     e = tl.exp(-tl.abs(u))
     return tl.where(u < 0.0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
 def locate_program(program, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The piece and the heads of a program: pieces, of which a launch has any number, need the
-    first grid dimension."""
+    """Returns the piece and the heads of a program; both share the first grid dimension, because
+    only that one has no limit of 65,535."""
     blocks: tl.constexpr = tl.cdiv(K, BLOCK_K)
     return program // blocks, program % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
 
@@ -83,6 +82,8 @@ def ssd_decays_kernel(
         + direction * K
         + k[None, :]
     )
+
+    # Padding has step 0, and so no decay.
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32)) * -LOG2E
     raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
@@ -114,17 +115,21 @@ def ssd_decays_backward_kernel(
     LOG2E: tl.constexpr,
     MIN_LOG2_DECAY: tl.constexpr,
 ):
-    """TOTALS (2, S, 2, K): the gradients of dt_bias and A_log, by piece."""
+    """Stores the gradient of dt, and in TOTALS (2, S, 2, K) the sums for dt_bias and A_log."""
     piece, k = locate_program(tl.program_id(0), K, BLOCK_K)
     direction = tl.program_id(1)
     pieces = tl.cdiv(L, T)
     r = tl.arange(0, BLOCK_T)
-    t = tl.where(direction == 0, T - 1 - r, r)  # the other way round than forward
+
+    # The running sum of gradients goes in the opposite direction of the forward sum.
+    t = tl.where(direction == 0, T - 1 - r, r)
     token = (piece % pieces) * T + t
     row = (r < T)[:, None] & (k < K)[None, :]
     mask = row & (token < L)[:, None]
     source = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
     da = tl.cumsum(tl.load(DSUMS + source, mask=row, other=0.0), 0) * LOG2E
+
+    # Forward values again; a clamped decay passes no gradient on.
     b = (piece // pieces).to(tl.int64)
     dt_at = b * dt_batch + token[:, None] * dt_token + direction * K + k[None, :]
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -134,17 +139,18 @@ def ssd_decays_backward_kernel(
     da = tl.where(step * A[None, :] * LOG2E >= MIN_LOG2_DECAY, da, 0.0)
     draw = (tl.load(DSTEPS + source, mask=row, other=0.0) + A[None, :] * da) * sigmoid(raw)
     draw = tl.where(mask, draw, 0.0)
+
     out = b * ddt_batch + token[:, None] * ddt_token + direction * K + k[None, :]
     tl.store(DDT + out, draw.to(DDT.dtype.element_ty), mask=mask)
-    of_A_log = tl.where(mask, da * A[None, :] * step, 0.0)
+    dA_log = tl.where(mask, da * A[None, :] * step, 0.0)
     all_pieces = tl.num_programs(0) // tl.cdiv(K, BLOCK_K)
     totals = TOTALS + (piece * 2 + direction) * K + k
     tl.store(totals, tl.sum(draw, 0), mask=k < K)
-    tl.store(totals + all_pieces * 2 * K, tl.sum(of_A_log, 0), mask=k < K)
+    tl.store(totals + all_pieces * 2 * K, tl.sum(dA_log, 0), mask=k < K)
 
 
 def choose_constants(heads: int, piece: int) -> dict[str, float | int]:
-    """Constants of a launch for `heads` heads and pieces of `piece` tokens."""
+    """Returns constants of a launch for `heads` heads and pieces of `piece` tokens."""
     block_t = triton.next_power_of_2(piece)
     block_k = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // block_t))
     return {
@@ -158,7 +164,7 @@ def choose_constants(heads: int, piece: int) -> dict[str, float | int]:
 
 
 def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
-    """Steps and running sums, both (S, 2, K, T) in fp32."""
+    """Returns steps and running sums, both (S, 2, K, T) in fp32."""
     batch, length, _, heads = dt.shape
     pieces = batch * triton.cdiv(length, piece)
     shape = choose_constants(heads, piece)
@@ -172,7 +178,7 @@ def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tu
 def launch_backward(
     dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of dt_bias and A_log (fp32); writes that of dt to `ddt`."""
+    """Returns the gradients of dt_bias and A_log (fp32); writes the one of dt to `ddt`."""
     length = dt.shape[1]
     heads = dt.shape[3]
     pieces, _, _, piece = dsteps.shape
@@ -183,6 +189,6 @@ def launch_backward(
     ssd_decays_backward_kernel[grid](
         dsteps, dsums, dt, dt_bias, A_log, ddt, totals, *strides, **shape, num_warps=WARPS
     )
-    # Two sums, not halves of one: compiled code asserts that outputs begin at a multiple of 16
-    # bytes, and the second half of an odd number of heads does not.
+    # Two sums instead of two halves of one: compiled code asserts that outputs begin at a multiple
+    # of 16 bytes, and with an odd number of heads the second half does not.
     return totals[0].sum(0), totals[1].sum(0)

@@ -1,9 +1,9 @@
-"""Local mixing, the bidirectional scan, its gate and head norm as one operator that keeps its
-inputs and y only.
+"""Local mixing, the bidirectional scan, its gate and head norm as one operator that keeps only its
+inputs and y.
 
 It launches the kernels of local_mix.py, ssd_decays.py and fused_ssd.py one after the other, and in
 the backward pass launches the first two again: their results, the mixed x, B and C, steps and sums,
-cost less to make than to keep. As one operator, so that the compiler, too, keeps no more.
+are cheaper to compute again than to keep. It is one operator, so that a compiler cannot keep more.
 
 Letters: B samples, L = rows · columns tokens, K heads, P head dim, N state size, E = K·P + 4·N
 mixed channels, W channels of the projection.
@@ -40,8 +40,8 @@ def mixed_ssd(
     mix: Callable[..., Tensor] = local_mix,
     scan: Callable[..., Tensor] = bidirectional_ssd,
 ) -> Float[Tensor, "B L K P"]:
-    """The definition of `fused_mixed_ssd`: `bidirectional_ssd` of what `local_mix` makes of a slice
-    of a projection. Each may be fused by itself: `mix`, `scan`."""
+    """Definition of `fused_mixed_ssd`: `local_mix` of a slice of a projection, then
+    `bidirectional_ssd`. The arguments `mix` and `scan` may be their fused versions."""
     z, xBC, dt = split_projection(projected, weight, norm_weight)
     x, B_in, C_out = split_channels(mix(xBC, weight, bias, grid), *z.shape[2:])
     return scan(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
@@ -50,8 +50,8 @@ def mixed_ssd(
 def split_projection(
     projected: Tensor, weight: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z (B, L, K, P), xBC (B, L, E) and dt (B, L, 2, K), as they lie side by side in a projection
-    or its gradient."""
+    """Splits a projection, or its gradient, into views z (B, L, K, P), xBC (B, L, E) and
+    dt (B, L, 2, K)."""
     heads, head_dim = norm_weight.shape
     z, xBC, dt = projected.split((heads * head_dim, weight.shape[0], 2 * heads), dim=-1)
     return z.unflatten(-1, (heads, head_dim)), xBC, dt.unflatten(-1, (2, heads))
@@ -60,8 +60,8 @@ def split_projection(
 def prepare_scan(
     parts: tuple[Tensor, ...], weight: Tensor, bias: Tensor, rows: int, columns: int, *rest: Tensor
 ) -> tuple[Tensor, ...]:
-    """What the scan takes: mixed x, steps, sums, mixed B and C, and D; `rest` begins with dt_bias,
-    A_log and D."""
+    """Computes the inputs of the scan: mixed x, steps, sums, mixed B and C, and D; `rest` begins
+    with dt_bias, A_log and D."""
     z, xBC, dt = parts
     mixed = FASTLATENT_OPS.local_mix(xBC, weight, bias, rows, columns)
     decays = FASTLATENT_OPS.ssd_decays(dt, *rest[:2], dt.shape[1])
@@ -70,7 +70,7 @@ def prepare_scan(
 
 
 def forward(projected: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The gated and normed y, and y."""
+    """Computes the gated and normed y, and y."""
     *_, norm_weight, eps = rest
     parts = split_projection(projected, weight, norm_weight)
     return FASTLATENT_OPS.ssd_gated(*prepare_scan(parts, weight, *rest), parts[0], norm_weight, eps)
@@ -79,18 +79,19 @@ def forward(projected: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tens
 def backward(
     dh: Tensor, y: Tensor, projected: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight; each part of the
-    first is written where it belongs."""
+    """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight."""
     *mixing, dt_bias, A_log, _, norm_weight, eps = rest
-    dprojected = torch.empty_like(projected)
     z, xBC, dt = parts = split_projection(projected, weight, norm_weight)
+
+    # Three operators write their parts of the projection's gradient in place.
+    dprojected = torch.empty_like(projected)
     dz, dxBC, ddt = split_projection(dprojected, weight, norm_weight)
     dy, dnorm = FASTLATENT_OPS.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
-    of_scan = prepare_scan(parts, weight, *rest)
-    dmixed, dsteps, dsums, dD = FASTLATENT_OPS.ssd_backward(dy, *of_scan)
-    of_mixing = FASTLATENT_OPS.local_mix_backward(dmixed, xBC, weight, *mixing, dxBC)
-    of_decays = FASTLATENT_OPS.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
-    return dprojected, *of_mixing, *of_decays, dD, dnorm
+    scan_inputs = prepare_scan(parts, weight, *rest)
+    dmixed, dsteps, dsums, dD = FASTLATENT_OPS.ssd_backward(dy, *scan_inputs)
+    mix_grads = FASTLATENT_OPS.local_mix_backward(dmixed, xBC, weight, *mixing, dxBC)
+    decay_grads = FASTLATENT_OPS.ssd_decays_backward(dsteps, dsums, dt, dt_bias, A_log, ddt)
+    return dprojected, *mix_grads, *decay_grads, dD, dnorm
 
 
 INPUTS = (
@@ -105,8 +106,8 @@ backward_operator = register(
 
 def compute_gradients(dh: Tensor, *needed: Any) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs; rows and columns have none."""
-    found = backward_operator(dh.contiguous(), *needed)
-    return *found[:3], None, None, *found[3:]
+    grads = backward_operator(dh.contiguous(), *needed)
+    return *grads[:3], None, None, *grads[3:]
 
 
 differentiable_ssd = make_differentiable(keep_inputs(operator, keep_second=True), compute_gradients)
@@ -123,19 +124,21 @@ def fused_mixed_ssd(
     norm_weight: Tensor,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`bidirectional_ssd` of the x, B and C that `local_mix` makes of a slice of a projection; up
-    to 512 tokens.
+    """`local_mix` of a slice of a projection, then `bidirectional_ssd`, as one operator for up to
+    512 tokens.
 
     The projection holds the gate z, then x, B and C, then dt: W = K·P + E + 2·K; its gradient is
-    made in one piece. ValueError for a head dim or state size that the matrix units do not take, or
-    for more tokens.
+    one tensor. ValueError for a head dim or state size that the matrix units do not support, or for
+    more tokens.
     """
     refuse_empty("bidirectional_ssd", projected)
-    if (length := projected.shape[1]) > MAX_QUADRATIC_TOKENS:
+    length = projected.shape[1]
+    if length > MAX_QUADRATIC_TOKENS:
         raise UserError(
             f"fused_mixed_ssd takes up to {MAX_QUADRATIC_TOKENS} tokens, and got {length}; use "
             "fused_local_mix and fused_bidirectional_ssd."
         )
+
     heads, head_dim = norm_weight.shape
     check_shape(projected, weight, grid)
     check_sizes(head_dim, (weight.shape[0] - heads * head_dim) // 4)

@@ -3,8 +3,8 @@
 Letters: H hidden channels; rows are the tokens of all samples.
 """
 
-# A launch turns plain numbers into constexpr, and a name that is bound under `if` of one is there
-# wherever it is used:
+# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
+# under `if` of a constexpr is defined wherever it is used:
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -22,8 +22,8 @@ WARPS = 4
 
 @triton.jit
 def locate_tile(rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Rows and channels of this program's tile, and which of them there are; neighbours in a row
-    run one after the other."""
+    """Returns rows and channels of this program's tile, and the mask of those inside the tensor;
+    consecutive programs go along a row."""
     across = tl.cdiv(H, BLOCK_H)
     r = (tl.program_id(0) // across).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tl.program_id(0) % across) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -48,28 +48,28 @@ def swiglu_backward_kernel(
     dh = tl.load(DH + r * H + c, mask=mask, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     dgate = dh * value * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    kind = DJOINED.dtype.element_ty
-    tl.store(DJOINED + r * (2 * H) + c, dgate.to(kind), mask=mask)
-    tl.store(DJOINED + r * (2 * H) + H + c, (dh * gate * sigmoid).to(kind), mask=mask)
+    dtype = DJOINED.dtype.element_ty
+    tl.store(DJOINED + r * (2 * H) + c, dgate.to(dtype), mask=mask)
+    tl.store(DJOINED + r * (2 * H) + H + c, (dh * gate * sigmoid).to(dtype), mask=mask)
 
 
 def plan_launch(joined: Tensor) -> tuple[int, dict[str, int], tuple[int]]:
-    """Rows, constants and programs of a launch."""
+    """Returns rows, constants and grid of a launch."""
     hidden = joined.shape[-1] // 2
     rows = joined.numel() // (2 * hidden)
-    how = {"H": hidden, "BLOCK_R": BLOCK_R, "BLOCK_H": BLOCK_H, "num_warps": WARPS}
-    return rows, how, (triton.cdiv(rows, BLOCK_R) * triton.cdiv(hidden, BLOCK_H),)
+    constants = {"H": hidden, "BLOCK_R": BLOCK_R, "BLOCK_H": BLOCK_H, "num_warps": WARPS}
+    return rows, constants, (triton.cdiv(rows, BLOCK_R) * triton.cdiv(hidden, BLOCK_H),)
 
 
 def launch_forward(joined: Tensor) -> Tensor:
-    rows, how, grid = plan_launch(joined)
-    out = joined.new_empty(*joined.shape[:-1], how["H"])
-    swiglu_kernel[grid](joined, out, rows, **how)
+    rows, constants, grid = plan_launch(joined)
+    out = joined.new_empty(*joined.shape[:-1], constants["H"])
+    swiglu_kernel[grid](joined, out, rows, **constants)
     return out
 
 
 def launch_backward(dh: Tensor, joined: Tensor) -> Tensor:
-    rows, how, grid = plan_launch(joined)
+    rows, constants, grid = plan_launch(joined)
     djoined = joined.new_empty(joined.shape)
-    swiglu_backward_kernel[grid](dh, joined, djoined, rows, **how)
+    swiglu_backward_kernel[grid](dh, joined, djoined, rows, **constants)
     return djoined
