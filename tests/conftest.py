@@ -16,6 +16,7 @@ import torch
 from accel.stack import TECHNIQUES
 from accel.techniques import float8
 from accel.techniques.compilation import Compile
+from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from precompute_latents import precompute
 from tests.harness.own_code import forget_package
@@ -97,6 +98,13 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_any_precision(monkeypatch)
+
+
+@pytest.fixture
+def kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Makes fused kernels available on a CPU, with an empty cache of their proofs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(FusedKernel, "find_obstacle", lambda self: None)
 
 
 @pytest.fixture(scope="session")

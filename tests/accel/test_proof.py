@@ -1,5 +1,4 @@
-"""Kernels prove themselves in a separate process before a run launches them; here, operators with
-faults."""
+"""A run decides about kernels from the findings of trials, and remembers its choice."""
 
 from __future__ import annotations
 
@@ -7,32 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
-from accel import proof, trial
-from accel.parity import ComparingMode
-from accel.proof import Question, judge, merge_findings
-from accel.stack import AccelerationStack
+from accel import proof
+from accel.proof import judge, merge_findings
 from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.fused_kernels import FusedKernel
 from scripts import doctor
-from tests.harness.outcomes import FOUR_STEPS, read_columns
-from tests.harness.planted_models import GOOD, REFUSED, PlantedModel
+from tests.harness.planted_models import PlantedModel
+from tests.harness.proofs import GOOD, REFUSED, make_stack, plant_findings, prove_scan
 from tests.harness.steps import EAGER, read_ledger, tiny_training
-from tests.harness.words import CPU, TINY_RUN
+from tests.harness.words import TINY_RUN
 from train import train
 from training.assemble import Training
 from training.config.compose import compose
 
+pytestmark = pytest.mark.usefixtures("kernels_on_a_cpu")
 SCAN = ["fused_scan"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    """Gives each test an empty cache, and makes the keys available on a CPU."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(FusedKernel, "find_obstacle", lambda self: None)
 
 
 @pytest.fixture
@@ -47,135 +37,6 @@ def trials(monkeypatch):
 
     monkeypatch.setattr(proof, "run_trials", find_all_good)
     return calls
-
-
-def plant_findings(monkeypatch, findings):
-    """Lets every trial of the scan end with these findings."""
-    monkeypatch.setattr(proof, "run_trials", lambda *_: {"fused_scan": dict(findings)})
-
-
-def make_stack(value="auto", runtime=None, **more) -> AccelerationStack:
-    return AccelerationStack(EAGER | {"fused_scan": value} | (runtime or {}), CPU, **more)
-
-
-def prove_scan(value="auto", folder=None, samples=8, model=None, **more):
-    """Proves the scan of a planted model; returns its value, the reason, and what the run folder
-    keeps."""
-    stack = make_stack(value, **more)
-    model = model or PlantedModel()
-    kept = stack.prove_kernels(model, model, samples, folder)
-    stack.on_model(model)
-    assert all(block.fused_scan is stack.values["fused_scan"] for block in model.blocks)
-    outcome = next(t for t in stack.techniques if t.key == "fused_scan").proof
-    return outcome.on, outcome.why, kept
-
-
-# Trials in a separate process.
-
-
-def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
-    on, why, kept = prove_scan()
-    assert on
-    assert all(word in why for word in ("error", "definition", "ms a block against", "MB a sample"))
-    assert kept["chosen"] == {"fused_scan": True}
-    assert capfd.readouterr().err.count("Trying fused_scan") == 1
-    # The next run reads the cache.
-    monkeypatch.setattr(proof, "run_trials", None)
-    assert prove_scan()[:2] == (on, why)
-
-
-@pytest.mark.parametrize(
-    ("fault", "word"),
-    [
-        ("wrong", "planted[0] has an error of 1e-02, its definition one of"),
-        ("nan", "planted[0] is not finite"),
-        ("unwritten", "planted[0] is not finite, or has elements that no program wrote"),
-        ("changing", "planted[0] differs between two equal calls"),
-    ],
-)
-def test_a_kernel_that_is_not_its_definition_is_refused(fault, word, monkeypatch):
-    monkeypatch.setenv("PLANT", fault)
-    comparing = ComparingMode()
-    block = PlantedModel().blocks[0]
-    trial.switch(block, "fused_scan", True)
-    inputs = [
-        torch.randn(shape, requires_grad=True)
-        for shape in ((4, 5, 16), (4, 16), (4, 5, 16), (4, 3, 16))
-    ]
-    with comparing:
-        trial.run_both_passes(block, tuple(inputs), torch.autocast("cpu", enabled=False))
-    first, second = comparing.comparisons
-    assert word in first.describe_refusal()
-    assert second.output == "planted_backward[0]"
-    assert second.describe_refusal() is None
-
-
-@pytest.mark.parametrize(
-    ("fault", "on", "word"),
-    [
-        ("wrong", False, "has an error of 1e-02"),
-        ("crash", False, "the process that tried it ended with signal SIGSEGV"),
-        ("hang", False, "the process that tried it did not answer for 2 s in its parity test"),
-        ("slow", False, "ms a block against"),
-        ("memory", True, "memory ran out without it"),
-    ],
-)
-def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
-    monkeypatch.setenv("PLANT", fault)
-    if fault == "hang":
-        read = proof.read_findings
-
-        def read_impatiently(file: Path) -> dict:
-            state = read(file)
-            return state | ({"patience": 2.0} if state.get("doing") == "its parity test" else {})
-
-        monkeypatch.setattr(proof, "read_findings", read_impatiently)
-    chosen, why, _ = prove_scan()
-    assert chosen is on
-    assert word in why
-    # A crash or a hang may have come from outside, so the next run tries again.
-    plant_findings(monkeypatch, GOOD)
-    assert prove_scan()[0] is (fault in ("crash", "hang") or on)
-
-
-def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
-    """Keys before it keep their results, and another process tries the keys after it."""
-    crash = {"doing": "its parity test", "key": "b", "found": {"a": GOOD}}
-    last = {"doing": "nothing more", "key": None}
-    last["found"] = {"a": GOOD, "b": proof.make_failure("x"), "c": GOOD}
-    ends = iter([(crash, "ended with signal SIGABRT"), (last, "ended")])
-    jobs = []
-
-    def read_end(folder):
-        jobs.append(json.loads((folder / "job.json").read_text())["found"])
-        return next(ends)
-
-    monkeypatch.setattr(proof, "watch_trial", read_end)
-    question = Question({key: "auto" for key in "abc"}, {}, 8, CPU)
-    findings = proof.run_trials(question, [], list("abc"), list("abc"))
-    assert jobs[0] == {}
-    assert (
-        jobs[1]["b"]["refusal"]
-        == "the process that tried it ended with signal SIGABRT in its parity test"
-    )
-    assert findings["c"] == GOOD
-
-
-def test_a_device_that_admits_no_second_process_is_a_reason(monkeypatch):
-    end = "ended with code 1 (CUDA error: device busy)"
-    monkeypatch.setattr(proof, "watch_trial", lambda folder: ({}, end))
-    on, why, _ = prove_scan()
-    assert not on
-    assert why == f"the process that tried it {end} in its start"
-
-
-def test_a_model_that_cannot_be_sent_is_a_reason():
-    model = PlantedModel()
-    for block in model.blocks:
-        block.hidden = lambda: None
-    on, why, _ = prove_scan(model=model)
-    assert not on
-    assert "cannot be sent to another process" in why
 
 
 # Questions and decisions.
@@ -400,16 +261,3 @@ def test_the_doctor_tries_kernels_without_a_run(trials, capsys):
     assert trials == [(SCAN, SCAN)]
     with pytest.raises(SystemExit):
         doctor.main(["--kernels", "runtime.fused_scan=maybe"])
-
-
-@pytest.mark.slow
-def test_two_processes_of_which_one_has_no_kernels_train_alike(zygote, tmp_path):
-    words = [*FOUR_STEPS, "runtime.fused_conv=auto", "runtime.fused_scan=false"]
-    environment = {"KERNELS_ON_RANK": "0", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert zygote(tmp_path / "run", *words, ranks=2, environment=environment) == [0, 0]
-    row = json.loads((tmp_path / "run" / "ledger.json").read_text())["fused_conv"]
-    assert row["active"] is False
-    assert "its parity test failed" in row["evidence"]
-    assert len(read_columns(tmp_path / "run", "loss")) == 4
-    # The next run tries again.
-    assert not list((tmp_path / "cache").rglob("kernels/*"))

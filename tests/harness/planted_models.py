@@ -1,5 +1,5 @@
 """A model of one small block, with a registered operator whose kernel has the fault that the
-variable PLANT names, and findings of trials.
+variable PLANT names.
 
 The process that tries kernels imports this module to load the block, so the fault is there too.
 """
@@ -16,16 +16,6 @@ from torch import nn
 from accel.kernels.operator import OPERATORS, Operator, register
 
 COUNT = {"calls": 0}
-GOOD = {
-    "refusal": None,
-    "error": 3e-3,
-    "definition_error": 4e-3,
-    "times": {"on": 0.41, "off": 2.9},
-    "replayed": {"on": 0.4, "off": 0.3},
-    "kept_mb": {"on": 1.9, "off": 15.0},
-}
-"""Findings of a trial whose kernel is right and fast."""
-REFUSED = GOOD | {"refusal": "ssd[0] is not finite"}
 
 
 def definition(x):
