@@ -145,7 +145,10 @@ def test_a_prompt_with_an_mlp_is_saved_as_its_vectors(base, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["adapter=none", "init_from=null"], "model=pretrained needs a trained model; set init_from="),
+        (
+            ["adapter=none", "init_from=null"],
+            "model=pretrained needs a trained model; set init_from=",
+        ),
         (["model=mamba_xs"], "does not fit this model.*Use model=pretrained"),
         (["adapter.targets=[head.*]"], "match no linear layer"),
         (["adapter.rank=0"], "adapter.rank=0 must be at least 1"),

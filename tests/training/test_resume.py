@@ -114,7 +114,7 @@ def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
     if words[0] == "data=webdataset":
         checkpoint = tmp_path / "whole" / "checkpoints" / "step-10"
         sentence = (
-            "The latents are the same: their order, .* was channel-6 and is channel, as data="
+            "The latents are the same, but their order, .* was channel-6 and is channel; data="
         )
         with pytest.raises(ValueError, match=sentence):
             start_run(tmp_path / "other", "data=resident", words[-1], f"resume={checkpoint}")

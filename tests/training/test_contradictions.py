@@ -1,0 +1,63 @@
+"""Keys, and variables of a launcher, that do not go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.config.compose import compose
+from training.environment import refuse_contradictions
+
+
+@pytest.mark.parametrize(
+    ("variable", "precision", "sentence"),
+    [
+        (
+            "MIXED_PRECISION=bf16",
+            "fp32",
+            "ACCELERATE_MIXED_PRECISION=bf16, but runtime.precision=fp32.*--mixed_precision no",
+        ),
+        ("MIXED_PRECISION=bf16", "fp8", "--mixed_precision fp8"),
+        ("USE_FSDP=true", "fp32", "use runtime.parallel.mode"),
+        ("DYNAMO_BACKEND=INDUCTOR", "fp32", "runtime.compile=false"),
+        ("MIXED_PRECISION=no", "fp32", None),
+        ("MIXED_PRECISION=fp8", "fp8", None),
+    ],
+)
+def test_what_accelerate_says_otherwise_is_refused(
+    variable: str, precision: str, sentence: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    name, _, value = variable.partition("=")
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    cfg = compose([f"runtime.precision={precision}"]).cfg
+    if sentence is None:
+        refuse_contradictions(cfg)
+        return
+    with pytest.raises(ValueError, match=sentence):
+        refuse_contradictions(cfg)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["runtime.parallel.shard_degree=2"], "is for mode=hsdp"),
+        (["runtime.parallel.cpu_offload=true"], "is for fsdp and hsdp"),
+        (
+            ["runtime.parallel.bucket_cap_mb=0"],
+            "runtime.parallel.bucket_cap_mb=0 must be at least 1",
+        ),
+        (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
+        *(
+            ([f"runtime.checkpoint_policy={policy}"], "or every_<n> with n from 2 on")
+            for policy in ("every_1", "every_x", "every_02", "4")
+        ),
+        (["+runtime.parallel.nccl.DEBUG=INFO"], "set it in the environment of the command"),
+        (
+            ["runtime.parallel.mode=fsdp", "runtime.compile=true", "runtime.compile_scope=model"],
+            "block by block",
+        ),
+        (["runtime.parallel.mode=ddp", "runtime.cuda_graph=true"], "never tried"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(words: list[str], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        compose(words)
