@@ -103,25 +103,25 @@ class BlockReader:
         """
         unreachable = 0
         reason = ""
-        for other in (*range(number, len(self.places)), *range(number)):
-            if other in self.damaged:
+        for candidate in (*range(number, len(self.places)), *range(number)):
+            if candidate in self.damaged:
                 continue
             try:
-                tensors = self.read_verified(other)
+                tensors = self.read_verified(candidate)
             except DamagedBlockError as error:
                 unreachable += isinstance(error, UnreachableError)
                 if self.on_corrupt == "error" or unreachable == MAX_UNREACHABLE_BLOCKS:
                     raise
                 reason = str(error).partition(";")[0]
                 if not isinstance(error, UnreachableError):
-                    self.damaged[other] = reason
-                place = self.places[other]
+                    self.damaged[candidate] = reason
+                place = self.places[candidate]
                 self.reports.append(SkippedBlock(str(place), place.block.samples, reason))
                 continue
 
             samples = len(tensors["labels"])
-            tensors["ids"] = torch.arange(samples) + self.places[other].first
-            if other != number:
+            tensors["ids"] = torch.arange(samples) + self.places[candidate].first
+            if candidate != number:
                 rows = torch.arange(self.places[number].block.samples) % samples
                 tensors = {name: tensor[rows] for name, tensor in tensors.items()}
             return tensors
@@ -285,7 +285,7 @@ def open_set(
 
 
 def add_skipped(skipped: dict[str, int], reports: list[SkippedBlock]) -> None:
-    """Enters skipped blocks in `skipped`, samples by place, and prints each new one."""
+    """Adds new reports to `skipped`, a map from place to samples, and prints them."""
     for place, samples, reason in reports:
         if place not in skipped:
             skipped[place] = samples

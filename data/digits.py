@@ -27,8 +27,8 @@ class DigitLatents(InMemoryLatents):
     """
 
     def __init__(self, *, classes: list[int] | None = None, **args: Unpack[LoaderArgs]) -> None:
-        kept = list(range(10)) if classes is None else sorted(classes)
-        if not kept or kept != sorted({*kept} & {*range(10)}):
+        kept_classes = list(range(10)) if classes is None else sorted(classes)
+        if not kept_classes or kept_classes != sorted({*kept_classes} & {*range(10)}):
             raise UserError(
                 f"data.classes={classes} must be digits from 0 to 9, each once, such as "
                 "[0,1,2,3,4]."
@@ -46,18 +46,18 @@ class DigitLatents(InMemoryLatents):
         train_pixels = pixels[order[HELD_OUT_IMAGES:]]
         splits = []
         for part in (order[HELD_OUT_IMAGES:], order[:HELD_OUT_IMAGES]):
-            ids = part[torch.isin(digits[part], torch.tensor(kept))]
-            labels = torch.searchsorted(torch.tensor(kept), digits[ids])
+            ids = part[torch.isin(digits[part], torch.tensor(kept_classes))]
+            labels = torch.searchsorted(torch.tensor(kept_classes), digits[ids])
             splits.append(LatentTensors(pixels[ids].to(device), labels.to(device)))
 
-        suffix = f"-{''.join(map(str, kept))}" if len(kept) < 10 else ""
+        suffix = f"-{''.join(map(str, kept_classes))}" if len(kept_classes) < 10 else ""
         spec = LatentSpec(
             channels=1,
             height=8,
             width=8,
-            num_classes=len(kept),
+            num_classes=len(kept_classes),
             count=len(splits[0].labels),
-            class_names=[str(digit) for digit in kept],
+            class_names=[str(digit) for digit in kept_classes],
             mean=[float(train_pixels.mean())],
             std=[float(train_pixels.std())],
             encoder=PIXEL_ENCODER,

@@ -229,7 +229,7 @@ class LatentTensors:
         assert isinstance(self.latents, Tensor)
         return self.latents
 
-    def rows(self, ids: Tensor | slice) -> LatentTensors:
+    def gather(self, ids: Tensor | slice) -> LatentTensors:
         """Gathers the samples `ids`, as floating-point tensors."""
         columns: Any = [None if tensor is None else tensor[ids] for tensor in vars(self).values()]
         return LatentTensors(*columns)

@@ -51,12 +51,12 @@ class InMemoryLatents(LatentLoader):
     def batch_at(self, start: int) -> Batch:
         position = torch.arange(start, start + self.batch_size, device=self.device)
         return self.make_batch(
-            self.train.rows(self.order.find_ids(start, self.batch_size)), position
+            self.train.gather(self.order.find_ids(start, self.batch_size)), position
         )
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         for start in range(0, self.held_out_count, batch_size):
-            rows = self.held_out_split.rows(slice(start, start + batch_size))
+            rows = self.held_out_split.gather(slice(start, start + batch_size))
             yield self.make_plain_batch(rows, start)
 
 
@@ -221,8 +221,8 @@ class ResidentLatents(LatentLoader):
         # The whole set if it fits, else chunks; int8 exists for whole sets only.
         device = self.device
         allowed = find_allowed_memory(device, device_memory_gib, self.world_size)
-        a_sample = count_sample_bytes(train, storage)
-        whole = a_sample * (train.count + held_out.count)
+        sample_bytes = count_sample_bytes(train, storage)
+        whole = sample_bytes * (train.count + held_out.count)
         self.loader: LatentLoader
         if whole <= allowed:
             plan = "all of it on the device"
@@ -235,12 +235,12 @@ class ResidentLatents(LatentLoader):
             add_skipped(self.loader.skipped, train.take_reports() + held_out.take_reports())
         elif storage == "int8":
             raise UserError(
-                f"data.storage=int8: {format_gib(a_sample * train.count)} do not fit into the "
+                f"data.storage=int8: {format_gib(sample_bytes * train.count)} do not fit into the "
                 f"{format_gib(allowed)} allowed; use storage=native, which takes a window at a "
                 "time, or raise data.device_memory_gib."
             )
         else:
-            chunk_size = min(train.count, int(allowed // (2 * a_sample)))
+            chunk_size = min(train.count, int(allowed // (2 * sample_bytes)))
             plan = f"a window of {chunk_size} samples on the device, and the next one on its way"
             self.loader = ChunkedLatents(spec, train, held_out, chunk_size, **args)
 
@@ -268,7 +268,7 @@ class ResidentLatents(LatentLoader):
             content = "a window of the set" if "window" in state else "all of the set"
             raise UserError(
                 f"the run was started with {content} on the device, which is another order of "
-                "samples; set data.device_memory_gib so that it is again."
+                "samples; set data.device_memory_gib back to the value it had."
             )
         self.loader.load_state_dict(state)
         super().load_state_dict(state)
@@ -278,14 +278,16 @@ def format_gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def find_allowed_memory(device: torch.device, given: float | None, world_size: int = 1) -> int:
+def find_allowed_memory(
+    device: torch.device, configured_gib: float | None, world_size: int = 1
+) -> int:
     """Returns the bytes that latents may take on the device: as given, or half of the memory that
     is free now.
 
     All processes use the minimum over ranks, because the order of samples depends on it.
     """
-    if given is not None:
-        return int(given * GIB)
+    if configured_gib is not None:
+        return int(configured_gib * GIB)
     if device.type == "cuda":
         allowed = torch.cuda.mem_get_info(device)[0] // 2
     else:

@@ -94,14 +94,14 @@ class StreamDataset(IterableDataset):
                     for number in rank_streams[worker::workers]
                     for position in self.rank_positions.find_positions(start, number)
                 ]
-                yield self.batch(streams, readers, wanted)
+                yield self.collect_batch(streams, readers, wanted)
                 start += self.rank_positions.global_batch
         except UserError as error:
             yield str(error)
         finally:
             readers.close()
 
-    def batch(
+    def collect_batch(
         self, streams: dict[int, Iterator[tuple[int, Tensor]]], readers: Readers, wanted: list[int]
     ) -> WorkerBatch:
         """Takes the samples at `wanted` positions from `streams`; opens streams on first use."""
@@ -214,17 +214,17 @@ class StreamedLatents(BlockLoader):
         self.epoch = 0
         """Epoch of the latest batch."""
         self.pin_memory = pin_memory and self.device.type == "cuda"
-        self.given_streams = streams
+        self.configured_streams = streams
         self.window = window
         self.allowed_gib = host_memory_gib
         self.batches: Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]] | None = None
         self.use_streams(streams)
 
-    def use_streams(self, given: int | None) -> None:
-        """Cuts the set into `given` streams, null: as many as fit; prints the memory they take."""
+    def use_streams(self, configured: int | None) -> None:
+        """Cuts the set into `configured` streams, null: as many as fit; prints their memory."""
         places = self.blocks.places
-        a_stream = count_stream_bytes(self.blocks, self.window)
-        streams = choose_stream_count(given, len(places), a_stream, self.allowed_gib)
+        stream_bytes = count_stream_bytes(self.blocks, self.window)
+        streams = choose_stream_count(configured, len(places), stream_bytes, self.allowed_gib)
         self.order = StreamOrder(
             self.blocks.blocks_of_shard, self.blocks.counts, self.seed, streams, self.window
         )
@@ -232,7 +232,7 @@ class StreamedLatents(BlockLoader):
         if self.rank:
             return
 
-        windows = len(self.rank_positions.find_streams() or range(streams)) * a_stream
+        windows = len(self.rank_positions.find_streams() or range(streams)) * stream_bytes
         readers = max(1, self.num_workers)
         reading = (
             readers
@@ -249,13 +249,13 @@ class StreamedLatents(BlockLoader):
 
     def start_reading(self) -> Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]]:
         """Starts the workers, and the thread that joins their batches."""
-        a_batch = self.batch_size * self.blocks.row_bytes
+        batch_bytes = self.batch_size * self.blocks.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                a_batch,
+                batch_bytes,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 
@@ -306,10 +306,10 @@ class StreamedLatents(BlockLoader):
         """Continues with the run's number of streams: the order of samples depends on it."""
         super().load_state_dict(state)
         # Earlier versions used 64 by default and did not save the number.
-        streams = state.get("streams", self.given_streams or MAX_STREAMS)
-        if streams < 1 or self.given_streams not in (None, streams):
+        streams = state.get("streams", self.configured_streams or MAX_STREAMS)
+        if streams < 1 or self.configured_streams not in (None, streams):
             raise UserError(
-                f"data.streams={self.given_streams}, but the run began with {streams}; leave "
+                f"data.streams={self.configured_streams}, but the run began with {streams}; leave "
                 "data.streams out."
             )
         if streams != self.order.streams:
@@ -320,25 +320,27 @@ class StreamedLatents(BlockLoader):
 def count_stream_bytes(blocks: BlockReader, window: int) -> int:
     """Counts the bytes of a stream: two windows, and the block in which the later one ends."""
     largest = max(blocks.counts)
-    a_sample = max(place.block.size / place.block.samples for place in blocks.places)
-    return math.ceil((2 * window + largest) * a_sample)
+    sample_bytes = max(place.block.size / place.block.samples for place in blocks.places)
+    return math.ceil((2 * window + largest) * sample_bytes)
 
 
-def choose_stream_count(given: int | None, blocks: int, a_stream: int, allowed_gib: float) -> int:
-    """Returns `given`, or the largest power of two that fits in memory and is at most 64 and at
+def choose_stream_count(
+    configured: int | None, blocks: int, stream_bytes: int, allowed_gib: float
+) -> int:
+    """Returns `configured`, or the largest power of two that fits in memory, is at most 64 and at
     most a quarter of the blocks.
 
     Neighbouring streams both read the block at their border; with a quarter of the blocks these
     double reads add at most a quarter. ValueError if the streams take more than `allowed_gib`.
     """
-    fewest = given or 1
-    if not fewest * a_stream <= allowed_gib * GIB:
+    fewest = configured or 1
+    if not fewest * stream_bytes <= allowed_gib * GIB:
         raise UserError(
             f"data.host_memory_gib={allowed_gib} is too little for {fewest} streams, whose windows "
-            f"take {fewest * a_stream / GIB:.2f} GiB; raise it, or lower "
-            f"data.{'streams' if given else 'window'}."
+            f"take {fewest * stream_bytes / GIB:.2f} GiB; raise it, or lower "
+            f"data.{'streams' if configured else 'window'}."
         )
-    if given:
-        return given
-    limit = min(MAX_STREAMS, blocks // 4, allowed_gib * GIB // a_stream)
+    if configured:
+        return configured
+    limit = min(MAX_STREAMS, blocks // 4, allowed_gib * GIB // stream_bytes)
     return 1 << (max(1, int(limit)).bit_length() - 1)

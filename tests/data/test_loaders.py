@@ -207,7 +207,7 @@ def in_memory(seed: int = 0, **tensors: Tensor) -> InMemoryLatents:
 
 def draw(loader: InMemoryLatents, ids: Tensor, position: Tensor) -> Tensor:
     """Draws any samples at any positions, raw."""
-    return draw_samples(loader.train.rows(ids), loader.seed, position)
+    return draw_samples(loader.train.gather(ids), loader.seed, position)
 
 
 def draw_often(loader: InMemoryLatents, sample: int, count: int) -> Tensor:

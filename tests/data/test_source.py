@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(source, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(source, "FIRST_PAUSE_SECONDS", 0.001)
     with Server(folder) as running:
         threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield running
@@ -202,7 +202,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         (lambda: formatdate(time.time() + 20.0, usegmt=True), [pytest.approx(17.5, abs=2.5)]),
         (lambda: formatdate(time.time() - 99.0, usegmt=True), []),
         (lambda: "soon", []),
-        (lambda: "3600", [source.LONGEST_PAUSE]),
+        (lambda: "3600", [source.LONGEST_PAUSE_SECONDS]),
     ],
     ids=["seconds", "a date", "a past date", "a word", "too long"],
 )
@@ -219,7 +219,7 @@ def test_pauses_grow_and_attempts_end(server: Server, pauses: list[float]):
     server.script = lambda number, path: 500
     with pytest.raises(OSError, match=r"answers 500 \(5 attempts\)"):
         read_part(server, retries=4)
-    assert pauses == [factor * source.FIRST_PAUSE for factor in (2, 4, 8)]
+    assert pauses == [factor * source.FIRST_PAUSE_SECONDS for factor in (2, 4, 8)]
     server.script = lambda number, path: reply(429, Retry_After="3600")
     sentence = r"answers 429 and asks for a pause of 3600; .* waits 30 s at most \(2 attempts\)"
     with pytest.raises(OSError, match=sentence):

@@ -13,11 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.loader import LatentTensors, draw_samples
+from data.loader import LatentLoader, LatentTensors, draw_samples
 from data.order import ChunkOrder, RankPositions, StreamOrder
 from data.resident import ChunkedLatents
-from data.streamed import StreamDataset, StreamedLatents, fitting_streams
-from tests.harness.batches import assert_same, chunked, join, resident, sort_by_position, streamed
+from data.streamed import StreamDataset, StreamedLatents, choose_stream_count
+from tests.harness.batches import (
+    assert_same,
+    chunked,
+    join,
+    resident,
+    sort_by_position,
+    streamed,
+    take,
+)
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import random_samples, save_latent_set
 
@@ -31,9 +39,11 @@ def draw_set(draw: random.Random) -> tuple[list[int], list[int]]:
 def find_sample(order: StreamOrder, position: int) -> tuple[int, int]:
     """Finds (block, row) of the sample at a position, from the definition alone."""
     window, offset = order.locate(position)
-    rows = [(block, row + i) for block, row, count in order.blocks_of(window) for i in range(count)]
+    rows = [
+        (block, row + i) for block, row, count in order.find_blocks(window) for i in range(count)
+    ]
     assert len(rows) == window.size
-    return rows[int(order.permutation(window)[offset])]
+    return rows[int(order.draw_permutation(window)[offset])]
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -53,7 +63,7 @@ def test_every_sample_comes_once_in_each_epoch(seed: int):
 def test_a_worker_that_is_spawned_reads_the_same(folder: Path):
     """On macOS a worker gets the data set as a pickle."""
     loader = streamed(folder, batch_size=7)
-    dataset = StreamDataset(loader.order, loader.blocks, loader.of_rank, 14)
+    dataset = StreamDataset(loader.order, loader.blocks, loader.rank_positions, 14)
     latents, positions = next(iter(dataset))
     other_latents, other_positions = next(iter(pickle.loads(pickle.dumps(dataset))))
     assert torch.equal(latents, other_latents)
@@ -78,7 +88,7 @@ def test_shuffling_reaches_as_far_as_streams_and_windows_do():
     order = StreamOrder([10] * 10, [8] * 100, seed=0, streams=16, window=16)
     windows = [order.locate(position)[0] for position in range(16)]
     assert {window.stream for window in windows} == set(range(16))
-    assert not torch.equal(order.permutation(windows[0]), torch.arange(16))
+    assert not torch.equal(order.draw_permutation(windows[0]), torch.arange(16))
 
 
 @pytest.mark.parametrize("batch", [6, 12, 24, 30])
@@ -88,14 +98,14 @@ def test_ranks_share_every_batch_without_gap_or_overlap(batch: int, ranks: int):
         shares = []
         for rank in range(ranks):
             of_rank = RankPositions(batch // ranks, rank, ranks, streams=12)
-            share = [p for stream in range(12) for p in of_rank.positions(start, stream)]
+            share = [p for stream in range(12) for p in of_rank.find_positions(start, stream)]
             assert len(share) == batch // ranks
             shares += share
         assert sorted(shares) == list(range(start, start + batch))
 
 
 def test_ranks_own_whole_streams_where_the_numbers_divide():
-    streams = [RankPositions(12, rank, 2, streams=12).own_streams() for rank in range(2)]
+    streams = [RankPositions(12, rank, 2, streams=12).find_streams() for rank in range(2)]
     assert streams == [range(6), range(6, 12)]
 
     # in smaller batches, too, no stream has samples of both ranks
@@ -103,7 +113,7 @@ def test_ranks_own_whole_streams_where_the_numbers_divide():
     for rank in range(2):
         of_rank = RankPositions(3, rank, 2, streams=12)
         starts = range(0, 60, 6)
-        used.append({s for start in starts for s in range(12) if of_rank.positions(start, s)})
+        used.append({s for start in starts for s in range(12) if of_rank.find_positions(start, s)})
     assert used[0].isdisjoint(used[1])
 
 
@@ -114,7 +124,7 @@ def test_the_chunks_of_an_epoch_have_every_sample_once(seed: int):
     order = ChunkOrder(counts, seed, chunk_size=max(counts) + draw.randint(0, 20))
     for epoch in range(2):
         blocks = []
-        for chunk in order.of_epoch(epoch):
+        for chunk in order.find_epoch(epoch):
             blocks += chunk.blocks
             assert chunk.size == sum(counts[block] for block in chunk.blocks) <= order.chunk_size
         assert sorted(blocks) == list(range(len(counts)))
@@ -187,12 +197,12 @@ def test_workers_live_for_the_run_or_for_an_epoch(
 def test_streams_follow_the_number_of_blocks(blocks: int, streams: int):
     """Two streams share the block between them, so each stream must have several blocks for an
     epoch to read a block little more than once."""
-    assert fitting_streams(None, blocks, a_stream=1, allowed_gib=1.0) == streams
+    assert choose_stream_count(None, blocks, stream_bytes=1, allowed_gib=1.0) == streams
     order = StreamOrder([blocks], [8] * blocks, seed=0, streams=streams, window=8)
     reads = 0
     last = None
     for window in sorted({order.locate(position)[0] for position in range(order.count)}):
-        numbers = [block for block, _, _ in order.blocks_of(window)]
+        numbers = [block for block, _, _ in order.find_blocks(window)]
         kept = window.number > 0 and numbers[0] == last  # a stream keeps its last block
         reads += len(numbers) - kept
         last = numbers[-1]
@@ -239,7 +249,7 @@ def test_streamed_samples_are_those_of_the_set(folder: Path):
     batch = next(loader)
     parts = [random_samples(size, seed) for seed, size in enumerate(SIZES)]
     whole = LatentTensors(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-    raw = draw_samples(whole.rows(batch.ids), loader.seed, batch.position)
+    raw = draw_samples(whole.gather(batch.ids), loader.seed, batch.position)
     assert torch.equal(batch.latents, loader.normalise(raw))
     assert torch.equal(batch.labels, whole.labels[batch.ids])
     assert torch.equal(batch.ids.sort().values, torch.arange(101))
@@ -275,7 +285,7 @@ def test_a_run_is_not_resumed_in_the_other_mode(folder: Path):
 def test_int8_states_its_error_and_keeps_to_it(folder: Path, capsys: pytest.CaptureFixture[str]):
     exact = resident(folder)
     samples = [
-        loader.loader.train.rows(torch.arange(101)).floating().float()
+        loader.loader.train.gather(torch.arange(101)).as_floating().float()
         for loader in (exact, resident(folder, storage="int8"))
     ]
     percent = re.search(r"int8 moves a latent by ([\d.]+)%", capsys.readouterr().out)
