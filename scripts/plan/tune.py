@@ -1,11 +1,11 @@
-"""Measures which techniques make a run's step fastest on this machine: what `runtime=auto` does
-before training, for which training/tune.py starts this file with a job.
+"""Measures which techniques make a run's step fastest on this machine. Before training with
+`runtime=auto`, training/tune.py starts this file with a job.
 
-Candidates are tried one after the other, each in a process of its own (this file again) that builds
-and warms up the whole step: one that crashes, hangs or exhausts the memory costs itself. Each
-technique's values are tried on top of the best so far. A candidate may change how a step is
-computed, never what: its losses must be those of the settings as given, within the tolerances that
-the techniques state.
+The search tries one candidate after the other, and each technique's values on top of the best
+candidate so far. Each candidate builds and warms up the whole step in its own process (this file
+again), so that one that crashes, hangs or exhausts the memory ends only itself. A candidate may
+change how a step is computed, but not its result: its losses must match those of the given
+settings, within the tolerances that the techniques state.
 """
 
 from __future__ import annotations
@@ -49,53 +49,56 @@ from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
 NEEDED_SHARE = 0.98
 """Share of the best step time so far that a candidate must stay below."""
 CANDIDATE_SHARE = 0.75
-"""Share of the time that is left which a candidate may take, so that one that hangs leaves some."""
+"""Share of the remaining time that a candidate may take, so that one that hangs leaves some."""
 USABLE_MEMORY = 0.95
 """Share of the device's memory that a forecast may take."""
 TOO_LATE = "the budget was over before it was measured"
 PROBE_STEPS = 3
 """Steps whose losses and gradient norms are compared with those of the first candidate."""
 MAX_TIMED_STEPS = 16
-"""Steps that are timed, at most."""
+"""Limit on the timed steps of a candidate."""
 GPU_STEPS_AT_A_TIME = 4
-"""Steps of a GPU that are timed as one, so that launches run ahead as they do in training."""
+"""Steps of a GPU that are timed together, so that launches run ahead as they do in training."""
 LEAST_TOLERANCE = 1e-3
-"""Relative difference that is always allowed: sums in another order, seen through a few updates."""
+"""Relative difference that is always allowed: the effect of another order of sums after a few
+updates."""
 Changes = dict[str, Any]
-"""Runtime key, or accumulation_steps -> plain value."""
+"""Runtime key or accumulation_steps -> value, in types of JSON."""
 
 
 class Search:
-    """Tries candidates for a job, which training/tune.py tells: a run on one of `processes` like
-    devices, until a `deadline` (of time.monotonic)."""
+    """Tries candidates for a job of training/tune.py: a run on `processes` devices of the same
+    kind, of which this process uses one, until a `deadline` (of time.monotonic)."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self.job = told
-        self.cfg = apply_schema(TrainConfig, told["cfg"], [])
-        self.device = torch.device(told["device"])
-        self.processes: int = told["processes"]
-        self.held: float = told["resident"]
-        """Bytes that each candidate lacks beside its own."""
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self.job = job
+        self.cfg = apply_schema(TrainConfig, job["cfg"], [])
+        self.device = torch.device(job["device"])
+        self.processes: int = job["processes"]
+        self.reserved: float = job["resident"]
+        """Bytes on the device that the run will need besides the candidate's own."""
         self.tried: list[dict[str, Any]] = []
-        self.known: list[TrainConfig] = []
+        self.tried_configs: list[TrainConfig] = []
+        """Configurations that have been tried."""
         self.reference: dict[str, Any] = {}
-        """What the first candidate said of its losses."""
+        """Result of the first candidate, whose losses all others must match."""
         self.longest = 0.0
-        """Seconds that a candidate took."""
+        """Seconds of the slowest candidate."""
 
     def run(self) -> dict[str, Any]:
-        """`words`, `changes` and `tried`: the fastest candidate, and all of them."""
+        """Returns the fastest candidate as `words` and `changes`, and all that were `tried`."""
         best = dict(ChainMap(self.find_fitting(), *(values[0] for values in self.list_ways())))
         fastest = self.time_candidate(best)
 
-        def choose(some: list[Changes]) -> None:
+        def choose(alternatives: list[Changes]) -> None:
             nonlocal best, fastest
-            for values in some:
+            for values in alternatives:
                 candidate = best | values
                 if self.can_have(candidate):
-                    taken = self.time_candidate(candidate)
-                    if taken < NEEDED_SHARE * fastest:
-                        best, fastest = candidate, taken
+                    step_time = self.time_candidate(candidate)
+                    if step_time < NEEDED_SHARE * fastest:
+                        best = candidate
+                        fastest = step_time
 
         for values in self.list_ways():
             choose(values[1:])
@@ -107,67 +110,75 @@ class Search:
         return self.job["deadline"] - time.monotonic()
 
     def can_have(self, changes: Mapping[str, Any]) -> bool:
+        """Tells whether this machine supports the changes."""
         return is_available(self.cfg, changes, self.device, self.processes)
 
     def find_fitting(self) -> Changes:
-        """What the memory demands, of changes that leave the result as it is. Candidates lack the
-        run's latents, and copies that ddp sends. ValueError if nothing makes the step fit."""
+        """Finds changes that make the step fit the memory and keep its result. The forecast also
+        counts the run's latents and ddp's copies of the gradients, which candidates do not have.
+        ValueError if nothing makes the step fit."""
         memory = memory_of(self.device)
 
-        def applied(changes: Mapping[str, Any]) -> TrainConfig:
+        def apply(changes: Mapping[str, Any]) -> TrainConfig:
             if not self.can_have(changes):
                 raise UserError(f"{changes} cannot be had here.")
             return apply_changes(self.cfg, changes)
 
         spec = LatentSpec(**self.job["spec"])
         gpu = self.device.type == "cuda"
-        question = Question(apply_changes(self.cfg, {}), spec, self.processes, self.held, gpu)
+        question = Question(apply_changes(self.cfg, {}), spec, self.processes, self.reserved, gpu)
         try:
             now = forecast(question)
         except ValueError as error:
             warnings.warn(f"whether the step fits the memory is not known: {error}", stacklevel=2)
             return {}
-        taken, found = find_cheapest_change(now, USABLE_MEMORY * memory, applied, exact=True)
-        needed = found.needs.total
+        taken, plan = find_cheapest_change(now, USABLE_MEMORY * memory, apply, exact=True)
+        needed = plan.needs.total
         if needed > USABLE_MEMORY * memory:
             raise UserError(
                 f"runtime.tune=true: a step needs {needed / GIB:.3g} GiB at least, of "
                 f"{memory / GIB:.3g}; use a smaller model or batch_size, or ask `python -m "
                 "scripts.plan` for what makes it fit."
             )
-        self.held += found.buckets
+        self.reserved += plan.buckets
         return merge_values(taken)
 
     def list_ways(self) -> list[list[Changes]]:
-        """The values of each technique among which time decides, those to begin with first; a
-        technique that the model has no use for has none. What launches less comes first."""
+        """Lists the values of each technique to choose among by time, the initial value first.
+        Techniques that launch fewer kernels come first; those that the model does not use are left
+        out."""
         values = self.cfg.runtime.values()
         stack = AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
         unused = self.reference.get("unused", ())
-        together: dict[str, list[Any]] = {}
+
+        # Techniques with the same `tried_with` change together.
+        groups: dict[str, list[Any]] = {}
         for technique in reversed(stack.techniques):
-            tried = technique.list_candidates()
-            if tried and technique.key not in unused:
-                together.setdefault(technique.tried_with or technique.key, []).append(tried)
+            candidates = technique.list_candidates()
+            if candidates and technique.key not in unused:
+                groups.setdefault(technique.tried_with or technique.key, []).append(candidates)
         return [
-            [dict(ChainMap(*some)) for some in zip(*alternatives, strict=True)]
-            for alternatives in together.values()
+            [dict(ChainMap(*changes)) for changes in zip(*group, strict=True)]
+            for group in groups.values()
         ]
 
     def time_candidate(self, changes: Changes) -> float:
-        """Tries a candidate: its median milliseconds a step, infinite if it is refused or was
-        tried before."""
+        """Tries a candidate and returns its median milliseconds per step; infinity if it is refused
+        or was tried before."""
         cfg = apply_changes(self.cfg, changes)
-        if cfg in self.known:
+        if cfg in self.tried_configs:
             return math.inf
-        self.known.append(cfg)
-        said: dict[str, Any] = {"refusal": TOO_LATE}
+        self.tried_configs.append(cfg)
+
+        # A candidate starts only if there is time for one as slow as the slowest so far.
+        result: dict[str, Any] = {"refusal": TOO_LATE}
         if self.longest < self.seconds_left:
             began = time.monotonic()
-            said = self.run_candidate(cfg, [key for key in changes if key != STEPS_KEY])
+            result = self.run_candidate(cfg, [key for key in changes if key != STEPS_KEY])
             self.longest = max(self.longest, time.monotonic() - began)
-        refusal = said["refusal"] or self.find_difference(said)
-        seconds = said.get("seconds") or []
+
+        refusal = result["refusal"] or self.find_difference(result)
+        seconds = result.get("seconds") or []
         ms = round(1e3 * statistics.median(seconds), 4) if seconds and not refusal else None
         row = {
             "words": describe_changes(changes),
@@ -179,19 +190,20 @@ class Search:
         return ms or math.inf
 
     def run_candidate(self, cfg: TrainConfig, asked: list[str]) -> dict[str, Any]:
-        """What the process of a candidate says in the end; `asked` are the keys that must be on."""
+        """Runs a candidate in its own process and returns the result; `asked` are the keys that
+        must be on."""
         limit = self.seconds_left * (CANDIDATE_SHARE if self.reference else 1.0)
         until = time.monotonic() + 0.95 * limit
         candidate = {
             "cfg": to_json_types(asdict(cfg)),
             "asked": asked,
-            "held": self.held,
+            "held": self.reserved,
             "until": until,
         }
         with tempfile.TemporaryFile() as log:
-            code, found = run_apart({**self.job, **candidate}, limit, log)
-            if found is not None:
-                return found
+            code, result = run_apart({**self.job, **candidate}, limit, log)
+            if result is not None:
+                return result
             if code is None:
                 return {"refusal": f"it was not measured after {limit:.0f} s"}
             log.seek(0)
@@ -199,40 +211,40 @@ class Search:
         why = f" ({lines[-1][:200]})" if lines else ""
         return {"refusal": f"its process ended{why}"}
 
-    def find_difference(self, said: dict[str, Any]) -> str | None:
-        """Why its losses are not those of the first candidate; None where they are, within what it
-        may differ."""
-        self.reference = self.reference or said
-        tolerance = max(said["tolerance"], self.reference["tolerance"])
+    def find_difference(self, result: dict[str, Any]) -> str | None:
+        """Says how losses or norms differ from those of the first candidate; None if they match
+        within the tolerance."""
+        self.reference = self.reference or result
+        tolerance = max(result["tolerance"], self.reference["tolerance"])
         for name in ("losses", "norms"):
-            for own, wanted in zip(said[name], self.reference[name], strict=True):
-                if not abs(own - wanted) <= tolerance * abs(wanted):
+            for value, wanted in zip(result[name], self.reference[name], strict=True):
+                if not abs(value - wanted) <= tolerance * abs(wanted):
                     return (
-                        f"its {name} are {own:.6g} instead of {wanted:.6g}, more than "
+                        f"its {name} are {value:.6g} instead of {wanted:.6g}, more than "
                         f"{tolerance:.0e} apart"
                     )
         return None
 
 
 def describe_changes(changes: Changes) -> str:
-    """A candidate, as the overrides that it amounts to."""
+    """Formats a candidate's changes as overrides."""
     return " ".join(format_overrides(changes)) or "as given"
 
 
 def list_micro_batches(cfg: TrainConfig) -> list[Changes]:
-    """Micro-batches of half the size, and of twice it."""
+    """Lists the changes to micro-batches of half and of twice the size."""
     steps = cfg.accumulation_steps
     return [{STEPS_KEY: 2 * steps}, *([{STEPS_KEY: steps // 2}] if steps % 2 == 0 else [])]
 
 
-def prepare_candidate(told: Mapping[str, Any]) -> Training:
-    """A candidate's step, of one of the processes, on normal latents and with weights at which
-    every part matters."""
-    cfg = apply_schema(TrainConfig, told["cfg"], [])
-    spec = LatentSpec(**told["spec"])
+def prepare_candidate(job: Mapping[str, Any]) -> Training:
+    """Assembles the step of a candidate for one of the processes, on normally distributed latents
+    and with weights at which every part affects the loss."""
+    cfg = apply_schema(TrainConfig, job["cfg"], [])
+    spec = LatentSpec(**job["spec"])
 
-    def loader(_: Any, seed: int, micro_batch: int, device: torch.device, *_more: Any) -> Any:
-        made = SyntheticLatents(
+    def make_loader(_: Any, seed: int, micro_batch: int, device: torch.device, *_more: Any) -> Any:
+        latents = SyntheticLatents(
             channels=spec.channels,
             height=spec.height,
             width=spec.width,
@@ -242,16 +254,16 @@ def prepare_candidate(told: Mapping[str, Any]) -> Training:
             seed=seed,
             device=device,
         )
-        made.spec = spec
-        return made
+        latents.spec = spec
+        return latents
 
     set_deterministic(cfg.deterministic)
     torch.manual_seed(cfg.seed)
     runtime = replace(cfg.runtime, parallel=ParallelConfig())
-    alone = replace(cfg, batch_size=cfg.batch_size // told["processes"], runtime=runtime)
-    training = assemble(alone, torch.device(told["device"]), parts=Parts(loader=loader))
+    alone = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
+    training = assemble(alone, torch.device(job["device"]), parts=Parts(loader=make_loader))
 
-    # A new model returns zero whatever its blocks do.
+    # A new model returns zero, so that no error in a block would show in the losses.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in training.state.ema.parameters:
@@ -260,9 +272,9 @@ def prepare_candidate(told: Mapping[str, Any]) -> Training:
 
 
 def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
-    """Warms up; returns the losses and norms of a few steps, how far they may be off, which
-    techniques the model has no use for, and why not to take it: a technique that makes this
-    candidate is not on, other than a kernel, without which a run goes on."""
+    """Warms up and takes a few steps. Returns their losses and norms, the tolerance, the techniques
+    that the model does not use, and a refusal if a technique of this candidate is not on. A kernel
+    may be off, because a run continues without it."""
     ledger = training.warm_up()
     outputs = [training.take_step() for _ in range(PROBE_STEPS)]
     techniques = [t for t in training.stack.techniques if t.key in asked]
@@ -278,52 +290,51 @@ def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
 
 
 def time_steps(training: Training, until: float) -> list[float]:
-    """Seconds of each step, as many as are timed before `until` (of time.monotonic); one at
-    least."""
+    """Measures the seconds per step until `until` (of time.monotonic), at least once."""
     steps = GPU_STEPS_AT_A_TIME if training.device.type == "cuda" else 1
-    taken: list[float] = []
+    seconds: list[float] = []
 
     def run() -> None:
         for _ in range(steps):
             training.take_step()
 
-    while not taken or (len(taken) * steps < MAX_TIMED_STEPS and time.monotonic() < until):
-        taken.append(timing.measure_seconds(run, training.device) / steps)
-    return taken
+    while not seconds or (len(seconds) * steps < MAX_TIMED_STEPS and time.monotonic() < until):
+        seconds.append(timing.measure_seconds(run, training.device) / steps)
+    return seconds
 
 
-def try_out(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be known of a candidate."""
+def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Tries one candidate: returns its probe, its seconds per step, or why it is refused."""
     try:
-        # In the place of what the run holds besides.
-        held = 0 if told["device"] == "cpu" else int(told["held"])
-        room = torch.empty(held, dtype=torch.uint8, device=told["device"])
-        training = prepare_candidate(told)
-        found = probe_candidate(training, told["asked"])
-        if found["refusal"] is None:
-            found["seconds"] = time_steps(training, told["until"])
-        del room
+        # An empty tensor takes the memory that the run will need besides this step.
+        size = 0 if job["device"] == "cpu" else int(job["held"])
+        reserved = torch.empty(size, dtype=torch.uint8, device=job["device"])
+        training = prepare_candidate(job)
+        result = probe_candidate(training, job["asked"])
+        if result["refusal"] is None:
+            result["seconds"] = time_steps(training, job["until"])
+        del reserved
     except torch.OutOfMemoryError:
         return {"refusal": "memory ran out"}
     except Exception as error:
         return {"refusal": shorten_error(error)}
-    return found
+    return result
 
 
 def main(file: Path) -> None:
-    """Does the job in a file, a search or one candidate of it, and writes beside it what was found,
-    or what stands against the run."""
-    told = read_object(file)
-    workers.end_with_parent(told["parent"])
-    build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(told['cfg']['extensions'])}]"])
-    # Techniques that do not go with several processes see in a search that there are some.
-    if "asked" not in told and told["processes"] > 1:
-        dist.init_process_group("fake", rank=0, world_size=told["processes"], store=FakeStore())
+    """Runs the job in a file, a search or one of its candidates, and writes the result or a refusal
+    beside it."""
+    job = read_object(file)
+    workers.end_with_parent(job["parent"])
+    build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
+    # A search sees several processes, so that it leaves out techniques that need a single one.
+    if "asked" not in job and job["processes"] > 1:
+        dist.init_process_group("fake", rank=0, world_size=job["processes"], store=FakeStore())
     try:
-        found = try_out(told) if "asked" in told else Search(told).run()
+        result = try_out(job) if "asked" in job else Search(job).run()
     except ValueError as error:
-        found = {"refusal": str(error)}
-    write_atomically(file.with_suffix(".found"), json.dumps(found))
+        result = {"refusal": str(error)}
+    write_atomically(file.with_suffix(".found"), json.dumps(result))
 
 
 if __name__ == "__main__":
