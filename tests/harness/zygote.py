@@ -1,8 +1,7 @@
-"""Starts training processes in milliseconds: imports everything once, then forks for every run that
-is asked for.
+"""Starts training processes in milliseconds: a process imports everything once and forks.
 
-Reads one request a line, its number and an `Attempt` in JSON, and answers each with that number and
-how every process ended, as `subprocess` counts (minus the signal that killed it).
+It reads one request a line, a number and an `Attempt` in JSON, and answers each with that number
+and the exit codes of the run's processes (minus the signal where one was killed).
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,10 @@ from common.files import ROOT
 Start = Callable[..., list[int]]
 """`start(folder, *words, **how)`: a zygote, with or without words of its own."""
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
-"""Of Python's audit events, those of a save."""
+"""Python's audit events for the changes of files that a save makes."""
 PARENT = os.getppid()
 HANG = 600.0
-"""Seconds after which what should take a few hangs."""
+"""Seconds after which a run, or a wait of a few seconds, counts as hanging."""
 IMPORTED_ONCE = [
     *(
         "tests.harness.parallel_worker",
@@ -46,7 +46,7 @@ IMPORTED_ONCE = [
 
 
 class Attempt(NamedTuple):
-    """One start of a run, and what befalls it."""
+    """One start of a run, and the signal that strikes it."""
 
     words: list[str]
     folder: str
@@ -54,19 +54,19 @@ class Attempt(NamedTuple):
     environment: dict[str, str] = {}  # noqa: RUF012  # never changed
     kill_rank: int = 0
     at_event: int | None = None
-    """SIGKILL just before this one of the things done to files in `checkpoints`, counted from 1."""
+    """SIGKILL just before this change of a file in `checkpoints`, counted from 1."""
     after_seconds: float | None = None
-    """A signal so long after the first step may begin."""
+    """Seconds between the first step and the signal."""
     after_lines: int | None = None
-    """A signal once so many lines are logged."""
+    """Lines in metrics.jsonl at which the signal strikes."""
     signal: str = "SIGKILL"
 
 
 class Zygote:
-    """`zygote(folder, *words, **how)`: a run in processes of its own; how each of them ended.
+    """`zygote(folder, *words, **how)`: the exit codes of the processes of a run.
 
-    A request that is given up, by its own limit or by the test's, takes all its processes along;
-    the next one gets a new zygote.
+    A request that hits its limit, or that of the test, kills all its processes; the next request
+    gets a new zygote.
     """
 
     def __init__(self) -> None:
@@ -77,23 +77,23 @@ class Zygote:
         self.number += 1
         request = [self.number, Attempt([*words], str(folder), **how)._asdict()]
         try:
-            self.process = self.process or self.begun()
+            self.process = self.process or self.start()
             print(json.dumps(request), file=self.process.stdin, flush=True)
-            number, codes = json.loads(self.line(self.process))
+            number, codes = json.loads(self.read_line(self.process))
             assert number == self.number
         except BaseException:
             self.stop()
             raise
         return codes
 
-    def begun(self) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
         program = [sys.executable, "-m", "tests.harness.zygote"]
         pipe = subprocess.PIPE
         return subprocess.Popen(
             program, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
 
-    def line(self, process: subprocess.Popen[str]) -> str:
+    def read_line(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], HANG)[0]:
             pytest.fail(f"a run has not ended after {HANG:.0f} s")
@@ -107,20 +107,20 @@ class Zygote:
 
 
 def read_output(folder: Path) -> str:
-    """What the processes of a run printed."""
+    """Text that the processes of a run have printed."""
     return Path(f"{folder}.log").read_text()
 
 
 def die_at(event: int, folder: str) -> None:
-    """SIGKILL for this process at the event-th change of a file below `folder`/checkpoints, in
-    whichever thread."""
-    left = [event]
+    """Kills this process at the event-th change of a file below `folder`/checkpoints, in whichever
+    thread."""
+    events = count(1)
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         if name not in EVENTS:
             return
         path = str(arguments[0])
-        # rmtree's way
+        # rmtree names files relative to an open folder.
         if (
             name in ("os.remove", "os.rmdir")
             and isinstance(arguments[1], int)
@@ -131,14 +131,13 @@ def die_at(event: int, folder: str) -> None:
             return
         if name == "open" and not (isinstance(arguments[1], str) and "w" in arguments[1]):
             return
-        left[0] -= 1
-        if left[0] == 0:
+        if next(events) == event:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 
 
-def child(attempt: Attempt, rank: int, port: int) -> None:
+def run_rank(attempt: Attempt, rank: int, port: int) -> None:
     """A training process; never returns."""
     from tests.harness import parallel_worker
 
@@ -171,48 +170,59 @@ def child(attempt: Attempt, rank: int, port: int) -> None:
 
 
 def run(attempt: Attempt) -> list[int]:
-    """Forks the processes, strikes, and waits for their end; one killed by a signal takes the
-    others along."""
+    """Forks the processes, sends the signal, and waits; a process that fails takes the others
+    along, as under torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    printed = (
-        Path(f"{attempt.folder}.log").stat().st_size
-        if Path(f"{attempt.folder}.log").exists()
-        else 0
-    )
+    log = Path(f"{attempt.folder}.log")
+    log.touch()
+    due = Due(attempt, log.stat().st_size)
     pids = []
     for rank in range(attempt.ranks):
-        if not (pid := os.fork()):
-            child(attempt, rank, port)
+        pid = os.fork()
+        if not pid:
+            run_rank(attempt, rank, port)
         pids.append(pid)
-    began = None
-    codes = {}
-    metrics = Path(attempt.folder) / "metrics.jsonl"
-    log = Path(f"{attempt.folder}.log")
-    pending = attempt.after_seconds is not None or attempt.after_lines is not None
+    codes: dict[int, int] = {}
+    struck = attempt.after_seconds is None and attempt.after_lines is None
     while len(codes) < len(pids):
         for pid in set(pids) - codes.keys():
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 for other in set(pids) - codes.keys() if codes[pid] not in (0, 75) else ():
-                    os.kill(other, signal.SIGKILL)  # as torchrun does
-        if began is None and attempt.after_seconds is not None and log.exists():
-            begun = re.search(
-                rb"^(starting from|resumed from)", log.read_bytes()[printed:], re.MULTILINE
-            )
-            began = time.monotonic() if begun else None
-        late = began is not None and time.monotonic() - began > (attempt.after_seconds or 0.0)
-        if pending and not late and attempt.after_lines is not None and metrics.exists():
-            late = metrics.read_bytes().count(b"\n") >= attempt.after_lines
-        if pending and late and pids[attempt.kill_rank] not in codes:
-            os.kill(pids[attempt.kill_rank], getattr(signal, attempt.signal))
-            pending = False
-        if os.getppid() != PARENT:  # whoever asked is gone
+                    os.kill(other, signal.SIGKILL)
+        target = pids[attempt.kill_rank]
+        if not struck and target not in codes and due():
+            os.kill(target, getattr(signal, attempt.signal))
+            struck = True
+        # The tests are gone.
+        if os.getppid() != PARENT:
             os.killpg(0, signal.SIGKILL)
         time.sleep(0.002)
     return [codes[pid] for pid in pids]
+
+
+class Due:
+    """Whether it is time for the signal of an attempt."""
+
+    def __init__(self, attempt: Attempt, log_size: int) -> None:
+        self.attempt = attempt
+        self.log_size = log_size
+        """Bytes that earlier attempts have printed."""
+        self.began: float | None = None
+
+    def __call__(self) -> bool:
+        if self.attempt.after_lines is not None:
+            metrics = Path(self.attempt.folder) / "metrics.jsonl"
+            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            return lines >= self.attempt.after_lines
+        output = Path(f"{self.attempt.folder}.log").read_bytes()[self.log_size :]
+        if self.began is None and re.search(rb"^(starting|resumed) from", output, re.MULTILINE):
+            self.began = time.monotonic()
+        seconds = self.attempt.after_seconds or 0.0
+        return self.began is not None and time.monotonic() - self.began > seconds
 
 
 def main() -> None:

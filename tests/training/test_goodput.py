@@ -1,5 +1,5 @@
-"""Where the time of a run went: every second has one kind, over restarts too; waiting is told once
-with its cure."""
+"""The account of a run's time: every second has one kind, over restarts too, and long waits are
+reported once with their cure."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
 
 
 class OwnTime:
-    """A clock that goes on by a second with each look at it, and by what a slow batch and a step
-    take."""
+    """A clock on which a look at it takes a second, a slow batch 400 s and a step 100 s."""
 
     BATCH = 400.0
     STEP = 100.0
@@ -91,7 +90,7 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> OwnTime:
 
 
 class Slow(SyntheticLatents):
-    """Lets time go by for a batch."""
+    """Synthetic latents whose batches take time on that clock."""
 
     def __next__(self) -> Any:
         OWN_TIME.now += OWN_TIME.BATCH
@@ -99,7 +98,6 @@ class Slow(SyntheticLatents):
 
 
 def run(folder: Path, *words: str) -> dict[str, Any]:
-    """The summary of a run."""
     return train(compose([*RUN, f"run_dir={folder}", "save_every=80", *words]))
 
 
@@ -166,11 +164,11 @@ def test_waiting_for_data_is_told_once_with_its_cure(
     quiet = run(tmp_path / "quick", "total_samples=80")
     assert "data-bound" not in capsys.readouterr().out
     slow = run(tmp_path / "slow", "total_samples=160", *SLOW)
-    said = capsys.readouterr().out
-    assert said.count("data-bound") == 1
+    output = capsys.readouterr().out
+    assert output.count("data-bound") == 1
     assert (
         "of the step goes by before a batch is there; try data=resident, more data.num_workers"
-        in said
+        in output
     )
     assert slow["time"]["data_wait"] == pytest.approx(20 * own_time.BATCH, rel=0.01)
     assert quiet["time"]["data_wait"] < 0.01 * slow["time"]["data_wait"]
