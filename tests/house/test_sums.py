@@ -76,7 +76,7 @@ def test_gradients_and_loss_of_many_micro_batches():
     parameter = nn.Parameter(torch.ones(1000))
     slopes = draw_normal(512, 1000, mean=1.0, std=0.01).float()
     step = SimpleNamespace(
-        losses=lambda slope: ((parameter * slope).sum().reshape(1), None),
+        compute_losses=lambda slope: ((parameter * slope).sum().reshape(1), None),
         ema_weight=torch.zeros(()),
         synchronise=lambda last: nullcontext(),
         mark=lambda phase: None,
@@ -181,7 +181,7 @@ def test_the_mean_of_held_out_losses():
             loader=loader,
             state=SimpleNamespace(use_averages=nullcontext),
             step=SimpleNamespace(
-                losses=lambda batch, held_out: (losses[batch.position], t[batch.position])
+                compute_losses=lambda batch, held_out: (losses[batch.position], t[batch.position])
             ),
         )
     )
