@@ -31,14 +31,7 @@ RUN = [
 
 
 SLOW = ["extensions=[tests]", "data._target_=tests.training.test_goodput.Slow"]
-NEVER = json.dumps(
-    {
-        "first": 0.0,
-        "last": 0.0,
-        "seconds": dict.fromkeys(goodput.KINDS, float("nan")),
-        "reached": {},
-    }
-)
+NO_NUMBERS = dict.fromkeys(goodput.KINDS, float("nan"))
 
 
 def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
@@ -59,7 +52,7 @@ def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
     }
 
 
-class OwnTime:
+class FakeTime:
     """A clock on which a look at it takes a second, a slow batch 400 s and a step 100 s."""
 
     BATCH = 400.0
@@ -73,73 +66,75 @@ class OwnTime:
     time = perf_counter
 
 
-OWN_TIME = OwnTime()
+FAKE_TIME = FakeTime()
 
 
 @pytest.fixture
-def own_time(monkeypatch: pytest.MonkeyPatch) -> OwnTime:
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     step = TrainStep.__call__
 
     def timed(self: TrainStep, *arguments: Any) -> Any:
-        OWN_TIME.now += OWN_TIME.STEP
+        FAKE_TIME.now += FAKE_TIME.STEP
         return step(self, *arguments)
 
     monkeypatch.setattr(TrainStep, "__call__", timed)
-    monkeypatch.setattr(goodput, "time", OWN_TIME)
-    return OWN_TIME
+    monkeypatch.setattr(goodput, "time", FAKE_TIME)
+    return FAKE_TIME
 
 
 class Slow(SyntheticLatents):
     """Synthetic latents whose batches take time on that clock."""
 
     def __next__(self) -> Any:
-        OWN_TIME.now += OWN_TIME.BATCH
+        FAKE_TIME.now += FAKE_TIME.BATCH
         return super().__next__()
 
 
 def run(folder: Path, *words: str) -> dict[str, Any]:
-    return train(compose([*RUN, f"run_dir={folder}", "save_every=80", *words]))
+    return train(compose([*RUN, f"run_dir={folder}", "save_every=20", *words]))
 
 
 def test_a_run_and_its_restart_add_up_to_the_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_time: OwnTime
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_time: FakeTime
 ):
-    """160 steps, of which the last 80 are lost; a pause; 100 steps from the eightieth on."""
+    """40 steps, of which the last 20 are lost; a pause; 25 steps from the twentieth on."""
     monkeypatch.setattr(goodput, "WRITE_INTERVAL_SECONDS", 0.0)
     folder = tmp_path / "run"
-    began = own_time.now
-    first = run(folder, "total_samples=1280", *SLOW)
-    assert sum(first["time"].values()) == pytest.approx(own_time.now - began, abs=5.0)
-    assert first["goodput"] == pytest.approx(
-        first["time"]["steps"] / sum(first["time"].values()), abs=1e-4
-    )
-    assert first["time"]["data_wait"] == pytest.approx(160 * own_time.BATCH, rel=0.01)
-    reached = {
-        int(step): value
-        for step, value in json.loads((folder / goodput.TIME_FILE).read_text())["reached"].items()
-    }
-    shutil.rmtree(folder / "checkpoints" / "step-160")
+    began = fake_time.now
+    summary = run(folder, "total_samples=320", *SLOW)
+    before = summary["time"]
+    total = sum(before.values())
+    assert total == pytest.approx(fake_time.now - began, abs=5.0)
+    assert summary["goodput"] == pytest.approx(before["steps"] / total, abs=1e-4)
+    assert before["data_wait"] == pytest.approx(40 * fake_time.BATCH, rel=0.01)
+    reached = json.loads((folder / goodput.TIME_FILE).read_text())["reached"]
+    shutil.rmtree(folder / "checkpoints" / "step-40")
     (folder / "summary.json").unlink()
-    own_time.now += 5000.0
-    account = run(folder, "total_samples=1440", *SLOW)["time"]
-    assert sum(account.values()) == pytest.approx(own_time.now - began, abs=5.0)
+    fake_time.now += 5000.0
+    account = run(folder, "total_samples=360", *SLOW)["time"]
+    assert sum(account.values()) == pytest.approx(fake_time.now - began, abs=5.0)
     assert account["idle"] == pytest.approx(5000.0, abs=5.0)
-    assert account["redone"] == pytest.approx(reached[160] - reached[80], abs=5.0)
-    assert account["redone"] == pytest.approx(80 * own_time.STEP, rel=0.2)
-    assert account["warm_up"] > first["time"]["warm_up"]
-    assert account["saving"] > first["time"]["saving"] > 0.0
-    shown = format_shares(account)
-    assert "redone" in shown
-    assert sum(float(part.split("%")[0]) for part in shown.split(", ")) == pytest.approx(
-        100.0, abs=0.5
-    )
+    assert account["redone"] == pytest.approx(reached["40"] - reached["20"], abs=5.0)
+    assert account["redone"] == pytest.approx(20 * fake_time.STEP, rel=0.2)
+    assert account["warm_up"] > before["warm_up"]
+    assert account["saving"] > before["saving"] > 0.0
+    shares = format_shares(account)
+    assert "redone" in shares
+    percents = [float(part.split("%")[0]) for part in shares.split(", ")]
+    assert sum(percents) == pytest.approx(100.0, abs=0.5)
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", '{"seconds": {}}', '{"first": "x", "last": 0, "seconds": {}, "reached": {}}', NEVER],
+    [
+        "",
+        "[]",
+        '{"seconds": {}}',
+        '{"first": "x", "last": 0, "seconds": {}, "reached": {}}',
+        json.dumps({"first": 0.0, "last": 0.0, "seconds": NO_NUMBERS, "reached": {}}),
+    ],
 )
-def test_a_damaged_account_begins_anew(tmp_path: Path, content: str):
+def test_a_damaged_account_starts_again(tmp_path: Path, content: str):
     (tmp_path / goodput.TIME_FILE).write_text(content)
     clock = Clock()
     with pytest.warns(UserWarning, match="the account of the run's time starts again"):
@@ -159,7 +154,7 @@ def test_a_clock_that_was_set_back_costs_no_time(tmp_path: Path):
 
 
 def test_waiting_for_data_is_told_once_with_its_cure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_time: OwnTime
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fake_time: FakeTime
 ):
     quiet = run(tmp_path / "quick", "total_samples=80")
     assert "data-bound" not in capsys.readouterr().out
@@ -170,7 +165,7 @@ def test_waiting_for_data_is_told_once_with_its_cure(
         "of the step goes by before a batch is there; try data=resident, more data.num_workers"
         in output
     )
-    assert slow["time"]["data_wait"] == pytest.approx(20 * own_time.BATCH, rel=0.01)
+    assert slow["time"]["data_wait"] == pytest.approx(20 * fake_time.BATCH, rel=0.01)
     assert quiet["time"]["data_wait"] < 0.01 * slow["time"]["data_wait"]
 
 
