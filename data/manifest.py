@@ -1,10 +1,10 @@
 """The manifest of a latent set: its fields, its checks, and the spec that a run takes from it.
 
 `manifest.json` lies beside the shards. It says how precompute_latents.py made them, how to
-normalise them, and what every shard holds. A shard is a
-WebDataset tar whose members are *blocks*: safetensors files of some hundred samples with raw
-`latents` (n, C, H, W) and `labels` (n,), and in some sets `std`, `mirrored` and `mirrored_std`.
-Tars with one member per sample take 26 times as long to read.
+normalise them, and what every shard holds. A shard is a WebDataset tar whose members are *blocks*:
+safetensors files of some hundred samples with raw `latents` (n, C, H, W) and `labels` (n,), and in
+some sets `std`, `mirrored` and `mirrored_std`. Tars with one member per sample take 26 times as
+long to read.
 """
 
 from __future__ import annotations

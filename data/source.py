@@ -40,7 +40,7 @@ class Source(Protocol):
     processes can inherit it."""
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Reads `size` bytes at `offset` of file `name`, null: all; fewer if the file ends.
+        """Reads `size` bytes at `offset` of file `name`, None: all; fewer if the file ends.
 
         FileNotFoundError if there is no such file, OSError if the read fails.
         """
@@ -199,7 +199,8 @@ class HttpSource(RemoteSource):
             # urllib3's reason is more specific than requests' "Max retries exceeded".
             reason = getattr(error.args and error.args[0], "reason", error)
             raise TransientError(describe_error(reason)) from error
-        except (requests.RequestException, ValueError) as error:  # a bad URL or redirect
+        except (requests.RequestException, ValueError) as error:
+            # A bad URL or redirect.
             raise OSError(describe_error(error)) from error
         if size is not None:
             check_part(content, reply.headers.get("Content-Range"), offset, size)
@@ -303,6 +304,7 @@ class CachedSource(Source):
                 continue
 
     def fetch(self, file: Path) -> None:
+        """Copies a file from the source into the cache; readers never see a part of it."""
         content = self.source.read(file.name)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -221,7 +221,7 @@ class StreamedLatents(BlockLoader):
         self.use_streams(streams)
 
     def use_streams(self, configured: int | None) -> None:
-        """Cuts the set into `configured` streams, null: as many as fit; prints their memory."""
+        """Cuts the set into `configured` streams, None: as many as fit; prints their memory."""
         places = self.blocks.places
         stream_bytes = count_stream_bytes(self.blocks, self.window)
         streams = choose_stream_count(configured, len(places), stream_bytes, self.allowed_gib)

@@ -282,7 +282,7 @@ class FeatureStats:
 
     @property
     def rows(self) -> Float[Tensor, "N D"]:
-        """The features of the first `ROWS` samples."""
+        """The features of the first `FIRST_SAMPLES` samples."""
         return torch.cat(self.first)
 
 
@@ -302,12 +302,12 @@ def compute_distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
     `why` gives the reason."""
     kd, spread = kernel_distance(fake.rows, real.rows)
     why = explain_too_few(min(fake.all.count, real.all.count), len(real.all.mean))
-    found = {
+    figures = {
         "fd": None if why else frechet_distance(fake.all, real.all),
         "kd": kd,
         "kd_std": spread,
     }
-    return found | ({"why": why} if why else {})
+    return figures | ({"why": why} if why else {})
 
 
 def compute_floor(real: FeatureStats) -> dict[str, Any]:
@@ -318,8 +318,8 @@ def compute_floor(real: FeatureStats) -> dict[str, Any]:
     """
     reason = explain_too_few(min(half.count for half in real.halves), len(real.all.mean))
     kd, _ = kernel_distance(real.rows[::2], real.rows[1::2])
-    found = {"floor_fd": None if reason else frechet_distance(*real.halves), "floor_kd": kd}
-    return found | ({"why": f"the floor is of halves: {reason}"} if reason else {})
+    figures = {"floor_fd": None if reason else frechet_distance(*real.halves), "floor_kd": kd}
+    return figures | ({"why": f"the floor is of halves: {reason}"} if reason else {})
 
 
 def compute_figures(

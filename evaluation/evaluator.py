@@ -261,7 +261,7 @@ class Evaluator:
     def compute_features(
         self, images: UInt8[Tensor, "B H W 3"], spaces: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
-        """Computes the features of images in `spaces`, null: all; in fp32 on the CPU."""
+        """Computes the features of images in `spaces`, None: all; in fp32 on the CPU."""
         images = images.to(self.device)
         return {name: self.spaces[name](images).cpu() for name in spaces or self.spaces}
 

@@ -184,6 +184,7 @@ def choose_constants(
 
 
 def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    """Computes `ssd_states` of chunked_ssd.py."""
     pieces, length, heads, head_dim = x.shape
     states = weights.new_empty(pieces, 2, heads, groups.shape[3], head_dim)
     constants = choose_constants(x, length, heads, groups.shape[3], head_dim)
@@ -197,6 +198,7 @@ def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
 def launch_read(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Computes `ssd_read` of chunked_ssd.py."""
     pieces, _, heads, state_dim, head_dim = states.shape
     length = groups.shape[1]
     out = groups.new_empty(pieces, length, heads, head_dim)
@@ -209,6 +211,7 @@ def launch_read(
 
 
 def launch_groups(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """Computes `ssd_groups` of chunked_ssd.py."""
     pieces, length, heads, head_dim = x.shape
     out = x.new_empty(pieces, length, 2, states.shape[3])
     constants = choose_constants(x, length, heads, states.shape[3], head_dim)

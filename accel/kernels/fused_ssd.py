@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.chunked_ssd import add_between_chunks
-from accel.kernels.gated_norm import compute_gradients as gated_norm_gradients
+from accel.kernels.gated_norm import compute_gradients as compute_norm_gradients
 from accel.kernels.gated_norm import fused_gated_norm, gated_norm
 from accel.kernels.operator import (
     keep_inputs,
@@ -130,8 +130,8 @@ def compute_gradients(dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...
 def compute_gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of x, steps, sums, B_in, C_out, D, z and norm_weight."""
     *scan_inputs, z, norm_weight, eps = inputs
-    dy, *of_gate = gated_norm_gradients(dh, y, z, norm_weight, eps)
-    return *compute_gradients(dy, *scan_inputs), *of_gate
+    dy, *gate_grads = compute_norm_gradients(dh, y, z, norm_weight, eps)
+    return *compute_gradients(dy, *scan_inputs), *gate_grads
 
 
 differentiable_ssd = make_differentiable(keep_inputs(ssd), compute_gradients)

@@ -31,7 +31,7 @@ def gated_norm(
     weight: Float[Tensor, "K P"],
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """Returns the dtype of y; gate and statistics are fp32. RMSNorm: Zhang & Sennrich 2019."""
+    """Computes gate and RMSNorm (Zhang & Sennrich 2019) in fp32; the result has the dtype of y."""
     gated = upcast(y) * F.silu(upcast(z))
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return (normed * upcast(weight)).to(y.dtype)
