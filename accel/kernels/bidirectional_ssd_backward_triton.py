@@ -222,6 +222,8 @@ def ssd_ds_kernel(
         sum_i = tl.load(SUMS + head_at + i, mask=i_in, other=0.0)
         sum_j = tl.load(SUMS + head_at + j, mask=j_in, other=0.0)
         step = tl.load(STEPS + head_at + j, mask=j_in, other=0.0)
+
+        # The diagonal needs an exponent per element; elsewhere a pivot splits it.
         if DIAGONAL:
             behind = head_at + K * L
             other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)

@@ -81,7 +81,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight."""
     *mixing, dt_bias, A_log, _, norm_weight, eps = rest
-    z, xBC, dt = parts = split_projection(projected, weight, norm_weight)
+    parts = split_projection(projected, weight, norm_weight)
+    z, xBC, dt = parts
 
     # Three operators write their parts of the projection's gradient in place.
     dprojected = torch.empty_like(projected)
