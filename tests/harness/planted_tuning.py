@@ -1,4 +1,4 @@
-"""A denoiser with a fault, by the size of its micro-batch, planted by the variable PLANT:
+"""Denoisers with faults. The variable PLANT names the fault for each size of a micro-batch:
 "slow:4,wrong:2"."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAULTS = {
 
 
 class Fixed(Denoiser):
-    """Knows its depth itself."""
+    """Has a depth that no key sets."""
 
     def __init__(
         self,
@@ -48,18 +48,20 @@ class Fixed(Denoiser):
 
 
 class Looking(Denoiser):
-    """Looks at a value, which fake tensors have not."""
+    """Reads a value, which fake tensors do not have."""
 
     def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
         return super().forward(x, *others, **more) * (1.0 if float(x.sum()) else 2.0)
 
 
 class Planted(Denoiser):
+    """Has the fault of the size of its batch."""
+
     def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
         fault = FAULTS.get(len(x))
         if fault == "slow":
             time.sleep(0.15)
         if fault == "memory":
             raise torch.OutOfMemoryError("planted")
-        found = super().forward(x, *others, **more)
-        return 1.1 * found if fault == "wrong" else found
+        output = super().forward(x, *others, **more)
+        return 1.1 * output if fault == "wrong" else output

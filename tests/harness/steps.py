@@ -100,8 +100,8 @@ def compile_values(scope: str | None) -> dict[str, bool | str]:
 
 
 def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) -> Training:
-    """A tiny run on digits under eager plus `values`, ready for its first step; no part of the
-    model is zero."""
+    """Assembles a tiny run on digits under eager plus `values`, ready for its first step; no layer
+    of its model is zero."""
     sizes = [
         "model.dim=64",
         f"model.depth={depth}",
@@ -129,7 +129,7 @@ def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) ->
         {name: p.detach() for name, p in training.model.named_parameters()}
     )
     if training.step.scaler is not None:
-        # found already, so that no step is spent on finding it
+        # The scaler spends no step on the search for its scale.
         training.step.scaler.scale.fill_(1024.0)
     training.step.schedule(0)
     return training
