@@ -192,7 +192,7 @@ class BlockReader:
         if hashlib.sha256(content).hexdigest() != block.sha256:
             raise DamagedBlockError("is damaged: its sha256 differs from the manifest's")
 
-        # safetensors raises errors of its own, and torch others for a dtype that it does not know.
+        # safetensors has its own errors, and torch raises others for a dtype it does not know.
         try:
             tensors = load(content)
         except Exception as error:
@@ -252,7 +252,7 @@ def open_set(
     """Opens the set at `path` for `data=<group>`: its spec, and a reader of each split.
 
     ValueError if the set was not made with `encoder` and `latent_scale`; None allows any.
-    `settings` may be all others of the loader; only `REMOTE_SETTINGS` matter here.
+    `settings` may be all other settings of the loader; only `REMOTE_SETTINGS` matter here.
     """
     if path is None:
         raise UserError(

@@ -55,8 +55,7 @@ class Source(Protocol):
 def open_source(
     path: str | Path, cache: str | None = None, timeout: float = 30.0, retries: int = 5
 ) -> Source:
-    """Opens the source at `path`, a folder or a URL; ValueError for a URL that runs commands or
-    chains others.
+    """Opens the source at `path`, a folder or a URL; ValueError for a pipe or a chain of URLs.
 
     `timeout` in seconds limits each connection and each pause of the server. With `cache`, the
     source fetches whole shards into that folder and reads them there. The query of an http(s) URL

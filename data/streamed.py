@@ -259,7 +259,7 @@ class StreamedLatents(BlockLoader):
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 
-        # Without a generator of its own the DataLoader would draw from the run's.
+        # By default the DataLoader would draw from the run's generator.
         loader = DataLoader(
             StreamDataset(self.order, self.blocks, self.rank_positions, self.samples_seen),
             batch_size=None,

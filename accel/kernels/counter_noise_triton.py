@@ -48,7 +48,7 @@ def to_uniform(bits):
 
 
 @triton.jit
-def cos_and_sin(u):
+def compute_cos_and_sin(u):
     """Computes cos(2πu) and sin(2πu) for u in (0, 1) by quarter turns and a Taylor polynomial up to
     r⁹; the library's cosine would need a stack."""
     quarter = tl.floor(4.0 * u + 0.5)
@@ -88,7 +88,7 @@ def counter_noise_kernel(
     else:
         # Box–Muller: word i gives the radius, word half + i the angle of normals i and half + i.
         radius = tl.sqrt(-2.0 * tl.log(to_uniform(bits)))
-        x, y = cos_and_sin(to_uniform(philox_word(i + half, purposes, low, high, k0, k1)))
+        x, y = compute_cos_and_sin(to_uniform(philox_word(i + half, purposes, low, high, k0, k1)))
         tl.store(out, radius * x, mask=(i < half) & (i < words))
         tl.store(out + half, radius * y, mask=(i < half) & (i + half < words))
 

@@ -22,7 +22,7 @@ def launch_forward(*inputs: Tensor) -> Tensor:
             "pip install mamba-ssm, or use runtime.fused_scan=false."
         ) from error
 
-    # The kernel wants one dtype for the inputs with tokens, and fp32 for the others.
+    # The kernel wants one dtype for all inputs with tokens, and fp32 for the rest.
     x, dt, dt_bias, A_log, B_in, C_out, D = inputs
     x, dt, B_in, C_out = (t.mT.to(x.dtype) for t in (x, dt, B_in, C_out))
     A = -A_log.float().exp()

@@ -79,20 +79,20 @@ def backward_reference(
     """Returns the gradients of dt_bias and A_log; writes the one of dt to `ddt`, maybe a slice."""
     batch, length = dt.shape[:2]
 
-    def by_token(t: Tensor) -> Tensor:
+    def order_by_token(t: Tensor) -> Tensor:
         return t.permute(0, 3, 1, 2).unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
 
     da = LOG2E * torch.stack(
         (prefix_sums(dsums[:, 0].flip(-1)).flip(-1), prefix_sums(dsums[:, 1])), dim=1
     )
-    da = by_token(da)
+    da = order_by_token(da)
 
     # A clamped decay passes no gradient on.
     raw = upcast(dt) + upcast(dt_bias)
     A = -upcast(A_log).exp()
     steps = F.softplus(raw)
     da = torch.where(LOG2E * A * steps >= MIN_LOG2_DECAY, da, 0.0)
-    draw = (by_token(dsteps) + A * da) * torch.sigmoid(raw)
+    draw = (order_by_token(dsteps) + A * da) * torch.sigmoid(raw)
     ddt.copy_(draw)
     return draw.sum((0, 1)), (da * A * steps).sum((0, 1))
 
