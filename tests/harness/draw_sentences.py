@@ -31,15 +31,18 @@ def find_docstrings(source: str) -> Iterator[tuple[int, int, str]]:
 
 
 def find_comments(source: str) -> Iterator[tuple[int, int, str]]:
-    """Yields line, line of the code and text of each comment; adjacent lines are one comment."""
+    """Yields line, line of code and text of each comment; lines without code form one comment."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
-    for first in [line for line in lines if line - 1 not in lines]:
-        last = first
-        while last + 1 in lines:
-            last += 1
-        code = last + source.splitlines()[last - 1].lstrip().startswith("#")
-        yield first, code, " ".join(lines[line] for line in range(first, last + 1))
+    comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+    alone = {line for line, token in comments.items() if token.line.lstrip().startswith("#")}
+    for first, token in comments.items():
+        if first not in alone:
+            yield first, first, token.string
+        elif first - 1 not in alone:
+            after = first
+            while after in alone:
+                after += 1
+            yield first, after, " ".join(comments[line].string for line in range(first, after))
 
 
 def main(count: int = 100, seed: int = 0) -> None:
