@@ -1,9 +1,9 @@
-"""runtime=auto: the run takes the techniques that make its step fastest on this machine.
+"""runtime=auto: the run uses the techniques that make its step fastest on this machine.
 
-What was chosen before is in the run folder, or in a cache for equal model, batch, runtime, machine
-and code. Otherwise a process of its own tries candidates before training begins
-(scripts/plan/tune.py), and this file reads what it wrote. A choice may change how a step is
-computed, never what.
+An earlier choice is in the run folder, or in a cache for the same model, batch, runtime, machine
+and code. Otherwise a separate process tries candidates before training begins
+(scripts/plan/tune.py) and writes its choice, which this file reads. A choice may change how a step
+is computed, but not its result.
 """
 
 from __future__ import annotations
@@ -39,52 +39,56 @@ from training.environment import get_device_name, memory_of
 from training.goodput import READ_ERRORS
 
 TUNING_FILE = "tuning.json"
-"""Of a run folder."""
+"""Name of the choice's file in a run folder."""
 STEPS_KEY = "accumulation_steps"
 TUNER_PROGRAM = ["-m", "scripts.plan.tune"]
-"""The program that tries candidates, or is one of them: it is told a job in a file, and writes what
-it found beside it."""
+"""Arguments of `python` for the program that tries candidates, one process each. It reads a job
+from a file and writes its result beside it."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
-"""Variables of one process among several; a candidate steps alone."""
+"""A launcher's variables; the tuner must not see them, for a candidate runs as a single process."""
 HASHED_FOLDERS = ("accel", "common", "models", "training", "scripts/plan")
+"""Folders whose code a cached choice depends on."""
 Changes = Mapping[str, Any]
-"""Runtime key, or accumulation_steps -> plain value."""
+"""Runtime key, or accumulation_steps -> value as in JSON."""
 
 
 def tune_config(
     cfg: TrainConfig, device: torch.device, ranks: Ranks, folder: Path | None = None
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """The configuration with the fastest techniques, and what was tried; the run's `folder` or the
-    cache may know it.
+    """Returns the configuration with the fastest techniques, and the choice with the candidates
+    tried. An earlier choice comes from the run's `folder` or the cache.
 
-    The first process measures, alone on its device; all take its choice. ValueError if the step
-    does not fit.
+    The first rank measures, alone on its device, and all ranks use its choice. ValueError if no
+    candidate's step fits into memory.
     """
-    found = ranks.broadcast_result(lambda: find_choice(cfg, device, ranks.world_size, folder))
-    new = apply_changes(cfg, found["changes"])
+    choice = ranks.broadcast_result(lambda: find_choice(cfg, device, ranks.world_size, folder))
+    new = apply_changes(cfg, choice["changes"])
     ranks.check_batch(new.batch_size, new.accumulation_steps)
-    return new, found
+    return new, choice
 
 
 def find_choice(
     cfg: TrainConfig, device: torch.device, processes: int, folder: Path | None
 ) -> dict[str, Any]:
-    """`words`, `changes` and `tried` of what was chosen before, or is measured now."""
+    """Returns `words`, `changes` and `tried` of an earlier choice, or measures a new one."""
     deadline = time.monotonic() + cfg.runtime.tune_seconds
-    if folder is not None and (found := read_choice(folder / TUNING_FILE, cfg, device, processes)):
-        return found
+    if folder is not None:
+        choice = read_choice(folder / TUNING_FILE, cfg, device, processes)
+        if choice:
+            return choice
     spec, resident = foresee_latents(cfg.data, cfg.seed, memory_of(device))
     latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident)
     file = find_cache_folder("tuning") / f"{hash_facts(cfg, device, processes, *latents)}.json"
-    if found := read_choice(file, cfg, device, processes):
-        return found
+    choice = read_choice(file, cfg, device, processes)
+    if choice:
+        return choice
 
     print(
         f"Trying techniques for at most {cfg.runtime.tune_seconds:.0f} s …",
         file=sys.stderr,
         flush=True,
     )
-    found = measure_choice(
+    choice = measure_choice(
         {
             "cfg": to_json_types(asdict(cfg)),
             "spec": spec.as_dict(),
@@ -94,22 +98,23 @@ def find_choice(
             "deadline": deadline,
         }
     )
-    if any(row["step_ms"] for row in found["tried"]):
-        write_to_cache(file, replace_non_finite(found))
-    return found
+    if any(row["step_ms"] for row in choice["tried"]):
+        write_to_cache(file, replace_non_finite(choice))
+    return choice
 
 
 def measure_choice(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process of its own finds; ValueError with what it has against the run."""
-    code, found = run_apart(job)
-    if found is None:
+    """Has the tuner, a separate process, choose; ValueError if it fails or refuses the run."""
+    code, choice = run_apart(job)
+    if choice is None:
         raise UserError(
-            f"runtime.tune=true: the process that tries techniques ended with code {code}; "
-            "what it said stands above. runtime=fast needs none."
+            f"runtime.tune=true: the process that tries techniques ended with code {code}; see its "
+            "output above, or use runtime=fast, which tries nothing."
         )
-    if refusal := found.get("refusal"):
+    refusal = choice.get("refusal")
+    if refusal:
         raise UserError(refusal)
-    return found
+    return choice
 
 
 def run_apart(
@@ -118,32 +123,32 @@ def run_apart(
     log: IO[bytes] | None = None,
     program: Sequence[str] | None = None,
 ) -> tuple[int | None, dict[str, Any] | None]:
-    """The exit code of a process of its own that does a job, None if it took longer than `seconds`;
-    and what it found, None if nothing. `program` follows `python`; None: the tuner."""
+    """Runs a job in a separate process. Returns its exit code, None after `seconds`, and the result
+    that it wrote, or None. `program` is the arguments of `python`; None means the tuner."""
     with tempfile.TemporaryDirectory(prefix="fastlatent-plan-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({**job, "parent": os.getpid()}))
         command = [sys.executable, *(program or TUNER_PROGRAM), str(file)]
         code = workers.run_to_end(command, seconds, log, without=RANK_VARIABLES)
-        found = file.with_suffix(".found")
-        return code, read_object(found) if found.exists() else None
+        result = file.with_suffix(".found")
+        return code, read_object(result) if result.exists() else None
 
 
 def read_choice(
     file: Path, cfg: TrainConfig, device: torch.device, processes: int
 ) -> dict[str, Any] | None:
-    """A choice that was written down; None where there is none, or it is damaged, or cannot be had
-    in this run."""
+    """Reads a choice; None if the file is absent or damaged, or this run cannot use the choice."""
     with suppress(*READ_ERRORS):
-        found = read_object(file)
-        make_ledger_row(found)
-        return found if is_available(cfg, found["changes"], device, processes) else None
+        choice = read_object(file)
+        # A damaged choice raises here.
+        make_ledger_row(choice)
+        return choice if is_available(cfg, choice["changes"], device, processes) else None
     return None
 
 
 def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
-    """The configuration with changes of runtime keys, dotted where they are nested, and of
-    accumulation_steps, tuning done; ValueError where they do not go together."""
+    """Returns the configuration with changes of runtime keys, dotted if nested, and of
+    accumulation_steps, and with tuning off; ValueError if the keys contradict each other."""
     runtime = to_json_types(asdict(cfg.runtime)) | {"tune": False}
     for key, value in changes.items():
         *outer, last = key.split(".")
@@ -153,26 +158,25 @@ def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
         place[last] = value
 
     steps = runtime.pop(STEPS_KEY, cfg.accumulation_steps)
-    found = replace(cfg, accumulation_steps=steps, runtime=apply_schema(RuntimeConfig, runtime, []))
-    found.check()
-    return found
+    new = replace(cfg, accumulation_steps=steps, runtime=apply_schema(RuntimeConfig, runtime, []))
+    new.check()
+    return new
 
 
 def is_available(cfg: TrainConfig, changes: Changes, device: torch.device, processes: int) -> bool:
-    """Whether a choice is one on this machine: its techniques are to be had, and its keys go
-    together."""
+    """Says whether this machine has the techniques of a choice, and its keys go together."""
     try:
         new = apply_changes(cfg, changes)
     except ValueError:
         return False
     values = new.runtime.values()
     stack = AccelerationStack(values, device, deterministic=cfg.deterministic)
-    whole = cfg.batch_size % (new.accumulation_steps * processes) == 0
-    return whole and not stack.reasons.keys() & changes.keys()
+    divisible = cfg.batch_size % (new.accumulation_steps * processes) == 0
+    return divisible and not stack.reasons.keys() & changes.keys()
 
 
 def hash_facts(cfg: TrainConfig, device: torch.device, processes: int, *latents: Any) -> str:
-    """All that a choice depends on, as a hash; `latents` describe those of the run."""
+    """Hashes everything that a choice depends on: code, machine, latents, configuration, batch."""
     folders = [ROOT / part for part in HASHED_FOLDERS]
     for name in cfg.extensions:
         spec = find_spec(name)
@@ -187,11 +191,13 @@ def hash_facts(cfg: TrainConfig, device: torch.device, processes: int, *latents:
     return digest.hexdigest()[:32]
 
 
-def make_ledger_row(found: Mapping[str, Any]) -> LedgerRow:
-    """The row that says what was chosen, and what else was tried."""
+def make_ledger_row(choice: Mapping[str, Any]) -> LedgerRow:
+    """Makes the ledger's row of a choice, with the candidates that were tried."""
 
-    def told(row: Mapping[str, Any]) -> str:
+    def describe(row: Mapping[str, Any]) -> str:
         return f"{row['words']}: " + (row["refusal"] or f"{row['step_ms']:.4g} ms")
 
-    tried = "; ".join(map(told, found["tried"])) or "nothing else can be had here"
-    return LedgerRow("tune", AUTO, str(found["words"]), tried)
+    candidates = "; ".join(map(describe, choice["tried"]))
+    return LedgerRow(
+        "tune", AUTO, str(choice["words"]), candidates or "no other technique is available here"
+    )

@@ -117,7 +117,7 @@ def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     poison_latents(monkeypatch, 7, 99)
     sentence = (
         r"step 10: the last 4 steps were skipped.*step-10\.json has the batch.*"
-        r"goes on from step-5; 40 samples after it are lost\."
+        r"continues from step-5; 40 samples after it are lost\."
     )
     with pytest.raises(ValueError, match=sentence):
         run(*TWENTY_STEPS, "guards.max_skipped_in_row=4")
@@ -289,7 +289,7 @@ def test_out_of_memory(
     assert f"out of memory in {place}" in message
     assert "GiB were taken at the peak" in message
     assert advice in message
-    assert "goes on from step-10" in message
+    assert "continues from step-10" in message
     assert "Traceback" not in message
     assert list_checkpoints(tmp_path / "run")[-1] == "step-10"
 
@@ -297,7 +297,7 @@ def test_out_of_memory(
 @pytest.mark.fault("out of memory in warm-up", "the same sentence; no folder is left")
 def test_out_of_memory_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def failing(*_: object, **__: object):
-        raise RuntimeError("[enforce fail at x.cpp:119] . DefaultCPUAllocator: can't allocate 7")
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 7 bytes")
 
     monkeypatch.setattr(TrainStep, "compute_losses", failing)
     monkeypatch.setattr(failures, "run_apart", lambda *_: (0, {"savings": []}))

@@ -104,7 +104,7 @@ def test_a_disk_that_fills_up_in_a_save(
     # Small files, such as config.yaml, need about 40 kB.
     filler = fill(small_disk, leave=int(share * size) + 40_000)
     with pytest.raises(
-        ValueError, match=r"step-4 cannot be saved .*the same command goes on from step-2"
+        ValueError, match=r"step-4 cannot be saved .*the same command continues from step-2"
     ):
         start_run(folder, f"async_checkpoints={background}")
     assert [file.name for file in (folder / "checkpoints").glob("step-*")] == ["step-2"]
@@ -127,7 +127,7 @@ def test_the_last_files_of_a_save(name: str, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("common.files.write_atomically", write)
     with pytest.raises(
-        ValueError, match=r"step-4 cannot be saved \(No space.*goes on from step-2; \d+ samples"
+        ValueError, match=r"step-4 cannot be saved \(No space.*continues from step-2; \d+ samples"
     ):
         start_run(tmp_path / "run")
     assert find_damage(tmp_path / "run" / "checkpoints" / "step-2") is None
@@ -143,7 +143,7 @@ def test_a_full_disk_before_and_beside_saves(small_disk: Path):
     fill(small_disk, leave=0)
     with pytest.raises(
         ValueError,
-        match=r"step 2: .*/run/environment.json cannot be written \(No space .*goes on from step-2",
+        match=r"step 2: .*/run/environment.json cannot be written \(No space .*continues from step-2",
     ):
         start_run(folder)
     assert find_damage(folder / "checkpoints" / "step-2") is None

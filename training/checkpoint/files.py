@@ -1,10 +1,10 @@
-"""Splits a training state among the processes that write it, and joins it again from their files.
+"""Splits a training state among the ranks that write it, and joins it from their files.
 
-A state has pieces, and a piece has leaves by name. `training/state.py` says how each piece is kept,
-see `Kept`. On the disk a leaf has the path `piece.name`, such as `optimizer.12.exp_avg`. Tensors go
-into one safetensors file a process (https://github.com/huggingface/safetensors: 8 bytes of header
-length, a JSON header, the tensors' bytes), sharded ones as this process's rows. Read together, the
-rows give whole tensors, which fit any number of processes.
+A state has pieces, and a piece has leaves by name. `training/state.py` gives each piece a `Layout`.
+On disk a leaf has the path `piece.name`, such as `optimizer.12.exp_avg`. Each rank writes one
+safetensors file (https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON
+header, the tensors' bytes), with its rows of sharded tensors. Joined, the rows make whole tensors,
+which fit any number of ranks.
 """
 
 from __future__ import annotations
@@ -45,161 +45,161 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 METADATA_KEY = "fastlatent"
-"""The entry of a header's metadata that describes the model."""
+"""Key of the model's description in a file's metadata."""
 CHUNK_BYTES = 1 << 24
-"""Bytes that are hashed and written at a time."""
+"""Bytes hashed and written at a time."""
 FLUSH_BYTES = 1 << 28
-"""Bytes that may be on their way to the disk: a large file at once would leave nobody told of its
-progress."""
+"""Bytes written between two flushes. One flush of a large file would show no progress for minutes."""
 
 
 class Layout(Enum):
     """How a checkpoint keeps a piece of the state."""
 
     whole = auto()
-    """Tensors in a file of their own, gathered and written by the first process, so that anything
-    can read them."""
+    """Whole tensors in a separate file, which the first rank gathers and writes; other tools can
+    read it."""
     shared = auto()
-    """Tensors and numbers; sharded, or the same in all processes."""
+    """Tensors and numbers, sharded or equal on all ranks."""
     values = auto()
-    """Numbers that are the same in all processes."""
+    """Numbers that are equal on all ranks."""
     sums = auto()
-    """Tensors of each process, and numbers; at another number of processes each loads the mean of
-    the tensors."""
+    """Tensors that differ by rank, and numbers; another number of ranks loads the tensors' mean."""
     each = auto()
-    """Tensors of each process; at another number of processes, rank r loads those of rank r mod the
-    old number."""
+    """Tensors that differ by rank; another number of ranks loads, on rank r, those of rank r mod
+    the old number."""
 
 
 LAYOUTS_WITH_NUMBERS = (Layout.values, Layout.sums)
-"""Pieces whose numbers have an entry of their own in `state.json`."""
+"""Layouts whose numbers have a separate entry in `state.json`."""
 
 
 class Staged(NamedTuple):
-    """One process's share of a state, in host memory, safe from the steps that follow."""
+    """A rank's part of a state, copied to host memory so that later steps cannot change it."""
 
     whole: dict[str, dict[str, Tensor]]
-    """The pieces that are kept whole; empty except in the first process."""
+    """Pieces with the layout `whole`; empty except on the first rank."""
     rank_tensors: dict[str, Tensor]
+    """Tensors for this rank's file, by path."""
     rows: dict[str, int]
     """First row of each tensor in `rank_tensors` that is a shard."""
     values: dict[str, Any]
-    """Everything that is no tensor; fit for JSON."""
+    """All leaves that are no tensors, as JSON types."""
     copied: torch.cuda.Event | None = None
-    """Has happened when the tensors have arrived."""
+    """CUDA event after the last copy."""
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            t.nbytes for part in (*self.whole.values(), self.rank_tensors) for t in part.values()
-        )
+        parts = (*self.whole.values(), self.rank_tensors)
+        return sum(tensor.nbytes for part in parts for tensor in part.values())
 
     def wait(self) -> None:
-        """Waits until the tensors have arrived. Any thread may call it; a new thread starts on the
-        first device."""
+        """Waits until the tensors are in host memory. Any thread may call it."""
+        # A new thread's current device is GPU 0, which may belong to another rank.
         if self.copied is not None:
             with torch.cuda.device(self.copied.device):
                 self.copied.synchronize()
 
 
 def stage(
-    state: Mapping[str, Mapping[str, Any]], kept: Mapping[str, Layout], first: bool, copying: bool
+    state: Mapping[str, Mapping[str, Any]], layouts: Mapping[str, Layout], first: bool, copy: bool
 ) -> Staged:
-    """Takes this process's share of a state to host memory; all processes call it together.
+    """Copies this rank's part of a state to host memory; all ranks call it together.
 
-    Without `copying` tensors of the host are taken as they are: write them before the next step.
-    With it, copies are queued on the current stream, after the step that made the values and before
-    the next one, so only a caller of `Staged.wait` waits for them.
+    Without `copy`, tensors of the host are references: write them before the next step. With it,
+    the current stream copies after the last step and before the next one, so only a caller of
+    `Staged.wait` waits for the copies.
     """
 
-    def host(path: str, tensor: Tensor) -> Tensor:
-        return copy_to_host(path, tensor.detach()) if copying else tensor.detach().cpu()
+    def move(path: str, tensor: Tensor) -> Tensor:
+        return copy_to_host(path, tensor.detach()) if copy else tensor.detach().cpu()
 
-    copied = torch.cuda.Event() if copying and torch.cuda.is_initialized() else None
+    copied = torch.cuda.Event() if copy and torch.cuda.is_initialized() else None
     leaves: dict[str, Any] = {}
     staged = Staged({}, {}, {}, {"leaves": leaves}, copied)
-    for piece, how in kept.items():
+    for piece, layout in layouts.items():
         tensors = {name: leaf for name, leaf in state[piece].items() if isinstance(leaf, Tensor)}
         numbers = {name: leaf for name, leaf in state[piece].items() if name not in tensors}
-        if how in LAYOUTS_WITH_NUMBERS:
+        if layout in LAYOUTS_WITH_NUMBERS:
             staged.values[piece] = numbers
         else:
             leaves |= flatten({piece: numbers})
 
         for name, leaf in tensors.items():
             path = f"{piece}.{name}"
-            if how is Layout.whole:
-                # One by one, so that no device holds more than one gathered tensor.
+            if layout is Layout.whole:
+                # Gather one by one, so that no device holds more than one gathered tensor.
                 tensor = to_full(leaf)
                 if first:
-                    staged.whole.setdefault(piece, {})[name] = host(path, tensor)
+                    staged.whole.setdefault(piece, {})[name] = move(path, tensor)
             elif isinstance(leaf, DTensor):
                 start = find_first_row(leaf)
                 if start is not None:
                     staged.rows[path] = start
-                    staged.rank_tensors[path] = host(path, to_local(leaf))
-            elif first or how is not Layout.shared:
-                staged.rank_tensors[path] = host(path, leaf)
+                    staged.rank_tensors[path] = move(path, to_local(leaf))
+            elif first or layout is not Layout.shared:
+                staged.rank_tensors[path] = move(path, leaf)
     if copied is not None:
         copied.record()
     return staged
 
 
 def copy_to_host(path: str, tensor: Tensor) -> Tensor:
-    """A copy in host memory, page-locked beside a GPU; PyTorch keeps such memory from one save to
-    the next."""
+    """Copies a tensor to host memory, page-locked if it is on a GPU; PyTorch caches such memory, so
+    the next save reuses it."""
     try:
-        room = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        host_tensor = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     except RuntimeError as error:
         raise UserError(
             f"there is no host memory for a copy of the state, {tensor.nbytes / 2**20:.0f} MiB for "
             f"{path} ({shorten_error(error)}); use async_checkpoints=false."
         ) from error
-    return room.copy_(tensor, non_blocking=True)
+    return host_tensor.copy_(tensor, non_blocking=True)
 
 
 def assemble_state(
-    folder: Path, values: Mapping[str, Any], kept: Mapping[str, Layout], ranks: Ranks = SINGLE
+    folder: Path, values: Mapping[str, Any], layouts: Mapping[str, Layout], ranks: Ranks = SINGLE
 ) -> dict[str, dict[str, Any]]:
-    """Reads the files of all processes and returns the state, leaves by piece and name; each tensor
-    is whole.
+    """Reads the files of all ranks; returns the leaves by piece and name, with whole tensors.
 
     `values` is the checkpoint's `state.json`.
     """
+    # Collect each tensor's parts, with their first rows.
     parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-    for rank in range(values["world_size"]):
-        with safe_open(
-            folder / RANK_FILE.format(rank=rank, world_size=values["world_size"]), "pt"
-        ) as f:
-            rows = json.loads(f.metadata()["rows"])
-            for path in f.keys():  # noqa: SIM118  # no mapping
-                parts[path].append((rows.get(path, 0), f.get_tensor(path)))
+    world_size = values["world_size"]
+    for rank in range(world_size):
+        with safe_open(folder / RANK_FILE.format(rank=rank, world_size=world_size), "pt") as file:
+            rows = json.loads(file.metadata()["rows"])
+            for path in file.keys():  # noqa: SIM118  # no mapping
+                parts[path].append((rows.get(path, 0), file.get_tensor(path)))
 
+    # Fill the pieces: whole tensors and numbers, then other leaves, then joined tensors.
     state: dict[str, dict[str, Any]] = {}
-    for piece, how in kept.items():
-        if how is Layout.whole:
+    for piece, layout in layouts.items():
+        if layout is Layout.whole:
             state[piece] = load_file(folder / f"{piece}.safetensors")
         else:
-            state[piece] = dict(values[piece]) if how in LAYOUTS_WITH_NUMBERS else {}
+            state[piece] = dict(values[piece]) if layout in LAYOUTS_WITH_NUMBERS else {}
     for piece, leaves in nest(values["leaves"]).items():
         state[piece] |= leaves
     for piece, leaves in nest(parts).items():
-        state[piece] |= {name: join_parts(of, kept[piece], ranks) for name, of in leaves.items()}
+        for name, tensor_parts in leaves.items():
+            state[piece][name] = join_parts(tensor_parts, layouts[piece], ranks)
     return state
 
 
-def join_parts(parts: list[tuple[int, Tensor]], how: Layout, ranks: Ranks) -> Tensor:
-    """One tensor of this process from those of all files, each with its first row."""
+def join_parts(parts: list[tuple[int, Tensor]], layout: Layout, ranks: Ranks) -> Tensor:
+    """Joins the parts of a tensor, each with its first row, to this rank's tensor."""
     tensors = [rows for _, rows in sorted(parts, key=lambda part: part[0])]
-    if how is Layout.each or (how is Layout.sums and len(tensors) == ranks.world_size):
+    same_number = len(tensors) == ranks.world_size
+    if layout is Layout.each or (layout is Layout.sums and same_number):
         return tensors[ranks.rank % len(tensors)]
-    if how is Layout.sums:
+    if layout is Layout.sums:
         return torch.stack(tensors).mean(0)
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree with dotted names."""
+    """Yields the leaves of a tree with dotted names."""
     for key, value in node.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping):
@@ -209,7 +209,7 @@ def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The leaves whose names are `key.entry`, by key and entry."""
+    """Groups leaves with names `key.entry` by key and entry."""
     tree: dict[str, dict[str, Any]] = {}
     for name, leaf in leaves.items():
         key, _, entry = name.partition(".")
@@ -223,12 +223,12 @@ def write_tensors(
     metadata: Mapping[str, str],
     wrote: Callable[[int], None] = lambda n: None,
 ) -> dict[str, Any]:
-    """Writes tensors of the host to `file`, flushed to the disk; returns its size and hash: `bytes`
-    and `sha256`.
+    """Writes tensors of the host to `file` and flushes it to the disk; returns its size and hash as
+    `bytes` and `sha256`.
 
-    The hash is of what was meant to be written, not of what a disk gave back, and no second copy is
-    made in memory. `wrote` is called with the bytes of each part; all but the last `FLUSH` of them
-    are on the disk then. TypeError for a dtype that the format lacks; OSError as the disk gives it.
+    The hash is of the tensors in memory, not of the file read back. After each part, calls `wrote`
+    with its bytes; all but the last `FLUSH_BYTES` are on the disk then. TypeError for a dtype that
+    safetensors lacks; OSError from the disk.
     """
     digest = hashlib.sha256()
     size = 0
@@ -248,13 +248,14 @@ def write_tensors(
 def generate_bytes(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, in order; wide dtypes first, so that every tensor lies aligned."""
+    """Yields the bytes of a file in order, wide dtypes first, so that every tensor is aligned."""
+    # Make the header.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, tensor in ordered:
         if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name} is of {tensor.dtype}, which safetensors does not hold.")
+            raise TypeError(f"{name} is of {tensor.dtype}, which safetensors lacks.")
         offsets = [end, end + tensor.nbytes]
         end = offsets[1]
         shape = list(tensor.shape)
@@ -263,6 +264,8 @@ def generate_bytes(
             "shape": shape,
             "data_offsets": offsets,
         }
+
+    # The tensors begin at a multiple of 8 bytes.
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -273,8 +276,8 @@ def generate_bytes(
 
 
 def make_header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Metadata for the header of the weights file `kind`, "model" or "ema"."""
-    told = {name: described[name] for name in ("model", "spec", "step")}
+    """Makes the metadata of the weights file `kind`, "model" or "ema"."""
+    description = {name: described[name] for name in ("model", "spec", "step")}
     if described.get("adapter"):
-        told["adapter"] = described["adapter"] | {"base": described["base"]}
-    return {METADATA_KEY: json.dumps({"weights": kind, **told})}
+        description["adapter"] = described["adapter"] | {"base": described["base"]}
+    return {METADATA_KEY: json.dumps({"weights": kind, **description})}

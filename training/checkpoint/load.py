@@ -1,5 +1,5 @@
-"""Finds checkpoints on the disk, compares their hashes, and loads the newest one that verifies, or
-the one that is named."""
+"""Finds checkpoints on the disk, verifies their hashes, and loads the newest intact one, or the one
+that the user names."""
 
 from __future__ import annotations
 
@@ -31,26 +31,27 @@ if TYPE_CHECKING:
     from training.state import TrainState
 
 DAMAGE_ERRNOS = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
+"""Errors of reading that mean a damaged checkpoint; others may be those of a server."""
 RETRY_PAUSES = (0.2, 1.0, 5.0)
-"""Seconds before a file that could not be read is read again."""
+"""Seconds to wait before each new attempt to read a file."""
 READ_ATTEMPTS = 3
-"""At reading the newest checkpoint of a run that may save, and remove it, meanwhile."""
+"""Attempts to read the newest checkpoint of a run that may remove it meanwhile."""
 MALFORMED_ERRORS = (
     *(SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError),
     *(ArithmeticError, RuntimeError),
 )
-"""What reading values of another type or shape ends with."""
+"""Errors from using values of another type or shape."""
 HASH_DIGITS = 64
-"""Hexadecimal digits with which the fingerprint of a latent set begins; its order and statistics
+"""Hexadecimal digits of the hash at the start of a latent set's fingerprint; order and statistics
 follow."""
 Result = TypeVar("Result")
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first. A half-written one has another name."""
-    return sorted(
-        (p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()), key=step_of
-    )
+    """Lists the complete checkpoints in `folder`, oldest first; incomplete ones have other names."""
+    folders = folder.glob("step-*")
+    complete = [path for path in folders if path.name.removeprefix("step-").isdecimal()]
+    return sorted(complete, key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -58,39 +59,39 @@ def step_of(folder: Path) -> int:
 
 
 def find_damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | None:
-    """The damage of a checkpoint, in words; None if every file has the size and hash that its
-    manifest says.
+    """Describes the damage of a checkpoint; None if every file has the size and hash in the
+    manifest.
 
-    The files are read from the disk, not from the page cache, and again after a pause where that
-    fails. `advance` is called as it gets on.
+    It reads the files from the disk, not from the page cache, and retries after a pause. It calls
+    `advance` as it progresses.
     """
     try:
         files = retry_read(lambda: read_object(folder / "manifest.json"))["files"]
-        strange = files.keys() ^ list_expected_files(files)
-        if strange:
-            return f"its manifest lacks or adds {', '.join(sorted(strange)[:3])}"
+        unexpected = files.keys() ^ list_expected_files(files)
+        if unexpected:
+            return f"its manifest lacks or adds {', '.join(sorted(unexpected)[:3])}"
         for name, expected in files.items():
-            found = retry_read(partial(hash_from_disk, folder / name, advance))
-            if found != (expected["bytes"], expected["sha256"]):
+            size_and_hash = retry_read(partial(hash_from_disk, folder / name, advance))
+            if size_and_hash != (expected["bytes"], expected["sha256"]):
                 return f"{name} does not match its sha256"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest cannot be read ({error})"
     except OSError as error:
-        if error.errno not in DAMAGE_ERRNOS:  # a server that is away for a moment is no damage
+        if error.errno not in DAMAGE_ERRNOS:
             raise
         return f"it is incomplete ({error})"
     return None
 
 
 def list_expected_files(files: Collection[str]) -> set[str]:
-    """The files of a checkpoint that has as many parts as `files` names."""
+    """Lists the files of a checkpoint with as many ranks as `files` names."""
     world_size = max(1, sum(name.startswith("rank-") for name in files))
-    parts = {RANK_FILE.format(rank=rank, world_size=world_size) for rank in range(world_size)}
-    return parts | {*WEIGHTS_FILES, "state.json"}
+    rank_files = {RANK_FILE.format(rank=rank, world_size=world_size) for rank in range(world_size)}
+    return rank_files | {*WEIGHTS_FILES, "state.json"}
 
 
 def retry_read(read: Callable[[], Result]) -> Result:
-    """What `read` returns; it is called again, after pauses, while the disk answers with an
+    """Calls `read` and returns its result; retries after pauses while the disk answers with an
     input/output error."""
     for pause in RETRY_PAUSES:
         try:
@@ -103,32 +104,35 @@ def retry_read(read: Callable[[], Result]) -> Result:
 
 
 def hash_from_disk(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
-    """Size and sha256 of what the disk gives: the page cache is asked to forget the file first."""
+    """Returns the size and sha256 of a file on the disk, bypassing the page cache on Linux."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        if hasattr(os, "posix_fadvise"):  # Linux
+        # This drops the file from the page cache.
+        if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while content := stream.read(CHUNK_BYTES):
+        for content in iter(partial(stream.read, CHUNK_BYTES), b""):
             digest.update(content)
             advance()
         return stream.tell(), digest.hexdigest()
 
 
 def describe_resume(folder: Path, samples: int) -> str:
-    """Says, after a failure, from where the same command goes on, and what of `samples` is lost."""
-    found = list_complete(folder)
-    if not found:
+    """Says, after a failure, from which checkpoint the same command continues, and how many of
+    `samples` are lost."""
+    checkpoints = list_complete(folder)
+    if not checkpoints:
         return f"nothing was saved yet, so {samples} samples are lost"
-    told = f"the same command goes on from {found[-1].name}"
+    newest = checkpoints[-1]
+    sentence = f"the same command continues from {newest.name}"
     try:
-        lost = samples - read_state_file(found[-1])["counters"]["samples"]
-    except (OSError, ValueError, KeyError, TypeError):  # of a damaged one
-        return told
-    return f"{told}; {lost} samples after it are lost" if lost else told
+        lost = samples - read_state_file(newest)["counters"]["samples"]
+    except (OSError, ValueError, KeyError, TypeError):  # a damaged checkpoint
+        return sentence
+    return f"{sentence}; {lost} samples after it are lost" if lost else sentence
 
 
 def verify(folder: Path) -> Path:
-    """The checkpoint itself; ValueError if it is damaged."""
+    """Returns the checkpoint's folder; ValueError if it is damaged."""
     problem = find_damage(folder)
     if problem:
         raise UserError(
@@ -138,22 +142,26 @@ def verify(folder: Path) -> Path:
 
 
 def read_state_file(folder: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint; ValueError or OSError where it cannot be read."""
+    """Reads `state.json` of a checkpoint; ValueError or OSError if that fails."""
     return read_object(folder / "state.json")
 
 
 def find_checkpoints(path: str) -> list[Path]:
-    """The checkpoints that a user means by a path, oldest first: the one that it is, or those of a
+    """Finds the checkpoints that a path names, oldest first: the checkpoint itself, or those of a
     run."""
-    given = Path(path).expanduser()
-    if (given / "state.json").is_file():
-        return [given]
-    return list_complete(given / "checkpoints") or list_complete(given)
+    folder = Path(path).expanduser()
+    if (folder / "state.json").is_file():
+        return [folder]
+    return list_complete(folder / "checkpoints") or list_complete(folder)
 
 
-def find_branch(resume: str, own: Path) -> Path | None:
-    """The checkpoint that `resume` names: itself, or the newest one of a run. None for `auto` and
-    `never`; ValueError if there is none, or if it is an older one of `own` folder."""
+def find_branch(resume: str, folder: Path) -> Path | None:
+    """Finds the checkpoint that `resume` names, or the newest one of the run that it names; None
+    for `auto` and `never`.
+
+    `folder` holds this run's own checkpoints. ValueError if there is no checkpoint, or if it is
+    this run's and not its newest.
+    """
     if resume in ("auto", "never"):
         return None
     named = find_checkpoints(resume)
@@ -163,20 +171,23 @@ def find_branch(resume: str, own: Path) -> Path | None:
             "in it."
         )
     branch = named[-1].resolve()
-    found = list_complete(own)
-    if found and branch.parent == own.resolve() and branch != found[-1].resolve():
+    checkpoints = list_complete(folder)
+    if not checkpoints or branch.parent != folder.resolve():
+        return branch
+    newest = checkpoints[-1]
+    if branch != newest.resolve():
         raise UserError(
-            f"resume={resume}: run_dir holds a later checkpoint, {found[-1].name}; use a new "
-            "run_dir to branch off."
+            f"resume={resume}: run_dir holds a later checkpoint, {newest.name}; use a new run_dir "
+            "to branch off."
         )
     return branch
 
 
 def read_newest(path: str, read: Callable[[], Result]) -> Result:
-    """What `read` returns, which reads the newest checkpoint of the run at `path`.
+    """Calls `read`, which reads the newest checkpoint of the run at `path`, and returns its result.
 
-    It is called again if it fails and the run has other checkpoints by then: a run that trains at
-    the same time removes old ones.
+    It calls `read` again if that fails and the run has other checkpoints by then: a run that trains
+    at the same time removes old ones.
     """
     for _ in range(READ_ATTEMPTS - 1):
         before = find_checkpoints(path)
@@ -189,48 +200,50 @@ def read_newest(path: str, read: Callable[[], Result]) -> Result:
 
 
 def find_weights_file(path: str, key: str) -> Path:
-    """The safetensors file that `key=path` means: the file itself, or the averages of a checkpoint
-    or a run's latest.
+    """Finds the safetensors file that `key=path` names: the file itself, or the averages of a
+    checkpoint or of a run's newest one.
 
-    ValueError if there is none, or if it lies in a checkpoint that is damaged.
+    ValueError if there is none, or if its checkpoint is damaged.
     """
-    given = Path(path).expanduser()
-    if given.suffix == ".safetensors" and given.is_file():
-        if (given.parent / "manifest.json").is_file():
-            verify(given.parent)
-        return given
-    found = find_checkpoints(path)
-    if not found:
+    file = Path(path).expanduser()
+    if file.suffix == ".safetensors" and file.is_file():
+        if (file.parent / "manifest.json").is_file():
+            verify(file.parent)
+        return file
+    checkpoints = find_checkpoints(path)
+    if not checkpoints:
         raise UserError(
             f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one."
         )
-    return verify(found[-1]) / "ema.safetensors"
+    return verify(checkpoints[-1]) / "ema.safetensors"
 
 
 def find_newest_verified(folder: Path) -> Path | None:
-    """The newest checkpoint that verifies, None where there is no checkpoint.
+    """Finds the newest intact checkpoint; None if there is no checkpoint.
 
-    One that does not verify is renamed to `step-N.corrupt`, with a warning, and the one before is
-    tried. ValueError if there were some and none verifies: starting over is for the user to decide.
-    Clears half-done saves and removals away: the caller holds the lock.
+    It renames a damaged one to `step-N.corrupt`, with a warning, and tries the one before.
+    ValueError if all are damaged: the user must decide to start over. It also removes incomplete
+    saves and removals; the caller holds the folder lock.
     """
-    for half in (*folder.glob("step-*.tmp"), *folder.glob("step-*.removed")):
-        shutil.rmtree(half, ignore_errors=True)
+    for incomplete in (*folder.glob("step-*.tmp"), *folder.glob("step-*.removed")):
+        shutil.rmtree(incomplete, ignore_errors=True)
 
-    for found in reversed(list_complete(folder)):
-        problem = find_damage(found)
+    for checkpoint in reversed(list_complete(folder)):
+        problem = find_damage(checkpoint)
         if not problem:
-            return found
-        quarantine = found.with_name(found.name + ".corrupt")
+            return checkpoint
+        quarantine = checkpoint.with_name(checkpoint.name + ".corrupt")
         try:
             shutil.rmtree(quarantine, ignore_errors=True)
-            rename(found, quarantine)
+            rename(checkpoint, quarantine)
         except OSError as error:
             raise UserError(
-                f"{found}: {problem}, and it cannot be set aside ({error.strerror})."
+                f"{checkpoint}: {problem}, and it cannot be renamed to {quarantine.name} "
+                f"({error.strerror})."
             ) from error
         warnings.warn(
-            f"{found}: {problem}; moved to {quarantine.name}, trying the one before.", stacklevel=3
+            f"{checkpoint}: {problem}; moved to {quarantine.name}, trying the one before.",
+            stacklevel=3,
         )
 
     if any(folder.glob("step-*.corrupt")):
@@ -239,8 +252,8 @@ def find_newest_verified(folder: Path) -> Path | None:
 
 
 def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What a run cannot change, of its configuration; of the data, whose content is not looked at
-    here, the seed."""
+    """Selects the parts of a configuration that a run cannot change on resume. Of the data it takes
+    only the seed; `describe_run` adds the fingerprint."""
     return {
         "model": config.get("model") or {},
         "data": {"seed": config.get("seed")},
@@ -251,18 +264,19 @@ def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 MUST_MATCH = tuple(select_identity({}))
+"""Names of the parts that a checkpoint and the run must share."""
 ADDED_KEYS = ("mixer.window", "mixer.shift")
-"""Keys that earlier versions did not have; null is what those did."""
+"""Keys that earlier versions lack; null is their behaviour."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads a checkpoint that was verified, and returns the settings changed since; ValueError if
-    it belongs to another run, or to no version of ours."""
+    """Loads a verified checkpoint, and returns the settings that changed since; ValueError if it
+    belongs to another run, or to no version of ours."""
     try:
         described = {"adapter": {}} | read_state_file(folder)  # earlier versions had none
-        other = find_mismatch(described, run)
-        content = {} if other else assemble_state(folder, described, state.layouts, ranks)
-        # What an earlier version did not know was as it is by default.
+        mismatch = find_mismatch(described, run)
+        content = {} if mismatch else assemble_state(folder, described, state.layouts, ranks)
+        # Runtime keys that an earlier version lacks had the behaviour of their defaults.
         settings = described["settings"]
         if "runtime" in settings:
             settings = settings | {"runtime": asdict(RuntimeConfig()) | settings["runtime"]}
@@ -275,58 +289,60 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
             "another step."
         ) from error
 
-    if other:
-        instead = f", or init_from={folder} to start from its weights"
+    if mismatch:
+        alternative = f", or init_from={folder} to start from its weights"
         raise UserError(
-            f"{folder} was made with another {other}. Use a new run_dir"
-            f"{'' if described['adapter'] else instead}."
+            f"{folder} was made with another {mismatch}. Use a new run_dir"
+            f"{'' if described['adapter'] else alternative}."
         )
     try:
         state.load_state_dict(content)
     except torch.OutOfMemoryError:
         raise
     except MALFORMED_ERRORS as error:
-        told = str(error) if isinstance(error, ValueError) else shorten_error(error)
-        raise UserError(f"{folder} does not fit this run: {told}") from error
+        reason = str(error) if isinstance(error, ValueError) else shorten_error(error)
+        raise UserError(f"{folder} does not fit this run: {reason}") from error
     return changed
 
 
 def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
-    """The first part in which a checkpoint is of another run, with the difference."""
+    """Describes the first part of `MUST_MATCH` in which checkpoint and run differ; None if all
+    agree."""
     for name in MUST_MATCH:
         then = flatten_known(described[name])
         now = flatten_known(json.loads(json.dumps(run[name])))
         if then == now or (name == "data" and is_same_set(described, run)):
             continue
-        told = f"{name}: {describe_difference(then, now)}"
-        return told + describe_other_order(then, now) if name == "data" else told
+        difference = f"{name}: {describe_difference(then, now)}"
+        return difference + describe_other_order(then, now) if name == "data" else difference
     return None
 
 
 def flatten_known(part: dict[str, Any]) -> dict[str, Any]:
-    """Flattens a part of a description, and leaves out keys of `ADDED` that are null."""
+    """Flattens a part of a description without keys of `ADDED_KEYS` that are null."""
     return {
         key: value for key, value in flatten(part) if value is not None or key not in ADDED_KEYS
     }
 
 
 def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """For data of the same latents in another order or storage, a sentence on that."""
-    was = str(then.get("fingerprint"))
+    """Returns a sentence for the same latents in another order or storage; otherwise ""."""
+    old = str(then.get("fingerprint"))
     new = str(now.get("fingerprint"))
-    same = was[:HASH_DIGITS] == new[:HASH_DIGITS] and re.fullmatch("[0-9a-f]+", was[:HASH_DIGITS])
-    if was == new or not same:
+    old_hash = old[:HASH_DIGITS]
+    same = old_hash == new[:HASH_DIGITS] and re.fullmatch("[0-9a-f]+", old_hash)
+    if old == new or not same:
         return ""
     return (
-        ". The latents are the same: their order, normalisation or storage was "
-        f"{was[HASH_DIGITS + 1 :]} and is {new[HASH_DIGITS + 1 :]}, as data=, data.window, "
+        ". The latents are the same, but their order, normalisation or storage was "
+        f"{old[HASH_DIGITS + 1 :]} and is {new[HASH_DIGITS + 1 :]}; data=, data.window, "
         "data.normalisation and data.storage choose it"
     )
 
 
 def is_same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
-    """Whether a checkpoint of an earlier version has the run's data: its fingerprint left out mean
-    and std."""
+    """Says whether a checkpoint of an earlier version, whose fingerprint lacks mean and std, has the
+    run's data."""
     then = described["spec"]
     now = run["spec"]
     earlier = {"fingerprint": now["earlier_fingerprint"], "seed": run["data"]["seed"]}
@@ -334,8 +350,8 @@ def is_same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
 
 
 def describe_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The keys in which two descriptions differ, with both values."""
-    was = dict(flatten(old))
-    now = dict(flatten(new))
-    keys = sorted(k for k in was.keys() | now.keys() if was.get(k) != now.get(k))
-    return ", ".join(f"{k} was {was.get(k)}, is {now.get(k)}" for k in keys)
+    """Lists the keys in which two descriptions differ, with both values."""
+    before = dict(flatten(old))
+    after = dict(flatten(new))
+    keys = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    return ", ".join(f"{k} was {before.get(k)}, is {after.get(k)}" for k in keys)

@@ -1,9 +1,9 @@
-"""Checkpoints: written whole or not at all, in the background, and read back before older ones go.
+"""Writes checkpoints atomically in the background, and verifies each before it removes older ones.
 
-`checkpoints/step-N/` holds `model.safetensors` and `ema.safetensors` (whole, with the model's
-description: all that sampling needs), `rank-R-of-W.safetensors` (moments and generators),
+`checkpoints/step-N/` holds `model.safetensors` and `ema.safetensors` (whole tensors and the model's
+description, all that sampling needs), `rank-R-of-W.safetensors` (moments and generators),
 `state.json` (counters and configuration) and `manifest.json` (size and sha256 of the others). Every
-process writes and hashes its own files in `step-N.tmp`; the first one then writes the manifest and
+rank writes and hashes its files in `step-N.tmp`; the first rank then writes the manifest and
 renames the folder.
 """
 
@@ -42,22 +42,23 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 FREE_SPACE_FACTOR = 1.1
-"""Free space that is required before a save, as a multiple of the checkpoint's size."""
+"""Free disk required before saving, as a multiple of the checkpoint's size."""
 RETRY_PAUSES = (2.0, 10.0, 50.0)
-"""Seconds before a save that failed is tried again."""
+"""Seconds to wait before each new attempt of a failed save."""
 STALL_TIMEOUT = timedelta(minutes=30)
+"""Longest time in which a rank may write nothing."""
 
 
 @dataclass
 class Save:
-    """One process's part in writing one checkpoint."""
+    """A rank's part in writing a checkpoint."""
 
     folder: Path
     staged: Staged
     described: dict[str, Any]
-    """The content of `state.json`."""
+    """Content of `state.json`."""
     size: int
-    """Bytes of all processes together."""
+    """Bytes of the tensors on all ranks."""
     ranks: Ranks
 
     @property
@@ -65,7 +66,7 @@ class Save:
         return self.folder.with_name(f"{self.folder.name}.tmp")
 
     def prepare(self) -> None:
-        """Makes an empty folder to write in; OSError where the disk has too little room."""
+        """Creates an empty folder to write to; OSError if the disk has too little space."""
         make_folder(self.folder.parent)
         free = shutil.disk_usage(self.folder.parent).free
         needed = FREE_SPACE_FACTOR * self.size
@@ -75,7 +76,7 @@ class Save:
         self.temporary.mkdir()
 
     def write_files(self, wrote: Callable[[int], None]) -> dict[str, Any]:
-        """Writes this process's files; returns their sizes and hashes by name."""
+        """Writes this rank's files; returns their sizes and hashes by name."""
         files: dict[str, Any] = {}
         for kind, tensors in self.staged.whole.items():
             file = self.temporary / f"{kind}.safetensors"
@@ -94,14 +95,16 @@ class Save:
         return files
 
     def commit(self, files: dict[str, Any]) -> None:
-        """Makes the files of all processes a checkpoint."""
-        # Logged lines before this step should not be lost where the step is not.
+        """Turns the files of all ranks into a checkpoint: writes the manifest and renames the
+        folder."""
+        # After a power cut the log must reach at least as far as the checkpoint.
         metrics = self.folder.parents[1] / "metrics.jsonl"
         with contextlib.suppress(OSError), metrics.open("rb") as stream:
             os.fsync(stream.fileno())
 
         write_json(self.temporary / "manifest.json", {"format": FORMAT_VERSION, "files": files})
-        if self.folder.exists():  # the attempt before this one got so far, and then failed
+        # An earlier attempt may have failed after its rename.
+        if self.folder.exists():
             remove_checkpoint(self.folder)
         rename(self.temporary, self.folder)
         try:
@@ -113,12 +116,12 @@ class Save:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run, `folder/step-N` for N = the number of steps done.
+    """The checkpoints of a run: `folder/step-N` after N steps.
 
-    Kept are the newest `keep`, every one whose step is a multiple of `keep_every` (0: none), and
-    the one with the lowest score `best_by`. With `in_background` a save returns once the state is
-    copied; one is in flight at a time. A process that writes nothing for `patience` ends the save
-    of all.
+    They are the newest `keep`, every one whose step is a multiple of `keep_every` (0: none), and
+    the one with the lowest score `best_by`; others are removed. With `in_background`, `save`
+    returns once the state is copied; at most one save is in flight. If a rank writes nothing for
+    `patience`, the save fails on all ranks.
     """
 
     folder: Path
@@ -131,23 +134,23 @@ class Checkpoints:
     patience: timedelta = STALL_TIMEOUT
 
     def __post_init__(self) -> None:
-        self.together = JointWork(self.ranks, self.patience)
+        self.joint_work = JointWork(self.ranks, self.patience)
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         self.samples = 0
-        """Samples that training had seen when it last saved or waited."""
+        """Samples that training had seen when it last saved or waited for a save."""
         self.size = 0
-        """Bytes of this process's share of the save in flight."""
+        """Bytes that this rank writes in the save in flight."""
         self.logged_stall = CLOCK.count_seconds("saving")
-        """Seconds that training had waited for saves at the last call of `figures`."""
+        """Seconds that training had waited for saves by the last call of `report_times`."""
         self.save_seconds = 0.0
-        """Seconds that the last save took."""
+        """Duration of the last save."""
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for a save in flight; its failure must not hide what ended the run."""
+        """Waits for a save in flight. Its failure must not hide an exception that ends the run."""
         try:
             self.finish()
         except Exception as failure:
@@ -159,12 +162,12 @@ class Checkpoints:
     def save(
         self, state: TrainState, run: dict[str, Any], scores: Mapping[str, float] | None = None
     ) -> Path:
-        """Writes one checkpoint, removes those that are not to be kept, and returns its folder.
+        """Saves a checkpoint, removes those that the rules do not keep, and returns its folder.
 
-        `run` describes the run (see `describe_run`) and goes into `state.json`, with the `scores`
-        that were measured at this step. All processes call it. A save that fails is tried again
-        after each of `PAUSES`. ValueError if it, or the one before it, cannot be written; complete
-        ones stay.
+        `run` describes the run (see `describe_run`); it goes into `state.json`, with the `scores`
+        measured at this step. All ranks call it. A failed save is retried after each of
+        `RETRY_PAUSES`. ValueError if this save, or the one before it, cannot be written; complete
+        checkpoints stay.
         """
         self.finish(state.samples)
         staged = stage(state.state_dict(), state.layouts, self.ranks.first, self.in_background)
@@ -187,18 +190,20 @@ class Checkpoints:
 
     @CLOCK.count_as("saving")
     def finish(self, samples: int | None = None) -> None:
-        """Waits for the save in flight, if any, and shows how far it is.
+        """Waits for the save in flight, if any, and shows its progress.
 
-        ValueError if it failed, with what is lost of `samples`, which training has seen by now.
+        ValueError if it failed. `samples` is the number that training has seen by now, for the
+        message about lost samples.
         """
         if samples is not None:
             self.samples = samples
         self.wait()
         failure = self.failure
         self.failure = None
-        if isinstance(failure, TimeoutError):  # nothing of a disk that may hang is looked at
+        # After a timeout the disk may hang, so the message must not read from it.
+        if isinstance(failure, TimeoutError):
             raise UserError(
-                f"{failure}; the same command goes on from the newest checkpoint."
+                f"{failure}; the same command continues from the newest checkpoint."
             ) from failure
         if isinstance(failure, OSError):
             raise UserError(
@@ -208,86 +213,88 @@ class Checkpoints:
             raise failure
 
     def wait(self) -> None:
-        """Waits for the save in flight, if any, and shows how far it is; a failure is kept for
+        """Waits for the save in flight, if any, and shows its progress; leaves a failure to
         `finish`."""
         if self.thread is None:
             return
         unit = f"MiB of {self.thread.name}"
-        done = self.together.done >> 20
+        done = self.joint_work.done >> 20
         progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
         while self.thread.is_alive():
             self.thread.join(0.5)
-            progress.advance((self.together.done >> 20) - progress.count)
+            progress.advance((self.joint_work.done >> 20) - progress.count)
         progress.close()
         self.thread = None
 
     def has_failed(self) -> bool:
-        """Whether a save in the background has failed; `save` and `finish` say how."""
+        """Says whether a background save has failed; `save` and `finish` raise the error."""
         return self.failure is not None
 
     def report_times(self) -> dict[str, float]:
-        """What saving cost since the last call: seconds that training waited, and how long the last
-        save took."""
+        """Returns the seconds that training waited for saves since the last call, and the duration
+        of the last save."""
         waited = CLOCK.count_seconds("saving")
         stall = waited - self.logged_stall
         self.logged_stall = waited
         return {"save_stall_s": stall, "save_s": self.save_seconds} if stall else {}
 
     def write(self, save: Save) -> None:
-        """Writes to the disk until it succeeds, in a thread; all processes keep a failure for
-        `finish`."""
+        """Tries the save until it succeeds; runs in a thread, on all ranks. `finish` raises a
+        failure."""
         began = time.perf_counter()
-        pauses = list(RETRY_PAUSES)
         try:
             save.staged.wait()
-            while problem := self.try_save(save):
-                told = f"{save.folder} cannot be saved ({problem})"
+            for pause in (*RETRY_PAUSES, None):
+                problem = self.try_save(save)
+                if problem is None:
+                    break
+                sentence = f"{save.folder} cannot be saved ({problem})"
                 if isinstance(problem, TimeoutError):
-                    raise TimeoutError(told) from problem
-                if not pauses:
-                    raise OSError(
-                        f"{told}; it was tried {1 + len(RETRY_PAUSES)} times"
-                    ) from problem
-                self.ranks.say(f"warning: {told}; it is tried again in {pauses[0]:g} s")
-                time.sleep(pauses.pop(0))
+                    raise TimeoutError(sentence) from problem
+                if pause is None:
+                    attempts = 1 + len(RETRY_PAUSES)
+                    raise OSError(f"{sentence}; it was tried {attempts} times") from problem
+                self.ranks.say(f"warning: {sentence}; it is tried again in {pause:g} s")
+                time.sleep(pause)
         except BaseException as failure:
             self.failure = failure
         self.save_seconds = time.perf_counter() - began
 
     def try_save(self, save: Save) -> OSError | None:
-        """Writes a checkpoint once; returns what went wrong with a disk or a process, the same in
-        all processes."""
+        """Tries to write a checkpoint once; returns the error of a disk or a rank, the same on all
+        ranks, or None."""
         first = self.ranks.first
-        together = self.together
-        together.done = 0
+        work = self.joint_work
+        work.done = 0
 
         def commit() -> None:
-            save.commit({name: of for share in shares for name, of in share.items()})
+            save.commit({name: file for files in rank_files for name, file in files.items()})
             self.remove_old(save.folder)
 
         try:
-            together.run_everywhere(lambda: save.prepare() if first else None)
-            shares = together.run_everywhere(lambda: save.write_files(together.advance))
-            together.run_everywhere(lambda: commit() if first else None)
+            work.run_everywhere(lambda: save.prepare() if first else None)
+            rank_files = work.run_everywhere(lambda: save.write_files(work.advance))
+            work.run_everywhere(lambda: commit() if first else None)
         except OSError as problem:
-            if first and not isinstance(problem, TimeoutError):  # what hangs there is still at work
+            # After a timeout a thread may still be writing to the folder.
+            if first and not isinstance(problem, TimeoutError):
                 shutil.rmtree(save.temporary, ignore_errors=True)
             return problem
         return None
 
     def remove_old(self, newest: Path) -> None:
-        """Removes the checkpoints that are not to be kept, once the newest one was read back from
-        the disk and is as it was meant to be. Trouble is a warning only."""
+        """Removes the checkpoints that the rules do not keep, after reading the newest one back
+        from the disk. An error only causes a warning."""
         try:
-            found = list_complete(self.folder)
-            scores = {folder: read_score(folder, self.best_by) for folder in found}
+            folders = list_complete(self.folder)
+            scores = {folder: read_score(folder, self.best_by) for folder in folders}
             known = {folder: score for folder, score in scores.items() if score is not None}
-            kept = {*found[-self.keep :], min(known, key=known.__getitem__, default=newest)}
+            kept = {*folders[-self.keep :], min(known, key=known.__getitem__, default=newest)}
             if self.keep_every:
-                kept |= {folder for folder in found if step_of(folder) % self.keep_every == 0}
-            old = [folder for folder in found if folder not in kept]
+                kept |= {folder for folder in folders if step_of(folder) % self.keep_every == 0}
+            old = [folder for folder in folders if folder not in kept]
 
-            problem = find_damage(newest, self.together.advance) if old else None
+            problem = find_damage(newest, self.joint_work.advance) if old else None
             if problem:
                 raise OSError(f"{newest.name} was read back and {problem}")
             for folder in old:
@@ -299,18 +306,19 @@ class Checkpoints:
 
 
 def read_score(folder: Path, name: str) -> float | None:
-    """A score measured at that step; None if there was none, or none that can be compared."""
+    """Reads a score of a checkpoint; None if it has none, or none that is finite."""
     try:
-        told = read_state_file(folder)
-        # older versions wrote `eval_loss` alone, beside the rest
-        score = told.get("scores", told)[name]
+        state = read_state_file(folder)
+        # Older versions wrote only `eval_loss`, at the top level.
+        score = state.get("scores", state)[name]
     except (OSError, ValueError, KeyError):
         return None
     return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Takes its name away first: half a checkpoint must not look like one."""
+    """Removes a checkpoint. It renames the folder first, for half a checkpoint must not look
+    complete."""
     removed = folder.with_name(folder.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
     rename(folder, removed)

@@ -1,7 +1,7 @@
-"""How a process ends: asked to by a signal, with the right exit code, and without the interpreter's
-finalisation where that would hang.
+"""Ends a process: on a signal, with the right exit code, and without the interpreter's finalisation
+where that would hang.
 
-No torch in here: `--help` comes this way too.
+This file must not import torch, for `--help` runs through it.
 """
 
 from __future__ import annotations
@@ -27,52 +27,55 @@ if TYPE_CHECKING:
     from training.distributed.ranks import Ranks
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-"""The last is what Slurm can be told to send some time before the end (`--signal=USR1@120`)."""
+"""Signals that ask a run to stop. Slurm can send SIGUSR1 before the time limit
+(`--signal=USR1@120`)."""
 RESUMABLE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: the same command again goes on."""
+"""EX_TEMPFAIL of sysexits.h: the same command again resumes the run."""
 group_joined = False
-"""`Ranks.connect` sets it: this process belongs to a process group."""
+"""True once this process has joined a process group; `Ranks.connect` sets it."""
 
 
 class Request(IntEnum):
-    """What the processes ask each other for, the strongest wins."""
+    """Request of a rank to all ranks; the highest value wins."""
 
     nothing = 0
     look = 1
-    """At what may have to end the run: one of `also` was true in one of them."""
+    """Some rank has a reason to check for failure."""
     stop = 2
+    """A signal asked the run to stop."""
 
 
 class StopRequest:
-    """Whether a signal has asked the run to stop. Inside `with` the signals no longer end the
-    process.
+    """Catches signals that ask the run to stop; inside `with` they no longer end the process.
 
-    Of several processes one asked is enough. The question travels while the next step runs, so it
-    costs no time; the answer is one step old. SIGHUP stays ignored where it is, for that is what
-    nohup does.
+    A signal to one rank stops all ranks. The ranks exchange requests while the next step runs, so
+    this costs no time, and the answer is one step old. SIGHUP stays ignored if nohup has ignored
+    it.
     """
 
-    def __init__(self, ranks: Ranks, *also: Callable[[], bool]) -> None:
+    def __init__(self, ranks: Ranks, *failure_checks: Callable[[], bool]) -> None:
         self.ranks = ranks
-        self.also = also
+        self.failure_checks = failure_checks
         self.name = ""
+        """Name of the last signal; empty before the first one."""
         self.before: dict[str, Any] = {}
+        """Name of a signal -> its handler before `with`."""
         self.answer: Callable[[], int] | None = None
-        """Waits for the strongest of what all processes asked for at the step before."""
+        """Waits for the highest request of all ranks at the step before."""
 
     def __enter__(self) -> StopRequest:
-        # Python lets no other thread set handlers
-        if threading.current_thread() is threading.main_thread():
-            # scripts start background jobs without SIGINT
-            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            heard = [name for name in SIGNALS if not (nohup and name == "SIGHUP")]
-            self.before = {
-                name: signal.signal(getattr(signal, name), self.note_signal) for name in heard
-            }
+        # Python lets only the main thread set handlers.
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        for name in SIGNALS:
+            if not (nohup and name == "SIGHUP"):
+                self.before[name] = signal.signal(getattr(signal, name), self.note_signal)
         return self
 
     def note_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.name == "SIGINT" and number == signal.SIGINT:  # the second Ctrl-C: do not wait
+        # The second Ctrl-C ends the process without saving.
+        if self.name == "SIGINT" and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
 
@@ -83,26 +86,28 @@ class StopRequest:
             self.answer()
 
     def poll(self) -> Request:
-        """To be called once a step, by all processes."""
-        own = Request.look if any(bad() for bad in self.also) else Request.nothing
+        """Returns the highest request of all ranks. All ranks call it once a step."""
+        request = Request.nothing
+        if any(may_have_failed() for may_have_failed in self.failure_checks):
+            request = Request.look
         if self.name:
-            own = Request.stop
+            request = Request.stop
         if self.ranks.world_size == 1:
-            return own
-        strongest = self.answer() if self.answer else Request.nothing
-        self.answer = self.ranks.begin_max(own)
-        return Request(strongest)
+            return request
+        highest = self.answer() if self.answer else Request.nothing
+        self.answer = self.ranks.begin_max(request)
+        return Request(highest)
 
 
 @contextmanager
 def exit_cleanly() -> Iterator[None]:
-    """Runs the block and exits with its code; with a process group it skips the interpreter's
+    """Runs the block and exits with its code; after a process group it skips the interpreter's
     finalisation.
 
-    A sharded model keeps its process group alive, so gloo's threads outlive `Ranks.close()`. One of
-    them may need the interpreter, to give back a tensor, while Python finalises; Python then ends
-    that thread inside C++ code, which aborts the process ("terminate called without an active
-    exception"), and torchrun calls the run failed.
+    A sharded model keeps its process group alive, so gloo's threads outlive `Ranks.close()`. A
+    thread may need the interpreter to release a tensor while Python finalises; Python then ends the
+    thread inside C++ code, which aborts the process ("terminate called without an active
+    exception"), and torchrun reports a failed run.
     """
     code: Any = 0
     try:
@@ -121,34 +126,36 @@ def exit_cleanly() -> Iterator[None]:
     if isinstance(code, str):
         print(code, file=sys.stderr)
     atexit._run_exitfuncs()
-    with tolerate_broken_output():  # flushes what was printed
+    # On exit this flushes stdout and stderr.
+    with tolerate_broken_output():
         pass
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 @contextmanager
 def resumable_command() -> Iterator[None]:
-    """Surrounds a command that goes on where it stopped: mistakes and Ctrl-C become one sentence
-    and an exit code."""
+    """Surrounds a command that continues where it stopped; turns mistakes and Ctrl-C into a
+    sentence and an exit code."""
     with exit_cleanly(), report_user_errors():
         try:
             yield
         except KeyboardInterrupt:
-            print("\nstopped; the same command goes on from what is finished", file=sys.stderr)
+            print("\nstopped; the same command continues from here", file=sys.stderr)
             sys.exit(130)
 
 
 def run_app(app: Callable[[], None]) -> None:
-    """Runs a `hydra.main` function as a command: mistakes become one sentence and exit code 1."""
-    os.environ["HYDRA_FULL_ERROR"] = (
-        "1"  # makes Hydra raise, so that `report_user_errors` can translate
-    )
+    """Runs a `hydra.main` function as a command; turns mistakes into a sentence and exit code 1."""
+    # With this variable Hydra raises errors, which `report_user_errors` turns into sentences.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     with exit_cleanly(), report_user_errors():
         refuse_words(select_overrides(sys.argv[1:]))
         sys.argv[1:] = map(quote, sys.argv[1:])
+
+        # Hydra accepts overrides only side by side, so insert before the first one.
         overrides = (
             i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-")
         )
-        place = next(overrides, len(sys.argv))  # Hydra takes overrides in one stretch only
+        place = next(overrides, len(sys.argv))
         sys.argv[place:place] = admit_extensions(sys.argv[1:])
         app()

@@ -1,5 +1,5 @@
-"""The processes that a launcher such as torchrun started: who we are among them, what they tell
-each other, and work that all of them wait for."""
+"""Ranks of a run: this process's rank, collectives between the ranks, and work that all ranks wait
+for."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from common.text import shorten_error
 from training.distributed import exit
 
 ENCODING_TIMEOUT = timedelta(days=7)
-"""For ranks that encode at different speed."""
+"""Timeout for ranks that encode at different speed."""
 EXCHANGE_SECONDS = 1.0
-"""Seconds between two exchanges of how far each process is, while they work together."""
+"""Seconds between two exchanges of progress during joint work."""
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's number among all, and on its machine; 0 of 1 without a launcher."""
+    """This process's rank among all processes and on its machine; 0 of 1 without a launcher."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,8 +36,8 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """From RANK, WORLD_SIZE and LOCAL_RANK, or Slurm's; ValueError if they contradict each
-        other."""
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK, or Slurm's variables; ValueError if they
+        contradict each other."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if "WORLD_SIZE" not in os.environ:
             if not {"SLURM_PROCID", "MASTER_ADDR"} <= os.environ.keys():
@@ -57,21 +57,21 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """True on rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process to communicate with."""
+        """True if there is no other rank to communicate with."""
         return self.world_size == 1 or not dist.is_initialized()
 
     def say(self, text: str) -> None:
-        """Prints; what several processes have to say is said once."""
+        """Prints on the first rank only."""
         if self.first:
             print(text, flush=True)
 
     def check_batch(self, batch_size: int, accumulation_steps: int) -> None:
-        """ValueError unless every process has the same number of samples in every micro-batch."""
+        """ValueError unless every rank has the same number of samples in every micro-batch."""
         if batch_size % (accumulation_steps * self.world_size):
             raise UserError(
                 f"batch_size={batch_size} (global) is not a multiple of "
@@ -80,8 +80,8 @@ class Ranks:
             )
 
     def device(self, chosen: torch.device) -> torch.device:
-        """The GPU of this process, where `chosen` is any GPU; ValueError if there are more
-        processes than GPUs."""
+        """Returns this rank's GPU if `chosen` is a GPU, otherwise `chosen`; ValueError if the
+        machine has fewer GPUs than ranks."""
         if chosen.type != "cuda" or self.world_size == 1:
             return chosen
         if self.local_rank >= torch.cuda.device_count():
@@ -100,19 +100,23 @@ class Ranks:
         variables: Mapping[str, str],
         even_alone: bool = False,
     ) -> None:
-        """Joins the process group; of one process only if `even_alone`. ValueError if the others
-        cannot be reached."""
+        """Joins the process group; a single rank does so only if `even_alone`. ValueError if it
+        cannot reach the other ranks."""
         if dist.is_initialized() or (self.world_size == 1 and not even_alone):
             return
+
+        # Choose the backends; NCCL reads its variables from the environment.
         exit.group_joined = True
         os.environ.update(variables)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        how: dict[str, Any] = {"backend": backend, "timeout": timeout}
+        options: dict[str, Any] = {"backend": backend, "timeout": timeout}
         if device.type == "cuda":
-            how["device_id"] = torch.device("cuda", device.index or 0)
+            options["device_id"] = torch.device("cuda", device.index or 0)
         if self.world_size == 1:
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **how)
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
             return
+
+        # Meet the other ranks at the launcher's address.
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UserError(
@@ -120,48 +124,48 @@ class Ranks:
                 )
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # torchrun keeps one store over restarts; PyTorch 2.13 would find addresses of
-                # processes in it that are gone.
+                # torchrun reuses its store after a restart, and PyTorch 2.13 would find addresses
+                # of ended processes in it; a prefix separates the attempts.
                 host = os.environ["MASTER_ADDR"]
                 port = int(os.environ["MASTER_PORT"])
                 store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
                 attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                how["store"] = dist.PrefixStore(f"attempt-{attempt}", store)
-            dist.init_process_group(rank=self.rank, world_size=self.world_size, **how)
+                options["store"] = dist.PrefixStore(f"attempt-{attempt}", store)
+            dist.init_process_group(rank=self.rank, world_size=self.world_size, **options)
         except (dist.DistError, RuntimeError) as error:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise UserError(
-                f"rank {self.rank} cannot reach the others at {where} within {timeout} "
+                f"rank {self.rank} cannot reach the others at {address} within {timeout} "
                 f"({shorten_error(error)}); check MASTER_ADDR, MASTER_PORT and that all ranks run."
             ) from error
 
     def broadcast_result(self, choose: Callable[[], Result]) -> Result:
-        """Calls `choose` in the first process and returns its result in all of them; an exception
-        there is raised in all of them too."""
+        """Calls `choose` on the first rank and returns its result, or raises its exception, on all
+        ranks."""
         if self.alone:
             return choose()
-        told: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]
         if self.first:
             try:
-                told[0] = choose()
+                outcome[0] = choose()
             except Exception as error:
-                told[1] = error
-        dist.broadcast_object_list(told, src=0)
-        result, failure = told
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0)
+        result, failure = outcome
         if failure is not None:
             raise failure
         return result
 
     def gather_objects(self, item: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-        """The objects of all processes, in order."""
+        """Returns the objects of all ranks, in order."""
         if self.alone:
             return [item]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, item, group=group)
-        return found
+        items: list[Any] = [None] * self.world_size
+        dist.all_gather_object(items, item, group=group)
+        return items
 
     def all_reduce(self, values: Tensor, how: str = "mean") -> Tensor:
-        """Mean or maximum of a tensor over all processes."""
+        """Returns the mean or maximum ("max") of a tensor over all ranks."""
         if self.alone:
             return values
         values = values.clone()
@@ -169,7 +173,7 @@ class Ranks:
         return values / self.world_size if how == "mean" else values
 
     def begin_max(self, value: int) -> Callable[[], int]:
-        """Begins to find the highest value of all processes; what it returns waits for that."""
+        """Starts an asynchronous maximum over all ranks; returns a function that waits for it."""
         values = torch.tensor(float(value))
         work: Any = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
 
@@ -180,7 +184,7 @@ class Ranks:
         return result
 
     def wait_for_all(self) -> None:
-        """Returns once every process has come here."""
+        """Returns once every rank has called it."""
         if self.world_size > 1:
             self.connect(torch.device("cpu"), ENCODING_TIMEOUT, {})
             dist.barrier()
@@ -191,22 +195,21 @@ class Ranks:
 
 
 class Share(NamedTuple):
-    """What a process tells the others of its part in some work."""
+    """A rank's report to the other ranks on its part in joint work."""
 
     idle_seconds: float = 0.0
-    """Seconds since it made progress."""
+    """Seconds since the rank's last progress."""
     ended: bool = False
     result: Any = None
     failure: BaseException | None = None
 
 
 class JointWork:
-    """Runs a function in every process, each in a thread of its own, and gives all of them all
-    results.
+    """Runs a function on every rank, in a separate thread, and returns all results to all ranks.
 
-    The function calls `advance` as it gets on. A process that has not done so for `patience`, or
-    that does not answer for so long, ends the work of all with a TimeoutError. Training goes on
-    beside it: the exchange has its own group.
+    The function calls `advance` as it progresses. A rank that does not progress or answer for
+    `patience` ends the work on all ranks with a TimeoutError. The ranks communicate in a separate
+    group, so training continues meanwhile.
     """
 
     def __init__(self, ranks: Ranks, patience: timedelta) -> None:
@@ -214,7 +217,7 @@ class JointWork:
         self.patience = patience.total_seconds()
         self.group: Any = None if ranks.alone else dist.new_group(backend="gloo", timeout=patience)
         self.done = 0
-        """Bytes, of this process."""
+        """Bytes that this rank has written."""
         self.advanced = time.monotonic()
 
     def advance(self, count: int = 0) -> None:
@@ -222,31 +225,34 @@ class JointWork:
         self.advanced = time.monotonic()
 
     def run_everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """The results of all processes, in order; all of them call it.
+        """Returns the results of all ranks, in order. All ranks call it.
 
-        An exception of one is raised in all: an OSError once none is at work any more, any other at
-        once. TimeoutError as said above.
+        All ranks raise the exception of one rank: an OSError once all ranks have ended, any other
+        at once. TimeoutError as described above.
         """
-        found: list[Share] = []
+        ended_shares: list[Share] = []
         self.advance()
-        # In a thread that nobody has to wait for: a disk may hang.
+        # A disk may hang; a daemon thread then cannot keep the process alive.
         thread = threading.Thread(
-            target=lambda: found.append(run_share(work)),
+            target=lambda: ended_shares.append(run_share(work)),
             name=threading.current_thread().name,
             daemon=True,
         )
         thread.start()
         while True:
             thread.join(min(EXCHANGE_SECONDS, self.patience / 4))
-            own = found[0] if found else Share(idle_seconds=time.monotonic() - self.advanced)
+            share = Share(idle_seconds=time.monotonic() - self.advanced)
+            if ended_shares:
+                share = ended_shares[0]
             try:
-                shares = self.ranks.gather_objects(own, self.group)
+                shares = self.ranks.gather_objects(share, self.group)
             except RuntimeError as error:
                 raise TimeoutError(
                     f"another process has ended, or has not answered for {self.patience:.0f} s"
                 ) from error
 
-            shares[self.ranks.rank] = own  # what was sent and came back has no traceback
+            # A gathered exception has lost its traceback, so keep this rank's original.
+            shares[self.ranks.rank] = share
             ended = all(share.ended for share in shares)
             for rank, share in enumerate(shares):
                 if share.idle_seconds > self.patience:
@@ -260,7 +266,7 @@ class JointWork:
 
 
 def run_share(work: Callable[[], Any]) -> Share:
-    """Does the work, whatever it ends with."""
+    """Does the work and returns its result or exception."""
     try:
         return Share(ended=True, result=work())
     except OSError as error:
@@ -272,3 +278,4 @@ def run_share(work: Callable[[], Any]) -> Share:
 
 
 SINGLE = Ranks()
+"""The only rank of a run without a launcher."""
