@@ -1,8 +1,8 @@
 """Draws docstrings and comments at random, for a reader who did not write them.
 
-`python -m tests.harness.draw_sentences [count=100] [seed=0]` prints each with its place and the line
-of code that it is about. The reader gives a verdict a line: plain (understood at once), second
-reading, or riddle.
+`python -m tests.harness.draw_sentences [count=100] [seed=0]` prints each with its place and the
+line of code that it is about. The reader gives a verdict a line: plain (understood at once), second
+reading, or riddle. Notes of shapes and instructions to tools are not drawn.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import ast
 import io
 import random
+import re
 import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
 
 from common.files import ROOT
+
+NO_SENTENCE = re.compile(r"# *(noqa|type:|pyright:)")
 
 
 def find_docstrings(source: str) -> Iterator[tuple[int, int, str]]:
@@ -53,7 +56,8 @@ def main(count: int = 100, seed: int = 0) -> None:
         source = (ROOT / name).read_text()
         lines = source.splitlines()
         for line, code, text in (*find_docstrings(source), *find_comments(source)):
-            drawn.append((f"{name}:{line}", lines[code - 1].strip(), " ".join(text.split())))
+            if len(re.findall(r"[A-Za-z]{3,}", text)) > 2 and not NO_SENTENCE.match(text):
+                drawn.append((f"{name}:{line}", lines[code - 1].strip(), " ".join(text.split())))
 
     for number, (place, code, text) in enumerate(random.Random(seed).sample(drawn, count), 1):
         print(f"{number:3}. {place}  [{code}]\n     {text}")
