@@ -1,28 +1,28 @@
 """Measures training: `python -m scripts.bench <command> key=value …`.
 
-    gpu           all of it and the tests on a GPU, in slots of minutes; the same command goes on
-    publish       pages, and the tables of README and docs, from what was measured
+    gpu           all commands below on a GPU, within a budget of minutes; run it again to continue
+    publish       pages, and the tables of README and docs, from the results
 
     doctor        the machine, and its measured rates
     calibration   which fused kernels a run of each model would choose here
-    tests         the tests that need a GPU: some of every kind, then a file each
-    ladder        from what a newcomer writes to runtime=max, one technique more per rung
+    tests         the tests that need a GPU: some of every kind, then file by file
+    ladder        from a newcomer's loop to runtime=max, with one more technique per rung
     techniques    each technique alone over eager in fp32 and bf16, and removed from max;
                   batch sizes, micro-batches, optimizers and loader workers over eager too
     kernels       each fused operator beside its definition: time, share of the copy rate
     mixers        a training step of each mixer at equal parameters
-    data          samples a second of each loader, and of the usual pipelines
-    step          one configuration by phases: what bounds it, which keys to try next
+    data          samples per second of each loader, and of the usual pipelines
+    step          one configuration by phases: its bottleneck, and keys to try next
     profile       the ops that take most of a step, by PyTorch's profiler, and its trace
-    saves         what a checkpoint costs, in the background and in the foreground
+    saves         the cost of a checkpoint, in the background and in the foreground
     precision     fp32, bf16 and fp16: losses over several seeds
     memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds
-    plan          the memory that scripts.plan predicts, beside what is measured
-    counted       what techniques save of an H100's memory, counted without one
+    plan          the memory that scripts.plan predicts, and the measured memory
+    counted       the memory that techniques save on an H100, counted without one
 
-Keys of the command itself come first (`<command> --help` lists them); any other `key=value` is an
-override of the training configuration, on top of the `setting`. Each result is a file in `out` as
-soon as it is there, and not measured again while code, hardware, versions and keys are the same.
+`<command> --help` lists the command's own keys; any other `key=value` is an override of the
+training configuration, on top of the `setting`. Each result becomes a file in `out` at once, and is
+not measured again while code, hardware, versions and keys stay the same.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from training.config.compose import read_config
 from training.config.schema import Natural
 
 Figures: TypeAlias = dict[str, Any]
-"""What a measure finds: names with units, such as step_ms, to numbers and texts."""
+"""Result of a measurement: name with unit, such as step_ms -> number or text."""
 Words: TypeAlias = list[str]
 """Overrides of the training configuration, and keys of commands."""
 
 TABLES = read_config(Path(__file__).with_name("tables.yaml"))
-"""What is data: settings, words of cases, the queue of a GPU day, columns of tables."""
+"""Settings, words of cases, the queue of a GPU day, and columns of tables."""
 
 
 class Case(NamedTuple):
-    """One measurement: a name, overrides, and who measures it in a process of its own."""
+    """One measurement: a name, overrides, and the function that measures it in a child process."""
 
     name: str
     measure: Callable[[Case, Any], Figures]
-    """A function of a module, from the case and the command's keys to figures."""
+    """Module-level function that takes the case and the command's keys and returns figures."""
     overrides: Words = []  # noqa: RUF012  # never changed
     baseline: Words = []  # noqa: RUF012
-    """Overrides of what it is timed in turn with."""
+    """Overrides of the run that is timed in turn with the case."""
     needs: Words = []  # noqa: RUF012
-    """Words such as runtime.tf32=true; where one cannot be had, the reason is the result."""
+    """Overrides such as runtime.tf32=true; if one is unavailable, the reason is the result."""
     seconds: float = 15.0
-    """How long it should take on a GPU, without compiling."""
+    """Expected seconds on a GPU, without compiling."""
     labels: Figures = {}  # noqa: RUF012
-    """What the result says without measuring."""
+    """Figures of the result that need no measurement."""
 
     @property
     def compiles(self) -> bool:
@@ -67,13 +67,13 @@ class Case(NamedTuple):
 
     @property
     def expected(self) -> float:
-        """Seconds that it should take."""
+        """Expected seconds, with compiling."""
         return self.seconds * (4.0 if self.compiles else 1.0)
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Keys that all measuring commands have; 0 and null mean the setting's own."""
+    """Keys that all measuring commands have; 0 and null mean the value of the setting."""
 
     setting: str | None = None
     """tiny, s256, s32, s32x512 or b256; null: s256 on a GPU, tiny without one."""
@@ -82,15 +82,15 @@ class BenchConfig:
     repeats: Natural = 0
     """Rounds."""
     loss_steps: Natural = 0
-    """Steps after which losses are compared; 0: as many as a round has."""
+    """Steps after which losses are compared; 0: the number of steps in a round."""
     inductor: bool = True
     """False leaves out cases that compile with Inductor, which takes minutes on a CPU."""
     name: str | None = None
-    """What the results are called; null: <command>_<setting>."""
+    """Name of the results; null: <command>_<setting>."""
     out: str = "bench"
-    """The folder that keeps the results."""
+    """The folder for the results."""
     again: str | None = None
-    """all, or failed: measures cases again that this code has measured here, or that failed."""
+    """all: measures every case again; failed: measures again the cases that failed."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,14 @@ class MixersConfig(BenchConfig):
     """Keys of `mixers`."""
 
     size: str = "s"
-    """xs, s, b, l or xl."""
+    """Size of the models: xs, s, b, l or xl."""
     families: Words = field(default_factory=list)
-    """Those that are compared with attention; empty: all."""
+    """Families to compare with attention; empty: all."""
 
 
 @dataclass(frozen=True)
 class SeedsConfig(BenchConfig):
-    """Keys of `precision` and `memory`; `steps` are those that each seed trains."""
+    """Keys of `precision` and `memory`; each seed trains for `steps` steps."""
 
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
 
@@ -131,7 +131,7 @@ class DataConfig(BenchConfig):
     """Keys of `data`."""
 
     step_ms: float = 100.0
-    """How long the loop is busy with a batch, for the share of waiting."""
+    """Duration of a training step, assumed for the loader's share of waiting."""
 
 
 @dataclass(frozen=True)
@@ -139,4 +139,4 @@ class TestsConfig(BenchConfig):
     """Keys of `tests`."""
 
     select: str = "all"
-    """all; smoke: some of every kind, in two minutes; rest: the files one after the other."""
+    """smoke: some tests of every kind, in two minutes; rest: all, file by file; all: both."""

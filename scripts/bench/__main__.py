@@ -29,7 +29,7 @@ def measure(command: str, words: Words) -> None:
 
 
 def main(words: Words) -> None:
-    """Runs the command that the words begin with; ValueError if there is none of its name."""
+    """Runs the command that is the first word. ValueError if there is no such command."""
     if not words or words[0] in ("-h", "--help"):
         print((scripts.bench.__doc__ or "").strip())
         return
@@ -51,7 +51,7 @@ def main(words: Words) -> None:
 
 
 if __name__ == "__main__":
-    # Children are killed, so what they leave to the system is removed without a word.
+    # The runner kills child processes, and their resource trackers would warn about leaks.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     with report_user_errors():
         main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What each command measures: its cases, planned from its keys and the training's overrides."""
+"""Plans the cases that each command measures, from its keys and the training's overrides."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ from training.config.schema import refuse_values
 
 SETTINGS = TABLES["settings"]
 ATTENTION = "dit"
+"""The family of models with attention, the baseline of all mixers."""
 PRECISIONS = TABLES["precisions"]
 EXCEPTIONS = TABLES["techniques"]
 CALIBRATED = {"mamba": "", "ssd_mlp": "", ATTENTION: ""}
+"""Families whose fused kernels `calibration` tries -> overrides."""
 
 
 def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
@@ -50,74 +52,77 @@ def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
         "+ latents on the device": [*words, "newcomer.storage=resident"],
         "+ no loss.item() each step": [*words, "newcomer.storage=resident", "newcomer.item=never"],
     }
-    for name, own in newcomers.items():
-        yield Case(name, measure.compare, own, memory, seconds=10.0)
+    for name, overrides in newcomers.items():
+        yield Case(name, measure.compare, overrides, memory, seconds=10.0)
     for name, added in TABLES["rungs"].items():
         words = [*words, added]
         yield Case(name, measure.compare, words, memory, [added], 10.0)
 
 
 def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
-    """Plans each technique alone over eager in each precision, features likewise, and each
-    technique removed from max."""
+    """Plans each technique and feature alone over eager in each precision, and each technique
+    removed from max."""
     if not {*cfg.precisions} <= PRECISIONS.keys():
-        chosen = ",".join(cfg.precisions)
-        raise UserError(f"precisions=[{chosen}]: choose some of {', '.join(PRECISIONS)}.")
+        precisions = ",".join(cfg.precisions)
+        raise UserError(f"precisions=[{precisions}]: choose some of {', '.join(PRECISIONS)}.")
     for kind in TECHNIQUES:
         for over in cfg.precisions:
             if EXCEPTIONS.get(kind.key, {}).get("over", over) == over:
                 yield from plan_alone(kind, over, words)
     for over in cfg.precisions:
         yield from plan_features(over, words)
-    if "bf16" in cfg.precisions:  # as in max
+    # runtime=max trains in bf16.
+    if "bf16" in cfg.precisions:
         yield from plan_removed(words)
 
 
 def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
-    """Plans a technique in each of its ways; what it needs is in its baseline too."""
+    """Plans each value of a technique; techniques that it needs are on in the baseline too."""
     exceptions = EXCEPTIONS.get(kind.key, {})
     if "family" in exceptions:
         words = measure.replace_family(words, exceptions["family"])
     eager = f"runtime=eager {PRECISIONS[over]} {exceptions.get('baseline', '')}"
     for way in (*kind.list_ways(), *exceptions.get("more_ways", ())):
-        given = {key: f"runtime.{key}={str(value).lower()}" for key, value in way.items()}
-        given[kind.key] = kind.make_override(way[kind.key])
-        own = [word for key, word in given.items() if key in (kind.key, *kind.options)]
-        base = [*words, *eager.split(), *(word for word in given.values() if word not in own)]
-        name = f"{' '.join(own)} over {over}"
-        needs = [PRECISIONS[over], *own]
+        overrides = {key: f"runtime.{key}={str(value).lower()}" for key, value in way.items()}
+        overrides[kind.key] = kind.make_override(way[kind.key])
+        own_keys = (kind.key, *kind.options)
+        added = [word for key, word in overrides.items() if key in own_keys]
+        others = [word for word in overrides.values() if word not in added]
+        base = [*words, *eager.split(), *others]
+        name = f"{' '.join(added)} over {over}"
+        needs = [PRECISIONS[over], *added]
         labels = {"part": "alone", "key": kind.key, "over": over}
-        yield Case(name, measure.compare, [*base, *own], base, needs, labels=labels)
+        yield Case(name, measure.compare, [*base, *added], base, needs, labels=labels)
 
 
 def plan_features(over: str, words: Words) -> Iterator[Case]:
-    """Plans what guides propose beside the techniques: batches, optimizers, workers of a loader."""
+    """Plans other features that guides recommend: batch sizes, optimizers, workers of a loader."""
     batch = compose(words).cfg.batch_size
     sizes = {"half": batch // 2, "twice": 2 * batch, "four_times": 4 * batch}
     for name, feature in TABLES["features"].items():
         if feature.get("over", over) == over:
             added = feature.get("base", "").format(**sizes).split()
             family = feature.get("family")
-            given = measure.replace_family(words, family) if family else words
-            base = [*given, "runtime=eager", PRECISIONS[over], *added]
-            own = [*base, *feature["own"].format(**sizes).split()]
+            model_words = measure.replace_family(words, family) if family else words
+            base = [*model_words, "runtime=eager", PRECISIONS[over], *added]
+            overrides = [*base, *feature["own"].format(**sizes).split()]
             labels = {"part": "feature", "key": name, "over": over}
             needs = [PRECISIONS[over]]
-            yield Case(f"{name} over {over}", measure.compare, own, base, needs, labels=labels)
+            title = f"{name} over {over}"
+            yield Case(title, measure.compare, overrides, base, needs, labels=labels)
 
 
 def plan_removed(words: Words) -> Iterator[Case]:
-    """Plans max without each technique that it has and eager has not."""
+    """Plans max without each technique that is on in max and off in eager."""
     full = [*words, "runtime=max"]
-    eager = compose([*words, "runtime=eager"]).cfg.runtime.values()
-    most = compose(full).cfg.runtime.values()
+    eager_values = compose([*words, "runtime=eager"]).cfg.runtime.values()
+    max_values = compose(full).cfg.runtime.values()
     for kind in TECHNIQUES:
-        if most[kind.key] != eager[kind.key]:
-            word = kind.make_override(eager[kind.key])
-            needs = [kind.make_override(most[kind.key])]
+        if max_values[kind.key] != eager_values[kind.key]:
+            word = kind.make_override(eager_values[kind.key])
+            needs = [kind.make_override(max_values[kind.key])]
             labels = {"part": "removed", "key": kind.key}
-            own = [*full, word]
-            yield Case(f"max {word}", measure.compare, own, full, needs, labels=labels)
+            yield Case(f"max {word}", measure.compare, [*full, word], full, needs, labels=labels)
 
 
 def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
@@ -127,17 +132,18 @@ def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
     if not families:
         raise UserError(f"size={cfg.size}: there is no such size; choose xs, s, b, l or xl.")
     if not {*cfg.families} <= {*families}:
-        given = ",".join(cfg.families)
-        raise UserError(f"families=[{given}]: choose some of {', '.join(families)}.")
+        unknown = ",".join(cfg.families)
+        raise UserError(f"families=[{unknown}]: choose some of {', '.join(families)}.")
+
     words = [word for word in words if not word.startswith("model")]
     base = [*words, f"model={ATTENTION}_{cfg.size}"]
     others = [name for name in cfg.families or families if name != ATTENTION]
     for family in (ATTENTION, *others):
-        own = [*words, f"model={family}_{cfg.size}"]
-        yield Case(family, measure.compare, own, base)
+        yield Case(family, measure.compare, [*words, f"model={family}_{cfg.size}"], base)
 
 
 def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
+    """Plans each implementation of each fused operator."""
     for operator in kernels.INPUTS:
         for way in (*kernels.OURS, *kernels.PEERS.get(operator, ())):
             compiled = ["runtime.compile=true"] if way == "compiled" else []
@@ -148,7 +154,8 @@ def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
-    """Plans some of every kind in one case, then a case a file, for a crash ends a process."""
+    """Plans some tests of every kind in one case, then one case per file, because a crash ends the
+    process."""
     if cfg.select not in ("all", "smoke", "rest"):
         raise UserError(f"select={cfg.select}: choose all, smoke or rest.")
     files = [file for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()]
@@ -161,7 +168,7 @@ def plan_tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
-    """Plans what each technique saves of an H100's memory, and how large a model each way fits."""
+    """Plans the memory that each technique saves on an H100, and the largest model of each way."""
     for name, texts in TABLES["counted"].items():
         base = [*words, *texts["over"].split()]
         yield Case(name, forecasts.count_savings, [*base, *texts["words"].split()], base)
@@ -175,7 +182,8 @@ Plan = Callable[[Any, Words], Iterator[Case]]
 
 
 def make_plan(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Plan:
-    """Plans a case for each variant of the overrides, which the machine must be able to have."""
+    """Returns a function that plans a case for each variant of the overrides; a case needs the
+    overrides of its variant."""
 
     def plan(cfg: BenchConfig, words: Words) -> Iterator[Case]:
         for name, text in variants.items():
@@ -202,46 +210,51 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "plan": (BenchConfig, make_plan(measure.measure_planned, TABLES["planned"])),
     "counted": (BenchConfig, plan_counted),
 }
-"""Command -> its keys, and what plans its cases."""
+"""Command -> its keys, and the function that plans its cases."""
 
 
 class Job(NamedTuple):
-    """The cases of one command with its words."""
+    """The cases of a command with its words."""
 
     command: str
-    """The line that does it again."""
+    """The command line that reproduces the results."""
     cfg: BenchConfig
     cases: list[Case]
 
 
 def plan_job(command: str, words: Words, help_text: str = "") -> Job:
-    """Plans a command: its own keys, completed from the setting, and the training's overrides.
+    """Plans the cases of a command: completes its keys from the setting, and adds the setting's
+    words to the overrides of the training configuration.
 
-    A group that the words choose (data=digits) replaces what the setting says of it. ValueError
-    for a mistake, before anything is measured.
+    A group in the words (data=digits) replaces the setting's words of that group. ValueError for a
+    mistake, before anything is measured.
     """
     schema, plan = COMMANDS[command]
-    cfg, theirs = split_words(schema, words, help_text)
+    cfg, user_overrides = split_words(schema, words, help_text)
     setting = cfg.setting or ("s256" if torch.cuda.is_available() else "tiny")
     if setting not in SETTINGS:
         choices = ", ".join(SETTINGS)
         raise UserError(f"setting={setting}: there is no such setting; choose one of {choices}.")
     refuse_values(cfg)
-    given = SETTINGS[setting]
-    steps = cfg.steps or given["steps"]
+
+    defaults = SETTINGS[setting]
+    steps = cfg.steps or defaults["steps"]
     cfg = replace(
         cfg,
         setting=setting,
         steps=steps,
-        repeats=cfg.repeats or given["repeats"],
+        repeats=cfg.repeats or defaults["repeats"],
         loss_steps=cfg.loss_steps or steps,
         name=cfg.name or f"{command}_{setting}",
     )
-    groups = [word.partition("=")[0] for word in theirs if "." not in word]
+
+    groups = [word.partition("=")[0] for word in user_overrides if "." not in word]
     replaced = tuple(f"{group}{mark}" for group in groups for mark in "=.")
-    kept = [word for word in given["words"].split() if not word.startswith(replaced)]
-    overrides = [*kept, *theirs]
+    kept = [word for word in defaults["words"].split() if not word.startswith(replaced)]
+    overrides = [*kept, *user_overrides]
     compose(overrides)
-    told = [word for word in words if not word.startswith(("out=", "again="))]
-    line = " ".join(["python -m scripts.bench", command, *told])
+
+    # `out` and `again` do not change the results.
+    essential = [word for word in words if not word.startswith(("out=", "again="))]
+    line = " ".join(["python -m scripts.bench", command, *essential])
     return Job(line, cfg, list(plan(cfg, overrides)))

@@ -1,10 +1,10 @@
-"""Samples a second of each loader and of the usual ways to feed latents.
+"""Measures the samples per second of each loader and of the usual ways to feed latents.
 
-One after the other over the same latents (fp16). `first` is the first epoch, from the start of the
-loader; the others come after it. `wait` is the share of
-the time that a loop which is busy for `step_ms` a batch spends waiting for the next one. The usual
-ways: a webdataset pipeline as its documentation has it (one .npy a sample, shuffle, `.decode()`),
-and a memory-mapped file read at random.
+All of them read the same latents in fp16, one after the other. `first_samples_per_s` is the speed
+of the first epoch, with the start of the loader; `samples_per_s` that of later epochs. `wait` is
+the share of time that a loop waits for batches, if it is busy for `step_ms` per batch. The usual
+ways are webdataset's pipeline as its documentation shows it (one .npy per sample, shuffle,
+`.decode()`), and random reads of a memory-mapped file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from scripts.timing import measure_seconds, summarise
 from training.environment import pick_device
 
 LATENTS = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
-"""Setting -> samples, batch size, side of the latents, which have 4 channels."""
+"""Setting -> samples, batch size and side of the latents, which have 4 channels."""
 USUAL = (50_000, 256, 32)
+"""Samples, batch size and side in all other settings."""
 
 
 @cache
 def write_latent_files(count: int, side: int) -> Path:
-    """Writes random latents once a process: one array, an .npy a sample in tars, our shards."""
+    """Writes random latents, once per process: as one array, as tars with one .npy per sample, and
+    as our shards."""
     os.environ.setdefault("WDS_SECURE", "1")
     from webdataset.writer import TarWriter
 
@@ -64,7 +66,7 @@ def write_latent_files(count: int, side: int) -> Path:
 
 
 def feed_per_sample(workers: int, folder: Path, size: int, device: torch.device) -> Iterator[Any]:
-    """Feeds from webdataset as its documentation has it; endless, and on the device."""
+    """Yields batches on the device without end, from webdataset as its documentation shows it."""
     webdataset: Any = import_module("webdataset")
     tars = sorted(str(file) for file in folder.glob("*.tar"))
     dataset = webdataset.WebDataset(tars, shardshuffle=100, empty_check=False)
@@ -78,7 +80,7 @@ def feed_per_sample(workers: int, folder: Path, size: int, device: torch.device)
 
 
 def feed_at_random(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
-    """Reads rows of a memory-mapped array at random, as nanoGPT does."""
+    """Yields batches of random rows of a memory-mapped array, as nanoGPT does."""
     array = np.load(folder / "latents.npy", mmap_mode="r")
     draw = np.random.default_rng(0)
     while True:
@@ -97,8 +99,8 @@ def open_ours(
 
 
 def open_in_chunks(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
-    """Opens the resident loader with room for half of the set: a thread copies the next quarter, on
-    a GPU by a stream of its own, while batches come from this one."""
+    """Opens the resident loader with room for half of the set. A thread copies the next quarter to
+    the device (on a GPU in a side stream) while batches come from the present one."""
     room = (folder / "latents.npy").stat().st_size / 2
     return open_ours(ResidentLatents, folder, size, device, device_memory_gib=room / GIB)
 
@@ -119,28 +121,31 @@ LOADERS: dict[str, Callable[[Path, int, torch.device], Iterator[Any]]] = {
     "webdataset's own pipeline, 1 worker": partial(feed_per_sample, 1),
     "webdataset's own pipeline, 2 workers": partial(feed_per_sample, 2),
 }
-"""Name -> what opens an endless stream of batches on the device; "2 × 4" are two workers with a
-`prefetch_factor` of four."""
+"""Name -> function that opens an endless stream of batches on the device; "2 × 4" stands for two
+workers with a `prefetch_factor` of four."""
 
 
 def measure_loader(case: Case, cfg: DataConfig) -> Figures:
-    """Measures samples a second of one loader in its first epoch and later, and its waiting."""
+    """Measures the samples per second of a loader in its first and later epochs, and its share of
+    waiting."""
     count, size, side = LATENTS.get(str(cfg.setting), USUAL)
     folder = write_latent_files(count, side)
     device = pick_device("auto")
     number = max(1, count // size)
 
+    # The first epoch includes the start of the loader.
     began = time.perf_counter()
     batches = LOADERS[case.name](folder, size, device)
 
-    def epoch() -> None:
+    def read_epoch() -> None:
         for _ in range(number):
             next(batches)
 
-    measure_seconds(epoch, device)
+    measure_seconds(read_epoch, device)
     first = number * size / (time.perf_counter() - began)
-    warm = [number * size / measure_seconds(epoch, device) for _ in range(cfg.repeats)]
+    warm = [number * size / measure_seconds(read_epoch, device) for _ in range(cfg.repeats)]
 
+    # A sleep stands for the training step, during which workers read ahead.
     busy = cfg.step_ms / 1e3
     waited = 0.0
     for _ in range(cfg.steps):

@@ -1,5 +1,5 @@
-"""Measures for `bench counted`: scripts.plan counts memory and sizes of models on an H100 that need
-not be here."""
+"""Counts memory and sizes of models on an H100 by scripts.plan, for `bench counted`; it needs no
+H100."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ CARD = CARDS["h100"]
 
 
 def count_savings(case: Case, cfg: BenchConfig) -> Figures:
-    """Counts by scripts.plan what a configuration and its baseline take of an H100, without one:
-    bytes at the peak, of which `activations` are kept for the backward pass."""
-    found: Figures = {}
-    for which, words in (("baseline_", case.baseline), ("", case.overrides)):
+    """Counts the memory of a configuration and its baseline: bytes at the peak, and the
+    `activations` among them, which are kept for the backward pass."""
+    figures: Figures = {}
+    for prefix, words in (("baseline_", case.baseline), ("", case.overrides)):
         plan = forecast(make_question(compose(words).cfg, CARD.memory))
-        found[f"{which}peak_bytes"] = plan.needs.total
-        found[f"{which}activations_bytes"] = plan.kept
-    for what in ("peak", "activations"):
-        found[f"{what}_change"] = found[f"{what}_bytes"] / found[f"baseline_{what}_bytes"] - 1.0
-    return found
+        figures[f"{prefix}peak_bytes"] = plan.needs.total
+        figures[f"{prefix}activations_bytes"] = plan.kept
+    for name in ("peak", "activations"):
+        ratio = figures[f"{name}_bytes"] / figures[f"baseline_{name}_bytes"]
+        figures[f"{name}_change"] = ratio - 1.0
+    return figures
 
 
 def count_largest(case: Case, cfg: BenchConfig) -> Figures:
-    """Counts by scripts.plan how deep a model fits H100s, and how many times the parameters of the
-    deepest one of the baseline that has."""
-    found: Figures = {}
-    for which, words in (("baseline_", case.baseline), ("", case.overrides)):
+    """Finds the deepest model that fits H100s with a configuration and with its baseline, and the
+    ratio of their parameters."""
+    figures: Figures = {}
+    for prefix, words in (("baseline_", case.baseline), ("", case.overrides)):
         depth, plan = forecast_largest(LargestConfig(), words, "", CARD)
-        found |= {f"{which}depth": depth, f"{which}parameters": plan.parameters}
-        found["gpus"] = plan.question.gpus
-    return found | {"times": found["parameters"] / found["baseline_parameters"]}
+        figures |= {f"{prefix}depth": depth, f"{prefix}parameters": plan.parameters}
+        figures["gpus"] = plan.question.gpus
+    return figures | {"times": figures["parameters"] / figures["baseline_parameters"]}

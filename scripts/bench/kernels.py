@@ -1,8 +1,9 @@
-"""Each fused operator beside its definition, as it is and compiled, and what other packages offer.
+"""Times each fused operator, its definition (eager and compiled) and kernels of other packages.
 
-The forward pass and both passes are timed in turn with the definition. Bytes over the time are a
-share of the measured copy rate, FLOPs of the measured product rate. Input sets are used in turn,
-so that no run finds its inputs in the cache. A CPU runs the definitions.
+The forward pass and both passes are timed in turn with the definition. Bytes per second are given
+as a share of the measured copy rate, FLOPs per second as a share of the measured product rate. The
+input sets alternate, so that no call finds its inputs in the cache. On a CPU only the definitions
+run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SHAPES = {
     "s256": (256, 256, 384, 64, 64),
     "b256": (256, 256, 768, 64, 64),
 }
-"""Setting -> B samples, L tokens, width D, head dim P, state size N."""
+"""Setting -> samples B, tokens L, width D, head dim P, state size N."""
 SCAN = "B L K P, B L 2 K, dt_bias, A_log, B L 2 N, B L 2 N, fp32 K"
 INPUTS = {
     "add_norm": "B L D, B D, fp32 B L D, B D, B D",
@@ -47,10 +48,10 @@ INPUTS = {
     "swiglu": "B L hidden",
     "qk_rope": "B L 3 H P, fp32 P, fp32 P",
 }
-"""Operator -> sizes of its inputs, which are bf16 where nothing else is said."""
+"""Operator -> sizes of its inputs, in bf16 unless the text begins with fp32, dt_bias or A_log."""
 INPUT_SETS = 4
 measure_rates_once = cache(measure_rates)
-"""Measures the rates of a device once a process."""
+"""Measures the rates of a device, once per process."""
 Function = Callable[..., Any]
 
 
@@ -64,8 +65,8 @@ def find_sizes(setting: str) -> dict[str, int]:
 
 
 def draw_inputs(operator: str, sizes: dict[str, int], device: torch.device) -> list[Tensor]:
-    """Draws the inputs of an operator; each needs a gradient."""
-    found = []
+    """Draws the inputs of an operator, all of which require a gradient."""
+    inputs = []
     for text in INPUTS[operator].split(", "):
         kind, _, rest = text.partition(" ")
         names = ["2", "K"] if not rest else (rest if kind == "fp32" else text).split()
@@ -76,12 +77,12 @@ def draw_inputs(operator: str, sizes: dict[str, int], device: torch.device) -> l
             x = (16.0 * torch.rand_like(x)).log()
         elif kind != "fp32":
             x = x.bfloat16()
-        found.append(x.requires_grad_())
-    return found
+        inputs.append(x.requires_grad_())
+    return inputs
 
 
 class Op(NamedTuple):
-    """Both ways to compute an operator, and the FLOPs of its forward pass."""
+    """An operator's definition and fused implementation, and the FLOPs of its forward pass."""
 
     definition: Function
     fused: Function
@@ -89,18 +90,19 @@ class Op(NamedTuple):
 
 
 def swiglu(joined: Tensor) -> Tensor:
+    """The definition of SwiGLU on joined halves (…, 2·hidden)."""
     return silu_product(*joined.chunk(2, dim=-1))
 
 
 def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
-    """Returns the operators by name, on a grid of tokens that is as square as can be."""
+    """Returns the operators by name, on the most nearly square grid of the setting's tokens."""
     B, L, _, P, N = SHAPES[setting]
     sizes = find_sizes(setting)
     height = max(h for h in range(1, int(L**0.5) + 1) if L % h == 0)
     grid = (height, L // height)
     rotations = axial_rotations(grid, P).to(device)
 
-    def placed(function: Function) -> Function:
+    def with_rotations(function: Function) -> Function:
         return lambda qkv, *weights: function(qkv, *weights, rotations)
 
     def on_grid(function: Function) -> Function:
@@ -116,23 +118,25 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
         "local_mix": Op(on_grid(local_mix), on_grid(fused_local_mix), mixing),
         "ssd_mixed": Op(on_grid(mixed_ssd), on_grid(fused_mixed_ssd), scanning + mixing),
         "swiglu": Op(swiglu, fused_swiglu),
-        "qk_rope": Op(placed(qk_rope), placed(fused_qk_rope)),
+        "qk_rope": Op(with_rotations(qk_rope), with_rotations(fused_qk_rope)),
     }
 
 
 def make_liger_swiglu() -> Function:
+    """Returns Liger's SwiGLU as a function of our inputs."""
     product = import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     return lambda joined: product.apply(*joined.chunk(2, dim=-1))
 
 
 def make_mamba_scan() -> Function:
+    """Returns mamba-ssm's scan, in one direction, as a function of our inputs."""
     scan = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
     def function(*inputs: Tensor) -> Tensor:
         x, dt, dt_bias, A_log, B_in, C_out, D = inputs
-        told = {"chunk_size": 256, "D": D, "dt_bias": dt_bias[0], "dt_softplus": True}
+        options = {"chunk_size": 256, "D": D, "dt_bias": dt_bias[0], "dt_softplus": True}
         A = -A_log[0].exp()
-        return scan(x, dt[:, :, 0], A, B_in[:, :, 0, None], C_out[:, :, 0, None], **told)
+        return scan(x, dt[:, :, 0], A, B_in[:, :, 0, None], C_out[:, :, 0, None], **options)
 
     return function
 
@@ -141,7 +145,7 @@ PEERS: dict[str, dict[str, Callable[[], Function]]] = {
     "bidirectional_ssd": {"mamba-ssm, one direction only": make_mamba_scan},
     "swiglu": {"Liger": make_liger_swiglu},
 }
-"""Operator -> package -> what makes a function of our inputs; ImportError if it is not there."""
+"""Operator -> package -> function that returns its kernel; ImportError if it is not installed."""
 OURS: dict[str, Callable[[Op], Function]] = {
     "eager": lambda op: op.definition,
     "compiled": lambda op: torch.compile(op.definition),
@@ -152,7 +156,7 @@ OURS: dict[str, Callable[[Op], Function]] = {
 def make_runner(
     function: Function, sets: list[list[Tensor]], steps: int, backward: bool
 ) -> Callable[[], None]:
-    """Returns `steps` calls, each on the next input set, after having run them once."""
+    """Returns a function that makes `steps` calls, each on the next input set, and has run once."""
     with torch.no_grad():
         weights = [torch.randn_like(t) for t in tree_leaves(function(*sets[0]))]
 
@@ -169,14 +173,15 @@ def make_runner(
 
 
 def count_bytes(op: Op, inputs: list[Tensor]) -> int:
-    """Counts what both passes must move: inputs twice and their gradients, outputs and theirs."""
+    """Counts the bytes that both passes must move: the inputs twice, the outputs once, and the
+    gradients of both."""
     with torch.no_grad():
         outputs = tree_leaves(op.definition(*inputs))
     return 3 * sum(t.nbytes for t in inputs) + 2 * sum(t.nbytes for t in outputs)
 
 
 def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
-    """Times one way to compute an operator, in turn with its definition on the same inputs."""
+    """Times one implementation of an operator, in turn with its definition on the same inputs."""
     device = pick_device("auto")
     operator = case.labels["operator"]
     way = case.labels["way"]
@@ -191,20 +196,21 @@ def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
 
     sizes = find_sizes(setting)
     sets = [draw_inputs(operator, sizes, device) for _ in range(INPUT_SETS)]
-    found: Figures = {"sizes": sizes}
+    figures: Figures = {"sizes": sizes}
     for name, backward in (("forward_", False), ("", True)):
         runs = {"own": make_runner(function, sets, cfg.steps, backward)}
         if way != "eager":
             runs["eager"] = make_runner(op.definition, sets, cfg.steps, backward)
         taken = time_in_turn(runs, cfg.repeats, device)
-        found |= summarise(f"{name}us", [1e6 * s / cfg.steps for s in taken["own"]])
+        figures |= summarise(f"{name}us", [1e6 * s / cfg.steps for s in taken["own"]])
         speed = compute_ratios(taken.get("eager", taken["own"]), taken["own"])
-        found |= summarise(f"{name}speed", speed)
+        figures |= summarise(f"{name}speed", speed)
 
     rate = measure_rates_once(device)
-    gb_s = count_bytes(op, sets[0]) / found["us"] / 1e3
-    tflops = 3 * op.flops / found["us"] / 1e6
-    return found | {
+    gb_s = count_bytes(op, sets[0]) / figures["us"] / 1e3
+    # The backward pass takes twice the FLOPs of the forward pass.
+    tflops = 3 * op.flops / figures["us"] / 1e6
+    return figures | {
         "gb_s": gb_s,
         "share_of_copy_rate": gb_s / rate["copy_gb_s"],
         "tflops": tflops,
