@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,42 +81,27 @@ class Streams:
     def __init__(self) -> None:
         self.current = "default"
 
-    def stream(self, name: str) -> Streams.Entered:
-        return Streams.Entered(self, name)
+    @contextmanager
+    def enter(self, name: str) -> Iterator[None]:
+        before = self.current
+        self.current = name
+        try:
+            yield
+        finally:
+            self.current = before
 
-    def capture(self, graph: Graph, stream: str, capture_error_mode: str) -> Streams.Capture:
-        return Streams.Capture(self, stream, graph)
-
-    class Entered:
-        def __init__(self, streams: Streams, name: str) -> None:
-            self.streams = streams
-            self.name = name
-            self.before = streams.current
-
-        def __enter__(self) -> None:
-            self.before = self.streams.current
-            self.streams.current = self.name
-
-        def __exit__(self, *failure: Any) -> None:
-            self.streams.current = self.before
-
-    class Capture(Entered):
-        def __init__(self, streams: Streams, name: str, graph: Graph) -> None:
-            super().__init__(streams, name)
-            self.graph = graph
-
-        def __enter__(self) -> None:
-            super().__enter__()
-            self.graph.recording.__enter__()
-
-        def __exit__(self, kind: Any, *failure: Any) -> None:
-            self.graph.recording.__exit__(kind, *failure)
-            # torch.cuda.graph raises here too, before it leaves its stream.
-            if kind is not None:
-                raise RuntimeError(
-                    "CUDA error: operation failed due to a previous error during capture"
-                )
-            super().__exit__(kind, *failure)
+    @contextmanager
+    def capture(self, graph: Graph, stream: str, capture_error_mode: str) -> Iterator[None]:
+        before = self.current
+        self.current = stream
+        try:
+            with graph.recording:
+                yield
+        except Exception as error:
+            # torch.cuda.graph raises here too, and stays in its stream.
+            message = "CUDA error: operation failed due to a previous error during capture"
+            raise RuntimeError(message) from error
+        self.current = before
 
 
 class Name(str):
@@ -132,7 +119,7 @@ def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> Streams:
         "CUDAGraph": Graph,
         "graph": streams.capture,
         "Stream": lambda device=None: Name("capture"),
-        "stream": streams.stream,
+        "stream": streams.enter,
         "current_stream": lambda device=None: Name(streams.current),
         "set_stream": lambda stream: setattr(streams, "current", str(stream)),
     }.items():
