@@ -1,0 +1,213 @@
+"""Decoding images to squares of pixels."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image, ImageFile, UnidentifiedImageError
+
+from encoding.images import (
+    FORMATS,
+    DecodedImages,
+    ImageEntry,
+    UnusableError,
+    decode_image,
+    describe_error,
+)
+from encoding.sources import list_images
+
+
+def encode(image: Image.Image, kind: str = "PNG", **settings: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **settings)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("size", [(64, 64), (200, 64), (64, 333), (5, 9), (1000, 20)])
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
+def test_any_image_becomes_a_square(size: tuple[int, int], mode: str):
+    image = Image.new("RGB", size, (255, 0, 0)).convert(mode)
+    pixels = decode_image(encode(image, "TIFF" if mode == "CMYK" else "PNG"), 32)
+    assert pixels.shape == (3, 32, 32)
+    assert pixels.dtype == torch.uint8
+    assert (pixels == pixels[:, :1, :1]).all()
+    if mode not in ("L", "CMYK"):
+        assert pixels[:, 0, 0].tolist() == [255, 0, 0]
+
+
+def test_the_centre_is_kept():
+    image = Image.new("RGB", (300, 100))
+    image.paste((0, 255, 0), (100, 0, 200, 100))
+    assert (decode_image(encode(image), 50)[1, 1:-1, 1:-1] > 200).all()
+
+
+def test_images_are_turned_upright():
+    image = Image.new("RGB", (32, 32))
+    image.paste((255, 255, 255), (0, 0, 32, 16))  # the upper half is white
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90° clockwise
+    pixels = decode_image(encode(image, exif=exif), 32)
+    assert pixels[:, :, 16:].min() > 250
+    assert pixels[:, :, :16].max() < 5
+
+
+SETTINGS = {"JPEG": {"quality": 95}, "AVIF": {"quality": 95}, "WEBP": {"lossless": True}}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_decoded_and_of_several_frames_the_first(name: str):
+    settings = dict(SETTINGS.get(name, {}))
+    if name in ("GIF", "TIFF", "WEBP"):
+        settings |= {"save_all": True, "append_images": [Image.new("RGB", (32, 32), "red")]}
+    content = encode(Image.new("RGB", (32, 32), (0, 128, 255)), name, **settings)
+    pixels = decode_image(content, 16)
+    assert (pixels.int() - torch.tensor([0, 128, 255]).view(3, 1, 1)).abs().max() <= 4
+
+
+def test_a_format_that_is_not_listed_is_not_decoded():
+    """Pillow would start another program for some of them."""
+    with pytest.raises(UnidentifiedImageError):
+        decode_image(encode(Image.new("RGB", (8, 8)), "EPS"), 8)
+
+
+def encode_with_alpha(mode: str) -> bytes:
+    """32 × 16 pixels: the left half transparent, the right half opaque and of the same colour."""
+    if mode == "P":
+        palette = Image.new("P", (32, 16), 1)
+        palette.putpalette([200, 40, 40, 200, 40, 40])
+        palette.paste(0, (0, 0, 16, 16))
+        return encode(palette, transparency=0)
+    image = Image.new("RGBA", (32, 16), (200, 40, 40, 255))
+    image.paste((200, 40, 40, 0), (0, 0, 16, 16))
+    return encode(image.convert(mode), "TIFF" if mode == "PA" else "PNG")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
+@pytest.mark.parametrize(
+    ("background", "colour"), [("white", [255, 255, 255]), ("#102030", [16, 32, 48])]
+)
+def test_transparent_pixels_show_the_background_and_not_their_own_colour(
+    mode: str, background: str, colour: list[int]
+):
+    pixels = decode_image(encode_with_alpha(mode), 16, background)
+    assert pixels[:, 8, 1].tolist() == colour
+    assert pixels[:, 8, -2].tolist() != colour
+
+
+def test_half_transparent_pixels_are_mixed():
+    image = Image.new("RGBA", (8, 8), (255, 0, 0, 128))
+    assert decode_image(encode(image), 8, "blue")[:, 0, 0].tolist() == [128, 0, 127]
+
+
+def make_png(size: tuple[int, int], bits: int, colour: int, rows: bytes, key: bytes) -> bytes:
+    """A PNG of a kind that Pillow does not write, with the transparent colour `key`."""
+    head = struct.pack(">IIBBBBB", *size, bits, colour, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, content in (
+        (b"IHDR", head),
+        (b"tRNS", key),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    ):
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        png += struct.pack(">I", len(content)) + kind + content + checksum
+    return png
+
+
+@pytest.mark.parametrize(
+    ("bits", "colour", "row", "key"),
+    [
+        (16, 2, b"\x80\0\x12\x34\0\0", b"\x80\0\x12\x34\0\0"),
+        (16, 0, b"\x80\0", b"\x80\0"),
+        (2, 0, b"\x40", b"\0\1"),
+        (4, 0, b"\x70", b"\0\7"),
+    ],
+    ids=["16 bits a colour", "16 bits of grey", "2 bits", "4 bits"],
+)
+def test_a_transparent_colour_of_any_depth_shows_the_background(
+    bits: int, colour: int, row: bytes, key: bytes
+):
+    content = make_png((1, 1), bits, colour, b"\0" + row, key)
+    assert decode_image(content, 1, "#0000ff").flatten().tolist() == [0, 0, 255]
+
+
+def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch):
+    huge = make_png((13_000, 13_000), 8, 0, b"", b"\0\0")
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(UnusableError, match=r"^13000×13000 pixels are above max_megapixels=80$"):
+        decode_image(huge, 8)
+
+
+def test_max_megapixels_is_the_only_limit(monkeypatch: pytest.MonkeyPatch):
+    # Pillow warns above its own limit, and raises above twice of it
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    assert decode_image(encode(Image.new("RGB", (8, 8))), 8).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_grey_of_unknown_range_is_refused_and_not_clipped(mode: str):
+    with pytest.raises(UnusableError, match=f"grey of mode {mode} has no known range"):
+        decode_image(encode(Image.new(mode, (8, 8), 1000), "TIFF"), 8)
+
+
+@pytest.mark.parametrize(
+    "content", [b"P5 1 1 65535\n\x40\x00", encode(Image.new("I;16", (8, 8), 0x4000))]
+)
+def test_16_bit_grey_is_scaled_and_not_clipped(content: bytes):
+    assert (decode_image(content, 1) == 0x40).all()
+
+
+def test_reasons_hold_no_addresses_and_no_paths(tmp_path: Path):
+    """They are part of the manifest, which two runs must write alike."""
+    whole = encode(Image.effect_noise((64, 64), 50))
+    contents = {
+        "text.png": b"hello",
+        "cut.png": whole[:2000],
+        "damaged.png": whole[:60] + b"junk" * 9 + whole[100:],
+    }
+    reasons = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        entries = []
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+            entries.append(ImageEntry(name, 0, str(folder / name), 0, len(content)))
+        reasons.append(list(DecodedImages(entries, 8)))
+    assert reasons[0] == reasons[1]
+    error = OSError("bad <_io.BytesIO object at 0x7f00> and 0x7f01")
+    assert describe_error(error) == "damaged (bad … and …)"
+    for text in reasons[0]:
+        assert isinstance(text, str)
+        assert not re.search("0x|object at", text)
+
+
+def test_an_image_for_which_memory_does_not_suffice_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "a.png").write_bytes(encode(Image.new("RGB", (8, 8))))
+
+    def exhaust_memory(self: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", exhaust_memory)
+    item = DecodedImages([ImageEntry("a.png", 0, str(tmp_path / "a.png"), 0, 100)], 8)[0]
+    assert isinstance(item, OSError)
+
+
+def test_class_folders_are_listed_by_name(tmp_path: Path):
+    for name in ("b/2.png", "b/10.PNG", "a/deep/x.jpeg", "a/notes.txt", "c/readme", "top.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"12345")
+    images = list_images(tmp_path)
+    labels = [(entry.key, entry.label) for entry in images.entries]
+    assert labels == [("a/deep/x.jpeg", 0), ("b/10.PNG", 1), ("b/2.png", 1)]
+    assert images.class_names == ["a", "b"]  # an empty folder is no class
+    before = images.sha256()
+    (tmp_path / "b" / "2.png").write_bytes(b"123456")
+    assert list_images(tmp_path).sha256() != before
