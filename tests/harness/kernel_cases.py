@@ -19,20 +19,32 @@ class Case(NamedTuple):
     name: str
     kernel: Any
     types: dict[str, str]
-    """Argument -> Triton's type, such as *bf16 or i32; of this kernel or another of its kind."""
+    """Argument -> Triton's type, such as *bf16 or i32, for this kernel and others of its kind."""
     constants: dict[str, Any]
     warps: int
     stages: int = 3
     pipelined: bool = False
-    """Its loop loads ahead, asynchronously."""
+    """The loop loads ahead, asynchronously."""
     multiplies: bool = False
-    """It uses the matrix units."""
+    """The kernel uses the matrix units."""
     narrow_loads: bool = False
-    """It turns a layout round, so its loads cannot be wide."""
+    """The kernel transposes a layout, so its loads cannot be wide."""
     quick: bool = False
-    """A common size: checked in every run of the tests."""
+    """A common size, which every run of the tests checks."""
     most_registers: int | None = None
-    """What the launch allows a thread; None: as many as there are."""
+    """Limit of registers per thread of the launch; None: the hardware's."""
+
+
+def add_backward(case: Case, kernel: Any, **changes: Any) -> Iterator[Case]:
+    """Yields a forward case, and the same case of the backward kernel."""
+    yield case
+    yield case._replace(name=f"{case.name}, backward", kernel=kernel, **changes)
+
+
+def make_strides(length: int, **tokens: int) -> dict[str, int]:
+    """Strides of a token and of a sample of `length` tokens, by tensor."""
+    strides = {f"{name}_token": n for name, n in tokens.items()}
+    return strides | {f"{name}_batch": n * length for name, n in tokens.items()}
 
 
 def cases(architecture: int) -> Iterator[Case]:
@@ -53,25 +65,26 @@ def add_norm_cases() -> Iterator[Case]:
     from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, choose_tile
 
     maps = {"BRANCH_ROWS": "*i32", "H_ROWS": "*i32"}
-    strides = dict.fromkeys(("L", "gate_stride", "scale_stride", "shift_stride"), "i32")
-    narrow = {name: "*bf16" for name in ("BRANCH", "GATE", "SCALE", "SHIFT", "H", "DH", "DBRANCH")}
-    wide = {name: "*fp32" for name in ("RESIDUAL", "Z", "RSTD", "DZ", "DRESIDUAL", "SUMS")}
-    variants = (("", False, False), (", row maps", True, False), (", centred", False, True))
+    types = dict.fromkeys(("L", "gate_stride", "scale_stride", "shift_stride"), "i32") | maps
+    types |= dict.fromkeys(("BRANCH", "GATE", "SCALE", "SHIFT", "H", "DH", "DBRANCH"), "*bf16")
+    types |= dict.fromkeys(("RESIDUAL", "Z", "RSTD", "DZ", "DRESIDUAL", "SUMS"), "*fp32")
+    absent = dict.fromkeys(maps)
+    variants = {"": absent, ", row maps": {}, ", centred": absent | {"CENTRED": True}}
     for dim in (96, 384, 768, 1024, 1152):
-        shapes = choose_tile(dim), choose_tile(dim, backward=True)
-        warps = shapes[0]["num_warps"]
-        quick = dim == 768
-        for suffix, mapped, centred in variants:
-            name = f"add_norm D={dim}{suffix}"
-            types = narrow | wide | strides | maps
-            given = {"D": dim, "CENTRED": centred} | ({} if mapped else dict.fromkeys(maps))
-            yield Case(
-                name, add_norm_kernel, types, given | shapes[0] | {"EPS": 1e-6}, warps, quick=quick
+        forward = choose_tile(dim)
+        backward = choose_tile(dim, backward=True) | {"ROWS": 64}
+        for suffix, constants in variants.items():
+            constants = {"D": dim, "CENTRED": False} | constants
+            case = Case(
+                f"add_norm D={dim}{suffix}",
+                add_norm_kernel,
+                types,
+                constants | forward | {"EPS": 1e-6},
+                forward["num_warps"],
+                quick=dim == 768,
             )
-            name = f"{name}, backward"
-            constants = given | shapes[1] | {"ROWS": 64}
-            yield Case(
-                name, add_norm_backward_kernel, types, constants, warps, pipelined=True, quick=quick
+            yield from add_backward(
+                case, add_norm_backward_kernel, constants=constants | backward, pipelined=True
             )
 
 
@@ -101,7 +114,7 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     corners = ((256, 128, 128), (256, 32, 16), (256, 128, 16), (256, 16, 128))
     for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), *corners):
         quick = (length, head_dim) == (256, 64)
-        sizes = sizes_of_scan(length, head_dim, state_dim) | {"PRECISION": "tf32"}
+        sizes = choose_scan_sizes(length, head_dim, state_dim) | {"PRECISION": "tf32"}
         for part, kernel in kernels.items():
             name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
             block, warps, most = ssd.choose_configuration(
@@ -130,31 +143,26 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
             block, warps, most = ssd.choose_configuration(
                 part, 256, size, size, architecture, fp32=True
             )
-            sizes = sizes_of_scan(256, size, size) | {"PRECISION": "ieee", "BLOCK": block}
+            sizes = choose_scan_sizes(256, size, size) | {"PRECISION": "ieee", "BLOCK": block}
             constants = sizes | (NO_GATE if part == "forward" else {})
             for where, more in PARTS_OF.get(part, WHOLE):
                 name = f"ssd {part} L=256 P={size} N={size} fp32{where}"
                 yield Case(
                     name, kernel, full, constants | more, warps, stages=2, most_registers=most
                 )
-    for kernel, way in (
-        (prelude.ssd_decays_kernel, ""),
-        (prelude.ssd_decays_backward_kernel, ", backward"),
-    ):
-        shape = prelude.choose_constants(24, 256)
-        yield Case(
-            f"ssd decays L=256{way}",
-            kernel,
-            types,
-            shape,
-            prelude.WARPS,
-            narrow_loads=True,
-            quick=True,
-        )
-    decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256, "LN2": LN2}
-    yield Case(
-        "ssd decay L=256", backward.ssd_decay_kernel, types, decay, 4, narrow_loads=True, quick=True
+    decays = Case(
+        "ssd decays L=256",
+        prelude.ssd_decays_kernel,
+        types,
+        prelude.choose_constants(24, 256),
+        prelude.WARPS,
+        narrow_loads=True,
+        quick=True,
     )
+    yield from add_backward(decays, prelude.ssd_decays_backward_kernel)
+    decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256, "LN2": LN2}
+    kernel = backward.ssd_decay_kernel
+    yield decays._replace(name="ssd decay L=256", kernel=kernel, constants=decay, warps=4)
 
 
 def chunked_ssd_cases() -> Iterator[Case]:
@@ -174,7 +182,7 @@ def chunked_ssd_cases() -> Iterator[Case]:
         ("groups", between.ssd_groups_kernel, {}),
     )
     for size, fp32 in ((64, False), (128, False), (64, True), (128, True)):
-        sizes: dict[str, Any] = sizes_of_scan(256, size, size)
+        sizes: dict[str, Any] = choose_scan_sizes(256, size, size)
         sizes |= {"g_token": sizes["x_token"], "g_batch": sizes["x_batch"], "o_token": 24 * size}
         block, block_n, warps = between.choose_configuration(size, size, fp32)
         sizes |= {"o_batch": 256 * 24 * size, "T": 256, "BLOCK": block, "BLOCK_N": block_n}
@@ -188,15 +196,12 @@ def chunked_ssd_cases() -> Iterator[Case]:
             yield case._replace(multiplies=not fp32)
 
 
-def sizes_of_scan(length: int, head_dim: int, state_dim: int) -> dict[str, int]:
+def choose_scan_sizes(length: int, head_dim: int, state_dim: int) -> dict[str, int]:
     """Constants of a launch for 24 heads: x, B and C lie as `local_mix` writes them, and z in the
     projection."""
     inner = 24 * head_dim
     mixed = inner + 4 * state_dim
-    tokens = dict.fromkeys(("x", "b", "c", "dx"), mixed) | {"z": inner + mixed + 2 * 24}
-    strides = {f"{of}_token": n for of, n in tokens.items()} | {
-        f"{of}_batch": n * length for of, n in tokens.items()
-    }
+    strides = make_strides(length, x=mixed, b=mixed, c=mixed, dx=mixed, z=inner + mixed + 2 * 24)
     return {"L": length, "K": 24, "N": state_dim, "P": head_dim} | strides
 
 
@@ -204,54 +209,36 @@ def local_mix_cases() -> Iterator[Case]:
     """3 × 3 taps on a 16 × 16 grid, and 7 taps along 1,024 tokens."""
     from accel.kernels import local_mix_triton as mix
 
-    types = {name: "*bf16" for name in ("X", "Y", "DY", "DU")}
-    types |= {name: "*fp32" for name in ("WEIGHT", "BIAS", "SUMS")}
-    types["D"] = "i32"
-    tokens = {"x": 1816, "y": 1024}  # a slice of the projection of ssd_mlp_b, mixed
+    types = dict.fromkeys(("X", "Y", "DY", "DU"), "*bf16")
+    types |= dict.fromkeys(("WEIGHT", "BIAS", "SUMS"), "*fp32") | {"D": "i32"}
+    blocks = {"BLOCK_L": mix.BLOCK_L, "BLOCK_C": mix.BLOCK_C}
     for rows, columns, r, c in ((16, 16, 3, 3), (1, 1024, 1, 7)):
-        sizes = {
-            "ROWS": rows,
-            "COLUMNS": columns,
-            "R": r,
-            "C": c,
-            "BLOCK_L": mix.BLOCK_L,
-            "BLOCK_C": mix.BLOCK_C,
-        }
-        sizes |= {f"{of}_token": n for of, n in tokens.items()}
-        sizes |= {f"{of}_batch": n * rows * columns for of, n in tokens.items()}
+        sizes = blocks | {"ROWS": rows, "COLUMNS": columns, "R": r, "C": c}
+        # x is a slice of the projection of ssd_mlp_b
+        sizes |= make_strides(rows * columns, x=1816, y=1024)
         name = f"local_mix {r}×{c} on {rows}×{columns}"
-        quick = rows == 16
-        forward = sizes | {"BACKWARDS": False}
-        yield Case(name, mix.local_mix_kernel, types, forward, mix.WARPS, quick=quick)
-        yield Case(
-            f"{name}, turned", mix.local_mix_kernel, types, sizes | {"BACKWARDS": True}, mix.WARPS
-        )
-        yield Case(
-            f"{name}, backward", mix.local_mix_backward_kernel, types, sizes, mix.WARPS, quick=quick
-        )
+        constants = sizes | {"BACKWARDS": False}
+        kernel = mix.local_mix_kernel
+        case = Case(name, kernel, types, constants, mix.WARPS, quick=rows == 16)
+        yield case
+        turned = sizes | {"BACKWARDS": True}
+        yield case._replace(name=f"{name}, turned", constants=turned, quick=False)
+        kernel = mix.local_mix_backward_kernel
+        yield case._replace(name=f"{name}, backward", kernel=kernel, constants=sizes)
 
 
 def gated_norm_cases() -> Iterator[Case]:
     from accel.kernels import gated_norm_triton as norm
 
-    types = {name: "*bf16" for name in ("Y", "Z", "H", "DH", "DY", "DZ")}
-    types |= {"WEIGHT": "*fp32", "SUMS": "*fp32"} | dict.fromkeys(("L", "K"), "i32")
-    strides = {f"{of}_token": 1816 for of in ("z", "dz")} | {
-        f"{of}_batch": 1816 * 256 for of in ("z", "dz")
-    }
+    types = dict.fromkeys(("Y", "Z", "H", "DH", "DY", "DZ"), "*bf16")
+    types |= {"WEIGHT": "*fp32", "SUMS": "*fp32", "L": "i32", "K": "i32"}
+    strides = make_strides(256, z=1816, dz=1816)
     for head_dim in (32, 64, 128):
         sizes = {"EPS": 1e-6, "P": head_dim, "BLOCK_L": norm.BLOCK_L, "BLOCK_P": head_dim} | strides
         name = f"gated_norm P={head_dim}"
-        quick = head_dim == 64
-        yield Case(name, norm.gated_norm_kernel, types, sizes, norm.WARPS, quick=quick)
-        yield Case(
-            f"{name}, backward",
-            norm.gated_norm_backward_kernel,
-            types,
-            sizes,
-            norm.WARPS,
-            quick=quick,
-        )
+        kernel = norm.gated_norm_kernel
+        case = Case(name, kernel, types, sizes, norm.WARPS, quick=head_dim == 64)
+        yield from add_backward(case, norm.gated_norm_backward_kernel)
 
 
 def swiglu_cases() -> Iterator[Case]:
@@ -259,42 +246,31 @@ def swiglu_cases() -> Iterator[Case]:
 
     types = dict.fromkeys(("JOINED", "OUT", "DH", "DJOINED"), "*bf16") | {"rows": "i32"}
     sizes = {"H": 2048, "BLOCK_R": swiglu.BLOCK_R, "BLOCK_H": swiglu.BLOCK_H}
-    yield Case("swiglu", swiglu.swiglu_kernel, types, sizes, swiglu.WARPS, quick=True)
-    yield Case(
-        "swiglu, backward", swiglu.swiglu_backward_kernel, types, sizes, swiglu.WARPS, quick=True
-    )
+    case = Case("swiglu", swiglu.swiglu_kernel, types, sizes, swiglu.WARPS, quick=True)
+    yield from add_backward(case, swiglu.swiglu_backward_kernel)
 
 
 def qk_rope_cases() -> Iterator[Case]:
-    """Gradients as attention returns them, each by itself."""
+    """Gradients as attention returns them, each in its own tensor."""
     from accel.kernels import qk_rope_triton as rope
 
-    types: dict[str, str] = dict.fromkeys(("QKV", "Q", "KEYS", "DQ", "DK", "DV", "DQKV"), "*bf16")
+    types = dict.fromkeys(("QKV", "Q", "KEYS", "DQ", "DK", "DV", "DQKV"), "*bf16")
     types |= dict.fromkeys(("Q_WEIGHT", "K_WEIGHT", "ROTATIONS", "SUMS"), "*fp32")
     for head_dim in (32, 64, 128):
         width = 12 * head_dim
-        sizes = {
-            "L": 256,
-            "K": 12,
-            "P": head_dim,
-            "EPS": 1e-6,
-            "BLOCK_L": rope.TILE_ELEMENTS // head_dim,
-        }
-        sizes |= {f"{of}_token": width for of in "qkv"} | {
-            f"{of}_batch": 256 * width for of in "qkv"
-        }
-        name = f"qk_rope P={head_dim}"
-        quick = head_dim == 64
-        yield Case(name, rope.qk_rope_kernel, types, sizes, rope.WARPS, pipelined=True, quick=quick)
-        yield Case(
-            f"{name}, backward",
-            rope.qk_rope_backward_kernel,
+        sizes = {"L": 256, "K": 12, "P": head_dim, "EPS": 1e-6}
+        sizes |= {"BLOCK_L": rope.TILE_ELEMENTS // head_dim}
+        sizes |= make_strides(256, q=width, k=width, v=width)
+        case = Case(
+            f"qk_rope P={head_dim}",
+            rope.qk_rope_kernel,
             types,
             sizes,
             rope.WARPS,
             pipelined=True,
-            quick=quick,
+            quick=head_dim == 64,
         )
+        yield from add_backward(case, rope.qk_rope_backward_kernel)
 
 
 def counter_noise_cases() -> Iterator[Case]:
