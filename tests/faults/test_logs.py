@@ -96,7 +96,7 @@ def test_a_finished_run_is_left_alone(
     assert "differ" not in read_output(folder)
     assert zygote(folder, "optim.lr=0.5") == [0]
     output = read_output(folder)
-    assert f"run_dir={folder} holds a finished run, of 96 samples; nothing is done" in output
+    assert f"run_dir={folder} holds a finished run, of 96 samples; there is nothing to do" in output
     assert "optim.lr was" in output
     assert re.search(rf"train_seconds +{summary['train_seconds']:.6g}\n", output)
     assert zygote(folder, "model.depth=3") == [1]

@@ -143,7 +143,7 @@ def test_a_full_disk_before_and_beside_saves(small_disk: Path):
     fill(small_disk, leave=0)
     with pytest.raises(
         ValueError,
-        match=r"step 2: .*/run/environment.json cannot be written \(No space .*continues from step-2",
+        match=r"step 2: .*/environment.json cannot be written \(No space .*continues from step-2",
     ):
         start_run(folder)
     assert find_damage(folder / "checkpoints" / "step-2") is None

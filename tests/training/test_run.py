@@ -68,12 +68,12 @@ def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):
         train(compose([f"experiment={name}", *words, f"run_dir={tmp_path / name}", *more]))
         return capsys.readouterr().out
 
-    assert "warning: no fastrun" in start("fullrun")
+    assert "holds no fastrun" in start("fullrun")
     start("fastrun")
     output = start("fullrun", f"run_dir={tmp_path / 'second'}")
     assert f"latest fastrun of this model and runtime: {tmp_path / 'fastrun'}" in output
     output = start("fullrun", "model=dit_xs", f"run_dir={tmp_path / 'third'}")
-    assert "warning: no fastrun of model=dit_xs" in output
+    assert "holds no fastrun of model=dit_xs" in output
 
 
 def test_data_without_classes_is_trained_on_and_sampled(run, tmp_path):
