@@ -31,3 +31,18 @@ TINY_JOB = [
     "min_psnr=-100",
 ]
 """Of 20 images, 4 are held out in one shard and 16 are trained on, in shards of 6, 6 and 4."""
+
+TINY_SYNTHETIC = [
+    "data=synthetic",
+    "data.channels=1",
+    "data.height=4",
+    "data.width=4",
+    "data.count=64",
+    "data.num_classes=3",
+    "model=conv_xs",
+    "model.dim=32",
+    "model.head_dim=16",
+    "model.depth=2",
+    "model.patch_size=2",
+]
+"""The smallest model, on 64 random latents of 4 tokens."""
