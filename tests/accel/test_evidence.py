@@ -47,27 +47,29 @@ def test_the_probe_leaves_the_model_as_it_was():
 
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
 def test_the_kept_bytes_are_those_of_inputs_and_of_kept_results(precision, size):
-    B, L, D = 8, 16, 64
+    B = 8
+    L = 16
+    D = 64
     heads = 2
     shapes = ((B, L, D), (B, D), (B, L, D), (B, 6, D))
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    kept = {}
+    saved = {}
     for policy in (None, "blocks", "selective"):
         block = tiny_training("dit", **checkpoint_values(policy)).model.blocks[1]
         notes = []
         with torch.amp.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             # While the outputs live, so does what the block keeps.
             outputs = BlockProbe(block, notes)(*inputs)
-        kept[policy] = notes[-1].saved_bytes
+        saved[policy] = notes[-1].saved_bytes
         del outputs
     input_bytes = notes[-1].input_bytes
     hidden = block.layers[1].w2.in_features
     # The policy keeps the results of qkv, attention, out_proj, w13 and w2; attention also keeps the
     # logarithms of its sums, in fp32.
     results = size * B * L * (3 * D + D + D + 2 * hidden + D) + 4 * B * heads * L
-    assert kept["blocks"] == input_bytes
-    assert kept["selective"] == input_bytes + results
-    assert kept[None] > kept["selective"]
+    assert saved["blocks"] == input_bytes
+    assert saved["selective"] == input_bytes + results
+    assert saved[None] > saved["selective"]
 
 
 # Operations of the host.

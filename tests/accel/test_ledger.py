@@ -115,11 +115,11 @@ def test_a_policy_counts_only_where_blocks_follow_it(policy, applied, note, monk
     assert note in row.evidence
 
 
-@pytest.mark.parametrize("kept", ["mul", "no operation"])
+@pytest.mark.parametrize("saved", ["mul", "no operation"])
 @pytest.mark.parametrize("scope", [None, "blocks"])
-def test_a_selective_policy_that_keeps_other_results_is_not_on(scope, kept, monkeypatch):
+def test_a_selective_policy_that_keeps_other_results_is_not_on(scope, saved, monkeypatch):
     def decide(context, op, *arguments, **kwargs):
-        wanted = op.name().startswith(f"aten::{kept}")
+        wanted = op.name().startswith(f"aten::{saved}")
         return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
 
     monkeypatch.setattr("accel.techniques.gradient_checkpointing.decide", decide)

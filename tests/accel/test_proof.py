@@ -154,17 +154,17 @@ def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trial
 # What the cache and the run folder remember.
 
 
-def write_choice(folder: Path, kept: dict) -> Path:
+def write_choice(folder: Path, choice: dict) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / proof.KERNELS_FILE).write_text(json.dumps(kept))
+    (folder / proof.KERNELS_FILE).write_text(json.dumps(choice))
     return folder
 
 
 def test_a_resumed_run_keeps_its_choice(tmp_path, trials):
-    _, _, kept = prove_scan()
+    _, _, choice = prove_scan()
     slow = GOOD | {"times": {"on": 9.0, "off": 1.0}}
-    kept |= {"chosen": {"fused_scan": False}, "found": {"fused_scan": slow}}
-    on, why, again = prove_scan(folder=write_choice(tmp_path / "run", kept))
+    choice |= {"chosen": {"fused_scan": False}, "found": {"fused_scan": slow}}
+    on, why, again = prove_scan(folder=write_choice(tmp_path / "run", choice))
     # The cache says otherwise.
     assert not on
     assert why.startswith("this run has chosen before: ")
@@ -173,9 +173,9 @@ def test_a_resumed_run_keeps_its_choice(tmp_path, trials):
 
 
 def test_on_another_machine_a_resumed_run_proves_its_choice_again(tmp_path, trials, monkeypatch):
-    _, _, kept = prove_scan()
-    kept["facts"]["driver"] = "another"
-    folder = write_choice(tmp_path / "run", kept)
+    _, _, choice = prove_scan()
+    choice["facts"]["driver"] = "another"
+    folder = write_choice(tmp_path / "run", choice)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     assert prove_scan(folder=folder)[0]
     # The second trial is of parity alone.
@@ -183,8 +183,8 @@ def test_on_another_machine_a_resumed_run_proves_its_choice_again(tmp_path, tria
     plant_findings(monkeypatch, REFUSED)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a third"))
     assert not prove_scan(folder=folder)[0]
-    kept["chosen"]["fused_scan"] = False
-    assert not prove_scan(folder=write_choice(folder, kept))[0]
+    choice["chosen"]["fused_scan"] = False
+    assert not prove_scan(folder=write_choice(folder, choice))[0]
 
 
 @pytest.mark.parametrize("how", ["batch", "precision", "kernels", "damaged"])
@@ -224,9 +224,9 @@ def test_a_run_keeps_its_choice_before_it_warms_up(trials, tmp_path, monkeypatch
         patched.setattr(Training, "warm_up", warm_up)
         with pytest.raises(StoppedError):
             train(compose(words))
-    kept = json.loads((folder / proof.KERNELS_FILE).read_text())
-    assert kept["chosen"] == {"fused_scan": True}
-    write_choice(folder, kept | {"chosen": {"fused_scan": False}})
+    choice = json.loads((folder / proof.KERNELS_FILE).read_text())
+    assert choice["chosen"] == {"fused_scan": True}
+    write_choice(folder, choice | {"chosen": {"fused_scan": False}})
     row = train(compose(words))["ledger"]["fused_scan"]
     assert row["active"] is False
     assert row["evidence"].startswith("this run has chosen before: error 3e-03")

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("kernels_on_a_cpu")
 
 
 def test_a_good_kernel_is_chosen_and_remembered(monkeypatch, capfd):
-    on, why, kept = prove_scan()
+    on, why, choice = prove_scan()
     assert on
     assert all(word in why for word in ("error", "definition", "ms a block against", "MB a sample"))
-    assert kept["chosen"] == {"fused_scan": True}
+    assert choice["chosen"] == {"fused_scan": True}
     assert capfd.readouterr().err.count("Trying fused_scan") == 1
     # The next run reads the cache.
     monkeypatch.setattr(proof, "run_trials", None)

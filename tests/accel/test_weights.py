@@ -51,8 +51,8 @@ def test_small_updates_are_not_lost(rounding):
     weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     optimizer = take_sgd_steps(weight, rounding, 1e-4, range(1000))
     assert weight.dtype is torch.bfloat16
-    kept = collect_state(optimizer, weight).get(COMPENSATION, torch.zeros(1))
-    assert (weight.double() + kept.double()).mean().item() == pytest.approx(0.9, abs=1e-3)
+    rest = collect_state(optimizer, weight).get(COMPENSATION, torch.zeros(1))
+    assert (weight.double() + rest.double()).mean().item() == pytest.approx(0.9, abs=1e-3)
 
 
 @pytest.mark.parametrize(

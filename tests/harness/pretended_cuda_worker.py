@@ -2,19 +2,17 @@
 have an H100.
 
 tests/accel/test_pretended_cuda.py starts it with two small libraries in its environment: one counts
-devices, one stands in the driver's place. `python -m tests.harness.pretended_cuda_worker <kind>`
-prints a line of JSON for each case of that kind.
+devices, one stands for the driver. `python -m tests.harness.pretended_cuda_worker <kind>` prints a
+line of JSON for each case of that kind.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -29,17 +27,13 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import accel.kernels.attend
-import accel.kernels.counter_noise
-import accel.techniques.offload_optimizer
-import accel.techniques.weights
-import models.mixers.attention
 from accel.composite_optimizer import is_fused
 from accel.stack import AccelerationStack
 from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from data.loader import Batch, LatentSpec
 from models.denoiser import Denoiser
+from tests.harness.pretended_cuda import always, pretend_compiler, pretend_device, pretend_launches
 from training.assemble import Parts, Training, assemble, build_stack
 from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
@@ -97,152 +91,14 @@ SPEC = LatentSpec(
     std=[1.0] * 4,
 )
 STEP_COUNT = 2
-DEVICES = 10
-"""As many as PyTorch's own stand-in for a device guard counts; autograd asks for the context of
-each."""
-
-
-# The device that is not there.
-
-
-class Device(SimpleNamespace):
-    """What is asked about an H100."""
-
-    name = "NVIDIA H100 80GB HBM3"
-    major = 9
-    minor = 0
-    multi_processor_count = 132
-    total_memory = 80 * 2**30
-    regs_per_multiprocessor = 65536
-    warp_size = 32
-    max_threads_per_multi_processor = 2048
-    max_threads_per_block = 1024
-    L2_cache_size = 50 * 2**20
-    shared_memory_per_block = 49152
-    shared_memory_per_block_optin = 232448
-    shared_memory_per_multiprocessor = 233472
-    gcnArchName = ""  # noqa: N815  # PyTorch's name
-
-
-class Nothing:
-    """A device, guard or stream that is entered and waited for."""
-
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> Nothing:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-
-def always(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
-
-
-def pretend_device() -> None:
-    """Lets PyTorch's Python side find one H100, and its C++ side count one device."""
-    import torch._subclasses.fake_tensor
-
-    state = torch.zeros(16, dtype=torch.uint8)
-    facts = {
-        "is_available": True,
-        "is_initialized": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_properties": Device,
-        "get_device_capability": (9, 0),
-        "get_device_name": Device.name,
-        "is_current_stream_capturing": False,
-        "mem_get_info": (70 * 2**30, 80 * 2**30),
-        "get_rng_state": state,
-        "current_stream": Nothing(),
-    }
-    names = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-    facts |= dict.fromkeys(names, 0)
-    names = ("_lazy_init", "init", "synchronize", "empty_cache", "reset_peak_memory_stats")
-    facts |= dict.fromkeys((*names, "set_device", "set_rng_state"))
-    for name, value in facts.items():
-        setattr(torch.cuda, name, always(value))
-    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
-    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.cuda.Stream = torch.cuda.device = torch.cuda._DeviceGuard = Nothing  # pyright: ignore[reportAttributeAccessIssue]
-    fake_tensor.init_gpu_context = always(None)
-    FakeTensorMode.avoid_device_init = property(always(True))  # pyright: ignore[reportAttributeAccessIssue]
-    torch._C._ensureCUDADeviceGuardSet()
-    ctypes.c_byte.in_dll(
-        ctypes.CDLL(os.environ["PRETENDED_CUDA"]), "pretended_devices"
-    ).value = DEVICES
-    torch.autograd.set_multithreading_enabled(False)  # a FakeTensorMode is one thread's
-
-
-def pretend_launches() -> None:
-    """Stands in for what fake tensors cannot do: launch Triton, choose an attention backend,
-    page-lock memory."""
-    for module in (accel.kernels.counter_noise, accel.techniques.weights):
-        module.draw = draw
-    accel.techniques.offload_optimizer.make_host_tensor = partial(torch.empty_like, device="cpu")
-    models.mixers.attention.attend = attend
-    torch._fused_adamw_ = partial(fused_update, 4)
-
-
-def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
-    dtype = torch.int64 if kind == "bits" else torch.float32
-    return torch.empty(len(position), words, dtype=dtype, device=position.device)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, backend: str = "auto", groups: Tensor | None = None
-) -> Tensor:
-    """The backend that is named; for "auto", what PyTorch takes on an H100 or what takes fp32."""
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    if backend == "flex":
-        return accel.kernels.attend.attend_by_flex(q, k, v, groups)
-    assert groups is None
-    ops = torch.ops.aten
-    if backend == "math":
-        return (q @ k.mT).softmax(-1) @ v
-    if backend == "cudnn":
-        return ops._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0]
-    if backend == "efficient" or q.dtype == torch.float32:
-        return ops._scaled_dot_product_efficient_attention(q, k, v, None, True)[0]
-    return ops._scaled_dot_product_flash_attention(q, k, v)[0]
-
-
-def fused_update(lists: int, *tensors: list[Tensor], **options: Any) -> None:
-    """An update by one kernel, which the device decides about: checks where and what its inputs
-    are."""
-    device = tensors[0][0].device
-    dtype = tensors[0][0].dtype
-    for t in (t for some in tensors[:lists] for t in some):
-        assert (t.device, t.dtype) == (device, dtype), (
-            f"{t.dtype} on {t.device} beside {dtype} on {device}"
-        )
-    for t in (t for some in tensors[lists:] for t in some):
-        assert t.device == device, f"a step count on {t.device} beside parameters on {device}"
-    for name in ("grad_scale", "found_inf", "lr"):
-        value = options[name]
-        assert isinstance(value, Tensor), f"{name} is {value}, a number of the host"
-        assert (value.device, value.dtype) == (device, torch.float32), (
-            f"{name} is {value.dtype} on {value.device}"
-        )
 
 
 # Steps.
 
 
 class Waits(TorchDispatchMode):
-    """Notes each place where the host reads a value of the device, or copies so that it waits, and
-    goes on."""
+    """Notes each place where the host reads a value of the device, or waits for a copy; the host
+    then continues with a made-up value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,62 +122,49 @@ class Waits(TorchDispatchMode):
                 self.note(f"copies from {source.device.type} to {result.device.type}")
         return result
 
-    def note(self, what: str) -> None:
-        files = [at.filename for at in traceback.extract_stack() if at.filename != __file__]
+    def note(self, event: str) -> None:
+        """Adds the innermost file of this project, or of PyTorch's optimizers, to the places."""
+        files = [frame.filename for frame in traceback.extract_stack()]
         known = [file for file in files if "torch/optim/" in file or "site-packages" not in file]
-        self.places.append(
-            f"{known[-1].removeprefix(f'{ROOT}/').rpartition('site-packages/')[2]} {what}"
-        )
+        place = [file for file in known if file != __file__][-1]
+        name = place.removeprefix(f"{ROOT}/").rpartition("site-packages/")[2]
+        self.places.append(f"{name} {event}")
 
 
 def check_devices(func: Any, args: Any, kwargs: Any) -> None:
-    """RuntimeError where an operation would write to the host what lies on the device: fake scalars
+    """RuntimeError where an operation would write a value of the device to the host: fake scalars
     let that pass."""
-    given = [*zip(func._schema.arguments, args, strict=False)]
-    given += [
-        (argument, kwargs[argument.name])
-        for argument in func._schema.arguments
-        if argument.name in kwargs
+    arguments = func._schema.arguments
+    values = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    written = [
+        values[a.name]
+        for a in arguments
+        if a.name in values and a.alias_info and a.alias_info.is_write
     ]
-    written = tree_leaves(
-        [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
-    )
-    on_host = any(isinstance(t, Tensor) and not t.is_cuda for t in written)
+    tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+    to_host = any(isinstance(t, Tensor) and not t.is_cuda for t in tree_leaves(written))
     copies = func.overloadpacket.__name__ in ("copy_", "_foreach_copy_")
-    if (
-        on_host
-        and not copies
-        and any(isinstance(t, Tensor) and t.is_cuda for t in tree_leaves((args, kwargs)))
-    ):
-        raise RuntimeError(f"{func} writes to the host, and not all that it takes is there")
+    if to_host and not copies and any(t.is_cuda for t in tensors):
+        raise RuntimeError(f"{func} writes to the host what it computes from the device")
 
 
-def blank_model(
+def build_blank_model(
     device: torch.device, node: Any, spec: LatentSpec, _device: torch.device
 ) -> Denoiser:
-    """The model on `device`, of fake tensors."""
-    model = build_on_meta(node, spec)
-    for module in model.modules():
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                fake = torch.empty_like(tensor, device=device)
-                module._parameters[name] = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                module._buffers[name] = torch.empty_like(tensor, device=device)
-    return model
+    """A model of fake tensors on `device`."""
+    return build_on_meta(node, spec).to_empty(device=device)
 
 
-def assumed_kernels(stack: AccelerationStack, model: nn.Module, *_: Any) -> dict[str, Any]:
-    """Takes every fused kernel that is asked for as proved."""
+def accept_kernels(stack: AccelerationStack, model: nn.Module, *_: Any) -> dict[str, Any]:
+    """Accepts every fused kernel without proof."""
     for technique in stack.techniques:
         if isinstance(technique, FusedKernel) and technique.asks_for_proof(model):
             technique.on_fake_device()
     return {}
 
 
-def assembled(words: str, home: torch.device = CUDA) -> Training:
-    """A run with its parameters on `home`; its step is never captured."""
+def assemble_run(words: str, home: torch.device = CUDA) -> Training:
+    """Assembles a run with its parameters on `home`; its step is never captured."""
     family, preset, *more = words.split()
     cfg = compose(
         [f"model={family}_xs", f"runtime={preset}", "data=synthetic", "batch_size=8", *more]
@@ -329,8 +172,8 @@ def assembled(words: str, home: torch.device = CUDA) -> Training:
     alone = partial(build_stack, alone=True)
     parts = Parts(
         always(SimpleNamespace(spec=SPEC)),
-        partial(blank_model, home),
-        assumed_kernels,
+        partial(build_blank_model, home),
+        accept_kernels,
         alone,
         always(None),
     )
@@ -340,22 +183,22 @@ def assembled(words: str, home: torch.device = CUDA) -> Training:
     return training
 
 
-def batches(training: Training) -> list[Batch]:
+def make_batches(training: Training) -> list[Batch]:
     samples = training.micro_batch
     numbers = torch.zeros(samples, dtype=torch.int64, device=CUDA)
     latents = torch.empty(samples, SPEC.channels, SPEC.height, SPEC.width, device=CUDA)
     return [Batch(latents, numbers, numbers, numbers)] * training.cfg.accumulation_steps
 
 
-def lend(training: Training) -> None:
-    """Each forward pass finds copies on the device of the parameters, which stay on the host: as
-    sharding does it."""
+def lend_parameters(training: Training) -> None:
+    """Copies the parameters from the host to the device for each forward pass, as sharding does
+    it."""
     model = training.model
     forward = training.step.forward
 
     def on_device(*args: Any, **kwargs: Any) -> Tensor:
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        copies = {name: t.to(CUDA, non_blocking=True) for name, t in own.items()}
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        copies = {name: t.to(CUDA, non_blocking=True) for name, t in tensors}
         with _reparametrize_module(model, copies):
             return forward(*args, **kwargs)
 
@@ -363,43 +206,31 @@ def lend(training: Training) -> None:
 
 
 def take_steps(training: Training, watched: AbstractContextManager[Any]) -> None:
-    """Two steps; an AssertionError if one gives something that is not on the device."""
+    """Takes two steps; AssertionError if one returns something that is not on the device."""
     for i in range(STEP_COUNT):
         training.step.schedule(i * training.cfg.batch_size)
-        given = batches(training)
+        batches = make_batches(training)
         with watched:
-            output = training.step(given)
+            output = training.step(batches)
         for name, value in output._asdict().items():
             assert value.is_cuda, f"{name} of the step is on {value.device}"
 
 
-def places_of_state(training: Training) -> list[str]:
-    state = training.step.optimizer.state_dict()["state"]
-    return sorted(
-        {
-            t.device.type
-            for entries in state.values()
-            for t in entries.values()
-            if isinstance(t, Tensor)
-        }
-    )
-
-
 def run_steps(name: str, words: str) -> dict[str, Any]:
-    """Where the host waited in two steps, whether the optimizer is fused, and where its state
-    lies."""
+    """Takes two steps; returns where the host waited, whether the optimizer is fused, and the
+    device of its state."""
     home = torch.device("cpu") if name == "parameters on the host" else CUDA
     with FakeTensorMode(allow_non_fake_inputs=True):
-        training = assembled(words, home)
+        training = assemble_run(words, home)
         waits = Waits()
         if home != CUDA:
-            lend(training)
+            lend_parameters(training)
         take_steps(training, waits)
-        fused = is_fused(training.step.optimizer)
+        state = tree_leaves(training.step.optimizer.state_dict()["state"])
         return {
-            "fused": fused,
+            "fused": is_fused(training.step.optimizer),
             "waits": waits.places,
-            "state": places_of_state(training),
+            "state": sorted({t.device.type for t in state if isinstance(t, Tensor)}),
             "steps": STEP_COUNT,
         }
 
@@ -408,95 +239,59 @@ def run_steps(name: str, words: str) -> dict[str, Any]:
 
 
 class Generated:
-    """What Inductor makes: graphs' wrapper code and Triton kernels. A graph runs as it was given to
-    Inductor."""
+    """Records Inductor's Triton kernels and the wrapper code of its graphs. A graph runs
+    uncompiled."""
 
     def __init__(self) -> None:
         self.kernels: list[str] = []
         self.codes: list[tuple[bool, str]] = []
-        """Of each graph: whether it is a backward pass, and its wrapper's code."""
+        """For each graph whether it is a backward pass, and its wrapper's code."""
 
-    def kernel(self, name: str, source: str, **_: Any) -> Any:
+    def add_kernel(self, name: str, source: str, **_: Any) -> Any:
         compile(source, name, "exec")
         self.kernels.append(name)
         return SimpleNamespace(run=always(None))
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
+        from torch._inductor import compile_fx
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.graph import GraphLowering
 
         codegen = GraphLowering.codegen
         compile_graph = compile_fx.fx_codegen_and_compile
 
-        def noted(lowering: GraphLowering) -> Any:
+        def note_code(lowering: GraphLowering) -> Any:
             code = codegen(lowering)
             self.codes.append((lowering.is_backward, code[0].value))
             return code
 
-        def as_given(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        def keep_uncompiled(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             copy = deepcopy(graph)
-            made = compile_graph(graph, *args, **kwargs)
+            compiled = compile_graph(graph, *args, **kwargs)
 
             def call(inputs: list[Any]) -> Any:
-                given = list(inputs)
+                arguments = list(inputs)
                 inputs.clear()
-                return copy(*given)
+                return copy(*arguments)
 
-            made.current_callable = call
-            return made
+            compiled.current_callable = call
+            return compiled
 
         with (
-            patch.object(AsyncCompile, "triton", self.kernel),
-            patch.object(GraphLowering, "codegen", noted),
-            patch.object(compile_fx, "fx_codegen_and_compile", as_given),
+            patch.object(AsyncCompile, "triton", self.add_kernel),
+            patch.object(GraphLowering, "codegen", note_code),
+            patch.object(compile_fx, "fx_codegen_and_compile", keep_uncompiled),
         ):
             yield
 
 
-def pretend_compiler() -> None:
-    """Lets Inductor and Triton find the device, and keeps them from running anything on it."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-    import triton
-    from torch._dynamo.device_interface import CudaInterface
-    from triton.backends.compiler import GPUTarget
-
-    inductor.compile_threads = 1
-    inductor.fx_graph_cache = inductor.shape_padding = inductor.joint_graph_constant_folding = False
-    inductor.triton.autotune_at_compile_time = False
-    functorch.enable_autograd_cache = False
-    for interface in (CudaInterface, CudaInterface.Worker):
-        interface.current_device = staticmethod(always(0))
-        interface.get_device_properties = staticmethod(always(Device))
-    CudaInterface.device = Nothing  # pyright: ignore[reportAttributeAccessIssue]
-    CudaInterface.is_available = CudaInterface.is_bf16_supported = staticmethod(always(True))
-    CudaInterface.get_compute_capability = staticmethod(always(90))
-    CudaInterface.synchronize = staticmethod(always(None))
-    torch._C._cuda_getCurrentRawStream = always(0)
-    limits = {
-        "max_shared_mem": 232448,
-        "max_num_regs": 65536,
-        "multiprocessor_count": 132,
-        "warpSize": 32,
-    }
-    target = GPUTarget("cuda", 90, 32)
-    driver = SimpleNamespace(
-        utils=SimpleNamespace(get_device_properties=always(limits)),
-        get_current_target=always(target),
-        get_current_device=always(0),
-        get_device_interface=always(torch.cuda),
-        is_active=always(True),
-    )
-    triton.runtime.driver.set_active(driver)
-
-
 def run_compiled(name: str, words: str) -> dict[str, Any]:
-    """Two steps with compiled blocks: the graphs and kernels that were made, and our operators in
-    their code."""
+    """Takes two steps with compiled blocks; returns the number of graphs and kernels, and our
+    operators in their code."""
     generated = Generated()
-    with generated.recorded(), FakeTensorMode(allow_non_fake_inputs=True):
-        training = assembled(words)
+    with generated.record(), FakeTensorMode(allow_non_fake_inputs=True):
+        training = assemble_run(words)
         take_steps(training, nullcontext())
     text = "\n".join(code for _, code in generated.codes)
     backward = [is_backward for is_backward, _ in generated.codes]
