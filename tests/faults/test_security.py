@@ -1,17 +1,17 @@
-"""Inputs that would run code, leave their folder or leak a secret: each is refused."""
+"""Inputs that would run code or leave their folder: each is refused."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import io
 import json
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,19 @@ import torch
 import yaml
 from PIL import Image
 
-from common.errors import UserError
 from common.files import ROOT
 from data.loader import LatentSpec
 from encoding.sources import list_images
-from scripts.import_latents import ImportConfig
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.limits import run_limited
 from tests.harness.payloads import DEEP, ON_A_HUB, make_weights, read_description, with_description
 from tests.harness.sets import write_tar
 from tests.harness.words import CPU, TINY_RUN
 from train import train
-from training.checkpoint.load import find_weights_file, list_complete, verify
-from training.config import secrets
+from training.checkpoint.load import find_weights_file, verify
 from training.config.build import build
-from training.config.compose import CONF_FOLDER, compose, report_user_errors
+from training.config.compose import CONF_FOLDER, compose
 from training.config.contradictions import check_nccl
-from training.config.explain import flatten_tree
-from training.config.secrets import SHAPES, redact, redact_text, redact_words
-from training.config.words import describe_unreadable
 from training.run import choose_folder
 from training.weights.pretrained import build_autoencoder, build_model, fit_weights, load_pretrained
 
@@ -236,22 +230,19 @@ def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(
     "a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled"
 )
 def test_a_pickle_is_never_opened(run_whole: Callable[..., Path], tmp_path: Path):
-    made = tmp_path / "made"
+    evil = Evil(tmp_path / "made")
     for name in ("evil.safetensors", "evil.pt"):
-        torch.save({"weights": Evil(made)}, tmp_path / name)
-    made.unlink(missing_ok=True)
+        torch.save({"weights": evil}, tmp_path / name)
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         load_pretrained(tmp_path / "evil.safetensors", CPU)
     with pytest.raises(ValueError, match="neither a"):
         find_weights_file(str(tmp_path / "evil.pt"), "init_from")
-    checkpoint = tmp_path / "step-2"
-    checkpoint.mkdir()
-    for file in list_complete(run_whole() / "checkpoints")[-1].iterdir():
-        (checkpoint / file.name).write_bytes(file.read_bytes())
-    (checkpoint / "rank-0-of-1.safetensors").write_bytes(pickle.dumps(Evil(made)))
+    checkpoint = tmp_path / "step-12"
+    shutil.copytree(run_whole() / "checkpoints" / "step-12", checkpoint)
+    (checkpoint / "rank-0-of-1.safetensors").write_bytes(pickle.dumps(evil))
     with pytest.raises(ValueError, match=r"rank-0-of-1\.safetensors does not match"):
         verify(checkpoint)
-    assert not made.exists()
+    assert not evil.file.exists()
 
 
 @pytest.mark.fault(
@@ -306,144 +297,6 @@ def test_a_default_folder_stays_among_the_runs(name: str):
 
 
 @pytest.mark.fault(
-    "secrets in keys, in the environment and in addresses",
-    "in no file of the run, no log, no message",
-)
-def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setenv("MY_TOKEN", "hunter2-env")
-    folder = tmp_path / "run"
-    nccl = "+runtime.parallel.nccl.NCCL_"
-    words = [
-        "logger=wandb",
-        "logger.mode=offline",
-        "save_every=1",
-        f"run_dir={folder}",
-        f"{nccl}DEBUG=${{oc.env:MY_TOKEN}}",
-        f"{nccl}SOCKET_IFNAME='password=hunter2-key'",
-        f"{nccl}IB_HCA='https://me:hunter2@pass@host/x?X-Amz-Signature=hunter2-sig&a=1'",
-    ]
-    monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    train(compose([*TINY_RUN, *words]))
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    # W&B uploads the files of its own folder.
-    assert {"config.yaml", "environment.json", "metrics.jsonl"} <= {file.name for file in files}
-    assert ".wandb" in {file.suffix for file in files}
-    for file in files:
-        assert b"hunter2" not in file.read_bytes(), file
-    shown = capsys.readouterr()
-    assert "hunter2" not in shown.out + shown.err
-    nccl = yaml.safe_load((folder / "config.yaml").read_text())["runtime"]["parallel"]["nccl"]
-    assert nccl["NCCL_DEBUG"] == "${oc.env:MY_TOKEN}"
-    assert nccl["NCCL_SOCKET_IFNAME"] == "password=<redacted>"
-
-
-def test_messages_are_scrubbed(capsys):
-    for address in ("s3://key:hunter2@b/x", "http://u:hunter2@127.0.0.1:9/x?sig=hunter2&part=1"):
-        with pytest.raises(SystemExit), report_user_errors():
-            raise UserError(f"{address} cannot be read.")
-    assert "hunter2" not in capsys.readouterr().err
-    signed = "http://h/set?X-Amz-Signature=hunter2&X-Amz-Credential=hunter2"
-    for written in (
-        redact({"data": {"path": signed}}),
-        redact_words([f"data.path={signed}"]),
-        redact_text(signed),
-    ):
-        assert "hunter2" not in str(written)
-        assert "http://h/set?<redacted>" in str(written)
-    plain = "a plain: text, a@b.c ?x=1, no key: 3"
-    assert redact_text(plain) == plain
-    assert redact_words(["a={TOKEN:x,b:1}", "token=x", "b=[{my_key: x}]"]) == [
-        "a={TOKEN:<redacted>,b:1}",
-        "token=<redacted>",
-        "b=[{my_key: <redacted>}]",
-    ]
-
-
-TEXTS: dict[str, list[str]] = yaml.safe_load((ROOT / "tests/assets/secrets.yaml").read_text())
-"""Shape of a secret -> texts that have it."""
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def shows_secret(text: str) -> bool:
-    return re.search(r"HUN|TER2|SFVO|dXNl|1234567", text) is not None
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_of_a_secret_is_redacted(shape: str):
-    for text in TEXTS[shape]:
-        for output in (redact_text(text), str(redact({"a": [text]})), redact_words([text])[0]):
-            assert "<redacted>" in output, text
-            assert not shows_secret(output), text
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_row_of_the_table_is_needed(shape: str, monkeypatch: pytest.MonkeyPatch):
-    patterns = dict(zip(SHAPES, secrets.COMPILED_SHAPES, strict=True))
-    del patterns[shape]
-    monkeypatch.setattr(secrets, "COMPILED_SHAPES", list(patterns.values()))
-    assert any(shows_secret(redact_text(text)) for text in TEXTS[shape])
-
-
-def test_names_with_a_secret_lose_values_and_no_others():
-    names = (
-        "apiKey access-token PRIVATE_KEY tokens auth passphrase clientSecret X-Auth-Token "
-        "authToken accesskey GITHUB_PAT creds sas sentry_dsn webhook SLACK_WEBHOOK_URL auth_header"
-    )
-    assert set(redact(dict.fromkeys(names.split(), "x")).values()) == {"<redacted>"}
-    assert redact_text(f"dapi{'0123456789abcdef' * 2}") == "<redacted>"
-    assert redact({"ghp_HUNTER2abcdefghijkl": ("sk-HUNTER2abcdefghijkl", 1)}) == {
-        "<redacted>": ("<redacted>", 1)
-    }
-    others = {
-        "tokens": 3,
-        "tokens_per_s": 3,
-        "author": "x",
-        "labels_key": "x",
-        "token_drop": 0.1,
-        "use_auth_token": True,
-    }
-    assert redact(others) == others
-    sources = [compose([]).source, compose(["source=x", "out=y"], "precompute_latents").source]
-    keys = [key for source in sources for key, _ in flatten_tree(source)]
-    keys += [field.name for field in dataclasses.fields(ImportConfig)]
-    assert [key for key in keys if secrets.is_secret(key, "x")] == []
-
-
-def list_messages() -> Iterator[str]:
-    """Texts of all exceptions that the code raises, with a word in the place of each value."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
-    for file in files:
-        if "tests" in file.parts:
-            continue
-        tree = ast.parse(file.read_text())
-        raises = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
-        for node in (node for raised in raises for node in ast.walk(raised)):
-            if isinstance(node, ast.JoinedStr):
-                parts = [getattr(part, "value", "") for part in node.values]
-                yield "".join(part if isinstance(part, str) else "photos" for part in parts)
-
-
-def test_no_sentence_of_ours_is_redacted():
-    """Advice such as latents_key=<name> stays, too."""
-    messages = list(list_messages())
-    assert len(messages) > 200
-    messages += [
-        "x is not of the form key=value; set latents_key=<name>.",
-        "labels_key=label, data.author=me",
-        "basic float32 precision",
-        "the bearer token expired",
-        "python:3.11@sha256:0a1b",
-        "{token: …, b: 1}",
-        describe_unreadable("logger.api_key='x"),
-        "write logger.key=[…] for a list, logger.key=\"'…'\" for text",
-    ]
-    assert [redact_text(message) for message in messages] == messages
-    with pytest.raises(ValueError, match="is not of the form key=value") as caught:
-        compose(["latents_key"])
-    assert redact_text(str(caught.value)) == str(caught.value)
-
-
-@pytest.mark.fault(
     "a variable of NCCL that loads a library or writes a file",
     "refused in a sentence; nothing is set",
 )
@@ -476,8 +329,8 @@ def test_hub_models_are_pinned():
 def test_dependencies_are_past_known_advisories():
     """The table in SECURITY.md against the tested set and the lower bounds."""
 
-    def numbers(version: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    def split(version: str) -> list[int]:
+        return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
     rows = re.findall(
         r"^\| (\S*(?:CVE|GHSA)\S*).*\| `([\w-]+)` \| ([\d.]+) \|$",
@@ -485,34 +338,28 @@ def test_dependencies_are_past_known_advisories():
         re.M,
     )
     assert len(rows) >= 5
-    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M))
-    lowest = dict(
-        re.findall(r'^    "([\w-]+)>=([\d.]+)', (ROOT / "pyproject.toml").read_text(), re.M)
-    )
-    for advisory, package, fixed in rows:
-        assert numbers(pinned[package]) >= numbers(fixed), (
-            f"{package} {pinned[package]}: {advisory}"
-        )
-        assert numbers(lowest[package]) >= numbers(fixed), (
-            f"{package} >= {lowest[package]}: {advisory}"
-        )
+    for file, pattern in (
+        ("constraints.txt", r"^([\w-]+)==([\d.]+)"),
+        ("pyproject.toml", r'^    "([\w-]+)>=([\d.]+)'),
+    ):
+        versions = dict(re.findall(pattern, (ROOT / file).read_text(), re.M))
+        for advisory, package, fixed in rows:
+            assert split(versions[package]) >= split(fixed), f"{file}: {package}, {advisory}"
 
 
 def test_sampling_needs_nothing_but_the_weights(run_whole: Callable[..., Path], tmp_path: Path):
-    """One file, copied away: no run folder, no optimizer, no loop."""
+    """A copy of one file is enough: no run folder, no optimizer, no loop."""
     file = tmp_path / "copied.safetensors"
-    file.write_bytes(
-        (list_complete(run_whole() / "checkpoints")[-1] / "ema.safetensors").read_bytes()
-    )
-    program = (
-        "import sys; from scripts.sample import *; "
-        f"sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, "
-        f"out={str(tmp_path / 'samples')!r})); unwanted = 'training.step', 'training.state', "
-        "'training.checkpoint.save', 'train'; print([name for name in unwanted if name in "
-        "sys.modules])"
-    )
+    shutil.copy(run_whole() / "checkpoints" / "step-12" / "ema.safetensors", file)
+    program = f"""
+import sys
+from scripts.sample import SampleConfig, sample_run
+sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, out={str(tmp_path / "copy")!r}))
+unwanted = ["training.step", "training.state", "training.checkpoint.save", "train"]
+print([name for name in unwanted if name in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    run = SampleConfig(run_dir=str(run_whole()), count=4, steps=2, out=str(tmp_path / "other"))
-    sample_run(run)
-    assert (tmp_path / "samples.npz").read_bytes() == (tmp_path / "other.npz").read_bytes()
+    cfg = SampleConfig(run_dir=str(run_whole()), count=4, steps=2, out=str(tmp_path / "run"))
+    sample_run(cfg)
+    assert (tmp_path / "copy.npz").read_bytes() == (tmp_path / "run.npz").read_bytes()

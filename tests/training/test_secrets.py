@@ -1,0 +1,162 @@
+"""Secrets reach no file of a run, no log and no message; everything else stays as it is."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.errors import UserError
+from common.files import ROOT
+from scripts.import_latents import ImportConfig
+from tests.harness.words import TINY_RUN
+from train import train
+from training.config import secrets
+from training.config.compose import compose, report_user_errors
+from training.config.explain import flatten_tree
+from training.config.secrets import SHAPES, redact, redact_text, redact_words
+from training.config.words import describe_unreadable
+
+
+@pytest.mark.fault(
+    "secrets in keys, in the environment and in addresses",
+    "in no file of the run, no log, no message",
+)
+def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("MY_TOKEN", "hunter2-env")
+    folder = tmp_path / "run"
+    nccl = "+runtime.parallel.nccl.NCCL_"
+    words = [
+        "logger=wandb",
+        "logger.mode=offline",
+        "save_every=1",
+        f"run_dir={folder}",
+        f"{nccl}DEBUG=${{oc.env:MY_TOKEN}}",
+        f"{nccl}SOCKET_IFNAME='password=hunter2-key'",
+        f"{nccl}IB_HCA='https://me:hunter2@pass@host/x?X-Amz-Signature=hunter2-sig&a=1'",
+    ]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    train(compose([*TINY_RUN, *words]))
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    # W&B uploads the files of its own folder.
+    assert {"config.yaml", "environment.json", "metrics.jsonl"} <= {file.name for file in files}
+    assert ".wandb" in {file.suffix for file in files}
+    for file in files:
+        assert b"hunter2" not in file.read_bytes(), file
+    shown = capsys.readouterr()
+    assert "hunter2" not in shown.out + shown.err
+    nccl = yaml.safe_load((folder / "config.yaml").read_text())["runtime"]["parallel"]["nccl"]
+    assert nccl["NCCL_DEBUG"] == "${oc.env:MY_TOKEN}"
+    assert nccl["NCCL_SOCKET_IFNAME"] == "password=<redacted>"
+
+
+def test_messages_are_scrubbed(capsys):
+    for address in ("s3://key:hunter2@b/x", "http://u:hunter2@127.0.0.1:9/x?sig=hunter2&part=1"):
+        with pytest.raises(SystemExit), report_user_errors():
+            raise UserError(f"{address} cannot be read.")
+    assert "hunter2" not in capsys.readouterr().err
+    signed = "http://h/set?X-Amz-Signature=hunter2&X-Amz-Credential=hunter2"
+    for written in (
+        redact({"data": {"path": signed}}),
+        redact_words([f"data.path={signed}"]),
+        redact_text(signed),
+    ):
+        assert "hunter2" not in str(written)
+        assert "http://h/set?<redacted>" in str(written)
+    plain = "a plain: text, a@b.c ?x=1, no key: 3"
+    assert redact_text(plain) == plain
+    assert redact_words(["a={TOKEN:x,b:1}", "token=x", "b=[{my_key: x}]"]) == [
+        "a={TOKEN:<redacted>,b:1}",
+        "token=<redacted>",
+        "b=[{my_key: <redacted>}]",
+    ]
+
+
+TEXTS: dict[str, list[str]] = yaml.safe_load((ROOT / "tests/assets/secrets.yaml").read_text())
+"""Shape of a secret -> texts that have it."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def shows_secret(text: str) -> bool:
+    return re.search(r"HUN|TER2|SFVO|dXNl|1234567", text) is not None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_a_secret_is_redacted(shape: str):
+    for text in TEXTS[shape]:
+        for output in (redact_text(text), str(redact({"a": [text]})), redact_words([text])[0]):
+            assert "<redacted>" in output, text
+            assert not shows_secret(output), text
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_row_of_the_table_is_needed(shape: str, monkeypatch: pytest.MonkeyPatch):
+    patterns = dict(zip(SHAPES, secrets.COMPILED_SHAPES, strict=True))
+    del patterns[shape]
+    monkeypatch.setattr(secrets, "COMPILED_SHAPES", list(patterns.values()))
+    assert any(shows_secret(redact_text(text)) for text in TEXTS[shape])
+
+
+def test_names_with_a_secret_lose_values_and_no_others():
+    names = (
+        "apiKey access-token PRIVATE_KEY tokens auth passphrase clientSecret X-Auth-Token "
+        "authToken accesskey GITHUB_PAT creds sas sentry_dsn webhook SLACK_WEBHOOK_URL auth_header"
+    )
+    assert set(redact(dict.fromkeys(names.split(), "x")).values()) == {"<redacted>"}
+    assert redact_text(f"dapi{'0123456789abcdef' * 2}") == "<redacted>"
+    assert redact({"ghp_HUNTER2abcdefghijkl": ("sk-HUNTER2abcdefghijkl", 1)}) == {
+        "<redacted>": ("<redacted>", 1)
+    }
+    others = {
+        "tokens": 3,
+        "tokens_per_s": 3,
+        "author": "x",
+        "labels_key": "x",
+        "token_drop": 0.1,
+        "use_auth_token": True,
+    }
+    assert redact(others) == others
+    sources = [compose([]).source, compose(["source=x", "out=y"], "precompute_latents").source]
+    keys = [key for source in sources for key, _ in flatten_tree(source)]
+    keys += [field.name for field in dataclasses.fields(ImportConfig)]
+    assert [key for key in keys if secrets.is_secret(key, "x")] == []
+
+
+def list_messages() -> Iterator[str]:
+    """Texts of all exceptions that the code raises, with a word in the place of each value."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")]
+    for file in files:
+        if "tests" in file.parts:
+            continue
+        tree = ast.parse(file.read_text())
+        raises = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+        for node in (node for raised in raises for node in ast.walk(raised)):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(part, "value", "") for part in node.values]
+                yield "".join(part if isinstance(part, str) else "photos" for part in parts)
+
+
+def test_no_sentence_of_ours_is_redacted():
+    """Advice such as latents_key=<name> stays, too."""
+    messages = list(list_messages())
+    assert len(messages) > 200
+    messages += [
+        "x is not of the form key=value; set latents_key=<name>.",
+        "labels_key=label, data.author=me",
+        "basic float32 precision",
+        "the bearer token expired",
+        "python:3.11@sha256:0a1b",
+        "{token: …, b: 1}",
+        describe_unreadable("logger.api_key='x"),
+        "write logger.key=[…] for a list, logger.key=\"'…'\" for text",
+    ]
+    assert [redact_text(message) for message in messages] == messages
+    with pytest.raises(ValueError, match="is not of the form key=value") as caught:
+        compose(["latents_key"])
+    assert redact_text(str(caught.value)) == str(caught.value)
