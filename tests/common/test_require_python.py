@@ -33,7 +33,7 @@ def test_a_python_that_is_too_old_or_too_new_is_named():
     [(sys.executable, "", False), ("/no/python", "", True), (None, "/no/python", False)],
 )
 def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(
-    word, exported, anew, tmp_path: Path
+    word, exported, anew, tmp_path
 ):
     """Whatever made it: this one has no pyvenv.cfg."""
     (tmp_path / "bin").mkdir()
@@ -54,7 +54,7 @@ def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(
         ["make"],
     ],
 )
-def test_an_older_python_is_told_before_anything_fails_on_it(start: list[str], tmp_path: Path):
+def test_an_older_python_is_told_before_anything_fails_on_it(start, tmp_path):
     places = [
         shutil.which("python3.10"),
         *map(str, Path.home().glob(".pyenv/versions/3.10*/bin/python")),

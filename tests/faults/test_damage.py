@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness.outcomes import list_checkpoints, read_outcome
 from tests.harness.sets import flip_byte
-from tests.harness.zygote import Start, read_output
+from tests.harness.zygote import read_output
 from training.checkpoint.files import WEIGHTS_FILES
 from training.checkpoint.load import (
     find_damage,
@@ -58,7 +58,7 @@ def list_names(folder: Path) -> list[str]:
 )
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damage_is_seen(kind: str, file: str, checkpoints: Path):
+def test_damage_is_seen(kind, file, checkpoints):
     assert find_damage(checkpoints / "step-12") is None
     DAMAGES[kind](checkpoints / "step-12" / file)
     with pytest.warns(
@@ -70,7 +70,7 @@ def test_damage_is_seen(kind: str, file: str, checkpoints: Path):
 
 
 @pytest.mark.fault("the newest checkpoint damaged, the same command", "ends with the same bits")
-def test_a_run_goes_on_from_the_one_before(zygote: Start, run_whole: Find, tmp_path: Path):
+def test_a_run_goes_on_from_the_one_before(zygote, run_whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run_whole(), folder)
     flip_byte(folder / "checkpoints" / "step-12" / "rank-0-of-1.safetensors")
@@ -81,9 +81,7 @@ def test_a_run_goes_on_from_the_one_before(zygote: Start, run_whole: Find, tmp_p
 
 
 @pytest.mark.fault("every checkpoint damaged", "refused; nothing is overwritten")
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
-    zygote: Start, run_whole: Find, tmp_path: Path
-):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(zygote, run_whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run_whole(), folder)
     for name in list_checkpoints(folder):
@@ -98,7 +96,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(
 @pytest.mark.fault(
     "leftovers of a save or of a removal that was killed", "cleared away; the complete ones stay"
 )
-def test_leftovers_go(checkpoints: Path):
+def test_leftovers_go(checkpoints):
     names = sorted(file.name for file in checkpoints.iterdir())
     for name in ("step-14.tmp", "step-2.removed"):
         shutil.copytree(checkpoints / "step-12", checkpoints / name)
@@ -107,7 +105,7 @@ def test_leftovers_go(checkpoints: Path):
 
 
 @pytest.mark.parametrize(("best_by", "best"), [("eval_loss", "step-4"), ("fd_random", "step-8")])
-def test_the_best_one_stays(best_by: str, best: str, run_whole: Find, tmp_path: Path):
+def test_the_best_one_stays(best_by, best, run_whole, tmp_path):
     losses = {2: float("nan"), 4: 0.1, 6: None, 8: 0.7, 10: None, 12: 0.6}
     copy_newest(run_whole, tmp_path, *losses, 14)
     for step, loss in losses.items():
@@ -118,9 +116,7 @@ def test_the_best_one_stays(best_by: str, best: str, run_whole: Find, tmp_path: 
     assert list_names(tmp_path) == [best, "step-12", "step-14"]
 
 
-def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
-    run_whole: Find, tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(run_whole, tmp_path, capsys):
     copy_newest(run_whole, tmp_path, 2, 4, 6)
     flip_byte(tmp_path / "step-6" / "ema.safetensors")
     Checkpoints(tmp_path, keep=1).remove_old(tmp_path / "step-6")
@@ -132,9 +128,7 @@ def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(
 @pytest.mark.fault(
     "an older checkpoint that is damaged or cannot be removed", "a warning; the run goes on"
 )
-def test_trouble_with_older_ones_is_a_warning(
-    run_whole: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_trouble_with_older_ones_is_a_warning(run_whole, tmp_path, monkeypatch, capsys):
     copy_newest(run_whole, tmp_path, 2, 4, 6)
     (tmp_path / "step-2" / "state.json").write_text("{")
     (tmp_path / "step-4" / "state.json").unlink()
@@ -177,9 +171,7 @@ def test_trouble_with_older_ones_is_a_warning(
         ),
     ],
 )
-def test_a_bad_sector(
-    failures: int, newest: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_bad_sector(failures, newest, checkpoints, monkeypatch):
     remaining = [failures]
 
     def read(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
@@ -195,7 +187,7 @@ def test_a_bad_sector(
 @pytest.mark.fault(
     "a page cache that has other bytes than the disk", "the disk is read, before an old one goes"
 )
-def test_what_is_read_back_is_not_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_read_back_is_not_the_page_cache(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 20))
     advise = os.posix_fadvise
@@ -231,7 +223,7 @@ def count_cached_pages(file: Path) -> int:
     "a manifest of a checkpoint that names none or too few of its files", "it does not verify"
 )
 @pytest.mark.parametrize("name", [None, *FILES[1:-1]])
-def test_a_manifest_must_name_the_files_that_belong_there(name: str | None, checkpoints: Path):
+def test_a_manifest_must_name_the_files_that_belong_there(name, checkpoints):
     file = checkpoints / "step-12" / "manifest.json"
     manifest = json.loads(file.read_text())
     if name is None:

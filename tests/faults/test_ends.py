@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tests.harness.limits import start_fork
 from tests.harness.outcomes import list_checkpoints, seal_checkpoint
-from tests.harness.zygote import HANG, Start, read_output
+from tests.harness.zygote import HANG, read_output
 from training.config.compose import report_user_errors
 from training.distributed.exit import StopRequest
 from training.distributed.ranks import JointWork, Ranks
@@ -104,9 +104,7 @@ TOGETHER = pytest.mark.fault(
         pytest.param(find_no_key, *["KeyError: 'x'"] * 2, marks=TOGETHER),
     ],
 )
-def test_processes_wait_for_progress_only(
-    work: Work, first: str, second: str | None, tmp_path: Path
-):
+def test_processes_wait_for_progress_only(work, first, second, tmp_path):
     """The second process does not end by itself where it has no answer."""
     processes = [start_fork(join_work, tmp_path, rank, work) for rank in range(2)]
     answers = [first, second]
@@ -130,7 +128,7 @@ def test_one_process_waits_for_progress_only():
 @pytest.mark.fault(
     "SIGHUP: the terminal is closed", "saved; exit code 75; what is printed afterwards hurts nobody"
 )
-def test_a_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_that_is_gone(monkeypatch):
     terminal, descriptor = pty.openpty()
     with os.fdopen(descriptor, "w") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
@@ -168,14 +166,7 @@ DISK = pytest.mark.fault(
         pytest.param(lambda: None, None, marks=DISK, id="closed"),
     ],
 )
-def test_what_nobody_can_read_ends_no_run(
-    open_stdout: Callable[[], TextIO | None],
-    why: str | None,
-    run: Callable[..., dict],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-):
+def test_what_nobody_can_read_ends_no_run(open_stdout, why, run, tmp_path, monkeypatch, capsys):
     stdout = open_stdout()
     monkeypatch.setattr("sys.stdout", stdout)
     monkeypatch.setattr("sys.__stderr__", sys.stderr)
@@ -192,7 +183,7 @@ def test_what_nobody_can_read_ends_no_run(
 
 
 @pytest.mark.parametrize(("name", "heard"), [("SIGHUP", False), ("SIGINT", True)])
-def test_signals_that_the_parent_ignores(name: str, heard: bool):
+def test_signals_that_the_parent_ignores(name, heard):
     """nohup stays in force; shells start background jobs with SIGINT ignored, and it is heard."""
     number = getattr(signal, name)
     before = signal.signal(number, signal.SIG_IGN)
@@ -208,7 +199,7 @@ def test_signals_that_the_parent_ignores(name: str, heard: bool):
     "metrics.jsonl at a quota on the size of files (EFBIG)",
     "a warning; the run and its saves go on",
 )
-def test_a_quota(run: Callable[..., dict], tmp_path: Path):
+def test_a_quota(run, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     file = tmp_path / "run" / "metrics.jsonl"
     file.parent.mkdir()
@@ -227,7 +218,7 @@ def test_a_quota(run: Callable[..., dict], tmp_path: Path):
 
 
 @pytest.mark.fault("a full disk that names no file", "no file or folder is blamed for it")
-def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path: Path):
+def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path):
     training = SimpleNamespace(state=SimpleNamespace(step=3, samples=24))
     sentence = r"^step 3: a file cannot be written \(No space left on device\); free space"
     with pytest.raises(ValueError, match=sentence), explain_failures(cast(Any, training), tmp_path):
@@ -270,9 +261,7 @@ def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path: Path
         ),
     ],
 )
-def test_no_room_anywhere_is_one_sentence(
-    error: Exception, sentence: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_room_anywhere_is_one_sentence(error, sentence, capsys, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/x")
     with pytest.raises(SystemExit) as ending, report_user_errors():
         raise error
@@ -296,9 +285,7 @@ def test_no_room_anywhere_is_one_sentence(
         ({"leaves": {"a": 1}}, "is no checkpoint of this version of ours"),
     ],
 )
-def test_a_hostile_state(
-    change: dict, sentence: str, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
-):
+def test_a_hostile_state(change, sentence, zygote, run_whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run_whole(), folder)
     file = folder / "checkpoints" / "step-12" / "state.json"

@@ -33,7 +33,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_save_beside_captured_steps_is_of_its_step(run: Run, tmp_path: Path):
+def test_a_save_beside_captured_steps_is_of_its_step(run, tmp_path):
     """The copies are queued between two replays, which write to the same addresses."""
     words = [*MANY_STEPS, *GRAPH, "deterministic=true"]
     run(*words, "async_checkpoints=true", folder="one")
@@ -46,9 +46,7 @@ def test_a_save_beside_captured_steps_is_of_its_step(run: Run, tmp_path: Path):
 
 
 @pytest.mark.parametrize("words", [[], GRAPH], ids=["eager", "captured"])
-def test_bad_steps_are_skipped_on_the_device(
-    words: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bad_steps_are_skipped_on_the_device(words, run, tmp_path, monkeypatch):
     """A NaN, and a spike: each skipped, also by a replayed step, which sees the data only."""
     original = DigitLatents.__next__
 
@@ -68,7 +66,7 @@ def test_bad_steps_are_skipped_on_the_device(
         assert_equal(*(read_tensors(tmp_path / "run", number) for number in (step - 1, step)))
 
 
-def test_memory_that_runs_out_is_explained(run: Run, tmp_path: Path):
+def test_memory_that_runs_out_is_explained(run, tmp_path):
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:

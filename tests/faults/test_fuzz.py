@@ -44,7 +44,7 @@ from tests.harness.outcomes import seal_checkpoint
 from tests.harness.payloads import as_json, make_weights, read_description, with_description
 from tests.harness.sets import random_samples, save_images, save_latent_set, write_tar
 from tests.harness.words import CPU, TINY_RUN
-from tests.harness.zygote import Start, read_output
+from tests.harness.zygote import read_output
 from training.assemble import assemble
 from training.config.compose import compose
 from training.config.explain import flatten_tree
@@ -360,7 +360,7 @@ def draw_examples(test: Callable[[Draw], None], count: int) -> None:
 )
 @pytest.mark.parametrize("count", [None, MANY])
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_mutants(subject: Subject, count: int | None, tmp_path: Path):
+def test_mutants(subject, count, tmp_path):
     def test(draw: Draw) -> None:
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
@@ -381,9 +381,7 @@ RUN_FILES = (
     "a mutant of a finished run at random", "goes on, or refused in one sentence, within 1 GiB"
 )
 @pytest.mark.parametrize("count", [10, MANY])
-def test_mutants_of_a_finished_run(
-    count: int, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
-):
+def test_mutants_of_a_finished_run(count, zygote, run_whole, tmp_path):
     """The same command goes on from them, or says why not; a report reads them."""
     folder = tmp_path / "run"
 

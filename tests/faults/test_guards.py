@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +69,7 @@ def assert_skipped(states: list[list[torch.Tensor]], step: int) -> None:
     "that step is skipped on the device: weights, averages, moments bit-identical",
 )
 @pytest.mark.parametrize("fused", [True, False])
-def test_one_bad_batch(fused: bool, run: Run, states: list, monkeypatch: pytest.MonkeyPatch):
+def test_one_bad_batch(fused, run, states, monkeypatch):
     poison_latents(monkeypatch, 7, 7)
     summary = run(*TWENTY_STEPS, f"runtime.fused_adamw={fused}")
     assert (summary["steps"], summary["skipped_steps"]) == (20, 1)
@@ -82,7 +81,7 @@ def test_one_bad_batch(fused: bool, run: Run, states: list, monkeypatch: pytest.
     "a spike of the gradient norm (guards.spike_sigmas)",
     "that step is skipped, the next one is not",
 )
-def test_a_spike_is_skipped(run: Run, states: list, monkeypatch: pytest.MonkeyPatch):
+def test_a_spike_is_skipped(run, states, monkeypatch):
     losses = TrainStep.compute_losses
 
     def spiking(self: TrainStep, batch, held_out=False):
@@ -96,7 +95,7 @@ def test_a_spike_is_skipped(run: Run, states: list, monkeypatch: pytest.MonkeyPa
 
 
 @BURST
-def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_burst_stops_the_run(run, tmp_path, monkeypatch):
     """The sentence counts what is lost since step 5, though the save of step 5 ends only once the
     run waits for it."""
     awaited = threading.Event()
@@ -132,9 +131,7 @@ def test_a_burst_stops_the_run(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 
 @BURST
 @pytest.mark.parametrize("log_every", [0, pytest.param(6, marks=pytest.mark.slow)])
-def test_a_burst_is_noticed_whatever_is_logged(
-    log_every: int, run: Run, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_burst_is_noticed_whatever_is_logged(log_every, run, monkeypatch):
     """Four steps in a row are skipped; a good step ends the row."""
     poison_latents(monkeypatch, 7, 10)
     words = [*TWENTY_STEPS, f"log_every={log_every}"]
@@ -143,7 +140,7 @@ def test_a_burst_is_noticed_whatever_is_logged(
         run(*words, "guards.max_skipped_in_row=4", folder="second")
 
 
-def test_a_skipped_step_enters_no_mean(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_skipped_step_enters_no_mean(run, tmp_path, monkeypatch):
     """One NaN in a window of five leaves the mean of the other four; a window of skipped steps
     alone has no mean."""
     poison_latents(monkeypatch, 5, 5)
@@ -268,16 +265,7 @@ ANSWER = (0, {"savings": [{"words": ["optim=adamw_8bit"], "bytes": 3.5 * 2**30}]
         pytest.param(fail_in_host_memory, "", NO_ANSWER, "", marks=HOST_MEMORY),
     ],
 )
-def test_out_of_memory(
-    fail: Callable[[pytest.MonkeyPatch], None],
-    place: str,
-    answer: tuple | None,
-    advice: str,
-    run: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-):
+def test_out_of_memory(fail, place, answer, advice, run, tmp_path, monkeypatch, capsys):
     """Where `answer` is None, a process counts what helps; it takes seconds."""
     fail(monkeypatch)
     if answer is not None:
@@ -295,7 +283,7 @@ def test_out_of_memory(
 
 
 @pytest.mark.fault("out of memory in warm-up", "the same sentence; no folder is left")
-def test_out_of_memory_at_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_at_once(run, tmp_path, monkeypatch):
     def failing(*_: object, **__: object):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 7 bytes")
 

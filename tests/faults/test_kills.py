@@ -67,15 +67,7 @@ def kill_until_done(
         pytest.param(2, 0, 1, id="the first of two, every change", marks=pytest.mark.slow),
     ],
 )
-def test_kills_within_a_save(
-    ranks: int,
-    rank: int,
-    step: int,
-    zygote: Start,
-    run_whole: Find,
-    tmp_path: Path,
-    record_property,
-):
+def test_kills_within_a_save(ranks, rank, step, zygote, run_whole, tmp_path, record_property):
     """Within 55 changes the first start of a run makes two saves and begins to remove checkpoints;
     later starts also remove what the kill has left."""
     words = MODES[ranks]
@@ -120,15 +112,7 @@ def test_kills_within_a_save(
         ),
     ],
 )
-def test_kills_at_random(
-    ranks: int,
-    kills: int,
-    words: list[str],
-    zygote: Start,
-    run_whole: Find,
-    tmp_path: Path,
-    record_property,
-):
+def test_kills_at_random(ranks, kills, words, zygote, run_whole, tmp_path, record_property):
     """A kill strikes at any time between the first step and the end of an undisturbed run."""
     record_property("struck", kills)
     words = [*MODES[ranks], *words, *THIRTY_STEPS]
@@ -161,7 +145,7 @@ def test_kills_at_random(
         ),
     ],
 )
-def test_a_signal_saves_first(signal: str, zygote: Start, run_whole: Find, tmp_path: Path):
+def test_a_signal_saves_first(signal, zygote, run_whole, tmp_path):
     folder = tmp_path / "run"
     words = ["save_every=1000"]
     codes = zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal)
@@ -175,7 +159,7 @@ def test_a_signal_saves_first(signal: str, zygote: Start, run_whole: Find, tmp_p
 
 
 @pytest.mark.fault("SIGTERM to one of two processes", "both save the same step and leave with 75")
-def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
+def test_a_signal_to_one_stops_all(zygote, tmp_path):
     folder = tmp_path / "run"
     words = [*MODES[2], "save_every=1000", "total_samples=80000"]
     codes = zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM")
@@ -185,7 +169,7 @@ def test_a_signal_to_one_stops_all(zygote: Start, tmp_path: Path):
 
 
 @pytest.mark.timeout(HANG)
-def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote: Start, tmp_path: Path):
+def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote, tmp_path):
     assert zygote(tmp_path / "first", "total_samples=8") == [0]
     # The alarm of pytest-timeout, after 3 s.
     signal.setitimer(signal.ITIMER_REAL, 3)

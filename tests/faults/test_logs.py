@@ -15,7 +15,7 @@ from common import terminal
 from common.terminal import Progress, show_progress
 from scripts.report.history import History
 from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
-from tests.harness.zygote import Start, read_output
+from tests.harness.zygote import read_output
 from training.metrics import MetricsFile, read_metrics
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -46,9 +46,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
         ),
     ],
 )
-def test_a_damaged_log_stops_no_run(
-    kind: str, damaged: bool, zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
-):
+def test_a_damaged_log_stops_no_run(kind, damaged, zygote, run_whole, tmp_path):
     """A line without its end is what a kill leaves; other damage is set aside."""
     folder = tmp_path / "run"
     assert zygote(folder, "total_samples=64") == [0]
@@ -61,7 +59,7 @@ def test_a_damaged_log_stops_no_run(
     assert (folder / "metrics.jsonl.damaged").exists() == damaged
 
 
-def test_a_log_that_is_a_folder_stops_no_run(run: Callable[..., dict], tmp_path: Path):
+def test_a_log_that_is_a_folder_stops_no_run(run, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
     with pytest.warns(UserWarning, match="1 lines cannot be read"):
         assert run()["steps"] == 2
@@ -70,7 +68,7 @@ def test_a_log_that_is_a_folder_stops_no_run(run: Callable[..., dict], tmp_path:
 @pytest.mark.fault(
     "a loss that is not finite", "every line of metrics.jsonl is strict JSON, and counts it"
 )
-def test_every_line_is_strict_json(tmp_path: Path):
+def test_every_line_is_strict_json(tmp_path):
     file = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(file)
     metrics.append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
@@ -85,9 +83,7 @@ def test_every_line_is_strict_json(tmp_path: Path):
     "the command of a finished run again",
     "it says so and touches nothing; more samples continue it",
 )
-def test_a_finished_run_is_left_alone(
-    zygote: Start, run_whole: Callable[..., Path], tmp_path: Path
-):
+def test_a_finished_run_is_left_alone(zygote, run_whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run_whole(), folder)
     before = read_files(folder)
@@ -118,9 +114,7 @@ def read_files(folder: Path) -> dict[Path, tuple[bytes, int]]:
 @pytest.mark.parametrize(
     ("share", "words"), [(0.5, "00:10 left"), (0.1, "01:30 left"), (0.001, "2:46:30 left")]
 )
-def test_the_time_left_is_said_in_plain_lines(
-    share: float, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_the_time_left_is_said_in_plain_lines(share, words, monkeypatch, capsys):
     now = [1000.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     bar = Progress(1000, "samples")
@@ -129,9 +123,7 @@ def test_the_time_left_is_said_in_plain_lines(
     assert words in capsys.readouterr().out
 
 
-def test_evaluation_shows_how_far_it_is(
-    run: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_evaluation_shows_how_far_it_is(run, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "LINE_INTERVAL_SECONDS", 0.0)
     run("eval_every=2", "sample_every=2", "save_every=2", "sampling.steps=2")
     output = capsys.readouterr().out

@@ -69,7 +69,7 @@ def fill(disk: Path, leave: int) -> Path:
 @pytest.mark.fault(
     "too little room on the disk before a save", "stops in a sentence with what is needed; goes on"
 )
-def test_room_is_looked_for_first(small_disk: Path, run_whole: Find):
+def test_room_is_looked_for_first(small_disk, run_whole):
     folder = small_disk / "run"
     filler = fill(small_disk, leave=1_000_000)
     with pytest.raises(
@@ -89,13 +89,7 @@ def test_room_is_looked_for_first(small_disk: Path, run_whole: Find):
 )
 @BACKGROUND
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
-def test_a_disk_that_fills_up_in_a_save(
-    share: float,
-    background: bool,
-    small_disk: Path,
-    run_whole: Find,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_disk_that_fills_up_in_a_save(share, background, small_disk, run_whole, monkeypatch):
     """Another program takes the room after the run has looked for it."""
     monkeypatch.setattr(save, "FREE_SPACE_FACTOR", 0.0)
     folder = small_disk / "run"
@@ -119,7 +113,7 @@ def test_a_disk_that_fills_up_in_a_save(
     "stops in a sentence; what is complete loads",
 )
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
-def test_the_last_files_of_a_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_last_files_of_a_save(name, tmp_path, monkeypatch):
     def write(file: Path, text: str) -> None:
         if file.name == name and file.parent.name.startswith("step-4"):
             refuse_space()
@@ -137,7 +131,7 @@ def test_the_last_files_of_a_save(name: str, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.fault(
     "the disk full outside of saves", "stops in a sentence; the checkpoint before loads"
 )
-def test_a_full_disk_before_and_beside_saves(small_disk: Path):
+def test_a_full_disk_before_and_beside_saves(small_disk):
     folder = small_disk / "run"
     start_run(folder, "total_samples=16")
     fill(small_disk, leave=0)
@@ -152,7 +146,7 @@ def test_a_full_disk_before_and_beside_saves(small_disk: Path):
 @pytest.mark.fault(
     "the file system turns read-only", "stops in a sentence; the checkpoint before loads"
 )
-def test_a_read_only_folder(small_disk: Path):
+def test_a_read_only_folder(small_disk):
     folder = small_disk / "run"
     start_run(folder, "total_samples=16")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -179,7 +173,7 @@ input()
     "a second run in the same folder",
     "refused in a sentence that names the first; that one is unharmed",
 )
-def test_two_runs_in_one_folder(run_whole: Find, tmp_path: Path):
+def test_two_runs_in_one_folder(run_whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(run_whole(), folder)
     pipe = subprocess.PIPE
@@ -195,7 +189,7 @@ def test_two_runs_in_one_folder(run_whole: Find, tmp_path: Path):
     start_run(folder, "total_samples=104")
 
 
-def test_what_is_kept(tmp_path: Path):
+def test_what_is_kept(tmp_path):
     """The newest, every fourth, and the one with the lowest held-out loss."""
     start_run(tmp_path, "keep_every=4")
     lines = [line for line in read_lines(tmp_path) if "eval_loss" in line]
@@ -207,13 +201,7 @@ def test_what_is_kept(tmp_path: Path):
     "the disk full for a moment", "the save is tried again after a pause; the run goes on"
 )
 @BACKGROUND
-def test_a_save_is_tried_again(
-    background: bool,
-    run_whole: Find,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-):
+def test_a_save_is_tried_again(background, run_whole, tmp_path, monkeypatch, capsys):
     write = Save.write_files
     failures = iter([True, True])
 
@@ -234,9 +222,7 @@ def test_a_save_is_tried_again(
 @pytest.mark.fault(
     "a rename that was carried out and answered with an error", "it counts as done; the run goes on"
 )
-def test_a_rename_that_happened_is_no_error(
-    run: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rename_that_happened_is_no_error(run, tmp_path, monkeypatch):
     replace = Path.replace
 
     def replace_and_fail(source: Path, target: Path) -> Path:
@@ -251,9 +237,7 @@ def test_a_rename_that_happened_is_no_error(
 @pytest.mark.fault(
     "a checkpoint that a failed save has left under its final name", "the next attempt replaces it"
 )
-def test_a_save_that_failed_after_its_rename_is_tried_again(
-    run: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_save_that_failed_after_its_rename_is_tried_again(run, tmp_path, monkeypatch):
     """The flush after the rename fails, and so does the first attempt to rename the folder back."""
     failures = iter([True, True])
     sync = save.sync_folder
@@ -282,9 +266,7 @@ def test_a_save_that_failed_after_its_rename_is_tried_again(
 @pytest.mark.fault(
     "a file system that cannot flush folders (EINVAL)", "saved without it; the run goes on"
 )
-def test_a_file_system_that_flushes_no_folders(
-    run: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_system_that_flushes_no_folders(run, tmp_path, monkeypatch):
     fsync = os.fsync
 
     def refuse_folders(descriptor: int) -> None:
@@ -297,9 +279,7 @@ def test_a_file_system_that_flushes_no_folders(
     assert list_checkpoints(tmp_path / "run") == ["step-2"]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """The first save ends only once step 12 is reached, and still holds the state of step 7."""
     step_12 = threading.Event()
     names = []
@@ -335,7 +315,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 @pytest.mark.fault(
     "a disk that hangs in a save of one process", "given up after runtime.parallel.timeout_minutes"
 )
-def test_a_disk_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_hangs_is_left_alone(tmp_path, monkeypatch):
     """The run neither deletes what it began on that disk nor lists what is there."""
     done = threading.Event()
 
@@ -354,9 +334,7 @@ def test_a_disk_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "checkpoints" / "step-4.tmp").is_dir()
 
 
-def test_a_save_that_failed_is_heard_of_at_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_save_that_failed_is_heard_of_at_the_next_step(tmp_path, monkeypatch):
     advance = TrainState.advance
 
     def advance_after_saves(self: TrainState, samples: int) -> None:
@@ -374,12 +352,12 @@ def test_a_save_that_failed_is_heard_of_at_the_next_step(
     assert len(read_lines(tmp_path)) == 6
 
 
-def test_the_stall_is_logged(run_whole: Find):
+def test_the_stall_is_logged(run_whole):
     stalls = [line["step"] for line in read_lines(run_whole()) if line.get("save_stall_s", 0) > 0]
     assert stalls == [3, 6, 8, 9, 12]
 
 
-def test_the_written_format_is_safetensors(tmp_path: Path):
+def test_the_written_format_is_safetensors(tmp_path):
     """Every dtype and shape, read by the library; the hash is that of the file."""
     tensors = {str(dtype): torch.arange(6).view(3, 2).to(dtype) for dtype in DTYPE_NAMES}
     tensors |= {

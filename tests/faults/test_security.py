@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +80,14 @@ TARGETS = [
         *((key, "os.system") for key in ("model.mixer", "data", "objective", "optim", "logger")),
     ],
 )
-def test_a_malicious_configuration(key: str, target: str, tmp_path: Path):
+def test_a_malicious_configuration(key, target, tmp_path):
     with pytest.raises(ValueError, match=rf"{key}._target_={re.escape(target)} is not allowed"):
         train(compose([*TINY_RUN, f"++{key}._target_={target}", f"run_dir={tmp_path / 'run'}"]))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("target", [["os.system"], {"a": 1}, 3, None])
-def test_a_target_that_is_no_name(target: Any):
+def test_a_target_that_is_no_name(target):
     with pytest.raises(ValueError, match=r"model._target_=.* is not allowed"):
         build({"_target_": target}, "model")
 
@@ -101,7 +100,7 @@ def test_a_target_that_is_no_name(target: Any):
     ["os.system", "torch.load", "data.blocks.BlockReader.read", "models.denoiser.torch.load"],
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_malicious_export(nested: bool, target: str, tmp_path: Path):
+def test_a_malicious_export(nested, target, tmp_path):
     payload = make_weights()
     description = read_description(payload)
     model = description["model"]
@@ -128,7 +127,7 @@ def test_a_malicious_export(nested: bool, target: str, tmp_path: Path):
         {},
     ],
 )
-def test_a_malicious_encoder(encoder: dict):
+def test_a_malicious_encoder(encoder):
     spec = LatentSpec(1, 8, 8, 10, 1, ["a"], [0.0], [1.0], encoder)
     with pytest.raises(ValueError, match=r"do not trust|is no Autoencoder|is not allowed"):
         build_autoencoder(spec, CPU)
@@ -149,11 +148,7 @@ def test_a_malicious_encoder(encoder: dict):
     ],
 )
 def test_an_encoder_that_a_file_names_is_on_this_disk_or_pinned(
-    revision: str | None,
-    sha256: str | None,
-    pinned: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    revision, sha256, pinned, monkeypatch, tmp_path
 ):
     requests: list[Any] = []
 
@@ -202,7 +197,7 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
     "refused in a sentence, in 1 GiB, 5 s",
 )
 @pytest.mark.parametrize(("part", "changes", "sentence"), HOSTILE)
-def test_hostile_weights(part: str, changes: dict[str, Any], sentence: str, tmp_path: Path):
+def test_hostile_weights(part, changes, sentence, tmp_path):
     payload = make_weights()
     description = read_description(payload)
     description[part] |= changes
@@ -213,7 +208,7 @@ def test_hostile_weights(part: str, changes: dict[str, Any], sentence: str, tmp_
     assert re.search(rf"error: {file}.*{sentence}", ending.text), ending.text
 
 
-def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(tmp_path: Path):
+def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(tmp_path):
     """The rows that are there decide what is kept."""
     payload = make_weights()
     description = read_description(payload)
@@ -229,7 +224,7 @@ def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(
 @pytest.mark.fault(
     "a pickle in the place of weights or of a checkpoint's files", "refused; nothing is unpickled"
 )
-def test_a_pickle_is_never_opened(run_whole: Callable[..., Path], tmp_path: Path):
+def test_a_pickle_is_never_opened(run_whole, tmp_path):
     evil = Evil(tmp_path / "made")
     for name in ("evil.safetensors", "evil.pt"):
         torch.save({"weights": evil}, tmp_path / name)
@@ -248,7 +243,7 @@ def test_a_pickle_is_never_opened(run_whole: Callable[..., Path], tmp_path: Path
 @pytest.mark.fault(
     "a manifest of a checkpoint that names files outside it", "not looked at; it does not verify"
 )
-def test_a_manifest_stays_in_its_folder(tmp_path: Path):
+def test_a_manifest_stays_in_its_folder(tmp_path):
     (tmp_path / "secret").write_text("x")
     checkpoint = tmp_path / "step-2"
     checkpoint.mkdir()
@@ -265,7 +260,7 @@ def test_a_manifest_stays_in_its_folder(tmp_path: Path):
     "a tar with paths out of its folder, links and pickles",
     "read as names or not at all; nothing is made",
 )
-def test_a_malicious_tar(tmp_path: Path):
+def test_a_malicious_tar(tmp_path):
     picture = io.BytesIO()
     Image.new("RGB", (8, 8)).save(picture, "png")
     evil = pickle.dumps(Evil(tmp_path / "made"))
@@ -290,7 +285,7 @@ def test_a_malicious_tar(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["../../etc/x", "a/b", "a b;rm", "mamba_s"])
-def test_a_default_folder_stays_among_the_runs(name: str):
+def test_a_default_folder_stays_among_the_runs(name):
     folder = choose_folder({"model": name, "runtime": "fast"})
     assert folder.parent == Path("runs")
     assert re.fullmatch(r"[A-Za-z0-9_.-]+", folder.name)
@@ -304,7 +299,7 @@ def test_a_default_folder_stays_among_the_runs(name: str):
     "name",
     ["NET_PLUGIN", "TUNER_PLUGIN", "PROFILER_PLUGIN", "DEBUG_FILE", "CONF_FILE", "TOPO_FILE"],
 )
-def test_nccl_loads_no_code_and_writes_no_file(name: str):
+def test_nccl_loads_no_code_and_writes_no_file(name):
     with pytest.raises(
         ValueError, match=rf"runtime\.parallel\.nccl\.NCCL_{name} is none of .* NCCL_{name}=<value>"
     ):
@@ -347,7 +342,7 @@ def test_dependencies_are_past_known_advisories():
             assert split(versions[package]) >= split(fixed), f"{file}: {package}, {advisory}"
 
 
-def test_sampling_needs_nothing_but_the_weights(run_whole: Callable[..., Path], tmp_path: Path):
+def test_sampling_needs_nothing_but_the_weights(run_whole, tmp_path):
     """A copy of one file is enough: no run folder, no optimizer, no loop."""
     file = tmp_path / "copied.safetensors"
     shutil.copy(run_whole() / "checkpoints" / "step-12" / "ema.safetensors", file)

@@ -23,9 +23,7 @@ from training.environment import refuse_contradictions
         ("MIXED_PRECISION=fp8", "fp8", None),
     ],
 )
-def test_what_accelerate_says_otherwise_is_refused(
-    variable: str, precision: str, sentence: str | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_accelerate_says_otherwise_is_refused(variable, precision, sentence, monkeypatch):
     name, _, value = variable.partition("=")
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
     cfg = compose([f"runtime.precision={precision}"]).cfg
@@ -58,6 +56,6 @@ def test_what_accelerate_says_otherwise_is_refused(
         (["runtime.parallel.mode=ddp", "runtime.cuda_graph=true"], "never tried"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(words: list[str], sentence: str):
+def test_keys_that_do_not_go_together_are_refused(words, sentence):
     with pytest.raises(ValueError, match=sentence):
         compose(words)

@@ -72,7 +72,7 @@ def test_a_grid_of_many_classes_names_its_rows_and_says_what_it_leaves_out(tmp_p
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_items_are_shared_evenly(count: int, world: int):
+def test_items_are_shared_evenly(count, world):
     """The processes run one after the other here; the last one gathers the results of all."""
     hands: list[list[int]] = []
 

@@ -34,7 +34,7 @@ SLOW = ["extensions=[tests]", "data._target_=tests.training.test_goodput.Slow"]
 NO_NUMBERS = dict.fromkeys(goodput.KINDS, float("nan"))
 
 
-def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch):
+def test_every_second_has_one_kind(monkeypatch):
     now = iter([0.0, 3.0, 5.0, 6.0, 8.0, 9.0, 10.0, 15.0])
     monkeypatch.setattr(goodput.time, "perf_counter", lambda: next(now))
     clock = Clock()
@@ -94,9 +94,7 @@ def run(folder: Path, *words: str) -> dict[str, Any]:
     return train(compose([*RUN, f"run_dir={folder}", "save_every=20", *words]))
 
 
-def test_a_run_and_its_restart_add_up_to_the_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_time: FakeTime
-):
+def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path, monkeypatch, fake_time):
     """40 steps, of which the last 20 are lost; a pause; 25 steps from the twentieth on."""
     monkeypatch.setattr(goodput, "WRITE_INTERVAL_SECONDS", 0.0)
     folder = tmp_path / "run"
@@ -134,7 +132,7 @@ def test_a_run_and_its_restart_add_up_to_the_clock(
         json.dumps({"first": 0.0, "last": 0.0, "seconds": NO_NUMBERS, "reached": {}}),
     ],
 )
-def test_a_damaged_account_starts_again(tmp_path: Path, content: str):
+def test_a_damaged_account_starts_again(tmp_path, content):
     (tmp_path / goodput.TIME_FILE).write_text(content)
     clock = Clock()
     with pytest.warns(UserWarning, match="the account of the run's time starts again"):
@@ -143,7 +141,7 @@ def test_a_damaged_account_starts_again(tmp_path: Path, content: str):
     assert clock.first == clock.began
 
 
-def test_a_clock_that_was_set_back_costs_no_time(tmp_path: Path):
+def test_a_clock_that_was_set_back_costs_no_time(tmp_path):
     file = tmp_path / goodput.TIME_FILE
     Clock().write(file, 3)
     later = json.loads(file.read_text()) | {"last": time.time() + 3600.0}
@@ -153,9 +151,7 @@ def test_a_clock_that_was_set_back_costs_no_time(tmp_path: Path):
     assert clock.account["idle"] == 0.0
 
 
-def test_waiting_for_data_is_told_once_with_its_cure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fake_time: FakeTime
-):
+def test_waiting_for_data_is_told_once_with_its_cure(tmp_path, capsys, fake_time):
     quiet = run(tmp_path / "quick", "total_samples=80")
     assert "data-bound" not in capsys.readouterr().out
     slow = run(tmp_path / "slow", "total_samples=160", *SLOW)

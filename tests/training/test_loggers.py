@@ -8,7 +8,6 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,9 +86,7 @@ class Wandb(types.ModuleType):
         ("hangs at the end", "Timed out", 20),
     ],
 )
-def test_wandb_down(
-    down: str, warning: str, lines: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wandb_down(down, warning, lines, run, tmp_path, monkeypatch):
     fake = Wandb(down)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("training.loggers.FINISH_SECONDS", 0.5)
@@ -103,7 +100,7 @@ def test_wandb_down(
 @pytest.mark.fault(
     "W&B itself at a port where nobody listens", "one warning, logged offline; the run is complete"
 )
-def test_wandb_at_a_dead_port(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_at_a_dead_port(run, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with pytest.warns(UserWarning, match="W&B cannot be reached"):
@@ -124,7 +121,7 @@ def test_wandb_keeps_the_picture_and_no_null(monkeypatch):
     assert fake.summary == {"sample_grid": "a picture", "steps": 2}
 
 
-def test_wandb_receives_the_sample_grid(run: Run, tmp_path: Path):
+def test_wandb_receives_the_sample_grid(run, tmp_path):
     """The picture is read back from the offline files, and so is the record that names it."""
     run("logger=wandb", "logger.mode=offline", "sample_every=2", "sampling.steps=2")
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")

@@ -112,9 +112,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
         ),
     ],
 )
-def test_the_same_run_at_any_number_of_processes(
-    words: list[str], ranks: int, run_ranks: Start, single: Path, folder: Path
-):
+def test_the_same_run_at_any_number_of_processes(words, ranks, run_ranks, single, folder):
     """Losses, held-out losses, distances, samples, and the averages in the checkpoint; one folder,
     one voice."""
     output = run_ranks(folder, *EXTRAS, *words, ranks=ranks)
@@ -193,9 +191,7 @@ PAIRWISE = pairwise(MODES, *([False, True] for _ in OPTIONS))[1::3]
 
 
 @pytest.mark.parametrize("row", PAIRWISE, ids=str)
-def test_techniques_and_processes_do_not_disturb_each_other(
-    row: tuple, run_ranks: Start, single: Path, folder: Path
-):
+def test_techniques_and_processes_do_not_disturb_each_other(row, run_ranks, single, folder):
     """A third of the pairs of choices; the whole matrix is slow."""
     mode, *chosen = row
     words = [word for word, on in zip(OPTIONS, chosen, strict=True) if on]
@@ -207,9 +203,7 @@ def test_techniques_and_processes_do_not_disturb_each_other(
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", range(2 ** len(OPTIONS)))
-def test_the_whole_matrix(
-    mode: str, ranks: int, bits: int, run_ranks: Start, single: Path, folder: Path
-):
+def test_the_whole_matrix(mode, ranks, bits, run_ranks, single, folder):
     words = [word for i, word in enumerate(OPTIONS) if bits >> i & 1]
     run_ranks(folder, *words, f"runtime.parallel.mode={mode}", ranks=ranks)
     assert_same_metrics(folder, single)
@@ -238,7 +232,7 @@ RESHARD = "runtime.parallel.reshard_after_forward=false"
     ],
     ids=lambda words: words[-1].rpartition(".")[2],
 )
-def test_every_option_trains(words: list[str], run_ranks: Start, single: Path, folder: Path):
+def test_every_option_trains(words, run_ranks, single, folder):
     run_ranks(folder, *words)
     assert_same_metrics(folder, single, "loss", rtol=1e-2 if "bf16" in str(words) else 2e-5)
 
@@ -266,9 +260,7 @@ def read_copied(folder: Path) -> str:
     ],
     ids=str,
 )
-def test_fsdp_offloads_activations_and_no_gathered_weights(
-    words: list[str], run_ranks: Start, tmp_path: Path
-):
+def test_fsdp_offloads_activations_and_no_gathered_weights(words, run_ranks, tmp_path):
     """The losses are those of fsdp without it, and ddp copies as much."""
     offload = "runtime.offload_activations=true"
     run_ranks(tmp_path / "plain", FSDP, *words)
@@ -281,9 +273,7 @@ def test_fsdp_offloads_activations_and_no_gathered_weights(
 
 
 @pytest.mark.slow
-def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(
-    run_ranks: Start, tmp_path: Path
-):
+def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(run_ranks, tmp_path):
     for every in ("0", "1"):
         run_ranks(tmp_path / every, FSDP, RESHARD, "save_every=4", f"eval_every={every}")
     assert_equal(*(read_weights(tmp_path / every, 4, "model") for every in ("0", "1")))
@@ -303,7 +293,7 @@ def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(
         ),
     ],
 )
-def test_processes_never_train_apart(word: str, sentence: str, zygote: Zygote, folder: Path):
+def test_processes_never_train_apart(word, sentence, zygote, folder):
     """on_unavailable=degrade does not help here."""
     assert 0 not in zygote(folder, *FOUR_STEPS, word, ranks=2)
     assert sentence in read_output(folder)
@@ -314,7 +304,7 @@ def test_processes_never_train_apart(word: str, sentence: str, zygote: Zygote, f
 @pytest.mark.parametrize(
     "words", [["runtime.parallel.mode=ddp"], [FSDP], [FSDP, "runtime.parallel.cpu_offload=true"]]
 )
-def test_one_gpu_on_the_path_of_many(words: list[str], tmp_path: Path):
+def test_one_gpu_on_the_path_of_many(words, tmp_path):
     """NCCL with one process: the same losses as without it. CUDA allows no fork."""
     for name, chosen in (("plain", ["runtime.parallel.mode=none"]), ("many", words)):
         options = [f"run_dir={tmp_path / name}", "runtime.device=cuda", *chosen]
@@ -325,7 +315,7 @@ def test_one_gpu_on_the_path_of_many(words: list[str], tmp_path: Path):
 @pytest.mark.fault(
     "another number of processes: 2, 3, 1", "the same samples; the same losses within rounding"
 )
-def test_a_checkpoint_fits_any_number_of_processes(run_ranks: Start, single: Path, folder: Path):
+def test_a_checkpoint_fits_any_number_of_processes(run_ranks, single, folder):
     """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run."""
     for samples, ranks, mode in ((24, 2, "fsdp"), (36, 3, "ddp"), (48, 1, "none")):
         words = [f"total_samples={samples}", "save_every=1", f"runtime.parallel.mode={mode}"]
@@ -335,9 +325,7 @@ def test_a_checkpoint_fits_any_number_of_processes(run_ranks: Start, single: Pat
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 @pytest.mark.fault("a NaN in one of two processes", "a step skipped by both; weights bit-identical")
-def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(
-    mode: str, run_ranks: Start, folder: Path
-):
+def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode, run_ranks, folder):
     words = ["save_every=1", "keep_checkpoints=9", "runtime.fused_adamw=true"]
     run_ranks(folder, *words, f"runtime.parallel.mode={mode}", FAULT="nan:1:2")
     skipped = [count for (count,) in read_columns(folder, "skipped")]
@@ -350,7 +338,7 @@ def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(
 @pytest.mark.fault(
     "kill -9 of one process under torchrun --max-restarts", "all start again; the same losses"
 )
-def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single: Path, tmp_path: Path):
+def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single, tmp_path):
     marker = tmp_path / "died"
     process = launch(tmp_path / "run", "save_every=1", FAULT="die:1:3", FAULT_MARKER=str(marker))
     _, errors = process.communicate()
@@ -360,7 +348,7 @@ def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single: Pat
 
 
 @pytest.mark.fault("a process that hangs", "the run ends within runtime.parallel.timeout_minutes")
-def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote: Zygote, folder: Path):
+def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote, folder):
     words = [*FOUR_STEPS, "runtime.parallel.timeout_minutes=0.1"]
     codes = zygote(folder, *words, ranks=2, environment={"FAULT": "hang:1:4"})
     # The harness kills the process that hangs once the other has ended.
@@ -373,9 +361,7 @@ def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote: Zygote, fo
     "SIGTERM or SIGUSR1 to torchrun", "saved at the next step; the same command goes on"
 )
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
-def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(
-    name: str, run_ranks: Start, folder: Path
-):
+def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name, run_ranks, folder):
     process = launch(folder, "total_samples=1200000", "save_every=100000", "log_every=5")
     while not (folder / "metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()[1].decode()[-2000:]
@@ -406,9 +392,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(
         ),
     ],
 )
-def test_a_wrong_launch_is_one_sentence(
-    words: list[str], environment: dict, sentence: str, zygote: Zygote, folder: Path
-):
+def test_a_wrong_launch_is_one_sentence(words, environment, sentence, zygote, folder):
     several = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"} | environment
     assert zygote(folder, *FOUR_STEPS, *words, environment=several) == [1]
     output = read_output(folder)
@@ -416,7 +400,7 @@ def test_a_wrong_launch_is_one_sentence(
     assert "Traceback" not in output
 
 
-def test_accelerate_starts_the_processes_that_torchrun_starts(run_ranks: Start, tmp_path: Path):
+def test_accelerate_starts_the_processes_that_torchrun_starts(run_ranks, tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     launcher = "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1"
     launcher += " --main_process_port=0 --mixed_precision=no --dynamo_backend=no"
@@ -438,7 +422,7 @@ def test_accelerate_starts_the_processes_that_torchrun_starts(run_ranks: Start, 
     assert read_columns(tmp_path / "run", "loss") == read_columns(tmp_path / "other", "loss")
 
 
-def test_one_process_may_take_the_path_of_many(run_ranks: Start, single: Path, folder: Path):
+def test_one_process_may_take_the_path_of_many(run_ranks, single, folder):
     """A benchmark measures its cost."""
     assert "in one step of 1 processes" in run_ranks(folder, FSDP, ranks=1)
     assert_same_metrics(folder, single)

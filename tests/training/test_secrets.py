@@ -7,7 +7,6 @@ import dataclasses
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -28,7 +27,7 @@ from training.config.words import describe_unreadable
     "secrets in keys, in the environment and in addresses",
     "in no file of the run, no log, no message",
 )
-def test_secrets_stay_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_secrets_stay_secret(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MY_TOKEN", "hunter2-env")
     folder = tmp_path / "run"
     nccl = "+runtime.parallel.nccl.NCCL_"
@@ -88,7 +87,7 @@ def shows_secret(text: str) -> bool:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_of_a_secret_is_redacted(shape: str):
+def test_every_shape_of_a_secret_is_redacted(shape):
     for text in TEXTS[shape]:
         for output in (redact_text(text), str(redact({"a": [text]})), redact_words([text])[0]):
             assert "<redacted>" in output, text
@@ -96,7 +95,7 @@ def test_every_shape_of_a_secret_is_redacted(shape: str):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_row_of_the_table_is_needed(shape: str, monkeypatch: pytest.MonkeyPatch):
+def test_every_row_of_the_table_is_needed(shape, monkeypatch):
     patterns = dict(zip(SHAPES, secrets.COMPILED_SHAPES, strict=True))
     del patterns[shape]
     monkeypatch.setattr(secrets, "COMPILED_SHAPES", list(patterns.values()))
