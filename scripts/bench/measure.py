@@ -1,4 +1,4 @@
-"""What a child process measures of whole training runs, and how a case becomes a result."""
+"""Measures whole training runs in a child process, and makes a result of each case."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from training.failures import count_lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
 PRODUCT = "_product_tflops"
-"""The suffix of rates of products; the precision stands before it."""
+"""Suffix in the names of products' rates; the prefix is the precision."""
 EMULATE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
 PYTEST = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
@@ -57,26 +57,29 @@ def device_of(words: Words) -> torch.device:
 
 
 def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
-    """Returns words, such as runtime.tf32=true, that this machine cannot have, and the reasons."""
+    """Returns the overrides, such as runtime.tf32=true, that are unavailable on this machine -> the
+    reasons."""
     reasons = doctor.find_capabilities(device)
-    slow = find_emulated(words, device)
-    asked = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
-    return {word: reason for word, reason in asked.items() if reason and word not in slow}
+    emulated = find_emulated(words, device)
+    refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
+    return {word: reason for word, reason in refusals.items() if reason and word not in emulated}
 
 
 def find_emulated(words: Words, device: torch.device) -> Words:
-    """Returns the words that this CPU computes without instructions for them, since they ask so."""
+    """Returns the overrides that this CPU emulates because it lacks the instructions, if the words
+    ask for emulation."""
     if EMULATE not in words or device.type != "cpu":
         return []
-    every = {kind.make_override(value) for kind in TECHNIQUES for value in kind.emulated}
+    emulable = {kind.make_override(value) for kind in TECHNIQUES for value in kind.emulated}
     reasons = doctor.find_capabilities(device)
-    return sorted(word for word in every & {*words} if reasons[word])
+    return sorted(word for word in emulable & {*words} if reasons[word])
 
 
 def measure_case(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures a case: its figures, or the `reason` or `error` in one sentence why there are none.
+    """Measures a case and returns its figures, or a `reason` or `error` in one sentence if there
+    are none.
 
-    The traceback of an error goes to stderr. The device is idle afterwards, and its memory free.
+    It prints the traceback of an error to stderr, and leaves the device idle and its memory free.
     """
     device = device_of(case.overrides)
     try:
@@ -86,10 +89,11 @@ def measure_case(case: Case, cfg: BenchConfig) -> Figures:
         for word, reason in find_refusals(words, device).items():
             if word in case.needs:
                 return {"reason": reason}
+
         figures = case.measure(case, cfg)
         synchronise(device)
-        slow = find_emulated(words, device)
-        return figures | {"emulated": slow} if slow else figures
+        emulated = find_emulated(words, device)
+        return figures | {"emulated": emulated} if emulated else figures
     except torch.OutOfMemoryError as error:
         return {"error": f"out of memory: {shorten_error(error)}"}
     except Exception as error:
@@ -100,22 +104,25 @@ def measure_case(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def free_memory() -> None:
-    """Gives memory back that nothing refers to."""
+    """Frees objects without references, and the allocator's unused memory."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def build_loop(words: Words) -> Loop:
-    """Builds the newcomer's loop where words such as newcomer.storage=files say so, else ours."""
+    """Builds the newcomer's loop if there are words such as newcomer.storage=files, else the
+    framework's."""
     prefix = "newcomer."
-    own = dict(word.removeprefix(prefix).split("=") for word in words if word.startswith(prefix))
-    rest = [word for word in words if not word.startswith(prefix)]
-    return NewcomersLoop(rest, **own) if own else Workload(rest)
+    options = dict(
+        word.removeprefix(prefix).split("=") for word in words if word.startswith(prefix)
+    )
+    overrides = [word for word in words if not word.startswith(prefix)]
+    return NewcomersLoop(overrides, **options) if options else Workload(overrides)
 
 
 def count_bytes(loop: Loop) -> float | None:
-    """Counts the bytes that a GPU would need for a run, as scripts.plan does, where no allocator
-    tells them; None where one does, and for the newcomer's loop."""
+    """Counts the bytes that a GPU would need for a run, as scripts.plan does. None if the allocator
+    of a GPU has measured them, and for the newcomer's loop."""
     if loop.memory_peak is not None or not isinstance(loop, Workload):
         return None
     needs = forecast(make_question(loop.cfg, memory_of(loop.device))).needs
@@ -123,7 +130,7 @@ def count_bytes(loop: Loop) -> float | None:
 
 
 class Baseline(NamedTuple):
-    """The run that a case is compared with, its loss after `loss_steps`, and the bytes that a GPU
+    """The run with which a case is compared, its loss after `loss_steps`, and the bytes that a GPU
     would need for it."""
 
     loop: Loop
@@ -132,11 +139,11 @@ class Baseline(NamedTuple):
 
 
 BASELINE_CACHE: dict[tuple[str, ...], Baseline] = {}
-"""The baseline of the case before: cases that follow each other share it."""
+"""The latest baseline, since consecutive cases often share it."""
 
 
 def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
-    """Builds a baseline and trains it, once for the cases that follow each other."""
+    """Builds a baseline and trains it; consecutive cases with the same baseline share it."""
     if words not in BASELINE_CACHE:
         BASELINE_CACHE.clear()
         free_memory()
@@ -146,29 +153,31 @@ def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
 
 
 def compare(case: Case, cfg: BenchConfig) -> Figures:
-    """Trains a configuration and its baseline from the same weights on the same samples, then
-    times them in turn; `speed` compares samples a second, since batches may differ. Techniques that
-    this machine cannot have are left out."""
+    """Trains a configuration and its baseline from the same weights on the same samples, then times
+    them in turn. `speed` is the ratio of samples per second, since batch sizes may differ.
+
+    Techniques that are unavailable on this machine are left out.
+    """
     base, base_loss, base_bytes = train_baseline(tuple(case.baseline), cfg.loss_steps)
-    own = base
+    loop = base
     loss = base_loss
     if case.overrides != case.baseline:
         refused = find_refusals(case.overrides, base.device)
-        # Beside a newcomer nothing is compiled yet: warm-up takes as long as in a first start.
+        # The ladder reports the warm-up of a first start, in which nothing is compiled yet.
         with disable_compiler_caches() if isinstance(base, NewcomersLoop) else nullcontext():
-            own = build_loop([word for word in case.overrides if word not in refused])
-        loss = own.measure_loss(cfg.loss_steps)
+            loop = build_loop([word for word in case.overrides if word not in refused])
+        loss = loop.measure_loss(cfg.loss_steps)
 
-    loops = {"base": base} if own is base else {"base": base, "own": own}
+    loops = {"base": base} if loop is base else {"base": base, "own": loop}
     times = time_steps(loops, cfg.steps, cfg.repeats)
-    own_ms = times.get("own", times["base"])
-    batches = own.cfg.batch_size / base.cfg.batch_size
+    step_ms = times.get("own", times["base"])
+    batch_ratio = loop.cfg.batch_size / base.cfg.batch_size
     return {
         **summarise("baseline_step_ms", times["base"]),
-        **own.describe_steps(own_ms),
-        **summarise("speed", [batches * ratio for ratio in compute_ratios(times["base"], own_ms)]),
+        **loop.describe_steps(step_ms),
+        **summarise("speed", [batch_ratio * r for r in compute_ratios(times["base"], step_ms)]),
         "baseline_memory_reserved_peak": base.memory_peak,
-        "counted_bytes": base_bytes if own is base else count_bytes(own),
+        "counted_bytes": base_bytes if loop is base else count_bytes(loop),
         "baseline_counted_bytes": base_bytes,
         "baseline_not_on": base.list_missing(),
         "final_loss": loss,
@@ -177,34 +186,37 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:
-    """Trains a configuration from several seeds: losses with their range, and bytes counted."""
-    found: Figures = {"seeds": len(cfg.seeds), "skipped": 0}
+    """Trains a configuration from several seeds. Returns the losses with their range, and the bytes
+    of its state."""
+    figures: Figures = {"seeds": len(cfg.seeds), "skipped": 0}
     losses: dict[str, list[float]] = {"loss": [], "eval_loss": []}
     step_ms = []
     for seed in cfg.seeds:
         workload = Workload([*case.overrides, f"seed={seed}"])
         workload.prepare()
         outputs = [workload.training.take_step() for _ in range(cfg.steps)]
-        found["skipped"] += sum(int(output.skipped) for output in outputs)
-        late = torch.stack([output.loss for output in outputs[cfg.steps // 2 :]])
-        losses["loss"].append(late.mean().item())
+        figures["skipped"] += sum(int(output.skipped) for output in outputs)
+
+        # The second half of the steps is less noisy than the first.
+        late_losses = torch.stack([output.loss for output in outputs[cfg.steps // 2 :]])
+        losses["loss"].append(late_losses.mean().item())
         losses["eval_loss"].append(evaluate(workload.training)["eval_loss"])
         step_ms += time_steps({"own": workload}, max(1, cfg.steps // 10), cfg.repeats)["own"]
-        found |= workload.describe_steps(step_ms)
+        figures |= workload.describe_steps(step_ms)
         for kind, size in count_lasting_bytes(workload.training)._asdict().items():
-            found[f"{kind}_bytes_a_parameter"] = size / found["parameters"]
+            figures[f"{kind}_bytes_a_parameter"] = size / figures["parameters"]
         del workload
 
     for name, values in losses.items():
-        found |= summarise(name, values)
-    return found
+        figures |= summarise(name, values)
+    return figures
 
 
 def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures the memory of a configuration beside what scripts.plan predicts.
+    """Measures the memory of a configuration and compares it with the prediction of scripts.plan.
 
-    Measured is the most that the allocator reserved, on a GPU; the prediction leaves the driver's
-    context out.
+    The measured figure is the peak that a GPU's allocator reserved; the prediction is without the
+    driver's context.
     """
     workload = Workload(case.overrides)
     step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
@@ -222,19 +234,19 @@ def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
 def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
     """Measures rounds of steps that begin with a save, in turn with rounds without.
 
-    `stall_ms` is how long the call of `save` took; what a background save costs the steps beside
-    it shows in `speed`. The first save, which makes its buffers, is not counted.
+    `stall_ms` is the duration of the call of `save`; `speed` shows how much a background save slows
+    down the steps. The first save does not count, because it also allocates its buffers.
     """
     workload = Workload(case.overrides)
     training = workload.training
-    described = describe_run(workload.composed, training.loader.spec, workload.ledger)
+    description = describe_run(workload.composed, training.loader.spec, workload.ledger)
     stall_ms = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder), in_background=case.name == "background")
 
         def save_and_run() -> None:
             began = time.perf_counter()
-            checkpoints.save(training.state, described)
+            checkpoints.save(training.state, description)
             stall_ms.append(1e3 * (time.perf_counter() - began))
             workload.run(cfg.steps)
 
@@ -254,25 +266,26 @@ def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
-    """Examines the machine as scripts.doctor does, with its rates, and how many times those of
-    fp32 the products' are."""
-    found = doctor.examine(measure=True)
-    rates = found["rates"]
+    """Examines the machine as scripts.doctor does, with its rates, and the rate of each product
+    relative to fp32."""
+    findings = doctor.examine(measure=True)
+    rates = findings["rates"]
     times = {
         name.replace(PRODUCT, "_times"): rate / rates[f"fp32{PRODUCT}"]
         for name, rate in rates.items()
         if name.endswith(PRODUCT)
     }
-    return found | rates | times | {"text": doctor.format_findings(found)}
+    return findings | rates | times | {"text": doctor.format_findings(findings)}
 
 
 def replace_family(words: Words, family: str) -> Words:
-    """Replaces the model by that of a family in the same size."""
+    """Replaces the model by one of another family in the same size."""
     return [re.sub(r"^model=\w+_", f"model={family}_", word) for word in words]
 
 
 def calibrate(case: Case, cfg: BenchConfig) -> Figures:
-    """Tries the fused kernels as a run would before its first step, which finds them cached."""
+    """Tries the fused kernels as a run would before its first step; a later run finds the choices
+    in its cache."""
     if device_of(case.overrides).type != "cuda":
         return {"reason": NEEDS_GPU}
     kernels = doctor.try_kernels(replace_family(case.overrides, case.name))
@@ -281,9 +294,10 @@ def calibrate(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
-    """Runs tests that need a GPU with pytest, and counts what its report holds.
+    """Runs tests that need a GPU with pytest, and counts the outcomes in its report.
 
-    Warnings fail nothing: which ones a GPU, its driver and its libraries give is not known before.
+    Warnings fail no test, because those of a GPU, its driver and its libraries are not known in
+    advance.
     """
     if not torch.cuda.is_available():
         return {"reason": NEEDS_GPU}
@@ -299,14 +313,14 @@ def count_outcomes(report: Path) -> Figures:
     """Counts the tests of a JUnit report; an `error` names those that failed."""
     tests = list(ElementTree.parse(report).iter("testcase"))
 
-    def said(*kinds: str) -> Words:
+    def list_messages(*kinds: str) -> Words:
         parts = [(test, part) for test in tests for kind in kinds for part in test.iter(kind)]
         return [f"{test.get('name')}: {part.get('message')}" for test, part in parts]
 
-    failed = said("failure", "error")
-    skipped = said("skipped")
-    found: Figures = {"tests": len(tests), "failed": len(failed), "skipped": len(skipped)}
-    found["text"] = "\n".join([*failed, *skipped])
+    failed = list_messages("failure", "error")
+    skipped = list_messages("skipped")
+    figures: Figures = {"tests": len(tests), "failed": len(failed), "skipped": len(skipped)}
+    figures["text"] = "\n".join([*failed, *skipped])
     if failed:
-        found["error"] = f"{len(failed)} failed: {failed[0]}"
-    return found
+        figures["error"] = f"{len(failed)} failed: {failed[0]}"
+    return figures

@@ -1,8 +1,9 @@
-"""Rung 0 of the ladder: the training loop that a newcomer writes, honestly, and nothing else uses.
+"""Rung 0 of the ladder: a training loop as a newcomer to PyTorch writes it. Only the bench uses it.
 
-fp32 without TF32; a DataLoader over single samples, each batch copied to the device when it is
-needed; AdamW as `torch.optim.AdamW(parameters)` gives it (on a GPU PyTorch's foreach kernels, on a
-CPU a loop over tensors); averages in a loop over parameters; `loss.item()` after every step.
+It trains in fp32 without TF32; a DataLoader reads single samples, and the loop copies each batch to
+the device when it needs it; the optimizer is `torch.optim.AdamW(parameters)` (on a GPU PyTorch's
+foreach kernels, on a CPU a loop over tensors); the averages are updated in a loop over parameters;
+and `loss.item()` follows every step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from training.weights.pretrained import build_model
 
 
 class ItemsInFiles(Dataset):
-    """Single samples, one npy file each, in a temporary folder."""
+    """Data set that keeps each sample in its own npy file, in a temporary folder."""
 
     def __init__(self, latents: Tensor, labels: Tensor) -> None:
         self.folder = Path(tempfile.mkdtemp())
@@ -46,18 +47,18 @@ class ItemsInFiles(Dataset):
 
 
 def yield_order(count: int, seed: int) -> Iterator[int]:
-    """Yields the framework's order of samples without end, so that both loops see the same."""
+    """Yields the framework's order of samples without end, so both loops see the same order."""
     order = EpochOrder(count, seed, torch.device("cpu"))
     for epoch in itertools.count():
         yield from order.find_epoch(epoch).tolist()
 
 
 class NewcomersLoop(Loop):
-    """The loop above. `storage` says where the samples lie: in files, in memory, or resident on
-    the device; `item=never` that the loss is not read each step.
+    """The newcomer's loop. `storage` places the samples in files, in memory, or resident on the
+    device; with `item=never` the loop does not read the loss.
 
-    It is timed with torch.randn; only `final_loss` draws the framework's stateless noise, to be
-    comparable.
+    Timed steps draw noise by torch.randn. Only `measure_loss` draws the framework's noise, so that
+    losses are comparable.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class NewcomersLoop(Loop):
         self.stack.on_process()
         self.ledger = Ledger()
 
-        # What it trains on: the set of the framework's loader, each sample where `storage` says.
+        # The loop trains on the framework's data set, with the samples placed by `storage`.
         samples = self.cfg.batch_size
         self.source = build_loader(self.cfg.data, self.cfg.seed, samples, self.device)
         if not isinstance(self.source, InMemoryLatents):
@@ -88,11 +89,12 @@ class NewcomersLoop(Loop):
             train = self.source.train
             latents = self.source.normalise(train.as_floating()).cpu()
             labels = train.labels.cpu()
-            del self.source, train  # nothing of the set is on the device
+            # Deleting the loader frees the device's copy of the set.
+            del self.source, train
             kind = ItemsInFiles if storage == "files" else TensorDataset
             self.items = kind(latents, labels)
 
-        # The model, warmed up and put back to its first weights.
+        # After the warm-up the model gets its initial weights again.
         memory = MemoryPeak(self.device)
         torch.manual_seed(self.cfg.seed)
         self.model = build_model(self.cfg.model, self.spec, self.device)
@@ -108,7 +110,7 @@ class NewcomersLoop(Loop):
         self.memory_peak = memory.read()
 
     def start(self) -> None:
-        """Begins with the first sample and a new optimizer."""
+        """Restarts from the first sample with a new optimizer."""
         self.averages = [p.detach().clone() for p in self.model.parameters()]
         rates = {name: value for name, value in self.cfg.optim.items() if name != "_target_"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)
@@ -116,7 +118,7 @@ class NewcomersLoop(Loop):
         self.samples = 0
 
     def make_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns the batches, on the device."""
+        """Returns an iterator over the batches, on the device."""
         if self.items is None:
             self.source.load_state_dict({"samples_seen": 0})
             return ((batch.latents, batch.labels) for batch in self.source)
@@ -127,17 +129,19 @@ class NewcomersLoop(Loop):
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
-        # If batches named this loop, garbage collection would end its workers: five seconds each.
+        # If the generator referred to self, garbage collection would end the workers, and PyTorch
+        # waits five seconds for each.
         device = self.device
         return ((x.to(device), labels.to(device)) for x, labels in loader)
 
     def prepare(self) -> None:
-        """Sets flags, and uses up what workers have prefetched while something else ran."""
+        """Sets flags, and consumes the batches that workers prefetched while another loop ran."""
         super().prepare()
         for _ in range(self.prefetch_factor * self.num_workers):
             next(self.batches)
 
     def take_step(self, comparable: bool = False) -> Tensor:
+        """Takes a step and returns its loss; a `comparable` step draws the framework's noise."""
         latents, labels = next(self.batches)
         loss = (self.compute_comparable_loss if comparable else self.compute_loss)(latents, labels)
         self.samples += len(labels)
@@ -154,14 +158,14 @@ class NewcomersLoop(Loop):
         return loss.detach()
 
     def compute_comparable_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
-        """Takes the framework's draws."""
+        """Computes the loss with the framework's noise and times."""
         position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
         batch = Batch(latents, labels, position, position)
-        told = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
-        return self.objective.compute_losses(self.model, batch, **told)[0].mean()
+        options = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
+        return self.objective.compute_losses(self.model, batch, **options)[0].mean()
 
     def compute_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
-        """Computes the loss of flow matching, as tutorials have it."""
+        """Computes the loss of flow matching, as tutorials do."""
         noise = torch.randn_like(latents)
         t = torch.sigmoid(torch.randn(len(labels), device=self.device))
         drop = torch.rand(len(labels), device=self.device) < 0.1

@@ -1,4 +1,4 @@
-"""A training step under a stopwatch: built as train.py builds it, timed, taken apart, profiled."""
+"""Builds a training step as train.py does; times it, splits it into phases and profiles it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from training.weights.adapter_base import compose_pretrained
 NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")
 POINTWISE = ("triton_poi", "triton_red", "triton_per")
-"""Inductor's other kernels, though their names may list the products that they stand next to."""
+"""Prefixes of Inductor's kernels without products, although their names may mention products."""
 FASTER_PRODUCTS = ("precision=bf16", "tf32=true")
 LESS_TRAFFIC = (
     *(f"{key}=true" for key in (*KERNEL_KEYS, "compile", "fused_adamw")),
@@ -37,7 +37,7 @@ LESS_TRAFFIC = (
 
 
 class Loop:
-    """A training loop that takes one step at a time: what is timed and compared."""
+    """A training loop that takes one step at a time, to be timed and compared."""
 
     stack: AccelerationStack
     warm_up_seconds: float
@@ -50,7 +50,7 @@ class Loop:
         self.device = pick_device(self.cfg.runtime.device.value)
 
     def prepare(self) -> None:
-        """Sets this loop's process-wide flags and does what must not be timed, before it runs."""
+        """Sets this loop's process-wide flags; called before it runs, outside the measured time."""
         self.stack.on_process()
 
     def take_step(self, comparable: bool = False) -> torch.Tensor:
@@ -69,16 +69,16 @@ class Loop:
         return torch.stack(losses[steps // 2 :]).mean().item()
 
     def list_missing(self) -> Words:
-        """Names the techniques that were asked for and are not on."""
+        """Lists the requested techniques that are not on."""
         return [row.key for row in self.ledger if row.missing]
 
     def describe_steps(self, step_ms: Sequence[float]) -> Figures:
-        """Returns what a result says of this loop, whose steps took `step_ms`."""
-        found: Figures = summarise("step_ms", step_ms)
+        """Returns the figures of this loop, whose steps took `step_ms`."""
+        figures: Figures = summarise("step_ms", step_ms)
         samples = self.cfg.batch_size
-        return found | {
+        return figures | {
             "batch_size": samples,
-            "samples_per_s": 1e3 * samples / found["step_ms"],
+            "samples_per_s": 1e3 * samples / figures["step_ms"],
             "memory_reserved_peak": self.memory_peak,
             "warm_up_s": self.warm_up_seconds,
             "ledger": self.ledger.as_dict(),
@@ -87,7 +87,7 @@ class Loop:
 
 
 class Workload(Loop):
-    """The framework's own training step, built from overrides, warmed up and observed."""
+    """The framework's own training step, built from overrides and warmed up."""
 
     def __init__(self, overrides: Words) -> None:
         super().__init__([*overrides, *NO_INTERRUPTIONS])
@@ -106,11 +106,11 @@ class Workload(Loop):
         return self.training.take_step().loss
 
     def describe_steps(self, step_ms: Sequence[float]) -> Figures:
-        found = super().describe_steps(step_ms)
+        figures = super().describe_steps(step_ms)
         meter = self.training.state.meter
-        flops_a_second = found["samples_per_s"] * meter.train_flops
+        flops_a_second = figures["samples_per_s"] * meter.train_flops
         model = self.training.model
-        return found | {
+        return figures | {
             "mfu": flops_a_second / meter.peak_flops if meter.peak_flops else None,
             "parameters": sum(p.numel() for p in model.parameters()),
             "tokens": model.tokens,
@@ -119,7 +119,8 @@ class Workload(Loop):
 
 
 def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str, list[float]]:
-    """Returns milliseconds a step of each loop, round by round, after one more warm step."""
+    """Times the loops in turn, after a warm-up step of each. Returns the milliseconds per step of
+    each loop, round by round."""
     for loop in loops.values():
         loop.prepare()
         loop.run(1)
@@ -130,23 +131,23 @@ def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str,
 
 
 def sum_phases(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
-    """Returns milliseconds by phase, from the ends of phases: seconds on the host, or events of a
-    GPU that has finished."""
-    found = defaultdict(float)
+    """Sums the milliseconds of each phase, from marks at the ends of phases: seconds on the host,
+    or events of a GPU that has finished."""
+    phase_ms = defaultdict(float)
     for (_, start), (phase, end) in itertools.pairwise(marks):
         on_host = isinstance(start, float)
-        found[phase] += 1e3 * (end - start) if on_host else start.elapsed_time(end)
-    return found
+        phase_ms[phase] += 1e3 * (end - start) if on_host else start.elapsed_time(end)
+    return phase_ms
 
 
 def time_phases(workload: Workload, steps: int) -> dict[str, float]:
-    """Returns milliseconds a step by phase; a step in one CUDA graph is one phase."""
+    """Measures the milliseconds per step of each phase; a step in one CUDA graph is one phase."""
     training = workload.training
     marks = []
 
     def mark(phase: str) -> None:
-        """Notes the end of a phase. An event is read after the window: nothing waits inside it, and
-        launches that return before the device has finished deceive nobody."""
+        """Notes the end of a phase: on a GPU by an event, because launches return before the device
+        has finished, and waiting for it would slow down the step."""
         end: Any = time.perf_counter()
         if workload.device.type == "cuda":
             end = torch.cuda.Event(enable_timing=True)
@@ -169,10 +170,10 @@ def time_phases(workload: Workload, steps: int) -> dict[str, float]:
     training.step.mark = lambda phase: None
 
     synchronise(workload.device)
-    found = sum_phases(marks)
-    if "forward" not in found:
-        found["whole step"] = found.pop("rest")
-    return {phase: found[phase] / steps for phase in PHASES if phase in found}
+    phase_ms = sum_phases(marks)
+    if "forward" not in phase_ms:
+        phase_ms["whole step"] = phase_ms.pop("rest")
+    return {phase: phase_ms[phase] / steps for phase in PHASES if phase in phase_ms}
 
 
 def profile_step(workload: Workload) -> torch.profiler.profile:
@@ -185,12 +186,14 @@ def profile_step(workload: Workload) -> torch.profiler.profile:
 
 
 def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
-    """Sums a profile: all kernels, or operators on a CPU, and those of them that multiply."""
+    """Sums the milliseconds of a profile: of all kernels (on a CPU, of all operators), and of the
+    matrix products among them."""
     total = 0.0
     products = 0.0
     for event in events:
+        # The row of an operator would count its kernels again.
         if cuda and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
-            continue  # an op's own row would count its kernels again
+            continue
         ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
         name = event.key.lower()
         total += ms
@@ -207,32 +210,34 @@ def find_bound(
     left: Collection[str],
     data: Mapping[str, Any],
 ) -> tuple[str, str, Words]:
-    """Says what bounds a step, why, and what to try: first data, then launches, then the work.
+    """Returns the bottleneck of a step, the reason, and words to try. It checks the data first,
+    then the launches, then the kernels.
 
-    `busy` is None on a CPU, and `share` is that of products in the busy time. `left` are the
-    words, such as runtime.compile=true, that this machine can do and this run has not on; only
-    these are proposed.
+    `busy` is None on a CPU, and `share` is that of products in the busy time. `left` are the words,
+    such as runtime.compile=true, that are available on this machine and off in this run; the result
+    proposes only these.
     """
-    fewer = [kind.make_override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
-    found = explain_bound(step_ms, data_ms, busy, [word for word in fewer if word in left], data)
-    if found is not None:
-        return found
+    savers = [kind.make_override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
+    launch_savers = [word for word in savers if word in left]
+    bound = explain_bound(step_ms, data_ms, busy, launch_savers, data)
+    if bound is not None:
+        return bound
 
     reason = f"{share:.0%} of the busy time goes into products, the rest into moving data"
-    bound, wanted = (
+    name, wanted = (
         ("compute-bound", FASTER_PRODUCTS) if share >= 0.5 else ("bandwidth-bound", LESS_TRAFFIC)
     )
     keys = [f"runtime.{word}" for word in wanted if f"runtime.{word}" in left]
-    return bound, reason, keys or ["a smaller model, a larger patch_size, or a faster device"]
+    return name, reason, keys or ["a smaller model, a larger patch_size, or a faster device"]
 
 
 def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures the whole step and its phases, and says what bounds it and what to try next."""
+    """Measures the whole step and its phases, and returns its bottleneck and keys to try next."""
     workload = Workload(case.overrides)
     figures = workload.describe_steps(
         time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
     )
-    found = time_phases(workload, cfg.steps)
+    phases_ms = time_phases(workload, cfg.steps)
     cuda = workload.device.type == "cuda"
     busy, products = sum_busy_ms(profile_step(workload).key_averages(), cuda)
 
@@ -243,16 +248,16 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
     }
     bound, reason, keys = find_bound(
         figures["step_ms"],
-        found["data"],
+        phases_ms["data"],
         busy if cuda else None,
         products / busy,
         offered - on,
         workload.cfg.data,
     )
 
-    text = format_table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in found.items())])
+    text = format_table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in phases_ms.items())])
     return figures | {
-        "phases_ms": found,
+        "phases_ms": phases_ms,
         "busy_ms": busy,
         "products_ms": products,
         "verdict": {"bound": bound, "reason": reason, "keys": keys},
@@ -261,7 +266,7 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def write_profile(case: Case, cfg: BenchConfig) -> Figures:
-    """Lists the ops that take most of a step, and writes its trace for https://ui.perfetto.dev."""
+    """Lists the ops that take most of a step, and writes a trace for https://ui.perfetto.dev."""
     workload = Workload(case.overrides)
     profiler = profile_step(workload)
     cuda = workload.device.type == "cuda"
