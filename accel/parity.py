@@ -1,9 +1,8 @@
 """Compares the kernels of our operators with their definitions, at the calls that a real block
 makes.
 
-Parity is a bound on the error of each output, those of backward operators (the gradients) among
-them: at most twice the error that the definition itself makes in the run's dtype, both measured
-against the definition in the next wider dtype.
+Parity bounds the error of each output, gradients included: at most twice the error that the
+definition makes in the run's dtype, both measured against the definition in the next wider dtype.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from accel.kernels.operator import OPERATORS, Operator
 from common.libraries import disable_tf32
 
 ERROR_FLOOR = 2e-5
-"""What an output may be off, relative to its norm, where the definition is as good as exact: sums
-in another order."""
+"""Allowed error of an output, relative to its norm, where the definition is nearly exact: sums in
+another order differ this much."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class Comparison(NamedTuple):
-    """One output of a kernel beside the definition's; errors are norms over the norm of the
-    answer."""
+    """One output of a kernel compared with the definition's; errors are relative to the norm of the
+    exact answer."""
 
     output: str
     error: float
@@ -38,11 +37,11 @@ class Comparison(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """The error over its bound; a kernel is refused above 1."""
+        """Error divided by its bound; a kernel fails above 1."""
         return math.inf if self.fault else self.error / (2.0 * self.definition_error + ERROR_FLOOR)
 
     def describe_refusal(self) -> str | None:
-        """What is wrong with the kernel, as a sentence; None if nothing is."""
+        """Returns a sentence about the kernel's fault; None without a fault."""
         if self.excess <= 1.0:
             return None
         errors = (
@@ -52,7 +51,7 @@ class Comparison(NamedTuple):
 
 
 class Poison(TorchDispatchMode):
-    """Fills fresh memory with NaN, so that an element that no program writes is seen."""
+    """Fills fresh memory with NaN, which exposes elements that no program writes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -62,7 +61,7 @@ class Poison(TorchDispatchMode):
 
 
 class ComparingMode(TorchDispatchMode):
-    """Computes our operators by definition, and compares the kernel of each on the way."""
+    """Computes our operators by definition, and compares each with its kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,30 +78,30 @@ class ComparingMode(TorchDispatchMode):
         with torch.no_grad(), torch.amp.autocast(args[0].device.type, enabled=False):
             infos = [argument.alias_info for argument in func._schema.arguments]
             written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
-            comparisons, own = compare_operator(name, operator, args, written)
+            comparisons, result = compare_operator(name, operator, args, written)
         self.comparisons += comparisons
-        return own
+        return result
 
 
 def compare_operator(
     name: str, operator: Operator, arguments: Sequence[Any], written: Sequence[int]
 ) -> tuple[list[Comparison], Any]:
-    """Compares each output of an operator's kernel with its definition, and then each argument that
-    is `written`; returns the definition's outputs too."""
+    """Compares a kernel's outputs, and the arguments with indices `written` that it writes to, with
+    the definition; returns the comparisons and the definition's result."""
     assert operator.kernel is not None
 
-    def outputs(results: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    def list_outputs(results: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         results = results if isinstance(results, tuple) else (results,)
         return *results, *(arguments[i].clone() for i in written)
 
-    # The kernel twice, for two equal calls give equal bits, unless the operator says otherwise; as
-    # outside of a mode, for one may use autograd.
+    # Call the kernel twice: two equal calls must give equal bits, unless the operator is not
+    # repeatable. Dispatch is re-entrant, because a kernel may use autograd.
     calls = []
     for _ in range(2):
         for i in written:
             arguments[i].fill_(math.nan)
         with enable_reentrant_dispatch(), Poison():
-            calls.append(outputs(operator.kernel(*arguments), arguments))
+            calls.append(list_outputs(operator.kernel(*arguments), arguments))
         if arguments[0].is_cuda:
             torch.cuda.synchronize(arguments[0].device)
 
@@ -111,39 +110,41 @@ def compare_operator(
 
     with disable_tf32():
         wide = widen(arguments)
-        exact = outputs(operator.definition(*wide), wide)
+        exact = list_outputs(operator.definition(*wide), wide)
     result = operator.definition(*arguments)
-    pairs = zip(*calls, outputs(result, arguments), exact, strict=True)
+    pairs = zip(*calls, list_outputs(result, arguments), exact, strict=True)
     return [compare_output(f"{name}[{i}]", *pair) for i, pair in enumerate(pairs)], result
 
 
 def compare_output(
-    name: str, kernel: Tensor, again: Tensor, own: Tensor, right: Tensor
+    name: str, kernel: Tensor, again: Tensor, definition: Tensor, exact: Tensor
 ) -> Comparison:
-    """Compares what two calls of a kernel gave with the definition's answer and the right one."""
+    """Compares an output of two calls of a kernel with the definition's output and the exact
+    one."""
     fault = None
-    if kernel.shape != own.shape or kernel.dtype != own.dtype:
-        ours = f"{list(kernel.shape)} and {kernel.dtype}"
-        fault = f"has shape {ours}, not {list(own.shape)} and {own.dtype}"
+    if kernel.shape != definition.shape or kernel.dtype != definition.dtype:
+        expected = f"{list(definition.shape)} and {definition.dtype}"
+        fault = f"has shape {list(kernel.shape)} and {kernel.dtype}, not {expected}"
     elif not kernel.isfinite().all():
         fault = "is not finite, or has elements that no program wrote"
     elif not torch.equal(kernel, again):
         fault = "differs between two equal calls"
     if fault:
         return Comparison(name, 0.0, 0.0, fault)
-    return Comparison(name, relative_error(kernel, right), relative_error(own, right))
+    return Comparison(name, relative_error(kernel, exact), relative_error(definition, exact))
 
 
 def widen(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments with 16 bits in fp32; where there are none, those in fp32 in fp64."""
+    """Casts 16-bit arguments to fp32; without 16-bit arguments casts fp32 ones to fp64."""
     floats = [a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()]
-    least = min(tensor.dtype.itemsize for tensor in floats)
-    widened = {id(t): t.to(WIDER[t.dtype]) for t in floats if t.dtype.itemsize == least}
+    narrowest = min(tensor.dtype.itemsize for tensor in floats)
+    widened = {id(t): t.to(WIDER[t.dtype]) for t in floats if t.dtype.itemsize == narrowest}
     return [widened.get(id(argument), argument) for argument in arguments]
 
 
-def relative_error(tensor: Tensor, right: Tensor) -> float:
-    """Norm of the error over the norm of the answer; the error's where the answer is zero."""
-    error = (tensor.double() - right.double()).norm().item()
-    size = right.double().norm().item()
+def relative_error(tensor: Tensor, exact: Tensor) -> float:
+    """Norm of the error over the norm of the exact answer; the norm of the error where the answer
+    is zero."""
+    error = (tensor.double() - exact.double()).norm().item()
+    size = exact.double().norm().item()
     return error / size if size else error

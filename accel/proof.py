@@ -1,9 +1,9 @@
 """Proves fused kernels on the run's own device before the run launches them, and chooses between
-them and definitions.
+each kernel and its definition.
 
 A spawned process (accel/trial.py) tries each kernel on the model's blocks: parity with its
-definition, then time. What it finds is kept in a cache, and the choice in the run folder, so that a
-resumed run computes what it did before.
+definition, then time. A cache keeps the findings, and the run folder keeps the choice, so that a
+resumed run computes as before.
 """
 
 from __future__ import annotations
@@ -31,147 +31,148 @@ from common.text import shorten_error
 from common.workers import run_watched
 
 TRIAL_TIMEOUT_SECONDS = 120.0
-"""Seconds without a result after which a trial counts as hanging; compiling a block has more."""
+"""Seconds without news after which a trial counts as hanging; a trial that compiles asks for
+more."""
 MAX_SLOWDOWN = 1.03
-"""A kernel is chosen unless it takes more than this share of its definition's time: it keeps less
-for backward."""
+"""A kernel may take this multiple of its definition's time and still be chosen, because it saves
+less for backward."""
 TIMES_KEYS = {False: "times", True: "replayed"}
-"""Whether the run captures its step as a CUDA graph -> where a trial keeps the times that then
+"""Whether the run captures its step as a CUDA graph -> key of the times in a finding that then
 count."""
 KERNELS_FILE = "kernels.json"
-"""The file of a run folder that holds its choice."""
+"""File of a run folder that holds the choice of kernels."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether a kernel is used, and why or why not, as a sentence."""
+    """The decision whether to use a kernel, and the reason as a sentence."""
 
     on: bool
     why: str
 
 
 class Use(NamedTuple):
-    """Blocks of one kind: one of them, how many there are, and what they get."""
+    """Blocks of one kind: one example, their number, and their inputs."""
 
     block: nn.Module
     blocks: int
     inputs: list[Any]
-    """(shape, stride, dtype) of each."""
+    """(shape, stride, dtype) of each input."""
     kind: str
 
 
 @dataclass(frozen=True)
 class Question:
-    """Which kernels a run asks for, by runtime key, and how it runs the blocks that use them."""
+    """The kernels that a run requests, and how the run computes the blocks that use them."""
 
     requested: Mapping[str, bool | str]
-    """Key -> True (parity decides) or "auto" (parity, then time)."""
+    """Runtime key -> True (parity decides) or "auto" (parity, then time)."""
     runtime: Mapping[str, Any]
-    """Effective values of the techniques that act on a block, and their options."""
+    """Values and options of the techniques that act on a block."""
     samples: int
     """Samples in a micro-batch of this process."""
     device: torch.device
     deterministic: bool = False
-    """Parity alone decides: times differ from start to start."""
+    """Whether parity alone decides, because times differ from start to start."""
     captured: bool = False
-    """The run replays its step as a CUDA graph."""
+    """Whether the run replays its step as a CUDA graph."""
     change_times_only: Collection[str] = ()
-    """Keys of `runtime` that parity, which compares one operator at a time, does not depend on."""
+    """Keys of `runtime` that do not change parity, which compares one operator at a time."""
 
     @property
     def timed_keys(self) -> list[str]:
-        """The keys that time decides about."""
-        asked = [key for key, value in self.requested.items() if value == AUTO]
-        return [] if self.deterministic else asked
+        """Keys about which time decides."""
+        if self.deterministic:
+            return []
+        return [key for key, value in self.requested.items() if value == AUTO]
 
 
 def prove(
     question: Question, model: nn.Module, forward: Callable[[], object], folder: Path | None = None
 ) -> tuple[dict[str, Proof], dict[str, Any]]:
-    """Proves what `question` asks for `model`, or remembers it; returns the proofs by key, and what
-    `folder` must keep.
+    """Proves the kernels that `question` requests, or reads earlier findings; returns the proofs by
+    key, and the content for `KERNELS_FILE`.
 
-    `forward()` runs the model once on two samples. Call this before anything wraps the model, in
-    every process of a run: all come to one answer. `folder` is the run's: a choice that it holds
-    stays, and is proved again where the machine or the shapes have changed.
+    `forward()` runs the model once on two samples. Call this before anything wraps the model, on
+    every rank: all ranks get one answer. `folder` is the run's: a choice in it stays, and is proved
+    again if the machine or the shapes have changed.
     """
     uses = record_uses(model, forward)
     if isinstance(uses, str):
         return {key: Proof(False, uses) for key in question.requested}, {}
 
-    # The first process's memory counts, if all processes ask the same.
+    # Rank 0's files count, if all ranks ask the same.
     facts = collect_facts(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     cache = find_cache_folder("kernels") / f"{name}.json"
-    everyone = gather_objects(
-        (facts, read_findings(folder / KERNELS_FILE) if folder else {}, read_findings(cache))
-    )
-    alike = all(theirs == facts for theirs, *_ in everyone)
-    _, earlier, cached = everyone[0]
-    before = earlier.get("chosen", {})
-    chosen = {key: before[key] for key in before if question.requested.get(key) == AUTO}
+    earlier = read_findings(folder / KERNELS_FILE) if folder else {}
+    ranks = gather_objects((facts, earlier, read_findings(cache)))
+    alike = all(rank_facts == facts for rank_facts, *_ in ranks)
+    _, earlier, cached = ranks[0]
+    choices = earlier.get("chosen", {})
+    chosen = {key: choices[key] for key in choices if question.requested.get(key) == AUTO}
 
-    # What this run chose not to use needs no proof; of what it uses parity is shown again.
+    # A kernel that this run chose not to use needs no proof; one that it uses shows parity again.
     keys = [key for key in question.requested if chosen.get(key, True)]
     timed = [key for key in question.timed_keys if key not in chosen]
+    cache_fits = alike and cached.get("facts") == facts
     if alike and earlier.get("facts") == facts:
-        found = earlier["found"]
-    elif (
-        alike and cached.get("facts") == facts and not find_unanswered(cached["found"], keys, timed)
-    ):
-        found = cached["found"]
+        findings = earlier["found"]
+    elif cache_fits and not find_unanswered(cached["found"], keys, timed):
+        findings = cached["found"]
     else:
-        found = merge_findings(gather_objects(run_trials(question, uses, keys, timed)))
-        passing = any(result.get("passing") for result in found.values())
+        findings = merge_findings(gather_objects(run_trials(question, uses, keys, timed)))
+        passing = any(finding.get("passing") for finding in findings.values())
         if is_first_rank() and not chosen and not passing:
-            write_to_cache(cache, {"facts": facts, "found": found})
-    proofs = decide(question, found, chosen)
-    kept = {key: proof.on for key, proof in proofs.items() if question.requested[key] == AUTO}
-    return proofs, {"facts": facts, "chosen": kept, "found": found}
+            write_to_cache(cache, {"facts": facts, "found": findings})
+    proofs = decide(question, findings, chosen)
+    choices = {key: proof.on for key, proof in proofs.items() if question.requested[key] == AUTO}
+    return proofs, {"facts": facts, "chosen": choices, "found": findings}
 
 
 def decide(
-    question: Question, found: Mapping[str, Any], chosen: Mapping[str, bool]
+    question: Question, findings: Mapping[str, Any], chosen: Mapping[str, bool]
 ) -> dict[str, Proof]:
-    """The decision on each kernel that is asked for; what the run has chosen before stays so."""
+    """Decides on each requested kernel; an earlier choice of the run stays, unless parity now
+    fails."""
     proofs = {}
     for key in question.requested:
         timed = key in question.timed_keys and key not in chosen
-        proof = judge(found.get(key), timed, question.captured)
+        proof = judge(findings.get(key), timed, question.captured)
         if key in chosen:
-            again = f"before: {proof.why}" if key in found else "so before"
+            again = f"before: {proof.why}" if key in findings else "so before"
             proof = Proof(chosen[key] and proof.on, f"this run has chosen {again}")
         proofs[key] = proof
     return proofs
 
 
-def judge(result: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
-    """The decision on one kernel from what its trial found; `captured` if the run replays a CUDA
+def judge(finding: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
+    """Decides on one kernel by the finding of its trial; `captured`: the run replays a CUDA
     graph."""
-    if result is None:
+    if finding is None:
         return Proof(False, "it was not tried")
-    if result["refusal"] is not None:
-        return Proof(False, result["refusal"])
-    why = f"error {result['error']:.0e} (definition {result['definition_error']:.0e})"
+    if finding["refusal"] is not None:
+        return Proof(False, finding["refusal"])
+    why = f"error {finding['error']:.0e} (definition {finding['definition_error']:.0e})"
     if not timed:
         return Proof(True, why)
 
-    on = result[TIMES_KEYS[captured]]["on"]
-    off = result[TIMES_KEYS[captured]]["off"]
+    on = finding[TIMES_KEYS[captured]]["on"]
+    off = finding[TIMES_KEYS[captured]]["off"]
     if on is None:
         both = " and without it" if off is None else ""
         return Proof(off is None, f"{why}, memory ran out with it{both}")
     if off is None:
         return Proof(True, f"{why}, {on:.3g} ms a block; memory ran out without it")
-    kept = "keeps {on:.3g} of {off:.3g} MB a sample".format(**result["kept_mb"])
+    kept = "keeps {on:.3g} of {off:.3g} MB a sample".format(**finding["kept_mb"])
     return Proof(
         on <= MAX_SLOWDOWN * off, f"{why}, {on:.3g} ms a block against {off:.3g} ms, {kept}"
     )
 
 
 def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
-    """All that a trial's findings depend on. A CUDA graph is none of it: a trial takes times with
-    one and without."""
+    """Collects all facts on which a trial's findings depend. `captured` is not one: a trial takes
+    times with a CUDA graph and without."""
     from torch.utils import collect_env
 
     here = Path(__file__).parent
@@ -197,8 +198,8 @@ def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
 
 
 def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
-    """The blocks of a model by kind, with the shapes, strides and dtypes of what they get; or why
-    they have none."""
+    """Runs the model and records its blocks by kind, with shapes, strides and dtypes of their
+    inputs; returns a sentence if they cannot be tried."""
     inputs: dict[nn.Module, Any] = {}
     hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in blocks_of(model)]
     try:
@@ -208,13 +209,15 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
             hook.remove()
 
     uses: dict[str, Use] = {}
-    for block, got in inputs.items():
-        if not all(isinstance(t, Tensor) and t.is_floating_point() and len(t) == 2 for t in got):
+    for block, tensors in inputs.items():
+        if not all(
+            isinstance(t, Tensor) and t.is_floating_point() and len(t) == 2 for t in tensors
+        ):
             return (
-                "it cannot be tried, for a block takes something else than tensors of floating "
-                "point by sample"
+                "it cannot be tried: a block has an input that is no floating-point tensor with "
+                "one row a sample"
             )
-        metas = [[list(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")] for t in got]
+        metas = [[list(t.shape), t.stride(), str(t.dtype).removeprefix("torch.")] for t in tensors]
         kind = hash_kind(block, metas)
         number = uses[kind].blocks + 1 if kind in uses else 1
         uses[kind] = Use(block, number, metas, kind)
@@ -222,7 +225,7 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
 
 
 def hash_kind(block: nn.Module, metas: list[Any]) -> str:
-    """What makes two blocks of one kind: their modules, tensors, grids and inputs."""
+    """Hashes what defines the kind of a block: its modules, tensors, grids and inputs."""
     modules = []
     for module in block.modules():
         grids = {name: value for name, value in vars(module).items() if isinstance(value, tuple)}
@@ -234,15 +237,18 @@ def hash_kind(block: nn.Module, metas: list[Any]) -> str:
 def run_trials(
     question: Question, uses: list[Use], keys: list[str], timed: list[str]
 ) -> dict[str, Any]:
-    """What processes of their own found about `keys`; one that crashes or hangs costs the key that
-    it was at. The first process of a run says that it takes a while."""
+    """Tries `keys` in spawned processes and returns the findings.
+
+    If a process crashes or hangs, the key that it was trying fails, and a new process tries the
+    rest. Rank 0 announces the wait.
+    """
     began = time.monotonic()
-    says = keys and is_first_rank()
-    if says:
-        words = f"Trying {', '.join(keys)} on this device, in a process of its own …"
-        print(words, file=sys.stderr, flush=True)
+    announces = keys and is_first_rank()
+    if announces:
+        print(f"Trying {', '.join(keys)} in a separate process …", file=sys.stderr, flush=True)
+    # The trial takes its memory from the same device.
     if question.device.type == "cuda":
-        torch.cuda.empty_cache()  # the trial takes its memory from the same device
+        torch.cuda.empty_cache()
     job = {
         "device": str(question.device),
         "keys": keys,
@@ -252,7 +258,7 @@ def run_trials(
         "runtime": question.runtime,
         "blocks": [{"blocks": use.blocks, "inputs": use.inputs} for use in uses],
     }
-    found: dict[str, Any] = {}
+    findings: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="fastlatent-trial-") as name:
         folder = Path(name)
         try:
@@ -261,46 +267,49 @@ def run_trials(
             why = f"its block cannot be sent to another process: {shorten_error(error)}"
             return {key: make_failure(why) for key in keys}
 
-        while missing := find_unanswered(found, keys, timed):
-            (folder / "job.json").write_text(json.dumps(job | {"found": found}))
+        while missing := find_unanswered(findings, keys, timed):
+            (folder / "job.json").write_text(json.dumps(job | {"found": findings}))
             state, end = watch_trial(folder)
-            found = state.get("found", found)
-            at = state.get("key")
-            # The process stuck somewhere, or got nowhere.
-            if at or find_unanswered(found, keys, timed) == missing:
+            findings = state.get("found", findings)
+            failed_key = state.get("key")
+
+            # The process ended while it tried a key, or before it tried any.
+            if failed_key or find_unanswered(findings, keys, timed) == missing:
                 why = f"the process that tried it {end} in {state.get('doing', 'its start')}"
-                for key in [at] if at else missing:
-                    found[key] = found.get(key, {}) | make_failure(why)
-    if says:
+                for key in [failed_key] if failed_key else missing:
+                    findings[key] = findings.get(key, {}) | make_failure(why)
+    if announces:
         print(f"… took {time.monotonic() - began:.0f} s.", file=sys.stderr, flush=True)
-    return found
+    return findings
 
 
-def find_unanswered(found: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
-    """Keys that a trial still has to answer."""
+def find_unanswered(findings: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
+    """Finds the keys that a trial must still answer."""
     return [
         key
         for key in keys
-        if key not in found
-        or (found[key]["refusal"] is None and key in timed and "times" not in found[key])
+        if key not in findings
+        or (findings[key]["refusal"] is None and key in timed and "times" not in findings[key])
     ]
 
 
 def make_outcome(
     refusal: str | None, error: float = 0.0, definition_error: float = 0.0
 ) -> dict[str, Any]:
-    """What a trial found about one kernel."""
+    """Makes the finding of a parity test of one kernel; errors are relative."""
     return {"refusal": refusal, "error": error, "definition_error": definition_error}
 
 
 def make_failure(why: str) -> dict[str, Any]:
-    """A result that the next run does not take over: it may pass."""
+    """Makes a finding that the cache does not keep, because the next try may succeed."""
     return make_outcome(why) | {"passing": True}
 
 
 def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
-    """Runs one trial; returns what it wrote last, and how it ended. It is killed after `PATIENCE`
-    without news."""
+    """Runs one trial; returns the state that it wrote last, and how it ended.
+
+    Kills it after `TRIAL_TIMEOUT_SECONDS` without news, or the longer time for which it asked.
+    """
     file = folder / "found.json"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "accel.trial", str(folder)]
@@ -313,27 +322,29 @@ def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
     return read_findings(file), end
 
 
-def merge_findings(founds: list[dict[str, Any]]) -> dict[str, Any]:
-    """One finding of those of all processes: any refusal, the largest errors and the longest
-    times."""
-    one = {}
-    for key, result in founds[0].items():
-        results = [found[key] for found in founds]
-        refused = [r for r in results if r["refusal"] is not None]
-        one[key] = dict(refused[0] if refused else result)
+def merge_findings(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merges the findings of all ranks: any refusal, the largest errors and the longest times."""
+    merged = {}
+    for key, first in ranks[0].items():
+        findings = [rank[key] for rank in ranks]
+        refused = [finding for finding in findings if finding["refusal"] is not None]
+        merged[key] = dict(refused[0] if refused else first)
         for name in ("error", "definition_error"):
-            one[key][name] = max(r[name] for r in results)
+            merged[key][name] = max(finding[name] for finding in findings)
+
         for kind in TIMES_KEYS.values():
-            if refused or kind not in result:
+            if refused or kind not in first:
                 continue
             for name in ("on", "off"):
-                taken = [r[kind][name] for r in results]
-                one[key][kind] = one[key][kind] | {name: None if None in taken else max(taken)}
-    return one
+                times = [finding[kind][name] for finding in findings]
+                merged[key][kind] = merged[key][kind] | {
+                    name: None if None in times else max(times)
+                }
+    return merged
 
 
 def read_findings(file: Path) -> dict[str, Any]:
-    """The content of a file of ours; nothing where there is none, or it is damaged."""
+    """Reads a file of findings; returns {} if it is absent or damaged."""
     with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         content = json.loads(file.read_text())
         for result in content["found"].values():

@@ -1,11 +1,10 @@
-"""Tries fused kernels on one block of a model, in a process of its own, which may crash or hang
-without harm.
+"""Tries fused kernels on one block of a model, in a separate process that may crash or hang.
 
     python -m accel.trial <folder>
 
-accel/proof.py writes the folder, starts this, and reads found.json. Contact and parity: the block
-runs forward and backward on definitions; at each call of one of our operators its kernel gets the
-same tensors. Time: the whole block as the run would run it, with a kernel and without.
+accel/proof.py writes the folder, starts this program and reads found.json. Parity: the block runs
+forward and backward on definitions; at each call of one of our operators its kernel gets the same
+tensors. Time: the whole block as the run computes it, with a kernel and without.
 """
 
 from __future__ import annotations
@@ -36,26 +35,28 @@ PARITY_SAMPLES = 4
 REPEATS = 20
 INPUT_SETS = 3
 COMPILE_TIMEOUT_SECONDS = 900.0
-"""Seconds that compiling a block may take."""
+"""Seconds without news that compiling a block may take."""
 HEAD_START_CYCLES = 30_000_000
-"""Clock cycles that the GPU waits where a replayed graph is timed: all is launched by then, and
-launching is free."""
+"""Clock cycles for which the GPU sleeps before a call timed as in a CUDA graph: the host launches
+all kernels meanwhile, so launching takes no time."""
 Inputs = tuple[Tensor, ...]
 
 
 def switch(block: nn.Module, key: str, on: bool) -> None:
+    """Switches a kernel on or off in all modules of a block that have it."""
     for module in find_switches(block, key):
         setattr(module, key, on)
 
 
 def draw_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed: int) -> Inputs:
-    """Normal values in the recorded shapes, strides and dtypes, with `samples` in the first
+    """Draws normal values in the recorded shapes, strides and dtypes, with `samples` in the first
     dimension."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for (_, *shape), stride, dtype in metas:
-        how = {"dtype": getattr(torch, dtype), "device": device}
-        tensor = torch.empty_strided((samples, *shape), stride, **how)
+        tensor = torch.empty_strided(
+            (samples, *shape), stride, dtype=getattr(torch, dtype), device=device
+        )
         inputs.append(tensor.normal_(generator=generator).requires_grad_())
     return tuple(inputs)
 
@@ -66,8 +67,8 @@ def run_both_passes(
     autocast: AbstractContextManager[Any],
     seeds: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Runs a block both ways from `seeds`, the gradients of its outputs; returns them, drawn if
-    there were none."""
+    """Runs a block forward, and backward from `seeds`, the gradients of its outputs; returns the
+    seeds, which it draws if None."""
     with autocast:
         outputs = [t for t in block(*inputs) if t.requires_grad]
     if seeds is None:
@@ -77,8 +78,8 @@ def run_both_passes(
 
 
 class Variant:
-    """One block as the run would run it: its autocast, attention, checkpointing and compile; some
-    kernels on."""
+    """One block as the run computes it (autocast, attention, checkpointing, compile), with the
+    kernels `on`."""
 
     def __init__(self, block: nn.Module, on: set[str], stack: AccelerationStack) -> None:
         block = copy.deepcopy(block)
@@ -89,30 +90,32 @@ class Variant:
         model.blocks = nn.ModuleList([block])
         self.block = blocks_of(stack.on_model(model))[0]
         self.seeds: list[Tensor] | None = None
-        self.kept = 0
+        self.saved_bytes = 0
 
     def __call__(self, inputs: Inputs) -> None:
         self.seeds = run_both_passes(self.block, inputs, self.stack.autocast(), self.seeds)
 
     def warm_up(self, inputs: list[Inputs]) -> bool:
-        """Compiles and counts the bytes kept for backward; False if memory runs out."""
+        """Compiles and counts the bytes saved for backward; returns False if memory runs out."""
         notes: list[BlockEvidence] = []
         try:
-            self.stack.run_until_it_works(lambda: [self(some) for some in inputs])
+            self.stack.run_until_it_works(lambda: [self(tensors) for tensors in inputs])
             with self.stack.autocast():
                 BlockProbe(self.block, notes)(*inputs[0])
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return False
-        self.kept = notes[-1].saved_bytes
+        self.saved_bytes = notes[-1].saved_bytes
         return True
 
     def measure_milliseconds(self, inputs: Inputs, replayed: bool) -> float:
-        """The time of one call; `replayed`: as in a CUDA graph, without what launching takes."""
+        """Measures the time of one call; `replayed`: as in a CUDA graph, without the time of
+        launching."""
         if self.stack.device.type != "cuda":
             began = time.perf_counter()
             self(inputs)
             return 1e3 * (time.perf_counter() - began)
+
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if replayed:
             torch.cuda._sleep(HEAD_START_CYCLES)
@@ -124,13 +127,13 @@ class Variant:
 
 
 class Trial:
-    """Tries what the job.json of a folder asks for, on its blocks, and writes each result to
-    found.json."""
+    """Tries the kernels that job.json of a folder requests on its blocks, and writes each finding
+    to found.json."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.job = json.loads((folder / "job.json").read_text())
-        self.found = self.job["found"]
+        self.findings = self.job["found"]
         self.write("contact")
         self.device = torch.device(self.job["device"])
         if self.device.index is not None:
@@ -144,26 +147,31 @@ class Trial:
         return AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
 
     def write(self, doing: str, key: str | None = None, patience: float | None = None) -> None:
-        """Says what this process found and does next; the parent gives up on `key` if that hangs or
-        crashes."""
+        """Writes the findings and the next action; if that hangs or crashes, the parent gives `key`
+        up.
+
+        `patience`: seconds for which the parent waits for news, if not the default.
+        """
         self.doing = doing
         self.key = key
-        content = {"doing": doing, "key": key, "patience": patience, "found": self.found}
+        content = {"doing": doing, "key": key, "patience": patience, "found": self.findings}
         write_atomically(self.folder / "found.json", json.dumps(content))
 
     def run(self) -> None:
+        """Tests parity of each key, then times the keys that passed."""
         for key in self.job["keys"]:
-            if key not in self.found:
+            if key not in self.findings:
                 self.write("its parity test", key)
-                self.found[key] = self.test_parity(key)
+                self.findings[key] = self.test_parity(key)
         for key in self.job["timed"]:
-            if self.found[key]["refusal"] is None and "times" not in self.found[key]:
+            if self.findings[key]["refusal"] is None and "times" not in self.findings[key]:
                 self.write("being timed", key, COMPILE_TIMEOUT_SECONDS)
-                self.found[key] |= self.measure_times(key)
+                self.findings[key] |= self.measure_times(key)
         self.write("nothing more")
 
     def test_parity(self, key: str) -> dict[str, Any]:
-        """The comparison that comes nearest to its bound, or goes beyond it most."""
+        """Compares the kernels of `key` with their definitions; returns the worst comparison as a
+        finding."""
         comparing = ComparingMode()
         samples = min(PARITY_SAMPLES, self.job["samples"])
         for block, use in zip(self.blocks, self.job["blocks"], strict=True):
@@ -178,38 +186,39 @@ class Trial:
         return make_outcome(worst.describe_refusal(), worst.error, worst.definition_error)
 
     def measure_times(self, key: str) -> dict[str, Any]:
-        """Milliseconds, and megabytes kept a sample, of the commonest block that uses `key`, with
-        it and without it."""
+        """Measures the commonest block that uses `key`, with it and without it: milliseconds, and
+        megabytes saved a sample."""
         users = [i for i, block in enumerate(self.blocks) if find_switches(block, key)]
-        i = max(users, key=lambda i: self.job["blocks"][i]["blocks"])
-        metas = self.job["blocks"][i]["inputs"]
+        commonest = max(users, key=lambda i: self.job["blocks"][i]["blocks"])
+        metas = self.job["blocks"][commonest]["inputs"]
         samples = self.job["samples"]
         inputs = [draw_inputs(metas, samples, self.device, seed) for seed in range(INPUT_SETS)]
 
-        others = {k for k, found in self.found.items() if found["refusal"] is None} - {key}
+        others = {k for k, finding in self.findings.items() if finding["refusal"] is None} - {key}
         kernels = {"on": others | {key}, "off": others}
         variants = {
-            name: Variant(self.blocks[i], on, self.make_stack()) for name, on in kernels.items()
+            name: Variant(self.blocks[commonest], on, self.make_stack())
+            for name, on in kernels.items()
         }
         ready = {name: variant for name, variant in variants.items() if variant.warm_up(inputs)}
         launched = race(ready, inputs, replayed=False)
         replayed = race(ready, inputs, replayed=True) if self.device.type == "cuda" else launched
-        kept = {name: variant.kept / (1e6 * samples) for name, variant in variants.items()}
-        return {TIMES_KEYS[False]: launched, TIMES_KEYS[True]: replayed, "kept_mb": kept}
+        saved = {name: variant.saved_bytes / (1e6 * samples) for name, variant in variants.items()}
+        return {TIMES_KEYS[False]: launched, TIMES_KEYS[True]: replayed, "kept_mb": saved}
 
 
 def race(
     variants: dict[str, Variant], inputs: list[Inputs], replayed: bool
 ) -> dict[str, float | None]:
-    """Median milliseconds with the kernel, "on", and without it, "off", taken in turn on rotating
-    inputs; None for one that is not among the `variants`, because its memory ran out."""
-    taken: dict[str, list[float]] = {name: [] for name in variants}
+    """Measures median milliseconds with the kernel, "on", and without it, "off", in turn on
+    rotating inputs; None for a variant that is absent because its memory ran out."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(REPEATS):
-        for name in sorted(taken, reverse=bool(i % 2)):
-            taken[name].append(
+        for name in sorted(times, reverse=bool(i % 2)):
+            times[name].append(
                 variants[name].measure_milliseconds(inputs[i % len(inputs)], replayed)
             )
-    medians = {name: statistics.median(times) for name, times in taken.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
     return {name: medians.get(name) for name in ("on", "off")}
 
 
@@ -218,11 +227,11 @@ def main() -> int:
     try:
         trial.run()
     except Exception as error:
-        # The next process goes on with the rest: this one's device may be in any state.
+        # The error may have left the device in any state, so a new process continues with the rest.
         refused = make_outcome(f"{trial.doing} failed: {shorten_error(error)}")
-        earlier = trial.found.get(trial.key, refused)
+        earlier = trial.findings.get(trial.key, refused)
         passing = not isinstance(error, ValueError)
-        trial.found[trial.key] = earlier | {"refusal": refused["refusal"], "passing": passing}
+        trial.findings[trial.key] = earlier | {"refusal": refused["refusal"], "passing": passing}
         trial.write("the rest")
         raise
     return 0
