@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import os
 import re
@@ -19,8 +20,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from common.files import ROOT
-from precompute_latents import precompute
-from scripts import sample
 from scripts.import_latents import ImportConfig
 from train import train
 from training.config.build import build, resolve_target
@@ -49,19 +48,27 @@ def list_choices(group: str) -> list[str]:
     return sorted(file.stem for file in (CONF_FOLDER / group).glob("*.yaml"))
 
 
-GROUPS = ["model", "adapter", "data", "objective", "optim", "runtime", "logger", "experiment"]
+GROUPS = [
+    "model",
+    "adapter",
+    "data",
+    "objective",
+    "optim",
+    "runtime",
+    "logger",
+    "experiment",
+    "encoder",
+]
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_file_of_every_group_composes(group):
     for name in list_choices(group):
-        assert compose([f"{group}={name}", "init_from=x"]).choices[group] == name
-
-
-def test_every_encoder_composes():
-    for name in list_choices("encoder"):
-        composed = compose([f"encoder={name}", "source=x", "out=y"], "precompute_latents")
-        assert isinstance(composed.cfg, PrecomputeConfig)
+        if group == "encoder":
+            composed = compose([f"encoder={name}", "source=x", "out=y"], "precompute_latents")
+        else:
+            composed = compose([f"{group}={name}", "init_from=x"])
+        assert composed.choices[group] == name
 
 
 def test_every_yaml_says_what_it_is_and_when_to_use_it():
@@ -79,22 +86,14 @@ def test_train_alone_means_fast_on_digits():
 def test_a_default_stands_once():
     """What the dataclasses say is what composes; the primary files and `runtime=eager` hold no
     value of their own."""
-    groups = {"runtime", "model", "adapter", "data", "objective", "optim", "logger", "encoder"}
     job = compose(["source=x", "out=y"], "precompute_latents").cfg
-    for cfg, default in (
-        (compose().cfg, TrainConfig()),
-        (job, PrecomputeConfig(source="x", out="y")),
-    ):
-        assert {k: v for k, v in vars(cfg).items() if k not in groups} == {
-            k: v for k, v in vars(default).items() if k not in groups
-        }
+    job_defaults = PrecomputeConfig(source="x", out="y")
+    for cfg, defaults in ((compose().cfg, TrainConfig()), (job, job_defaults)):
+        differing = {key for key, value in vars(cfg).items() if value != getattr(defaults, key)}
+        assert differing <= set(GROUPS)
     assert compose(["runtime=eager"]).cfg.runtime == RuntimeConfig()
-    for file in (
-        CONF_FOLDER / "train.yaml",
-        CONF_FOLDER / "precompute_latents.yaml",
-        CONF_FOLDER / "runtime" / "eager.yaml",
-    ):
-        assert set(OmegaConf.load(file)) <= {"defaults", "hydra"}
+    for name in ("train", "precompute_latents", "runtime/eager"):
+        assert set(OmegaConf.load(CONF_FOLDER / f"{name}.yaml")) <= {"defaults", "hydra"}
 
 
 def test_an_experiment_overrides_the_runtime_and_the_command_line_overrides_both():
@@ -158,34 +157,6 @@ def test_a_mistake_gets_one_sentence_with_key_value_and_fix(words, tmp_path, cap
     for part in MISTAKES[words]:
         assert part in message
     assert not folder.exists(), "a run that never started left a folder"
-
-
-def test_the_command_says_it_too_and_exits_with_1(tmp_path):
-    output = run_command("model.dpeth=3", f"run_dir={tmp_path / 'run'}")
-    assert output.startswith("1\nerror: ")
-    assert len(output.splitlines()) == 2
-    assert "did you mean model.depth?" in output
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["cuont=3"], "did you mean count?"),
-        ([], "run_dir is not set"),
-        (["run_dir=/nowhere"], "does not exist"),
-    ],
-)
-def test_sample_says_what_is_wrong(words, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sample", *words])
-    with pytest.raises(SystemExit):
-        sample.main()
-    assert sentence in capsys.readouterr().err
-
-
-def test_precompute_says_what_it_lacks():
-    with pytest.raises(ValueError, match="source is not set"):
-        precompute(compose(["out=x"], "precompute_latents"))
 
 
 @pytest.mark.parametrize(
@@ -336,40 +307,28 @@ def test_presets_build_on_each_other():
     assert on["lowmem"] - on["fast"] == {"gradient_checkpointing", "empty_cache_at_eval"}
 
 
-@pytest.mark.parametrize(
-    ("word", "sentence"),
-    [
-        ("", "one word of the command is empty"),
-        ("logger=true", "logger=true: a run needs one; choose one of none, tensorboard, wandb"),
-        ("+model=3", "model=3: a run needs one"),
-        ("+optim.lr=1", "+optim.lr=1: the key is there already; leave out the +"),
-        ("seed=" + 101 * "[", "more than 100 brackets"),
-        (
-            "sampling.guidance_interval.x=1",
-            "sampling.guidance_interval.x=1: these words cannot be read",
-        ),
-    ],
-)
-def test_words_that_hydra_breaks_on(word, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        compose([word])
+PARSE_RUN = compose
+PARSE_IMPORT = functools.partial(parse_words, ImportConfig, help_text="")
 
 
 @pytest.mark.parametrize(
-    ("word", "sentence"),
+    ("parse", "word", "sentence"),
     [
-        ("dtype==", "dtype: the word that begins so cannot be read"),
-        ("source=\t", "source: the word that begins so cannot be read"),
-        (
-            "scale=" + 400 * "9",
-            "scale=" + 40 * "9" + " does not fit into 64 bits; give a smaller number.",
-        ),
-        ("source=" + 300 * "[", "more than 100 brackets"),
+        (PARSE_RUN, "", "one word of the command is empty"),
+        (PARSE_RUN, "logger=true", "logger=true: a run needs one; choose one of none, tensorboard"),
+        (PARSE_RUN, "+model=3", "model=3: a run needs one"),
+        (PARSE_RUN, "+optim.lr=1", "+optim.lr=1: the key is there already; leave out the +"),
+        (PARSE_RUN, "seed=" + 101 * "[", "more than 100 brackets"),
+        (PARSE_RUN, "sampling.guidance_interval.x=1", "x=1: these words cannot be read"),
+        (PARSE_IMPORT, "dtype==", "dtype: the word that begins so cannot be read"),
+        (PARSE_IMPORT, "source=\t", "source: the word that begins so cannot be read"),
+        (PARSE_IMPORT, "scale=" + 400 * "9", 40 * "9" + " does not fit into 64 bits"),
+        (PARSE_IMPORT, "source=" + 300 * "[", "more than 100 brackets"),
     ],
 )
-def test_words_that_yaml_breaks_on(word, sentence):
+def test_words_that_hydra_or_yaml_break_on(parse, word, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        parse_words(ImportConfig, [word], "")
+        parse([word])
 
 
 def test_a_message_is_one_line(capsys):
@@ -419,12 +378,8 @@ def test_sizes_below_their_least_are_refused(words):
     ("word", "value"),
     [
         ("run_dir=läufe/ä", "läufe/ä"),
-        ("run_dir=漢 字/🙂", "漢 字/🙂"),
         ("run_dir=runs/naïve-${seed}", "runs/naïve-0"),
-        ("run_dir='läufe/ä'", "läufe/ä"),
         ("run_dir=runs (1)/a=b", "runs (1)/a=b"),
-        ("run_dir=~/runs", "~/runs"),
-        ("run_dir=my runs", "my runs"),
         ("run_dir=runs/${seed}", "runs/0"),
         ("run_dir=null", None),
         ("fd.features=[encoder, größe,random]", ["encoder", "größe", "random"]),
