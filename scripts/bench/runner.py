@@ -1,9 +1,9 @@
-"""Runs cases in child processes, and keeps each result as a file of its own.
+"""Runs cases in child processes, and writes each result to its own file.
 
-A result exists for this code, hardware and versions: then its case is done, also if it failed. A
-child measures the cases of one command. It ends when its parent ends; a case that fails, hangs or
-crashes ends it, and the next case has a new one. The limit of a case counts from the moment at
-which the child says that it measures.
+A case is done if a result for this code, hardware and versions exists, also if the case failed. A
+child measures the cases of one command, and ends with its parent. A case that fails, hangs or
+crashes ends its child, and the next case starts a new one. The time limit of a case starts when the
+child reports that it begins to measure.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from training.config.compose import parse_words
 from training.environment import describe_environment
 
 START_SECONDS = 300.0
-"""Seconds in which a child must be ready to measure."""
+"""Time limit for a child to become ready to measure."""
 MAX_WAIT_SECONDS = 1e6
-"""Seconds that the system can wait."""
+"""Longest timeout that the operating system accepts."""
 MEASURED = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
-"""Folders whose code decides what is measured."""
+"""Folders whose code affects the measurements."""
 UNMEASURED = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
-"""Files that plan, keep and show; what they plan is part of each result's identity."""
+"""Files that plan cases and store or publish results. A result's identity contains its plan."""
 SPAWN = get_context("spawn")
 
 
 @cache
 def hash_code() -> str:
-    """Hashes the code that is measured, in 16 digits."""
+    """Hashes the measured code to 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in MEASURED for path in (ROOT / folder).rglob("*")):
         if path.suffix in (".py", ".yaml") and path.name not in UNMEASURED:
@@ -60,10 +60,11 @@ def hash_code() -> str:
 
 
 def run_child(connection: Connection, words: Words, folder: Path) -> None:
-    """Says what machine this is, then measures the cases that it is sent, as long as its parent
-    lives."""
+    """Sends a description of this machine, then measures the cases that arrive, until the parent
+    ends."""
     os.setsid()
-    set_start_method(None, force=True)  # its own children begin as those of train.py do
+    # The workers of a measured loader must start by the method that train.py uses.
+    set_start_method(None, force=True)
     parent = parent_process()
     assert parent is not None
     workers.end_with_parent(parent.pid or 0)
@@ -71,9 +72,12 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     tempfile.tempdir = str(folder / "tmp")
+
+    # An operation on the device shows at once if the GPU is lost.
     device = device_of(words)
-    torch.zeros(1, device=device).item()  # a lost GPU is told here
-    torch._dynamo.config.recompile_limit = 64  # many models pass through the same code
+    torch.zeros(1, device=device).item()
+    # Many models run through the same code in one process.
+    torch._dynamo.config.recompile_limit = 64
     connection.send(describe_environment(device) | {"device": device.type})
     while True:
         case, cfg = connection.recv()
@@ -82,29 +86,31 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
 
 
 class Child:
-    """A process that measures, seen from its parent; ValueError if it does not become ready."""
+    """The parent's handle of a process that measures. ValueError if it does not become ready."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.folder = folder
         (folder / "tmp").mkdir(exist_ok=True)
-        self.connection, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=run_child, args=(theirs, words, folder))
+        self.connection, child_end = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=run_child, args=(child_end, words, folder))
         self.process.start()
-        theirs.close()
+        child_end.close()
         self.machine: Figures = self.await_reply()
 
     def await_reply(self) -> Any:
+        """Returns the child's next message. ValueError if it ends or sends none in time."""
         try:
             return self.receive(START_SECONDS)
         except (EOFError, OSError) as error:
             self.end()
             raise UserError(
-                f"no process can measure here: {self.describe_end(error)}. Nothing is lost, and the "
-                f"same command goes on; {self.folder / 'log.txt'} says more."
+                f"no process can measure here: {self.describe_end(error)}. Finished results are "
+                f"kept; see {self.folder / 'log.txt'}, then run the same command again."
             ) from error
 
     def receive(self, limit: float) -> Any:
-        """Returns what the child sends; EOFError if it ended, TimeoutError after `limit`."""
+        """Returns the child's next message. EOFError if it ended, TimeoutError after `limit`
+        seconds."""
         ready = wait([self.connection, self.process.sentinel], min(limit, MAX_WAIT_SECONDS))
         if not ready:
             raise TimeoutError(f"not done after {limit:.0f} s")
@@ -113,7 +119,8 @@ class Child:
         return self.connection.recv()
 
     def measure(self, case: Case, cfg: Any, limit: float) -> Figures:
-        """Measures a case; an `error` if that takes longer than `limit` or ends the process."""
+        """Measures a case; returns an `error` if that takes longer than `limit` seconds or ends the
+        process."""
         try:
             self.connection.send((case, cfg))
             self.await_reply()
@@ -122,7 +129,7 @@ class Child:
             return {"error": self.describe_end(error)}
 
     def describe_end(self, error: BaseException) -> str:
-        """Says how the process ended, if it did."""
+        """Says how the process ended, or that it did not reply in time."""
         if isinstance(error, TimeoutError):
             return str(error)
         self.process.join(START_SECONDS)
@@ -132,8 +139,9 @@ class Child:
         return f"the process ended with status {code}"
 
     def end(self) -> None:
-        """Ends the process and all that it started, and removes what they left behind."""
-        for kill in (os.killpg, os.kill):  # it may not lead its group yet
+        """Kills the process and all its children, and removes their temporary files."""
+        # A child that has just started may not lead its process group yet.
+        for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.process.pid or 0, signal.SIGKILL)
         self.process.join()
@@ -143,9 +151,10 @@ class Child:
 
 @dataclass
 class Runner:
-    """Runs jobs one after the other, and keeps their results in a folder.
+    """Runs jobs one after the other, and writes their results to a folder.
 
-    `limit` are the seconds of a case, and `deadline` is the Unix time at which the last one ends.
+    `limit` is the time limit of a case in seconds, `deadline` the Unix time at which the last one
+    must end.
     """
 
     folder: Path
@@ -153,24 +162,24 @@ class Runner:
     deadline: float = inf
     child: Child | None = None
     machine: Figures = field(default_factory=dict)
-    """What the first child found."""
+    """Description of the machine, from the first child."""
 
     def find_child(self, case: Case) -> Child:
-        """Returns the child at work, or a new one."""
+        """Returns the running child, or starts a new one."""
         if not self.child:
             self.child = Child(case.overrides, self.folder)
             self.machine = self.child.machine
         return self.child
 
     def close(self) -> None:
+        """Ends the running child."""
         if self.child:
             self.child.end()
         self.child = None
 
     def run(self, job: Job, again: str | None = None) -> list[Figures | None]:
-        """Returns the result of each case, measured where there is none; None if time is short.
-
-        `again`: all, or failed, measures anew what is done, or what failed.
+        """Returns the result of each case, and measures those without one; None if the time is too
+        short. With `again` it also repeats cases: `all`, or those that `failed`.
         """
         if again not in (None, "all", "failed"):
             raise UserError(f"again={again}: choose all, failed, or leave it out.")
@@ -180,22 +189,25 @@ class Runner:
             self.close()
 
     def find_result(self, job: Job, case: Case, again: str | None) -> Figures | None:
-        """Returns the result that lies there, or measures the case if that fits the time."""
+        """Returns the stored result of a case, or measures it; None if the time is too short."""
         file = self.find_file(job, case)
         if file.is_file() and again != "all":
-            old = json.loads(file.read_text())["entry"]
-            if again is None or "error" not in old:
-                return old
-        left = self.deadline - time.time()
-        if case.expected > left:
+            stored = json.loads(file.read_text())["entry"]
+            if again is None or "error" not in stored:
+                return stored
+        seconds_left = self.deadline - time.time()
+        if case.expected > seconds_left:
             return None
 
+        # A new child follows a failure, so that the failure does not affect other cases. A failure
+        # at the deadline only shows that the time was too short.
         began = time.time()
-        figures = self.find_child(case).measure(case, job.cfg, min(self.limit, left))
+        figures = self.find_child(case).measure(case, job.cfg, min(self.limit, seconds_left))
         if "error" in figures or figures.get("not_on"):
-            self.close()  # what broke here must break nothing else
+            self.close()
             if time.time() >= self.deadline:
-                return None  # it did not have its time
+                return None
+
         entry = {"name": case.name, **case.labels, **figures}
         seconds = round(time.time() - began, 2)
         environment = {
@@ -209,12 +221,12 @@ class Runner:
         facts = {"benchmark": job.cfg.name, "order": order, "seconds": seconds, "entry": entry}
         file.parent.mkdir(exist_ok=True)
         write_json(file, facts | {"environment": environment})
-        said = entry.get("error") or entry.get("reason") or f"measured in {seconds:.0f} s"
-        print(f"{job.cfg.name}, {case.name}: {said}", flush=True)
+        outcome = entry.get("error") or entry.get("reason") or f"measured in {seconds:.0f} s"
+        print(f"{job.cfg.name}, {case.name}: {outcome}", flush=True)
         return entry
 
     def describe_identity(self, job: Job, case: Case) -> Figures:
-        """Returns what makes a result this case's: another code, machine or key is another."""
+        """Returns the facts that identify a result: machine, versions, code and configuration."""
         if not self.machine:
             self.find_child(case)
         keys = asdict(replace(job.cfg, out="", again=None, name=None))
@@ -226,15 +238,16 @@ class Runner:
         }
 
     def find_file(self, job: Job, case: Case) -> Path:
+        """Returns the file of a case's result, whose name contains a hash of its identity."""
         identity = json.dumps(self.describe_identity(job, case), sort_keys=True)
         digest = hashlib.sha256(f"{case.name} {identity}".encode()).hexdigest()[:12]
-        plain = re.sub(r"[^\w+-]+", "_", case.name)[:60]
-        return self.folder / str(job.cfg.name) / f"{plain}-{digest}.json"
+        stem = re.sub(r"[^\w+-]+", "_", case.name)[:60]
+        return self.folder / str(job.cfg.name) / f"{stem}-{digest}.json"
 
 
 @contextmanager
 def open_runner(out: str, limit: float = inf, minutes: float = inf) -> Iterator[Runner]:
-    """Yields a runner that has a folder to itself; what its children print is in log.txt."""
+    """Yields a runner with a locked folder, whose log.txt has the output of its children."""
     folder = Path(out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     refusal = f"out={out}: another bench measures into it; wait for it, or stop it."
@@ -245,23 +258,23 @@ def open_runner(out: str, limit: float = inf, minutes: float = inf) -> Iterator[
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Keys of the queue."""
+    """Keys of `gpu`."""
 
     out: str = "bench/gpu"
-    """The folder that keeps the results, a file each, and log.txt."""
+    """The folder for the results, one file each, and log.txt."""
     budget_minutes: float = 9.0
     only: Words = field(default_factory=list)
-    """Items, or how their names begin, such as ladder; empty: all."""
+    """Items of the queue, or prefixes of their names such as ladder; empty: all."""
     setting: str | None = None
-    """tiny: everything at a size for two CPU cores; null: the sizes that are published."""
+    """tiny: all items at a size for two CPU cores; null: the published sizes."""
     again: str | None = None
-    """failed: measures cases again that failed with this code, once."""
+    """failed: measures the cases that failed with this code once more."""
     limit_s: float = 480.0
-    """Seconds after which a case is ended, from the moment at which it is being measured."""
+    """Time limit of a case in seconds, from the start of its measurement."""
 
 
 def choose_items(cfg: GpuConfig) -> dict[str, Words]:
-    """Returns the words of each item that is wanted; ValueError for one that there is not."""
+    """Returns the words of each selected item. ValueError for an unknown item."""
     queue = TABLES["queue"]
     for only in cfg.only:
         if not any(name.startswith(only) for name in queue):
@@ -282,7 +295,7 @@ def choose_items(cfg: GpuConfig) -> dict[str, Words]:
 
 
 def run_queue(words: Words) -> None:
-    """Measures what fits the budget, and says what remains; the same command goes on."""
+    """Measures the cases that fit the budget, and lists those that remain for the next call."""
     cfg = parse_words(GpuConfig, words, scripts.bench.__doc__ or "")
     items = choose_items(cfg)
     minutes = 0.0
@@ -290,7 +303,8 @@ def run_queue(words: Words) -> None:
         for name, item in items.items():
             planned = plan_job(item[0], [*item[1:], f"name={name}"])
             results = runner.run(planned, cfg.again)
-            for case in (case for case, got in zip(planned.cases, results, strict=True) if not got):
+            pairs = zip(planned.cases, results, strict=True)
+            for case in (case for case, result in pairs if not result):
                 print(f"remains: {name}, {case.name}, about {case.expected:.0f} s")
                 minutes += case.expected / 60.0
     print(f"about {minutes:.0f} minutes remain" if minutes else "nothing remains")
