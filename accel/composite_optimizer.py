@@ -1,8 +1,8 @@
-"""One optimizer made of several: a library's behind PyTorch's interface, two kinds side by side, or
-one for each part.
+"""An optimizer made of several members: a library's optimizer behind PyTorch's interface, two kinds
+side by side, or one for each part of the parameters.
 
-Its state is told and loaded as plain tensors, so that a checkpoint holds nothing of a library's own
-classes and needs no library to be read.
+Its state dict holds plain tensors, so that a checkpoint contains no library's classes and needs no
+library to be read.
 """
 
 from __future__ import annotations
@@ -21,57 +21,59 @@ from common.errors import UserError
 Groups = list[dict[str, Any]]
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 LIBRARY_TABLES = frozenset({"qmap", "qmap1", "qmap2"})
-"""Constants that libraries keep beside each 8-bit state: the same in every run, so not part of
-one."""
+"""Constant tables that libraries keep beside each 8-bit state; equal in all runs, so left out of
+the state."""
 COMPENSATION = "compensation"
-"""What Kahan's rounding keeps beside the optimizer's own tensors (accel/techniques/weights.py)."""
+"""Name of the tensor that Kahan's rounding keeps beside the optimizer's own
+(accel/techniques/weights.py)."""
 DEVICE_DECISIONS = ("grad_scale", "found_inf")
 """Attributes by which a fused optimizer scales and skips on the device."""
 PART_ELEMENTS = 2**24
-"""Elements after which a part ends: 64 MiB of fp32, and the last parameter."""
+"""Elements after which a part ends: 64 MiB of fp32. The last parameter may exceed it."""
 
 
 def split_parts(groups: Groups) -> list[Groups]:
-    """Parameter groups cut into parts of about `PART` elements, each again a list of groups; their
-    order is kept."""
+    """Cuts parameter groups into parts of about `PART_ELEMENTS` elements, in order; each part is a
+    list of groups."""
     parts: list[Groups] = []
     size = PART_ELEMENTS
     for group in groups:
-        own: list[Tensor] | None = None
+        params: list[Tensor] | None = None
         for parameter in group["params"]:
             if size >= PART_ELEMENTS:
                 parts.append([])
                 size = 0
-                own = None
-            if own is None:
-                own = []
-                parts[-1].append(group | {"params": own})
-            own.append(parameter)
+                params = None
+            if params is None:
+                params = []
+                parts[-1].append(group | {"params": params})
+            params.append(parameter)
             size += parameter.numel()
     return parts
 
 
 def count_largest_part(groups: Groups) -> int:
-    """Elements of the largest part."""
+    """Counts the elements of the largest part."""
     return max(sum(p.numel() for p in list_parameters(part)) for part in split_parts(groups))
 
 
 def list_parameters(groups: Groups) -> list[Tensor]:
+    """Returns the parameters of all groups, in order."""
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def select_groups(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
-    """The groups with the parameters that are `wanted`; those without any are left out."""
-    found = [group | {"params": [p for p in group["params"] if wanted(p)]} for group in groups]
-    return [group for group in found if group["params"]]
+    """Returns the groups with only the parameters that are `wanted`, without empty groups."""
+    selected = [group | {"params": [p for p in group["params"] if wanted(p)]} for group in groups]
+    return [group for group in selected if group["params"]]
 
 
 class Members(torch.optim.Optimizer):
-    """An optimizer that hands each of `members` its own parameters.
+    """An optimizer that consists of `members`, each with its own parameters.
 
-    `groups` numbers the parameters in `state_dict`, however they are dealt to the members, who may
-    know some of them by `stand_ins`. ValueError for sharded parameters: what the members keep is
-    not cut as parameters are.
+    The order of parameters in `groups` numbers them in `state_dict`, whichever member updates them.
+    A member may update a tensor of `stand_ins` in place of a parameter. ValueError for sharded
+    parameters: the state of members is not sharded.
     """
 
     def __init__(
@@ -95,16 +97,16 @@ class Members(torch.optim.Optimizer):
         self.owner = {p: m for m in self.members for p in list_parameters(m.param_groups)}
 
     def surround_update(self, _member: torch.optim.Optimizer) -> AbstractContextManager[object]:
-        """What surrounds the update of one member's parameters."""
+        """Returns a context for the update of one member."""
         return nullcontext()
 
     def wait(self) -> None:
-        """Waits until the state of the parameters can be read on the host."""
+        """Waits until the host can read the state of the parameters."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Updates all parameters. A fused member decides on the device, by `grad_scale` and
-        `found_inf`."""
+        """Updates all parameters. A fused member scales gradients and skips the step on the device,
+        by `grad_scale` and `found_inf`."""
         assert closure is None
         for member in self.members:
             for name in DEVICE_DECISIONS:
@@ -114,24 +116,25 @@ class Members(torch.optim.Optimizer):
                 member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the parameters themselves; a stand-in has a gradient during the update only."""
+        """Clears the gradients of the parameters; a stand-in has a gradient during the update
+        only."""
         assert set_to_none
         for parameter in self.numbered_parameters:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """`state`: number of a parameter -> `kept_by`. Hyper-parameters are left out: the
-        configuration has them."""
-        kept = {i: collect_state(self, p) for i, p in enumerate(self.numbered_parameters)}
-        return {"state": {i: entries for i, entries in kept.items() if entries}, "param_groups": []}
+        """Returns `state`: number of a parameter -> `collect_state`. Hyper-parameters are left out:
+        the configuration has them."""
+        states = {i: collect_state(self, p) for i, p in enumerate(self.numbered_parameters)}
+        filled = {i: entries for i, entries in states.items() if entries}
+        return {"state": filled, "param_groups": []}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gave, in place; with an empty state the optimizer is as if it had
-        never stepped.
+        """Loads a `state_dict` in place; an empty state resets the optimizer.
 
-        ValueError if it was made by other members. A tensor of our own that an earlier run had no
-        use for is zero.
+        ValueError if other members made the state. A tensor of a composite optimizer that the state
+        lacks becomes zero.
         """
         saved = state_dict["state"]
         owner, key, _ = locate_state(self, self.numbered_parameters[0])
@@ -139,12 +142,13 @@ class Members(torch.optim.Optimizer):
             self.make_state()
         for i, parameter in enumerate(self.numbered_parameters):
             entries = saved.get(i, {})
-            owner, key, ours = locate_state(self, parameter)
-            holds_a_state = bool(entries.keys() - ours)
+            owner, key, outer_state = locate_state(self, parameter)
+            has_member_state = bool(entries.keys() - outer_state)
             for name, current in collect_state(self, parameter).items():
-                if holds_a_state and name not in entries and name not in ours:
+                if has_member_state and name not in entries and name not in outer_state:
                     raise UserError(
-                        f"the optimizer's state has no {name} for parameter {i}; it is another's."
+                        f"the optimizer's state has no {name} for parameter {i}; another optimizer "
+                        "saved it."
                     )
                 value = entries.get(name, 0)
                 if not isinstance(current, Tensor):
@@ -155,12 +159,12 @@ class Members(torch.optim.Optimizer):
                     current.fill_(value)
 
     def make_state(self) -> None:
-        """Has every member make its state, by a step of rate 0 on gradients of 0: parameters stay
-        as they are."""
+        """Makes every member create its state, by a step with learning rate 0 on zero gradients,
+        which changes no parameter."""
         rates = [group["lr"] for group in self.param_groups]
         grads = [parameter.grad for parameter in self.numbered_parameters]
-        own = vars(self)
-        scale = {name: own.pop(name) for name in DEVICE_DECISIONS if name in own}
+        attributes = vars(self)
+        decisions = {name: attributes.pop(name) for name in DEVICE_DECISIONS if name in attributes}
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for parameter in self.numbered_parameters:
@@ -171,39 +175,43 @@ class Members(torch.optim.Optimizer):
             group["lr"] = rate
         for parameter, grad in zip(self.numbered_parameters, grads, strict=True):
             parameter.grad = grad
-        own.update(scale)
+        attributes.update(decisions)
 
 
 def locate_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor
 ) -> tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]:
-    """The innermost optimizer that updates a parameter, the tensor by which it knows it, and what
-    those around it keep for the parameter."""
-    ours: dict[str, Any] = {}
+    """Finds the innermost optimizer that updates a parameter.
+
+    Returns it, the key of the parameter in its state, and the state that the optimizers around it
+    keep for the parameter.
+    """
+    outer_state: dict[str, Any] = {}
     while isinstance(optimizer, Members):
         optimizer.wait()
-        ours |= optimizer.state.get(parameter, {})
+        outer_state |= optimizer.state.get(parameter, {})
         parameter = optimizer.stand_ins.get(parameter, parameter)
         optimizer = optimizer.owner[parameter]
-    return optimizer, parameter, ours
+    return optimizer, parameter, outer_state
 
 
 def collect_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Returns the state of one parameter by name: plain tensors, which are written in place, and
-    numbers. A tensor of a library's class comes as its parts, under a name for each."""
-    owner, key, ours = locate_state(optimizer, parameter)
-    return dict(flatten_state(owner.state.get(key, {}))) | ours
+    """Returns the state of one parameter by name: plain tensors, which loading writes in place, and
+    numbers. A tensor of a library's class becomes its parts, one name each."""
+    owner, key, outer_state = locate_state(optimizer, parameter)
+    return dict(flatten_state(owner.state.get(key, {}))) | outer_state
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters that an optimizer updates."""
+    """Returns all parameters that an optimizer updates."""
     if isinstance(optimizer, Members):
         return optimizer.numbered_parameters
     return list_parameters(optimizer.param_groups)
 
 
 def flatten_state(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries, with a library's tensors in their parts and without its tables."""
+    """Yields the entries, with a library's tensors split into their parts and without its
+    tables."""
     for name, value in entries.items():
         library = hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
         parts = value.__tensor_flatten__()[0] if library else ()
@@ -220,12 +228,12 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def count_bytes(value: Tensor) -> int:
-    """Bytes of a tensor; of a library's tensor class those of its parts."""
+    """Counts the bytes of a tensor; for a library's tensor class the bytes of its parts."""
     return sum(t.nbytes for _, t in flatten_state({"": value}))
 
 
 def iterate_innermost(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that update parameters themselves."""
+    """Yields the innermost optimizers, which update parameters."""
     if isinstance(optimizer, Members):
         for member in optimizer.members:
             yield from iterate_innermost(member)

@@ -1,9 +1,10 @@
-"""Two rows of the ledger that no runtime key switches: what the optimizer keeps, counted from its
-tensors, and whether an adapter trains, counted from its gradients.
+"""Two rows of the ledger that no runtime key switches: the form of the optimizer's state, counted
+from its tensors, and whether an adapter trains, counted from its gradients.
 
-Forms of an optimizer's state: `fp32`: two moments of fp32 (AdamW, 8 bytes a parameter); `momentum`:
-one (Muon's matrices, SGD, 4 bytes); `8bit`, `4bit`, `fp8`: both moments narrow (2, 1 and 2 bytes,
-and scales); `factored`: a row and a column of second moments (Adafactor); `none`: nothing.
+Forms of an optimizer's state: `fp32`: two fp32 moments (AdamW, 8 bytes a parameter); `momentum`:
+one fp32 moment (Muon's matrices, SGD, 4 bytes); `8bit`, `4bit`, `fp8`: both moments narrow (2, 1
+and 2 bytes, and scales); `factored`: a row and a column of second moments (Adafactor); `none`: no
+state.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from accel.sharding import get_world_size, to_local
 from accel.technique import AnyStep, Model, Observation, Technique, find_switches
 
 MIN_NARROW_ELEMENTS = 4096
-"""Elements below which the libraries keep moments in fp32."""
+"""Elements of a parameter below which libraries keep its moments in fp32."""
 NARROW = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
 
 class Promise(NamedTuple):
-    """The form of state that an optimizer promises, and for which parameters."""
+    """The form of state that an optimizer class promises, and for which parameters."""
 
     form: str
     block: int = 1
-    """It holds for parameters that blocks of so many elements divide."""
+    """Elements of a block of narrow moments; the promise holds for parameters that blocks
+    divide."""
 
     def holds_for(self, parameter: Tensor) -> bool:
+        """Returns whether the optimizer promises this form for a parameter."""
         if self.form in ("8bit", "4bit", "fp8"):
             return parameter.numel() >= MIN_NARROW_ELEMENTS and parameter.numel() % self.block == 0
         if self.form == "factored":
@@ -42,7 +45,7 @@ class Promise(NamedTuple):
 
 
 def find_promise(kind: type, momentum: float = 0.0) -> Promise:
-    """Returns the form of state that an optimizer class keeps; SGD has a moment with `momentum`."""
+    """Returns the promise of an optimizer class; SGD has a moment if `momentum` is not 0."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
     if kind is torch.optim.Adafactor:
@@ -50,21 +53,22 @@ def find_promise(kind: type, momentum: float = 0.0) -> Promise:
     return Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
 
 
-def name_form(kept: Mapping[str, Any], size: int) -> str:
-    """Names the form of the state `kept` for one parameter of `size` elements."""
-    tensors = [t for name, t in kept.items() if isinstance(t, Tensor) and name != COMPENSATION]
+def name_form(state: Mapping[str, Any], size: int) -> str:
+    """Names the form of the state of one parameter of `size` elements."""
+    tensors = [t for name, t in state.items() if isinstance(t, Tensor) and name != COMPENSATION]
     for dtype, name in NARROW.items():
         if any(t.dtype is dtype for t in tensors):
             packed = sum(t.numel() for t in tensors if t.dtype is dtype) == size
             return "4bit" if packed else name
-    if "row_var" in kept:
+    if "row_var" in state:
         return "factored"
-    full = sum(t.numel() == size and t.ndim > 0 and t.is_floating_point() for t in tensors)
-    return {0: "none", 1: "momentum"}.get(full, "fp32")
+    moments = sum(t.numel() == size and t.ndim > 0 and t.is_floating_point() for t in tensors)
+    return {0: "none", 1: "momentum"}.get(moments, "fp32")
 
 
 class OptimizerState(Technique):
-    """The ledger's row of the optimizer's state; its value is the form that the class promises."""
+    """The ledger's row of the optimizer's state; its value is the form that the optimizer's class
+    promises."""
 
     key = "optim"
     summary = "the form of the optimizer's state, counted"
@@ -84,37 +88,41 @@ class OptimizerState(Technique):
     # at dtype and size of every tensor that is kept.
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = self.optimizer
-        meant: Counter[str] = Counter()
+        promised: Counter[str] = Counter()
         others: Counter[str] = Counter()
-        total = size = 0
+        total = 0
+        size = 0
         for parameter in parameters_of(optimizer):
-            kept = collect_state(optimizer, parameter)
-            counts = meant if self.promise.holds_for(parameter) else others
-            counts[name_form(kept, parameter.numel())] += 1
-            total += sum(t.nbytes for t in kept.values() if isinstance(t, Tensor))
+            state = collect_state(optimizer, parameter)
+            counts = promised if self.promise.holds_for(parameter) else others
+            counts[name_form(state, parameter.numel())] += 1
+            total += sum(t.nbytes for t in state.values() if isinstance(t, Tensor))
             size += parameter.numel()
-        note = f"{meant[self.promise.form]} of {meant.total()} parameters keep {self.promise.form}"
-        if wrong := meant - Counter({self.promise.form: meant.total()}):
+
+        form = self.promise.form
+        note = f"{promised[form]} of {promised.total()} parameters keep {form}"
+        wrong = promised - Counter({form: promised.total()})
+        if wrong:
             note += f" ({format_counts(wrong)})"
         if others:
             note += f"; {others.total()} smaller or of another shape: {format_counts(others)}"
         note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
         note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
-        right = meant[self.promise.form] == meant.total()
-        return Observation(self.promise.form if right else "mixed", note)
+        return Observation("mixed" if wrong else form, note)
 
 
 def format_counts(forms: Counter[str]) -> str:
+    """Formats counts of forms, such as "2 fp32, 1 none"."""
     return ", ".join(f"{n} {form}" for form, n in forms.items())
 
 
 class AdapterGradients(Technique):
-    """The ledger's row that tells whether an adapter trains.
+    """The ledger's row that shows whether an adapter trains.
 
-    Elsewhere fused paths read a layer's weight past the adapter on it, which then trains nothing
-    and nobody notices. Of each parameter of each adapted layer this row counts whether the backward
-    pass reached it, and whether its gradient was other than zero in one of the steps of warm-up:
-    LoRA's B starts at zero, so that A has a gradient from the second step on.
+    In other projects fused paths read a layer's weight and bypass its adapter, which then silently
+    trains nothing. This row counts for each parameter of each adapted layer whether the backward
+    pass reached it, and whether its gradient was not zero in some step of warm-up: LoRA's B starts
+    at zero, so A has a gradient from the second step on.
     """
 
     key = "adapter"
@@ -127,10 +135,10 @@ class AdapterGradients(Technique):
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, device)
         self.steps: list[dict[str, Tensor | None]] = []
-        """A mapping a step: parameter -> 1.0 if its gradient has a value other than zero, else 0.0;
-        None if it has no gradient."""
+        """One mapping a step: parameter -> 1.0 if a value of its gradient is not zero, else 0.0;
+        None without a gradient."""
         self.taken: list[Tensor] = []
-        """A flag a step: whether it moved the weights."""
+        """One flag a step: whether it changed the weights; fp16 skips steps."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -140,73 +148,80 @@ class AdapterGradients(Technique):
         self.step = step
         update = self.step.update_parameters
 
-        def looking(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
-            self.steps.append({name: flag_nonzero(p.grad) for name, p, _ in self.parameters()})
+        def record_and_update(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
+            self.steps.append(
+                {name: flag_nonzero(p.grad) for name, p, _ in self.iterate_parameters()}
+            )
             self.taken.append(taken)
             update(grads, norm, taken)
 
         self.step.update_parameters = looking
         return step
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
-        """Name, parameter, and what an adapter calls it, of all that the adapted layers train."""
+    def iterate_parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
+        """Yields the parameters that the adapters train: full name, parameter, name in the
+        adapter."""
         names = {module: name for name, module in self.model.named_modules()}
         for layer in find_switches(self.model, "base_layer"):
-            for own, parameter in layer.named_parameters():
-                if not own.startswith("base_layer."):
-                    yield f"{names[layer]}.{own}", parameter, own
+            for name, parameter in layer.named_parameters():
+                if not name.startswith("base_layer."):
+                    yield f"{names[layer]}.{name}", parameter, name
 
     def on_warm(self) -> bool:
-        """Only warm-up looks at gradients."""
+        """Stops recording: only warm-up needs it."""
         vars(self.step).pop("update_parameters", None)
         return False
 
     # What would still say "on" if this did nothing? Layers that were attached would, so the row
     # counts the gradients other than zero that arrive in them.
     def observe(self, evidence: Evidence) -> Observation:
-        kinds = {name: kind for name, _, kind in self.parameters()}
+        kinds = {name: kind for name, _, kind in self.iterate_parameters()}
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
-        used = set[str]()
-        moved = dict[str, int]()
-        for number, flags in enumerate(self.reduce_flags(), start=1):
+        reached = set[str]()
+        first_steps = dict[str, int]()
+        for step, flags in enumerate(self.reduce_flags(), start=1):
             for name, flag in zip(kinds, flags.tolist(), strict=True):
                 if flag >= 0:
-                    used.add(name)
+                    reached.add(name)
                 if flag > 0:
-                    moved.setdefault(name, number)
+                    first_steps.setdefault(name, step)
 
-        # fp16 may skip the first steps; then A waits for B.
+        # If fp16 skipped all steps but the last, B is still zero, and so is the gradient of A.
         updated = any(bool(taken) for taken in self.taken[:-1])
-        idle = {layers[name] for name in kinds if name not in (moved if updated else used)}
-        unused = {layers[name] for name in kinds if name not in used}
+        trained = first_steps if updated else reached
+        idle = {layers[name] for name in kinds if name not in trained}
+        unreached = {layers[name] for name in kinds if name not in reached}
         every = len({*layers.values()})
         counts = []
         for kind, total in Counter(kinds.values()).items():
-            steps = [step for name, step in moved.items() if kinds[name] == kind]
+            steps = [step for name, step in first_steps.items() if kinds[name] == kind]
             since = f" from step {min(steps)} on" if steps else ""
             counts.append(f"{kind} {len(steps)} of {total}{since}")
-        note = f"{every - len(unused)} of {every} adapted layers in the backward pass; gradients "
+        note = (
+            f"{every - len(unreached)} of {every} adapted layers in the backward pass; gradients "
+        )
         note += f"other than zero: {', '.join(counts)}"
         if idle:
             note += f"; none: {', '.join(sorted(idle)[:3])}{', …' * (len(idle) > 3)}"
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
-        trained = sum(size for size, trains in sizes if trains)
-        note += f"; {trained} of {sum(size for size, _ in sizes)} parameters train"
+        trainable = sum(size for size, trains in sizes if trains)
+        note += f"; {trainable} of {sum(size for size, _ in sizes)} parameters train"
         return Observation("partly" if idle else self.value, note)
 
     def reduce_flags(self) -> list[Tensor]:
-        """Reduces the flags of all processes: for each step a tensor with one flag a parameter, -1
-        without a gradient, 0 if it is all zeros, 1 otherwise."""
-        found = []
+        """Reduces the flags over ranks; returns a (parameters,) tensor a step: -1 no gradient, 0
+        all zero, 1 non-zero."""
+        reduced = []
         for step in self.steps:
             none = torch.full((), -1.0, device=self.device)
             flags = torch.stack([none if flag is None else flag.to(none) for flag in step.values()])
             if get_world_size() > 1:
                 dist.all_reduce(flags, dist.ReduceOp.MAX)
-            found.append(flags)
-        return found
+            reduced.append(flags)
+        return reduced
 
 
 def flag_nonzero(gradient: Tensor | None) -> Tensor | None:
-    """1 if a value is other than zero; on the device, so that nothing waits."""
+    """Returns 1.0 if a value of the gradient is not zero, else 0.0; on the device, without a
+    sync."""
     return None if gradient is None else (to_local(gradient) != 0).any().float()

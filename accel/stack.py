@@ -1,4 +1,4 @@
-"""The stack: every technique, in the order in which they are applied."""
+"""The stack: all techniques, in the order in which it applies them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ from accel.techniques.tf32 import Tf32
 from accel.techniques.weights import Weights
 from common.errors import UserError
 
-# Process flags, module changes, checkpointing, compile, sharding, optimizer, autocast, evaluation,
-# CUDA graph. Layers are exchanged before all of it (`on_layers`). Checkpointing comes before
-# compile, so that a compiled block contains its own recomputation, and both before sharding, which
-# gathers a block's parameters around all of it; the graph is last and contains all.
+# The order: process flags, module changes, checkpointing, compile, sharding, optimizer, autocast,
+# evaluation, CUDA graph. `on_layers` replaces layers before all of these. Checkpointing comes
+# before compile, so that a compiled block contains its own recomputation, and both come before
+# sharding, which gathers a block's parameters around them. The graph is last, because it contains
+# everything.
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tf32,
     CudnnBenchmark,
@@ -75,15 +76,15 @@ SAME_BYTES = (
 
 
 class AccelerationStack:
-    """Applies the techniques that were asked for and tells which of them are really on.
+    """Applies the requested techniques and finds which of them are really on.
 
-    `values` maps each technique's key to its requested value. A technique that cannot be had is
-    either switched off and named in the ledger (`on_unavailable="degrade"`) or, with all the others
-    that cannot be had, a ValueError (`"error"`). `"emulate"` degrades too, but takes what a CPU can
-    compute without instructions for it, and names that in the ledger. `same_bytes` is the reason,
-    for the ledger, why what is not deterministic stays off, cuDNN's algorithms included; empty: it
-    does not. `only` restricts the stack to some keys, for work that has no training step; `also`
-    are rows of the ledger that no runtime key switches.
+    `values` maps each technique's key to its requested value. `on_unavailable` decides about
+    techniques that this machine cannot run: "degrade" switches them off and names them in the
+    ledger; "error" raises a ValueError that lists them all; "emulate" degrades too, but lets a CPU
+    emulate the values that it can. `same_bytes` is the ledger's reason why nondeterministic
+    techniques, and cuDNN's nondeterministic algorithms, stay off; empty: they may be on. `only`
+    restricts the stack to some keys, for work without a training step; `extra_rows` are rows of the
+    ledger that no runtime key switches.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class AccelerationStack:
     ) -> None:
         self.reasons: dict[str, str] = {}
         self.busy_ms: float | None = None
-        """Milliseconds of a step in which the GPU worked, in warm-up."""
+        """Milliseconds in which the GPU worked during a step of warm-up."""
         self.strict = on_unavailable == "error"
         self.device = device
         self.deterministic = deterministic
@@ -112,7 +113,7 @@ class AccelerationStack:
         self.techniques: list[Technique] = [*extra_rows, *switched]
         self.requested = {technique.key: technique.value for technique in self.techniques}
 
-        # What cannot be had is switched off, or refused with all the rest that cannot.
+        # Collect all refusals, so that one message lists them.
         refused = []
         for technique in (technique for technique in switched if technique.enabled):
             reason = self.find_obstacle(technique)
@@ -131,24 +132,25 @@ class AccelerationStack:
         self.refuse(refused)
 
     def find_obstacle(self, technique: Technique) -> str | None:
-        """Why a technique cannot be had, as a sentence; None if it can."""
+        """Returns a sentence that says why this machine cannot run a technique; None if it can."""
         return technique.find_obstacle()
 
     def refuse(self, refused: list[str]) -> None:
+        """Raises a ValueError that lists the refused techniques, under on_unavailable=error."""
         if refused and self.strict:
             raise UserError(
-                f"runtime.on_unavailable=error, and this machine cannot have {', '.join(refused)}. "
+                f"runtime.on_unavailable=error, and this machine cannot run {', '.join(refused)}. "
                 "Switch them off, or set runtime.on_unavailable=degrade."
             )
 
     @property
     def values(self) -> dict[str, bool | str]:
-        """Key -> value of each technique; its off value where the machine cannot have it."""
+        """Key -> value of each technique; its off value where the machine cannot run it."""
         return {technique.key: technique.value for technique in self.techniques}
 
     def list_launch_savers(self) -> list[str]:
-        """Words, such as runtime.compile=true, of techniques that save launches, are off, and can
-        be had on this device."""
+        """Returns overrides, such as runtime.compile=true, that switch on techniques that save
+        launches, are off now, and can run on this device."""
         kinds = [type(t) for t in self.techniques if t.saves_launches and not t.enabled]
         return [
             kind.make_override(True)
@@ -158,16 +160,16 @@ class AccelerationStack:
 
     @property
     def precision(self) -> str:
-        """The dtype of products, by its short name."""
+        """Short name of the requested dtype of products."""
         return str(self.values.get(Precision.key, Precision.off))
 
     def describe_arithmetic(self) -> dict[str, bool | str]:
-        """The runtime keys and values that say how products round."""
-        told = [item for t in self.techniques for item in t.describe_arithmetic().items()]
-        return dict(sorted(told))
+        """Returns the runtime keys and values that decide how products round."""
+        items = [item for t in self.techniques for item in t.describe_arithmetic().items()]
+        return dict(sorted(items))
 
     def list_unavailable_savings(self) -> list[str]:
-        """The runtime keys by which this device cannot save memory."""
+        """Returns the runtime keys of savings that this device cannot run."""
         return [
             key
             for technique in self.techniques
@@ -178,8 +180,8 @@ class AccelerationStack:
         ]
 
     def explain_separate_training(self) -> str | None:
-        """Why several processes would train apart from each other, as a sentence; None if they
-        would not."""
+        """Returns a sentence that says why the processes would train separately; None if they train
+        together."""
         if get_world_size() == 1 or self.values[DataParallel.key] != DataParallel.off:
             return None
         alone = "Each would train a model of its own; use auto, or start one process."
@@ -192,12 +194,12 @@ class AccelerationStack:
         samples: int,
         folder: Path | None = None,
     ) -> dict[str, Any]:
-        """Decides about fused kernels on this device (accel/proof.py); returns what the run's
-        `folder` has to keep.
+        """Decides about fused kernels on this device (accel/proof.py); returns the record for the
+        run's `folder`.
 
-        `forward()` runs the model as it is on two samples; a micro-batch has `samples`. Call this
-        before `on_model`. A kernel that was asked for and fails its parity test is one that cannot
-        be had.
+        `forward()` runs the unchanged model on two samples; a micro-batch has `samples`. Call this
+        before `on_model`. A kernel that was requested with `true` and fails its parity test counts
+        as unavailable.
         """
         kernels = [
             t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)
@@ -217,7 +219,7 @@ class AccelerationStack:
             },
         )
         with self.autocast(), torch.no_grad():
-            proofs, kept = prove(question, model, forward, folder)
+            proofs, record = prove(question, model, forward, folder)
         for technique in kernels:
             technique.settle(proofs[technique.key])
         self.refuse(
@@ -227,10 +229,10 @@ class AccelerationStack:
                 if self.requested[key] is True and not proof.on
             ]
         )
-        return kept
+        return record
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context in which a forward pass runs."""
+        """Returns the autocast context of a forward pass."""
         contexts = [t.autocast() for t in self.techniques if isinstance(t, Precision)]
         return contexts[0] if contexts else nullcontext()
 
@@ -251,7 +253,7 @@ class AccelerationStack:
         return dict(pair for t in self.techniques for pair in t.make_optimizer_kwargs().items())
 
     def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
-        """The later a technique stands in the tuple, the closer it is to the optimizer itself."""
+        """Wraps `make` by each technique, the last technique innermost."""
         for technique in reversed(self.techniques):
             make = technique.on_optimizer(make)
         return make
@@ -263,28 +265,29 @@ class AccelerationStack:
 
     @contextmanager
     def surround_evaluation(self) -> Iterator[None]:
-        """Surrounds evaluation and sampling in the middle of training."""
+        """Surrounds evaluation and sampling in the middle of training with the contexts of all
+        techniques."""
         with ExitStack() as contexts:
             for technique in self.techniques:
                 contexts.enter_context(technique.surround_evaluation())
             yield
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """State dicts of stateful techniques, by key."""
+        """Returns the state dicts of stateful techniques by key."""
         states = {technique.key: technique.state_dict() for technique in self.techniques}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads in place. A technique that was off when the state was saved keeps its own."""
+        """Loads states in place. A technique that was off at the save keeps its present state."""
         for technique in self.techniques:
             technique.load_state_dict(states.get(technique.key, {}))
 
     def run_until_it_works(self, run: Callable[[], object]) -> None:
-        """Calls `run` until it works; a technique that recognises a failure as its own doing undoes
-        itself in between.
+        """Calls `run` until it works: after a failure the technique that caused it switches itself
+        off.
 
-        Under `on_unavailable="error"` the failure is raised instead. If one of several processes
-        has to undo something, all do: they would run different code.
+        Under `on_unavailable="error"` raises the failure instead. If one rank must switch a
+        technique off, all ranks do, or they would run different code.
         """
         while True:
             failure: Exception | None = None
@@ -296,17 +299,17 @@ class AccelerationStack:
                 return
 
             failure = failure or RuntimeError(FAILED_ELSEWHERE)
-            undone = filter(None, (t.recover(failure) for t in reversed(self.techniques)))
-            sentence = next(undone, None)
+            sentences = (t.recover(failure) for t in reversed(self.techniques))
+            sentence = next(filter(None, sentences), None)
             if sentence is None or self.strict:
                 raise failure
             warnings.warn(sentence, stacklevel=3)
 
     def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
-        """Calls `run` (a whole step, or an encoding) until it is warm, observes it once more, and
+        """Calls `run` (a whole step, or an encoding) until it is warm, profiles one more call, and
         fills the ledger.
 
-        The caller restores whatever `run` changed, in place where a technique may hold on to
+        The caller restores the state that `run` changed, in place, because techniques may hold its
         tensors.
         """
         self.run_until_it_works(run)
@@ -326,7 +329,7 @@ class AccelerationStack:
                 note = f"{reason.rstrip('.')}; {note}"
             ledger.append(LedgerRow(technique.key, self.requested[technique.key], active, note))
 
-        # A technique that this machine cannot have was refused before; this is for the rest.
+        # Unavailable techniques were refused before warm-up; these failed in the step.
         missing = [row for row in ledger if row.missing and row.key not in self.reasons]
         if missing and self.strict:
             shown = ", ".join(f"runtime.{row.key} ({row.evidence})" for row in missing)
