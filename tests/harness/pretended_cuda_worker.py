@@ -152,7 +152,17 @@ def build_blank_model(
     device: torch.device, node: Any, spec: LatentSpec, _device: torch.device
 ) -> Denoiser:
     """A model of fake tensors on `device`."""
-    return build_on_meta(node, spec).to_empty(device=device)
+    model = build_on_meta(node, spec)
+    # Module.to_empty would swap real tensors for fake ones, which PyTorch refuses.
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fake = torch.empty_like(parameter, device=device)
+                module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    return model
 
 
 def accept_kernels(stack: AccelerationStack, model: nn.Module, *_: Any) -> dict[str, Any]:
