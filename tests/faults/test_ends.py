@@ -209,7 +209,7 @@ def test_a_quota(run, tmp_path):
     try:
         with pytest.warns(
             UserWarning,
-            match=r"metrics.jsonl cannot be written \(File too large\); the run goes on",
+            match=r"metrics.jsonl cannot be written \(File too large\); the run continues",
         ):
             run("runtime=eager", "log_every=1", "save_every=5", "total_samples=80")
     finally:

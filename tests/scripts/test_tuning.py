@@ -265,7 +265,7 @@ def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(
     [
         (["deterministic=true"], "=true chooses techniques by their time, so runs differ"),
         (["runtime.tune_seconds=0"], r"_seconds=0.0 must be above 0"),
-        (["runtime.parallel.mode=fsdp"], "=true does not go with runtime.parallel.mode=fsdp: it"),
+        (["runtime.parallel.mode=fsdp"], "=true contradicts runtime.parallel.mode=fsdp: it"),
         (
             ["runtime.tune_seconds=1800", "runtime.parallel.timeout_minutes=30"],
             r"_seconds=1800.0 must be below the 30.0? minutes of runtime.par",

@@ -1,2 +1,2 @@
-"""The configuration: typed keys, composition, components from `_target_`s, and secrets kept out of
-files."""
+"""Composes and checks the configuration, builds components from `_target_`s, and keeps secrets out
+of files."""

@@ -1,9 +1,9 @@
-"""From config nodes to objects: the one place where a `_target_` becomes code, and what may.
+"""Builds objects from configuration nodes: only this file turns a `_target_` into code.
 
-Extensions are packages of a user's own, outside the checkout. Only the command itself can name one:
-a configuration file, a checkpoint or a weights file that names a package runs nothing, for it may
-come from anywhere. A class of such a package may stand in a `_target_`, and its folder `conf`,
-where it has one, joins Hydra's search path.
+Extensions are a user's own packages, outside of the checkout. Only the command line or the
+environment can admit one. A configuration file, a checkpoint or a weights file cannot, for it may
+come from anywhere. A `_target_` may name a class of an admitted package, and its folder `conf`, if
+it has one, joins Hydra's search path.
 """
 
 from __future__ import annotations
@@ -25,57 +25,56 @@ from training.config.words import update_target
 
 EXTENSIONS_KEY = "extensions"
 EXTENSIONS_VARIABLE = "FASTLATENT_EXTENSIONS"
-"""For those who always use the same ones: names separated by commas."""
+"""Environment variable with names of extensions, separated by commas."""
 admitted_packages: set[str] = set()
-"""The packages that commands of this process have named."""
+"""Extensions that the commands of this process have named."""
 TARGET_PACKAGES = ("accel", "data", "models", "training")
 OUTSIDE_TARGETS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW", "SGD"))
-"""What a `_target_` may name outside our packages, in full."""
+"""Classes outside of our packages that a `_target_` may name."""
 
 
 def resolve_target(target: str, key: str) -> type:
-    """The class that `target` names; ValueError unless that very module defines it, and the module
-    is one of ours or of an admitted extension, or it is an outsider.
+    """Imports the class that `target` names; ValueError unless it is in `OUTSIDE_TARGETS`, or a
+    module of our packages or of an admitted extension defines it.
 
-    The object itself is judged, not its path: `models.denoiser.torch.load` starts like one of ours
-    and is not.
+    It checks the object, not only its path: `models.denoiser.torch.load` starts like a name of ours
+    but is not defined there.
     """
     refusal = UserError(
         f"{key}._target_={target} is not allowed: it must be a class defined in one of "
-        f"{', '.join(TARGET_PACKAGES)}, in a package that extensions=[…] on this command line names, or "
-        f"one of {', '.join(OUTSIDE_TARGETS)}."
+        f"{', '.join(TARGET_PACKAGES)}, in a package that extensions=[…] on this command line "
+        f"names, or one of {', '.join(OUTSIDE_TARGETS)}."
     )
     module_name, _, name = update_target(str(target)).rpartition(".")
-    if target not in OUTSIDE_TARGETS and module_name.split(".")[0] not in (
-        *TARGET_PACKAGES,
-        *admitted_packages,
-    ):
+    package = module_name.split(".")[0]
+    outside = target in OUTSIDE_TARGETS
+    if not outside and package not in TARGET_PACKAGES and package not in admitted_packages:
         raise refusal
 
     try:
-        found = getattr(importlib.import_module(module_name), name, None)
+        kind = getattr(importlib.import_module(module_name), name, None)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
             raise refusal from None
         raise UserError(
             f"{key}._target_={target} needs the package {error.name}; install it."
         ) from error
-    ours = inspect.isclass(found) and found.__module__ == module_name and found.__qualname__ == name
-    if not (ours or target in OUTSIDE_TARGETS):
+    ours = inspect.isclass(kind) and kind.__module__ == module_name and kind.__qualname__ == name
+    if not (ours or outside):
         raise refusal
-    return typing.cast(type, found)
+    return typing.cast(type, kind)
 
 
 def build(
     node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object, **runtime: Any
 ) -> Any:
-    """Builds what `node` describes, a `kind`: `_target_` called with the node's other keys and with
-    `runtime`.
+    """Builds the object of type `kind` that `node` describes: calls `_target_` with the node's
+    other keys and with `runtime`.
 
-    Before the call the keys are checked against the target's signature: unknown, missing and
-    mistyped ones are a ValueError that names `key`, the value and the fix. Nested nodes are built
-    first; `_partial_: true` in one of them gives a partial. Runtime arguments that the signature
-    lacks are an error of ours, not of the user.
+    It checks the keys against the target's signature first: unknown, missing and mistyped ones are
+    a ValueError that names `key`, the value and the fix. It builds nested nodes before the outer
+    one; `_partial_: true` in a nested node gives a partial. A runtime argument that the signature
+    lacks is a mistake of the caller, not of the user.
     """
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(
@@ -86,9 +85,9 @@ def build(
         raise UserError(
             f"{key}._target_={node['_target_']} is no {kind.__name__}, which {key} must be."
         )
-    given = check_arguments(target, node, key, set(runtime), positional=len(args))
+    arguments = check_arguments(target, node, key, set(runtime), positional=len(args))
     try:
-        return target(*args, **given, **runtime)
+        return target(*args, **arguments, **runtime)
     except ValueError as error:
         if node["_target_"] in OUTSIDE_TARGETS:
             raise UserError(f"{key}: {error}; {target.__name__} refuses that value.") from error
@@ -96,7 +95,7 @@ def build(
 
 
 def build_nested(node: Mapping[str, Any], key: str) -> Any:
-    """Builds a node inside another: an object, or a partial that lacks arguments."""
+    """Builds a nested node: an object, or with `_partial_` a partial."""
     rest = {name: value for name, value in node.items() if name != "_partial_"}
     if not node.get("_partial_"):
         return build(rest, key)
@@ -113,66 +112,73 @@ def check_arguments(
     positional: int = 0,
     partially: bool = False,
 ) -> dict[str, Any]:
-    """The node's keys as arguments of `target`: checked by its signature, nested nodes built.
+    """Checks the node's keys against the signature of `target`, and returns them as arguments, with
+    nested nodes built.
 
-    `supplied` are arguments that the program gives, beside the first `positional` ones.
+    The program itself passes the arguments `supplied`, and the first `positional` ones.
     """
+    # Parameters that the node may set -> whether it must.
     parameters = list(inspect.signature(target).parameters.values())[positional:]
-    free = {
+    settable = {
         p.name: p.default is p.empty
         for p in parameters
-        if p.name not in supplied and p.kind is not p.VAR_KEYWORD  # which the program gives
+        if p.name not in supplied and p.kind is not p.VAR_KEYWORD
     }
-    given = {name: value for name, value in node.items() if name != "_target_"}
-    for name in given:
-        if name not in free:
-            close = difflib.get_close_matches(name, free, n=1)
-            takes = f"it takes {', '.join(free) or 'no arguments'}."
+    values = {name: value for name, value in node.items() if name != "_target_"}
+    for name in values:
+        if name not in settable:
+            close = difflib.get_close_matches(name, settable, n=1)
+            takes = f"it takes {', '.join(settable) or 'no arguments'}."
             hint = f"did you mean {key}.{close[0]}?" if close else takes
             raise UserError(
-                f"{key}.{name}={given[name]}: {target.__name__} has no argument {name}; {hint}"
+                f"{key}.{name}={values[name]}: {target.__name__} has no argument {name}; {hint}"
             )
-    missing = [name for name, required in free.items() if required and name not in given]
+
+    missing = [name for name, required in settable.items() if required and name not in values]
     if missing and not partially:
         raise UserError(
             f"{key} lacks {', '.join(missing)}: {target.__name__} needs it; set "
             f"{key}.{missing[0]}=<value>."
         )
     hints = typing.get_type_hints(target.__init__, include_extras=True)
-    return {n: check_argument(value, hints.get(n, Any), f"{key}.{n}") for n, value in given.items()}
+    return {
+        name: check_argument(value, hints.get(name, Any), f"{key}.{name}")
+        for name, value in values.items()
+    }
 
 
 def check_argument(value: Any, annotation: Any, key: str) -> Any:
-    """`value` as the annotated type, as JSON has it: whole numbers become floats, and lists tuples.
+    """Converts a value to its annotated type, as from JSON: integers become floats, lists tuples.
 
-    A node is built. ValueError for a value that the type does not allow.
+    It builds nested nodes. ValueError for a value that the type does not allow.
     """
     if isinstance(value, Mapping) and "_target_" in value:
         return build_nested(value, key)
     from pydantic import ConfigDict, TypeAdapter, ValidationError  # here, for a quick `--help`
 
-    how = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+    rules = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
-        return TypeAdapter(annotation, config=how).validate_json(json.dumps(value), strict=True)
+        return TypeAdapter(annotation, config=rules).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         raise UserError(f"{key}={value} must be {describe_bound(error.errors()[0])}.") from None
 
 
 def find_extension_names(words: Iterable[str]) -> list[str]:
-    """Names in `extensions=[a,b]` among a command's words, and in the environment variable."""
+    """Finds the names in `extensions=[a,b]` among a command's words, and in the environment
+    variable."""
     start = f"{EXTENSIONS_KEY}="
-    given = [word.lstrip("+") for word in words]
-    values = [word.removeprefix(start) for word in given if word.startswith(start)]
+    overrides = [word.lstrip("+") for word in words]
+    values = [word.removeprefix(start) for word in overrides if word.startswith(start)]
     values.append(os.environ.get(EXTENSIONS_VARIABLE, ""))
     names = [name.strip(" []'\"") for name in ",".join(values).split(",")]
     return list(dict.fromkeys(filter(None, names)))
 
 
 def admit_extensions(words: Iterable[str]) -> list[str]:
-    """Admits the packages that `words` name, and returns overrides that add their `conf` folders to
-    the search path.
+    """Admits the packages that `words` name, without importing them; returns overrides that add
+    their `conf` folders to Hydra's search path.
 
-    ValueError if one cannot be imported. Nothing of a package is imported yet.
+    ValueError if Python cannot find a package.
     """
     folders = []
     for name in find_extension_names(words):
@@ -189,6 +195,5 @@ def admit_extensions(words: Iterable[str]) -> list[str]:
 
 
 def is_admitted(target: object) -> bool:
-    """Whether `target`, the path of a class, lies in a package that a command of this process has
-    named."""
+    """Says whether `target`, the path of a class, is in an admitted package."""
     return str(target).partition(".")[0] in admitted_packages

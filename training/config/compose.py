@@ -1,7 +1,7 @@
-"""Composing the configuration, and one clear sentence for every way to get it wrong.
+"""Composes the configuration, and turns every mistake in it into one clear sentence.
 
-The spine is typed by `schema.py`. Components (model, data, objective, optim, logger, encoder) are
-plain yaml with a `_target_`, checked by `build.py` against the target's own signature.
+`schema.py` types all keys but those of components (model, data, objective, optim, logger, encoder).
+A component is plain YAML with a `_target_`; `build.py` checks it against the target's signature.
 """
 
 from __future__ import annotations
@@ -45,50 +45,52 @@ from training.config.words import (
 )
 
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
-"""Name of a primary file in conf/ -> what it is checked against."""
+"""Name of a primary file in conf/ -> its schema."""
 LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
 """Loaders whose `path` is a latent set."""
 
 
 def make_mutable_schema(kind: type) -> DictConfig:
-    """The schema of a frozen dataclass, open for merging; `OmegaConf.to_object` gives the frozen
-    object."""
+    """Makes the schema of a frozen dataclass, open for merging; `OmegaConf.to_object` returns the
+    frozen object."""
     schema = OmegaConf.structured(kind)
-    todo = [schema]
-    for node in todo:
+    nodes = [schema]
+    for node in nodes:
         OmegaConf.set_readonly(node, False)
-        todo += [child for child in node.values() if isinstance(child, DictConfig)]
+        nodes += [child for child in node.values() if isinstance(child, DictConfig)]
     return schema
 
 
-for name, kind in SCHEMAS.items():  # Hydra's primary files start from them
+# Hydra's primary files include these schemas.
+for name, kind in SCHEMAS.items():
     ConfigStore.instance().store(name=f"{name}_schema", node=make_mutable_schema(kind))
 
 
 class Composed(NamedTuple):
-    """A checked configuration and where it came from."""
+    """A checked configuration and its sources."""
 
     cfg: Any
-    """`TrainConfig` or `PrecomputeConfig`; resolved and frozen."""
+    """The `TrainConfig` or `PrecomputeConfig`, resolved and frozen."""
     choices: dict[str, str]
     """Group -> chosen file."""
     overrides: list[str]
+    """Words of the command, with secrets redacted."""
     source: dict[str, Any]
-    """As composed, with interpolations unresolved and secrets redacted: fit to be written down."""
+    """The composed tree, with interpolations unresolved and secrets redacted, for files and logs."""
 
 
 def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
     """Composes and checks a configuration as the command line would; for scripts, notebooks and
     tests.
 
-    ValueError, in one sentence with key, value and fix, for every mistake in `overrides`.
+    ValueError, in a sentence with key, value and fix, for every mistake in `overrides`.
     """
     words = list(overrides or [])
     refuse_words(words)
     try:
         with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-            read = [*map(quote, words), *build.admit_extensions(words)]
-            full = hydra_compose(config_name, overrides=read, return_hydra_config=True)
+            all_overrides = [*map(quote, words), *build.admit_extensions(words)]
+            full = hydra_compose(config_name, overrides=all_overrides, return_hydra_config=True)
         source = OmegaConf.masked_copy(full, [str(key) for key in full if key != "hydra"])
         return resolve_config(source, full.hydra.runtime.choices, words)
     except Exception as error:
@@ -98,18 +100,17 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Whether Hydra or OmegaConf refused a word, or broke on one."""
+    """Says whether the error is Hydra's or OmegaConf's, or was raised in their code."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    broke = frame.f_globals.get("__name__", "").startswith(("hydra.", "omegaconf."))
-    return broke or isinstance(error, HydraException | OmegaConfBaseException)
+    in_library = frame.f_globals.get("__name__", "").startswith(("hydra.", "omegaconf."))
+    return in_library or isinstance(error, HydraException | OmegaConfBaseException)
 
 
 def compose_from_hydra(source: DictConfig) -> Composed:
-    """The same for a function that `hydra.main` called; ValueError, too, for a path that it cannot
-    start with."""
-    composed = resolve_config(
-        source, HydraConfig.get().runtime.choices, list(HydraConfig.get().overrides.task)
-    )
+    """Checks the configuration that `hydra.main` composed; ValueError also for a path that does not
+    exist or does not hold what it must."""
+    hydra = HydraConfig.get()
+    composed = resolve_config(source, hydra.runtime.choices, list(hydra.overrides.task))
     refuse_paths(composed.cfg)
     return composed
 
@@ -117,31 +118,32 @@ def compose_from_hydra(source: DictConfig) -> Composed:
 def resolve_config(
     source: DictConfig, choices: Mapping[str, Any], overrides: list[str]
 ) -> Composed:
-    """Resolves, types, freezes and checks; ValueError for extensions that a file names."""
+    """Resolves, types, freezes and checks a configuration; ValueError for extensions that a file
+    names."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
     named = build.find_extension_names(overrides)
-    unasked = [name for name in source.get("extensions") or [] if name not in named]
-    if unasked:
+    from_file = [name for name in source.get("extensions") or [] if name not in named]
+    if from_file:
         raise UserError(
-            f"extensions={unasked} comes from a file, and only the command itself may say whose "
-            f"code it runs; put extensions=[{','.join(unasked)}] on the command line, or set "
+            f"extensions={from_file} comes from a file, and only the command itself may say whose "
+            f"code it runs; put extensions=[{','.join(from_file)}] on the command line, or set "
             f"{build.EXTENSIONS_VARIABLE}."
         )
     source["extensions"] = named
     cfg = apply_schema(kind, source, overrides)
     cfg.check()
-    chosen = {str(k): str(v) for k, v in choices.items() if "hydra/" not in str(k)}
+    files = {str(group): str(file) for group, file in choices.items() if "hydra/" not in str(group)}
     return Composed(
-        cfg, chosen, redact_words(overrides), redact(OmegaConf.to_container(source, resolve=False))
+        cfg, files, redact_words(overrides), redact(OmegaConf.to_container(source, resolve=False))
     )
 
 
 def refuse_strange_numbers(node: Any) -> None:
-    """ValueError for NaN and infinity, which pass the comparisons of a check, and for whole numbers
+    """ValueError for NaN and infinity, which later comparisons would let pass, and for integers
     beyond 64 bits."""
     for key, value in flatten_tree(node):
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{key}={value} is no finite number; give one.")
+            raise UserError(f"{key}={value} is not finite; give a finite number.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise UserError(
                 f"{key}={str(value)[:40]} does not fit into 64 bits; give a smaller number."
@@ -150,13 +152,11 @@ def refuse_strange_numbers(node: Any) -> None:
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """Turns a mistake in the configuration or the input into one message and exit code 1.
+    """Turns a UserError into one message and exit code 1; a broken output stream ends nothing.
 
-    What we tell users is a UserError; any other exception is ours to mend and keeps its traceback,
-    but for those of a machine that has no room left.
-    FASTLATENT_TRACEBACK=1 keeps all of them. Inside are functions that `hydra.main` calls, too, so
-    Hydra's own exceptions are explained here as well. What is printed inside may get lost, and ends
-    nothing.
+    It also explains Hydra's exceptions, for it surrounds functions that `hydra.main` calls, and
+    errors of a machine that ran out of memory, disk or threads. Any other exception is a bug and
+    keeps its traceback. FASTLATENT_TRACEBACK=1 keeps all tracebacks.
     """
     with tolerate_broken_output():
         try:
@@ -170,36 +170,40 @@ def report_user_errors() -> Iterator[None]:
 
 
 def describe_failure(error: Exception) -> str | None:
-    """What a user is told of an exception; None for one that is ours to mend."""
-    by_machine = describe_machine_fault(error)
-    if by_machine is None and is_library_error(error):
+    """Returns the message of an exception for the user; None for a bug."""
+    machine_fault = describe_machine_fault(error)
+    if machine_fault is None and is_library_error(error):
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
         return explain(error, sys.argv[1:], schema)
-    return str(error) if isinstance(error, UserError) else by_machine
+    return str(error) if isinstance(error, UserError) else machine_fault
 
 
 Words = TypeVar("Words")
 
 
 def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
-    """A frozen dataclass from `key=value` words, for commands that compose nothing. `--help` prints
-    and exits.
+    """Parses `key=value` words into a frozen dataclass, for commands without Hydra. `--help` prints
+    the keys and exits.
 
-    Every such command takes `extensions=[…]` too, for models and encoders of the user's own.
+    Every such command also accepts `extensions=[…]`, for a user's own models and encoders.
     """
     if "-h" in words or "--help" in words:
         keys = to_yaml(OmegaConf.structured(schema))
         print(f"{help_text.strip()}\n\nKeys:\n{keys}{build.EXTENSIONS_KEY}: []")
         sys.exit(0)
-    own = {field.name for field in fields(cast(Any, schema))}
+
+    # Explain keys of other trainers, unless the command has a key of that name.
+    keys = {field.name for field in fields(cast(Any, schema))}
     foreign = {
-        theirs: ours
-        for theirs, ours in FOREIGN_DRAWING_KEYS.items()
-        if ours.partition("=")[0] in own - {theirs}
+        foreign_key: spelling
+        for foreign_key, spelling in FOREIGN_DRAWING_KEYS.items()
+        if spelling.partition("=")[0] in keys - {foreign_key}
     }
     refuse_form(words, foreign)
     refuse_foreign(words, foreign)
-    if "encoder" in own:  # the folder itself, which precompute_latents.py is told in two words
+
+    # precompute_latents.py names an encoder's folder in two words; these commands need one.
+    if "encoder" in keys:
         words = [
             re.sub("^encoder[.]path=", "encoder=", word)
             for word in words
@@ -207,28 +211,28 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
         ]
     build.admit_extensions(words)
 
-    given = OmegaConf.create({})
+    values = OmegaConf.create({})
     for word in words:
         if word.partition("=")[0] == build.EXTENSIONS_KEY:
             continue
         try:
-            given.merge_with_dotlist([word])
-        except Exception as error:  # of YAML and OmegaConf; they name no word
+            values.merge_with_dotlist([word])
+        except Exception as error:  # YAML and OmegaConf do not name the word
             raise UserError(describe_unreadable(word)) from error
-    return apply_schema(schema, given, words)
+    return apply_schema(schema, values, words)
 
 
-def apply_schema(schema: type[Words], given: Any, words: list[str]) -> Words:
-    """A frozen dataclass with the values of a mapping; the rest are its defaults.
+def apply_schema(schema: type[Words], values: Any, words: list[str]) -> Words:
+    """Makes a frozen dataclass from a mapping; missing keys have the schema's defaults.
 
-    ValueError, in one sentence, for a key that the schema lacks or a value of another type; `words`
-    are what was typed.
+    ValueError, in a sentence, for a key that the schema lacks or a value of another type. `words`
+    are the words that the user typed, for the message.
     """
-    node = given if isinstance(given, DictConfig) else OmegaConf.create(dict(given))
+    node = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
     try:
-        values = OmegaConf.to_container(node, resolve=True)
-        refuse_strange_numbers(values)
-        merged = OmegaConf.merge(make_mutable_schema(schema), cast("dict[str, Any]", values))
+        plain = OmegaConf.to_container(node, resolve=True)
+        refuse_strange_numbers(plain)
+        merged = OmegaConf.merge(make_mutable_schema(schema), cast("dict[str, Any]", plain))
         return cast(Words, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, words, schema)) from error
@@ -239,26 +243,27 @@ def to_yaml(node: Any) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """Plain containers, with interpolations as they are written."""
+    """Parses YAML into plain containers, without resolving interpolations."""
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Reads a YAML file as plain containers, with the present names of classes; ValueError if it
-    holds no configuration, OSError if it cannot be read."""
+    """Reads a YAML configuration as plain containers, with the current names of classes; ValueError
+    if it holds no configuration, OSError if it cannot be read."""
     try:
-        found = parse_yaml(file.read_text())
+        content = parse_yaml(file.read_text())
     except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
         raise UserError(
             f"{file} cannot be read as YAML ({' '.join(str(error).split())[:300]}); restore it."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{file} holds no configuration; restore it.")
-    return update_targets(found)
+    return update_targets(content)
 
 
 def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
-    """ValueError for a path of a run, or of an encoding job, that is not what it must be."""
+    """ValueError for a path of a run or an encoding job that does not exist, or does not hold what
+    it must."""
     if isinstance(cfg, PrecomputeConfig):
         refuse_missing("source", cfg.source, "name a folder of images, or tars")
         refuse_file("out", cfg.out)
@@ -270,8 +275,9 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
             "never"
         )
         refuse_missing("resume", cfg.resume, remedy, "state.json", "checkpoints", "step-*")
+
+    # A resumed run no longer needs `init_from`.
     started = cfg.run_dir and any((Path(cfg.run_dir).expanduser() / "checkpoints").glob("step-*"))
-    # a run that goes on needs them no more
     refuse_no_weights("init_from", None if started else cfg.init_from)
     if cfg.fd_every:
         refuse_missing("fd.reference", cfg.fd.reference, "name a folder of images")
@@ -282,7 +288,8 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
 
 
 def refuse_drawing(cfg: Any) -> None:
-    """ValueError for settings or a path that nothing can be drawn with; `cfg` is a `DrawConfig`."""
+    """ValueError for settings or a path from which nothing can be sampled; `cfg` is a
+    `DrawConfig`."""
     cfg.check()
     names = [
         field.name for field in fields(SamplingConfig) if getattr(cfg, field.name, None) is not None
@@ -292,7 +299,7 @@ def refuse_drawing(cfg: Any) -> None:
 
 
 def refuse_no_weights(key: str, path: str | None) -> None:
-    """ValueError for a path at which there can be no weights."""
+    """ValueError for a local path that holds no weights."""
     names = () if str(path).endswith(".safetensors") else ("checkpoints", "state.json", "step-*")
     refuse_missing(
         key, path, "name a run that has a checkpoint, a checkpoint, or a .safetensors file", *names
@@ -300,7 +307,7 @@ def refuse_no_weights(key: str, path: str | None) -> None:
 
 
 def refuse_no_set(key: str, path: Any) -> None:
-    """ValueError for a local path at which there is no latent set."""
+    """ValueError for a local path that holds no latent set."""
     job = f"python precompute_latents.py source=<images> out={path}"
     refuse_missing(
         key,
@@ -311,7 +318,7 @@ def refuse_no_set(key: str, path: Any) -> None:
 
 
 def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
-    """ValueError for a local path at which there is nothing, or a folder without any entry of these
+    """ValueError for a local path that does not exist, or a folder without an entry of these
     names."""
     if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
         return
@@ -323,7 +330,7 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
 
 
 def refuse_file(key: str, path: str | None) -> None:
-    """ValueError for a folder to write to that is a file, or lies below one."""
+    """ValueError for an output folder that is a file, or is inside a file."""
     folder = Path(os.path.expanduser(path or "."))
     if str(folder).startswith("~"):
         raise UserError(f"{key}={path}: there is no such user; write the whole path.")

@@ -1,7 +1,7 @@
-"""Runtime keys that do not go together on any machine, with a sentence for each. No torch here.
+"""Refuses runtime keys that contradict each other on any machine. This file must not import torch.
 
-`runtime` is a RuntimeConfig of training/config/schema.py, which calls this. A rule about a key that
-there is not never holds, so a technique goes without a change here.
+`runtime` is the RuntimeConfig of training/config/schema.py, which calls this file. A rule about a
+key that does not exist never applies, so removing a technique needs no change here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from common.errors import UserError
 
 DEVICE_OPTIMIZERS = (None, "torch.optim.Adam", "torch.optim.AdamW")
-"""Optimizers that decide on the device."""
+"""Optimizers that can skip a step on the device."""
 SHARDED_MODES = ("fsdp", "hsdp")
 MODE_TEXT = "runtime.parallel.mode={mode}"
 Rule = tuple[Mapping[str, Any], str]
-"""Keys with a value, or some in a tuple, that do not go together, and the sentence for them."""
+"""Contradicting keys with their values, several in a tuple, and the message."""
 
 REDUCE_OVERHEAD_TEXT = (
     "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
@@ -34,7 +34,7 @@ CONTRADICTIONS: tuple[Rule, ...] = (
     ),
     (
         {"tune": True, "mode": SHARDED_MODES},
-        f"runtime.tune=true does not go with {MODE_TEXT}: it measures in one process, which holds the "
+        f"runtime.tune=true contradicts {MODE_TEXT}: it measures in one process, which holds the "
         "whole model; use runtime.parallel.mode=ddp, or runtime=production.",
     ),
     (REDUCES_OVERHEAD | {"cuda_graph": True}, REDUCE_OVERHEAD_TEXT),
@@ -47,22 +47,22 @@ CONTRADICTIONS: tuple[Rule, ...] = (
     ),
     (
         {"mode": SHARDED_MODES, "compile": True, "compile_scope": "model"},
-        f"runtime.compile_scope=model does not go with {MODE_TEXT}, which gathers parameters block by "
+        f"runtime.compile_scope=model contradicts {MODE_TEXT}, which gathers parameters block by "
         "block; use runtime.compile_scope=blocks.",
     ),
     (
         {"mode": SHARDED_MODES, "needs_whole": True},
-        f"optim._target_={{optimizer}} does not go with {MODE_TEXT}, which cuts the optimizer's state "
-        "as it cuts parameters; use optim=adamw, or runtime.parallel.mode=ddp.",
+        f"optim._target_={{optimizer}} contradicts {MODE_TEXT}, which shards the optimizer's state "
+        "like the parameters; use optim=adamw, or runtime.parallel.mode=ddp.",
     ),
     (
         {"mode": SHARDED_MODES, "weights": "bf16"},
-        f"runtime.weights=bf16 does not go with {MODE_TEXT}, which shards parameters of one dtype only; "
+        f"runtime.weights=bf16 contradicts {MODE_TEXT}, which shards parameters of one dtype only; "
         "use runtime.parallel.mode=ddp, or runtime.weights=fp32.",
     ),
     (
         {"mode": SHARDED_MODES, "offload_optimizer": True},
-        f"runtime.offload_optimizer=true does not go with {MODE_TEXT}, which has an offload of its own; "
+        f"runtime.offload_optimizer=true contradicts {MODE_TEXT}, which has its own offload; "
         "use runtime.parallel.cpu_offload=true.",
     ),
     (
@@ -97,7 +97,7 @@ CONTRADICTIONS: tuple[Rule, ...] = (
 def check_pairs(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
-    """ValueError for keys that do not go together."""
+    """ValueError for the first contradiction among the keys."""
     values = {key: v.value if isinstance(v, Enum) else v for key, v in vars(runtime).items()}
     values |= {
         "mode": runtime.parallel.mode.value,
@@ -108,7 +108,7 @@ def check_pairs(
         "decides_on_device": optimizer in DEVICE_OPTIMIZERS,
     }
     for conditions, sentence in CONTRADICTIONS:
-        # A key that there is not is None, which no rule asks for.
+        # A key that does not exist reads as None, which matches no rule.
         if all(
             values.get(key) in (wanted if isinstance(wanted, tuple) else (wanted,))
             for key, wanted in conditions.items()
@@ -123,24 +123,24 @@ def check_pairs(
 
 
 def check_momentum(optim: Mapping[str, Any]) -> None:
-    """ValueError for a momentum that grows without end."""
+    """ValueError for a momentum with which the updates would diverge."""
     momentum = optim.get("momentum", 0.0)
     if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
         raise UserError(f"optim.momentum={momentum} must be at least 0 and below 1.")
 
 
 def check_nccl(variables: Iterable[str]) -> None:
-    """ValueError for a variable that is none of NCCL's documented ones that tune or tell.
+    """ValueError for a variable outside of `NCCL_VARIABLES`.
 
-    Those that name a library, a file to write, or a file of further variables (*_PLUGIN, *_FILE,
-    CONF_FILE) are not among them.
+    The list lacks variables that name a library, an output file, or a file of further variables
+    (*_PLUGIN, *_FILE, CONF_FILE): a configuration must not load code or write files.
     """
     for name in variables:
         if not name.startswith("NCCL_") or name.removeprefix("NCCL_") not in NCCL_VARIABLES.split():
             raise UserError(
-                f"runtime.parallel.nccl.{name} is none of NCCL's variables that may be set "
-                "here, for some load code or write files; set it in the environment of the "
-                f"command: {name}=<value>."
+                f"runtime.parallel.nccl.{name} may not be set here, for some variables of NCCL "
+                "load code or write files; set it in the environment of the command: "
+                f"{name}=<value>."
             )
 
 
@@ -161,4 +161,4 @@ NCCL_VARIABLES = """
     SOCKET_NTHREADS SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC TREE_THRESHOLD UID_STAGGER_RATE
     UID_STAGGER_THRESHOLD
 """
-"""The documented variables of NCCL that may be set here, without their prefix."""
+"""Documented variables of NCCL that tune or log, without the prefix NCCL_."""

@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf say of a mistake, as one sentence with key, value and fix."""
+"""Rewrites errors of Hydra and OmegaConf as one sentence with key, value and fix."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FAULT_IN_FILE = re.compile(r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)")
 
 
 def explain(error: Exception, words: list[str], schema: type) -> str:
-    """Hydra's or OmegaConf's message on the words for a `schema`, as key, value and fix."""
+    """Explains an error of Hydra or OmegaConf about the words of a command with this `schema`."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     override = getattr(cause, "override", None)
     if override:
         return describe_unreadable(str(override))
     text = str(error).strip()
-    told = explain_word(text, words)
-    if told:
-        return told
+    sentence = explain_word(text, words)
+    if sentence:
+        return sentence
 
-    # What OmegaConf blames, without the place in a list; empty if it names no key.
+    # The key that OmegaConf blames, without an index into a list; empty if it names none.
     key = re.sub(r"\[.*", "", getattr(cause, "full_key", None) or "")
     unknown = UNKNOWN_KEY.search(f"{text}\n{cause}")
     if unknown:
@@ -52,15 +52,15 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
         return f"{in_file[3]}: {in_file[2]}; it must be {wanted} ({in_file[1]})."
     if isinstance(cause, OmegaConfBaseException):
         return explain_value(cause, key, words, schema)
-    told = " ".join(text.split())
+    message = " ".join(text.split())
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return told
-    return f"{' '.join(words)}: these words cannot be read ({told}); `--help` lists all keys."
+        return message
+    return f"{' '.join(words)}: these words cannot be read ({message}); `--help` lists all keys."
 
 
 def explain_word(text: str, words: list[str]) -> str | None:
-    """The sentence for a sweep, for a choice that there is not, or for a key that is there
-    already."""
+    """Explains commas that Hydra takes for a sweep, a choice that does not exist, and a + before a
+    key that exists; None for other errors."""
     sweep = re.match(r"Ambiguous value for argument '(([^=]*)=.*)'", text)
     if sweep:
         name = sweep[2]
@@ -68,25 +68,28 @@ def explain_word(text: str, words: list[str]) -> str | None:
         if list_choices(name):
             remedy = "choose one"
         return f"{sweep[1]}: commas stand between the values of a sweep, which needs -m; {remedy}."
+
+    # Hydra lists the files of the group itself, one a line, after a tab.
     missing = re.search("Could not (?:find|load) '([^'/]+)/([^']+)'", text)
     if missing:
         group, name = missing.groups()
         lines = text.splitlines()
         options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
         choices = ", ".join(options or list_choices(group))
-        own = "; latents of your own are data=resident data.path=<folder>"
+        hint = "; for your own latents use data=resident data.path=<folder>"
         return (
             f"{group}={name}: there is no such file in conf/{group}; choose one of {choices}"
-            f"{own if group == 'data' else ''}."
+            f"{hint if group == 'data' else ''}."
         )
-    known = re.match("Could not append to config. An item is already at '([^']+)'", text)
-    return (
-        known and f"{find_given_word(known[1], words)}: the key is there already; leave out the +."
-    )
+
+    existing = re.match("Could not append to config. An item is already at '([^']+)'", text)
+    if not existing:
+        return None
+    return f"{find_given_word(existing[1], words)}: the key is there already; leave out the +."
 
 
 def explain_value(cause: Exception, key: str, words: list[str], schema: type) -> str:
-    """The sentence for a value of another type, or with an interpolation that leads nowhere."""
+    """Explains a value of another type, or with an interpolation that cannot be resolved."""
     word = find_given_word(key, words)
     unresolved = isinstance(cause, InterpolationResolutionError)
     wanted = "" if unresolved else describe_type(schema, key)
@@ -99,36 +102,39 @@ def explain_value(cause: Exception, key: str, words: list[str], schema: type) ->
 
 
 def suggest_fix(key: str, schema: type) -> str:
-    """The fix for a key that the configuration lacks."""
+    """Suggests a fix for a key that the configuration lacks."""
     other = {TrainConfig: "precompute_latents", PrecomputeConfig: "train"}.get(schema)
     groups = [field.name for field in fields(schema)]
     if other is None:
         return suggest_key(key, groups)
-    choices = map_keys_to_choices()
-    having = choices.get(key)
-    if having:
-        return f"{having[0]} has it; add {' or '.join(having[:2])}."
+    choices_by_key = map_keys_to_choices()
+    choices = choices_by_key.get(key)
+    if choices:
+        return f"{choices[0]} has it; add {' or '.join(choices[:2])}."
     if list_choices(key):
         return f"it is a group of {other}.py."
-    own = OmegaConf.to_container(OmegaConf.structured(schema))
-    known = [name for name, _ in flatten_tree(own)]
-    return suggest_key(key, known + [name for name in choices if name.partition(".")[0] in groups])
+    tree = OmegaConf.to_container(OmegaConf.structured(schema))
+    known = [name for name, _ in flatten_tree(tree)]
+    known += [name for name in choices_by_key if name.partition(".")[0] in groups]
+    return suggest_key(key, known)
 
 
 @cache
 def map_keys_to_choices() -> dict[str, list[str]]:
-    """Each key in the files of a group, dotted -> the choices that have it, such as model=dit_s."""
-    found = defaultdict(list)
+    """Maps each dotted key of a group's files to the choices that have it, such as model=dit_s."""
+    choices_by_key = defaultdict(list)
     for file in sorted(CONF_FOLDER.glob("*/*.yaml")):
         group = file.parent.name
+        if group == "experiment":
+            continue
         keys = flatten_tree(OmegaConf.to_container(OmegaConf.load(file)), f"{group}.")
-        for key in dict(keys) if group != "experiment" else ():
-            found[key].append(f"{group}={file.stem}")
-    return found
+        for key in dict(keys):
+            choices_by_key[key].append(f"{group}={file.stem}")
+    return choices_by_key
 
 
 def flatten_tree(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All values inside of a tree of mappings and lists, and their dotted keys."""
+    """Yields all nodes inside a tree of mappings and lists, with their dotted keys."""
     entries = dict(enumerate(node)) if isinstance(node, list) else node
     if isinstance(entries, dict):
         for name, value in entries.items():

@@ -1,9 +1,8 @@
-"""The typed spine of the configuration: every key that is not a component's, with its default and
-its meaning.
+"""The typed keys of the configuration, all but those of components, with defaults and meanings.
 
-A field added here is a key on the command line, and its value stands nowhere else: the files in
-`conf/` only hold what differs from it. A field's type says which values it may have, and `check`
-refuses those that no run can have. No torch in here, so that `--help` stays quick.
+A field added here is a key on the command line. Defaults stand only here: the files in `conf/` hold
+values that differ. A field's type and `check` say which values are valid. This file must not
+import torch, so that `--help` stays quick.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Rounding(str, Enum):
 
 
 class Solver(str, Enum):
-    """What `sample` of models/sampler.py knows."""
+    """Solvers of `sample` in models/sampler.py."""
 
     euler = "euler"
     heun = "heun"
@@ -78,7 +77,8 @@ class CompileScope(str, Enum):
     model = "model"
 
 
-CompileMode = Enum(  # a call, because two of torch's names are no identifiers
+# The functional form, because two of torch's names are no identifiers.
+CompileMode = Enum(
     "CompileMode",
     {
         "default": "default",
@@ -125,34 +125,36 @@ class LatentDtype(str, Enum):
 
 Positive = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
-"""0 or more."""
+"""An integer of at least 0."""
 EnoughSamples = Annotated[int, Ge(8)]
-"""So many that a distance can be told."""
+"""Number of samples, at least 8: fewer cannot be compared by a distance."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How several processes share the work (accel/techniques/parallel.py)."""
+    """Parallelism between several processes (accel/techniques/parallel.py)."""
 
-    # several processes: ddp; or fsdp; hsdp shards over shard_degree of them
+    # auto: ddp if there are several processes; fsdp shards over all, hsdp over shard_degree of them
     mode: ParallelMode = ParallelMode.auto
     shard_degree: Positive | None = None  # hsdp; null: the GPUs of one machine
     # fsdp, hsdp: false keeps gathered parameters until the backward pass
     reshard_after_forward: bool = True
-    reduce_dtype: ReduceDtype = ReduceDtype.fp32  # bf16: gradients travel in half the bytes
+    reduce_dtype: ReduceDtype = ReduceDtype.fp32  # bf16: gradients are sent in half the bytes
     bucket_cap_mb: Positive = 25  # ddp
     gradient_as_bucket_view: bool = True  # ddp
     cpu_offload: bool = False  # fsdp, hsdp: parameters and optimizer in host memory
-    # a process without progress for so long ends the run
+    # a rank without progress for this time ends the run
     timeout_minutes: Annotated[float, Gt(0), Le(1_000_000)] = 30.0
-    # variables of NCCL, such as {NCCL_DEBUG: INFO}
+    # NCCL's environment variables, such as {NCCL_DEBUG: INFO}
     nccl: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
         """ValueError for a value that no run can have."""
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
-            given = f"runtime.parallel.shard_degree={self.shard_degree}"
-            raise UserError(f"{given} is for mode=hsdp; leave it out with mode={self.mode.value}.")
+            raise UserError(
+                f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out "
+                f"with mode={self.mode.value}."
+            )
         if self.cpu_offload and self.mode not in (ParallelMode.fsdp, ParallelMode.hsdp):
             raise UserError(
                 "runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with "
@@ -163,50 +165,50 @@ class ParallelConfig:
 
 CHECKPOINT_POLICY = re.compile(r"blocks|selective|every_([2-9]|[1-9]\d+)")
 KernelChoice = bool | str
-"""false: the definition; true: the Triton kernel; "auto": the one that a trial favours."""
+"""Choice between a PyTorch definition (false) and its Triton kernel (true); "auto" measures both."""
 
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a run is executed; each key is one technique. The defaults are `runtime=eager`, the
-    honest baseline."""
+    """Techniques of a run, one a key. The defaults are `runtime=eager`, the baseline without
+    techniques."""
 
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
     # bf16, fp16 (its loss scale is found on the device), fp8 (torchao)
     precision: PrecisionName = PrecisionName.fp32
-    # rowwise: a scale a row; with_gw_hp: weights' gradients in bf16
+    # rowwise: one scale a row; with_gw_hp: gradients of weights in bf16
     fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
-    # bf16: the matrices of linear layers are stored so; averages stay fp32
+    # bf16: matrices of linear layers are stored in bf16; averages stay fp32
     weights: WeightsName = WeightsName.fp32
-    # of updated bf16 weights; kahan keeps the rest in 2 more bytes a weight
+    # rounding of updated bf16 weights; kahan keeps the rounding error in 2 more bytes a weight
     rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
-    # the Triton kernel or its definition; auto: what a trial on this device favours
+    # true: the Triton kernel, if it agrees with its definition; auto: the faster one here
     fused_add_norm: KernelChoice = False
-    fused_scan: KernelChoice = False  # so are the next ones; true: whenever parity is shown
+    fused_scan: KernelChoice = False
     fused_conv: KernelChoice = False
     fused_swiglu: KernelChoice = False
     fused_rope: KernelChoice = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
-    # blocks: all of them; every_<n>: each n-th; selective keeps products, attention, scan
+    # blocks: recompute all blocks; every_<n>: each n-th; selective keeps products, attention, scan
     checkpoint_policy: str = "blocks"
     compile: bool = False
     compile_scope: CompileScope = CompileScope.blocks  # model: one graph, longer to compile
-    # reduce-overhead: with scope model, without accumulation
+    # reduce-overhead needs compile_scope=model and accumulation_steps=1
     compile_mode: CompileMode = CompileMode["default"]
     fused_adamw: bool = False
-    # its state in host memory, moved to the device part by part in each step
+    # optimizer state stays in host memory and moves to the device part by part in each step
     offload_optimizer: bool = False
-    offload_activations: bool = False  # what is kept for the backward pass waits in host memory
+    offload_activations: bool = False  # saved activations wait in host memory
     empty_cache_at_eval: bool = False
-    cuda_graph: bool = False  # the whole step, replayed
-    # measures before training which techniques make the step fastest here; runtime=auto
+    cuda_graph: bool = False  # captures the whole step once, and replays it
+    # measure before training which techniques make the step fastest here; runtime=auto
     tune: bool = False
-    tune_seconds: Annotated[float, Gt(0)] = 120.0  # at most
-    # error: stop where a technique cannot be had; emulate: compute slowly what a CPU still can
+    tune_seconds: Annotated[float, Gt(0)] = 120.0  # longest time for that
+    # error: stop if a technique is unavailable; emulate: use slow emulations of a CPU
     on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -216,7 +218,8 @@ class RuntimeConfig:
         """ValueError for techniques that contradict each other on any machine."""
         self.parallel.check()
         for key in KERNEL_KEYS:
-            if (value := getattr(self, key)) not in (False, True, "auto"):
+            value = getattr(self, key)
+            if value not in (False, True, "auto"):
                 raise UserError(f"runtime.{key}={value} must be false, true or auto.")
         if not CHECKPOINT_POLICY.fullmatch(self.checkpoint_policy):
             raise UserError(
@@ -226,7 +229,7 @@ class RuntimeConfig:
         check_pairs(self, accumulation_steps, deterministic, optimizer)
 
     def values(self) -> dict[str, Any]:
-        """The values of techniques and their options by key, choices as plain strings."""
+        """Returns the values of techniques and their options by key, enum members as strings."""
         nodes = vars(self) | vars(self.parallel) | {"parallel": self.parallel.mode}
         return {key: v.value if isinstance(v, Enum) else v for key, v in nodes.items()}
 
@@ -256,30 +259,30 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class GuardsConfig:
-    """What protects a run from bad steps (training/failures.py)."""
+    """Protection from bad steps (training/failures.py)."""
 
-    # steps without a finite gradient after which a run stops, with a dump
+    # a run stops, with a dump, after this many skipped steps in a row
     max_skipped_in_row: Positive = 20
-    # > 0: also skip a step whose gradient norm is so many deviations above the mean …
+    # > 0: also skip a step whose gradient norm is this many standard deviations above the mean …
     spike_sigmas: Annotated[float, Ge(0)] = 0.0
-    # … of the last so many finite ones, all of which each step reads
+    # … of this many earlier finite norms; each step reads all of them
     spike_window: Annotated[int, Ge(8), Le(100_000)] = 128
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How samples are drawn, in training and by `scripts.sample` (models/sampler.py)."""
+    """Sampling in training and by `scripts.sample` (models/sampler.py)."""
 
     solver: Solver = Solver.heun
     steps: Positive = 20
     guidance: float = 1.5  # 1: none
-    # times t in which guidance is on
+    # times t between which guidance is on
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     shift: Annotated[float, Gt(0)] = 1.0  # 1: none
     per_class: Positive = 20  # columns of a grid made in training
 
     def check(self, prefix: str = "sampling.") -> None:
-        """ValueError for a value that nothing can be sampled with."""
+        """ValueError for a value with which sampling is impossible."""
         refuse_values(self, prefix)
         interval = self.guidance_interval
         if len(interval) != 2 or interval[0] > interval[1]:
@@ -291,28 +294,25 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class FdConfig:
-    """What `fd_every` measures: the distance of samples to the training images
+    """Distances of samples to the training images, measured by `fd_every`
     (evaluation/evaluator.py)."""
 
-    # samples; fd needs more than twice the values of a feature space, kd does not
+    # number of samples; fd needs more than twice a feature space's dimensions, kd does not
     count: EnoughSamples = 1000
-    # inception, dinov2, or your own class
+    # also inception, dinov2, or your own class
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     reference: str | None = None  # a folder of images; null: the decoded training latents
-    reference_count: EnoughSamples = 10_000  # at most so many of them
+    reference_count: EnoughSamples = 10_000  # most images used of them
     inception: str | None = None  # file of torch-fidelity's Inception weights
     dinov2: str | None = None  # folder or hub id of DINOv2
 
     def refuse_best(self, keep_best: str) -> None:
-        """ValueError for a value that no run can have."""
-        known = [
-            "eval_loss",
-            *(f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features),
-        ]
-        if keep_best not in known:
+        """ValueError if this run does not measure `keep_best`."""
+        measured = ["eval_loss"]
+        measured += [f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features]
+        if keep_best not in measured:
             raise UserError(
-                f"keep_best={keep_best} is nothing that this run measures; choose "
-                f"{', '.join(known)}."
+                f"keep_best={keep_best} is not measured by this run; choose {', '.join(measured)}."
             )
 
 
@@ -326,25 +326,25 @@ class TrainConfig:
     resume: str = "auto"  # auto: the newest checkpoint in run_dir; never; or a run, or a checkpoint
     # weights to start from: a .safetensors file, a checkpoint or a run folder
     init_from: str | None = None
-    # an experiment whose latest run of this model and runtime is shown before the start
+    # name of an experiment; a run shows the latest run of it with this model and runtime
     rehearsal: str | None = None
     # packages of your own; on the command line only
     extensions: list[str] = field(default_factory=list)
-    # the horizon; schedules and EMA count samples, so batch_size does not move results
+    # length of the run; schedules and EMA count samples, so they do not depend on batch_size
     total_samples: Positive = 102_400
     batch_size: Positive = 64  # global
-    accumulation_steps: Positive = 1  # micro-batches that a batch is cut into
+    accumulation_steps: Positive = 1  # micro-batches per step
     max_grad_norm: Annotated[float, Ge(0)] = 1.0  # 0: no clipping
     deterministic: bool = False  # true: bit-for-bit resume
-    log_every: Natural = 50  # steps; 0: never. Each of these also happens at the end
+    log_every: Natural = 50  # in steps, as the next ones; 0: never. All also happen at the end
     eval_every: Natural = 400
     sample_every: Natural = 800
     fd_every: Natural = 0
     save_every: Natural = 400
     keep_checkpoints: Positive = 2  # the newest; the one with the lowest `keep_best` stays too
     keep_best: str = "eval_loss"  # or fd_<features>, kd_<features>, with fd_every
-    keep_every: Natural = 0  # steps; a checkpoint at a multiple of it is kept for good. 0: none
-    # written in the background; training waits only while the state is copied
+    keep_every: Natural = 0  # steps; checkpoints at multiples of it are never removed. 0: none
+    # write in the background; training waits only while the state is copied
     async_checkpoints: bool = True
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -387,38 +387,38 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class PrecomputeConfig:
-    """An encoding job."""
+    """A job of precompute_latents.py, which encodes images to latents."""
 
     # a folder with one subfolder a class; tars of images + cls; a folder of `datasets`
     source: str | None = None
     out: str | None = None  # folder for shards and manifest.json
     # packages of your own; on the command line only
     extensions: list[str] = field(default_factory=list)
-    # by subfolders, .cls members, a label column; or their number; none: all labels are 0
+    # given: from subfolders, .cls members or a label column; or their number; none: labels are 0
     classes: Any = "given"
-    allow_cut: bool = False  # true: of a tar that was cut, or is damaged, use what comes before
+    allow_cut: bool = False  # true: use the images before the damage of a cut or damaged tar
     resolution: Positive = 256  # images are resized and centre-cropped to this square
-    # what shows through transparent pixels; a name or "'#rrggbb'", in both quotes
+    # colour behind transparent pixels; a name or "'#rrggbb'", in both quotes
     background: str = "white"
-    # larger images are skipped; a worker takes 7 to 20 bytes a pixel to decode one
+    # larger images are skipped; a worker needs 7 to 20 bytes a pixel to decode one
     max_megapixels: Annotated[float, Gt(0)] = 80.0
-    # posterior mean (and std), drawn anew each step; sample: one draw
+    # mean_std: store the posterior, and draw in each step; sample: store one draw
     kind: LatentKind = LatentKind.mean_std
     dtype: LatentDtype = LatentDtype.float16
     # encode mirrored images too (a mirrored latent is not the latent of a mirrored image)
     flips: bool = False
     # share of images kept out of training, for eval_loss
     held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
-    limit: Positive | None = None  # only so many images, drawn by seed
+    limit: Positive | None = None  # number of images to use, chosen by seed; null: all
     seed: Natural = 0  # order of images over shards, and draws of kind=sample
     batch_size: Positive = 32
     num_workers: Natural = 2  # processes that decode images
     shard_size: Positive = 2048  # images a shard
     block_size: Positive = 256  # samples a tar member
     min_psnr: float = 20.0  # dB; a worse reconstruction of the first images is refused
-    # a job that goes on ends with the bytes of one that never stopped; false: cuDNN may autotune
+    # a resumed job writes the same bytes as an uninterrupted one; false: cuDNN may autotune
     same_bytes: bool = True
-    # say what is used, what not, how many images, bytes and minutes it is, and write nothing
+    # report used and unused files, and forecast images, bytes and minutes; write nothing
     dry_run: bool = False
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     encoder: Any = None
@@ -430,8 +430,10 @@ class PrecomputeConfig:
         if not self.out:
             raise UserError("out is not set; say which: out=<the folder for the latents>.")
         refuse_values(self)
-        counted = type(self.classes) is int and self.classes >= 1
-        if not counted and self.classes not in ("given", "none"):
+
+        # Checks that types cannot express.
+        is_count = type(self.classes) is int and self.classes >= 1
+        if not is_count and self.classes not in ("given", "none"):
             raise UserError(f"classes={self.classes} must be given, none, or a number from 1 on.")
         self.runtime.check()
         if not is_colour(self.background):
@@ -449,13 +451,13 @@ BOUND_TEXTS = {
     "missing": "longer",
     "too_long": "shorter",
 }
-"""What pydantic calls a value outside of its bounds, or a list -> what it must be."""
+"""Pydantic's type of error for a number or the length of a list -> the bound in words."""
 
 
 @cache
 def make_type_adapter(kind: type) -> TypeAdapter[Any]:
-    """Pydantic's judge of a dataclass, made once for each."""
-    from pydantic import TypeAdapter  # here, so that `--help` stays quick
+    """Makes pydantic's validator of a dataclass, once per class."""
+    from pydantic import TypeAdapter  # imported here, so that `--help` stays quick
 
     return TypeAdapter(kind)
 
@@ -473,14 +475,14 @@ def refuse_values(node: Any, prefix: str = "") -> None:
 
 
 def describe_bound(fault: Mapping[str, Any]) -> str:
-    """What a value must be in which pydantic found a fault."""
+    """Says, for a fault that pydantic found, what the value must be."""
     bound: str = BOUND_TEXTS.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
     return bound.format(**fault.get("ctx", {}))
 
 
 def is_colour(text: str) -> bool:
-    """Whether Pillow knows `text` as a colour without transparency."""
-    from PIL import ImageColor  # here, so that `--help` stays quick
+    """Says whether Pillow knows `text` as a colour without transparency."""
+    from PIL import ImageColor  # imported here, so that `--help` stays quick
 
     try:
         return len(ImageColor.getrgb(text)) == 3

@@ -1,7 +1,7 @@
-"""Removes secrets from everything that is written down: configurations, command lines, messages.
+"""Redacts secrets in configurations, command lines and messages.
 
-Values go, and names stay. What our messages advise, such as `latents_key=<name>`, holds no value
-and stays too.
+It replaces values and keeps names. Placeholders in our messages, such as `latents_key=<name>`, hold
+no value and stay too.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from typing import Any, NamedTuple
 
 HIDDEN = "<redacted>"
 NAME_BOUNDARY = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Between the parts of a name: accessToken, access-token and ACCESS_TOKEN have two."""
+"""Boundary between the parts of a name: accessToken, access-token and ACCESS_TOKEN have two
+parts."""
 SECRET_NAME = re.compile(
     r".*(password|passwd|passphrase|passcode|secret).*"
     r"|(.*_)?(cred|credential|authorization|bearer|jwt|cookie|webhook|(api|auth|access|private|client)_?(key|token))s?\d*"
     r"(_.*)?"
     r"|(.*tokens?|.*pwd|.*pass|(.*_)?(key|auth|auth_header|pw|sig|signature|pat|sas|dsn))(_?\d+)?"
 )
-"""Names of secrets, their parts joined by _: the first wherever they stand, the next as parts, the
-last at the end."""
+"""Names of secrets, with parts joined by _. Words of the first line count anywhere in a name, those
+of the second as whole parts, those of the last at the end."""
 PUBLIC_KEYS = ("latents_key", "labels_key")
-"""Settings that name something in a file."""
+"""Settings that look like secrets but name an entry of a file."""
 EMPTY_VALUE = re.compile(
     r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE
 )
-"""What stands where a value would, and holds none."""
+"""A placeholder or an empty value, which holds no secret."""
 QUOTED_PATTERN = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
-"""What ends with a sign: text in quotes, a list, a mapping; these may hold others."""
+"""Text in quotes, a list or a mapping, the last two with one level of nesting."""
 VALUE_PATTERN = rf"({QUOTED_PATTERN}|[\[{{].+|\S+)"
 
 
 class Shape(NamedTuple):
-    """One way in which text holds a secret: what stays before the value, its name where that
-    decides, and the value."""
+    """A form in which text holds a secret: patterns of the text before the value, and of the value.
+    With `named`, the second group is the value's name, which decides whether it is a secret."""
 
     before: str
     value: str = VALUE_PATTERN
@@ -77,15 +78,14 @@ SHAPES = {
     ),
     "a private key": Shape(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)", r"([^-]+)", named=False),
 }
-"""All shapes that are redacted, one after the other."""
+"""Example of a shape -> the shape. `redact_text` applies them in this order."""
 COMPILED_SHAPES = [
     (re.compile(shape.before + shape.value), shape.named) for shape in SHAPES.values()
 ]
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether `value` must not be written down, for it stands under `name`. A number of tokens may
-    be."""
+    """Says whether the value of `name` is a secret. A number of tokens is none."""
     joined = "_".join(filter(None, NAME_BOUNDARY.split(name))).lower()
     if name.rpartition(".")[2] in PUBLIC_KEYS or EMPTY_VALUE.fullmatch(str(value).strip()):
         return False
@@ -94,7 +94,7 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def redact(node: Any) -> Any:
-    """The same tree with the values of keys that look like secrets removed."""
+    """Returns the tree with values of secret keys, and secrets inside of text, redacted."""
     if isinstance(node, dict):
         return {redact(k): HIDDEN if is_secret(str(k), v) else redact(v) for k, v in node.items()}
     if isinstance(node, list | tuple):
@@ -103,30 +103,26 @@ def redact(node: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """The same text with the value of every one of `SHAPES` redacted."""
+    """Returns the text with the value of every shape redacted."""
     for pattern, named in COMPILED_SHAPES:
         text = redact_matches(pattern, named, text)
     return text
 
 
 def redact_matches(pattern: re.Pattern[str], named: bool, text: str) -> str:
-    """The same text with the values that a pattern finds redacted; one under another name may hold
-    such a value."""
-    return pattern.sub(
-        lambda m: (
-            m[1]
-            + (
-                HIDDEN
-                if not named or is_secret(m[2], m[3])
-                else redact_matches(pattern, named, m[3])
-            )
-        ),
-        text,
-    )
+    """Returns the text with the values that a pattern finds redacted. The value of a harmless name
+    may contain a secret of the same shape."""
+
+    def replace(match: re.Match[str]) -> str:
+        if not named or is_secret(match[2], match[3]):
+            return match[1] + HIDDEN
+        return match[1] + redact_matches(pattern, named, match[3])
+
+    return pattern.sub(replace, text)
 
 
 def redact_words(words: list[str]) -> list[str]:
-    """`key=value` words with secrets redacted, and without the folders that Hydra searches."""
+    """Returns `key=value` words with secrets redacted, without Hydra's search path."""
     parts = [word.partition("=") for word in words if not word.startswith("hydra.searchpath=")]
     return [
         f"{key}={HIDDEN}" if is_secret(key, value) else redact_text(f"{key}{equals}{value}")

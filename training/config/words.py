@@ -1,5 +1,5 @@
-"""The words of a command line: their form, the spellings of other trainers, and what Hydra cannot
-read."""
+"""Checks the words of a command line: their form, keys of other trainers, and text that Hydra
+cannot parse."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ SPELLINGS = {
     "sampling.guidance={}": "cfg_scale guidance_scale",
     "logger={}": "use_wandb report_to",
 }
-"""Our spelling, with {} where the value goes -> keys, or a key with its value, that people know for
-it from guides and other trainers."""
+"""Our spelling, with {} in place of the value -> other trainers' keys, or a key with a value, for
+it."""
 DRAWING_SPELLINGS = {
     "guidance={}": "cfg_scale guidance_scale",
     "steps={}": "num_sampling_steps num_inference_steps",
@@ -91,10 +91,9 @@ DRAWING_SPELLINGS = {
     "seed={}": "global_seed",
     "out={}": "sample_dir output_dir",
 }
-"""The same for the commands that draw samples."""
+"""Spellings for the commands that draw samples, in the form of `SPELLINGS`."""
 MOVED_MODULES = {"training.process.loggers": "training.loggers"}
-"""Modules that had another name in a released version -> where they are now; configurations may
-still name them."""
+"""Module's name in an earlier release, which configurations may still have -> its current name."""
 FLAG_SPELLINGS = {"false": "false 0 no off none null", "true": "*"}
 VALUE_SPELLINGS = {
     "data": {
@@ -126,31 +125,34 @@ VALUE_SPELLINGS = {
         FLAG_SPELLINGS,
     ),
 }
-"""Of our keys with few values: each -> others' words for it; * is all the rest."""
-FOREIGN_KEYS = {theirs: ours for ours, keys in SPELLINGS.items() for theirs in keys.split()}
+"""Our key -> its values -> other trainers' words for each; * matches any other word."""
+FOREIGN_KEYS = {key: spelling for spelling, keys in SPELLINGS.items() for key in keys.split()}
+"""Other trainers' key -> our spelling."""
 FOREIGN_DRAWING_KEYS = {
-    theirs: ours for ours, keys in DRAWING_SPELLINGS.items() for theirs in keys.split()
+    key: spelling for spelling, keys in DRAWING_SPELLINGS.items() for key in keys.split()
 }
+"""Other programs' key for sampling -> our spelling."""
 NOT_A_FILE_NAME = re.compile(
     r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE
 )
-"""What Hydra takes for a value of another type where it expects the name of a file."""
+"""Values that Hydra parses as another type where it expects the name of a file."""
 MAX_BRACKETS = 100
-"""No key has as many inside each other; Hydra and OmegaConf recurse into each."""
+"""Most brackets in a word: Hydra and OmegaConf recurse into each, and no key needs more."""
 HELP_HINT = "`--help` lists the keys"
 HYDRA_FLAG = re.compile(
     "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
 )
+"""Hydra's options without a value."""
 HYDRA_SETTING = re.compile(
     "-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)"
 )
-"""Hydra's own words: alone, and with a value in or behind them."""
+"""Hydra's options with a value, after = or in the next word."""
 HYDRA_CALL = re.compile(
     r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)",
     re.S,
 )
 OPEN_MAPPING = "runtime.parallel.nccl"
-"""The mapping whose keys are not ours: Hydra wants a + in front of what is new in it."""
+"""A mapping with free keys; Hydra requires a + before a new key."""
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -160,17 +162,17 @@ TYPE_NAMES = {
     NoneType: "null",
 }
 NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
-"""What Hydra reads in quotes only."""
+"""Characters that Hydra accepts only in quotes."""
 
 
 def update_target(target: str) -> str:
-    """The path of a class, with the name that its module has now."""
+    """Returns the path of a class with the current name of its module."""
     module, _, name = target.rpartition(".")
     return f"{MOVED_MODULES[module]}.{name}" if module in MOVED_MODULES else target
 
 
 def update_targets(node: Any) -> Any:
-    """The same tree with every `_target_` by its present name."""
+    """Returns the tree with the current name of every `_target_`."""
     if not isinstance(node, dict):
         return node
     return {
@@ -179,24 +181,24 @@ def update_targets(node: Any) -> Any:
     }
 
 
-def spell_ours(ours: str, value: str) -> str:
-    """Our words `ours` with their value, as we spell it where there are few."""
-    choices = VALUE_SPELLINGS.get(ours.partition("=")[0], {})
-    known = (
-        name for name, others in choices.items() if others == "*" or value.lower() in others.split()
+def fill_spelling(spelling: str, value: str) -> str:
+    """Inserts a value into a spelling of ours, translated if the key has few values."""
+    choices = VALUE_SPELLINGS.get(spelling.partition("=")[0], {})
+    matches = (
+        name for name, words in choices.items() if words == "*" or value.lower() in words.split()
     )
-    return ours.replace("{}", next(known, value) or "<value>")
+    return spelling.replace("{}", next(matches, value) or "<value>")
 
 
 def refuse_words(words: list[str]) -> None:
-    """ValueError for a spelling of other trainers, for a group without a choice, and for what Hydra
-    breaks on."""
+    """ValueError for a word of another form, a key of other trainers, or a group without a
+    choice."""
     refuse_form(words, FOREIGN_KEYS)
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
-        nameless = NOT_A_FILE_NAME.fullmatch(value) and not (
-            key == "experiment" and value == "null"
-        )
+        # Hydra would fail on such a value with an error about its type.
+        allowed = key == "experiment" and value == "null"
+        nameless = NOT_A_FILE_NAME.fullmatch(value) and not allowed
         if nameless and key and "." not in key and (CONF_FOLDER / key).is_dir():
             raise UserError(
                 f"{key}={value}: a run needs one; choose one of {', '.join(list_choices(key))}."
@@ -205,29 +207,30 @@ def refuse_words(words: list[str]) -> None:
 
 
 def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
-    """ValueError for a key of other trainers, with ours."""
+    """ValueError for a key of other trainers; the message has our spelling."""
     for word in words:
         key, equals, value = word.lstrip("+~").partition("=")
-        ours = foreign.get(f"{key}={value}") or foreign.get(key)
-        if equals and ours:
-            raise UserError(f"{key}={value} is not spelled so here; use {spell_ours(ours, value)}.")
+        spelling = foreign.get(f"{key}={value}") or foreign.get(key)
+        if equals and spelling:
+            ours = fill_spelling(spelling, value)
+            raise UserError(f"{key}={value} is not spelled so here; use {ours}.")
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
-    """ValueError for a word that is not `key=value`, with what it should be."""
+    """ValueError for a word that is not `key=value`; the message has the right form."""
     for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
         if not word.strip():
             raise UserError("one word of the command is empty; give key=value.")
         if word.count("[") + word.count("{") > MAX_BRACKETS:
             raise UserError(
-                f"{word[:60]}…: more than {MAX_BRACKETS} brackets; no key takes so many."
+                f"{word[:60]}…: more than {MAX_BRACKETS} brackets; no key needs so many."
             )
         key, equals, value = word.partition("=")
         name = key.strip(" -").replace("-", "_")
         if key.startswith("~") or (equals and name and key[0] not in " -" and key[-1] != " "):
             continue
 
-        # it has the wrong form, perhaps with the next word as its value
+        # The word may be the end of a list that the shell has split at a space.
         if before.count("[") > before.count("]"):
             key = before.partition("=")[0]
             raise UserError(
@@ -241,13 +244,13 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
             fault = ": keys are given as key=value, without dashes"
         ours = f"{name}={value.strip() or '<value>'}"
         if name in foreign:
-            ours = spell_ours(foreign[name], value or "true")
-        named = re.fullmatch(r"[a-z_][\w.]+", name)
-        raise UserError(f"{word}{fault}; {f'write {ours}' if named else HELP_HINT}.")
+            ours = fill_spelling(foreign[name], value or "true")
+        is_key = re.fullmatch(r"[a-z_][\w.]+", name)
+        raise UserError(f"{word}{fault}; {f'write {ours}' if is_key else HELP_HINT}.")
 
 
 def select_overrides(words: list[str]) -> list[str]:
-    """The words of a command without Hydra's own flags and their values."""
+    """Returns the words of a command without Hydra's options and their values."""
     return [
         word
         for before, word in zip(["", *words], words, strict=False)
@@ -258,8 +261,7 @@ def select_overrides(words: list[str]) -> list[str]:
 
 
 def quote(word: str) -> str:
-    """An override as Hydra can read it: signs that it does not know go into quotes, as in
-    `run_dir=läufe/ä`."""
+    """Quotes the value of an override that Hydra could not parse, such as `run_dir=läufe/ä`."""
     key, _, value = word.partition("=")
     if key.startswith(OPEN_MAPPING):
         word = f"++{word}"
@@ -275,8 +277,8 @@ def quote(word: str) -> str:
 
 
 def describe_unreadable(word: str) -> str:
-    """A sentence without the value, which may hold a secret between signs that no redaction
-    expects."""
+    """Explains a word that Hydra cannot parse. It leaves out the value, which may hold a secret in
+    a form that `redact_text` does not know."""
     name, _, value = word.partition("=")
     if value.rstrip().endswith(","):
         return f"{name}: its value ends with a comma; leave that out."
@@ -287,7 +289,7 @@ def describe_unreadable(word: str) -> str:
 
 
 def suggest_key(name: str, known: list[str]) -> str:
-    """The fix for an unknown key: the one that was probably meant, or where to look."""
+    """Suggests a fix for an unknown key: a similar key, or `--help`."""
     variable = re.search(r"NCCL_\w+$", name)
     if variable:
         return f"did you mean {OPEN_MAPPING}.{variable[0]}?"
@@ -298,23 +300,23 @@ def suggest_key(name: str, known: list[str]) -> str:
 
 
 def list_choices(group: str) -> list[str]:
-    """The files of a group of our own."""
+    """Lists the choices of a group, the names of its files in conf/."""
     files = (CONF_FOLDER / group).glob("*.yaml") if group.isidentifier() else ()
     return sorted(file.stem for file in files)
 
 
 def find_given_word(key: str, words: list[str]) -> str:
-    """`key=value` as it was typed, or the key alone if it came from a file."""
-    given = (word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key)
-    return next(given, key).removeprefix("++" if key.startswith(OPEN_MAPPING) else "")
+    """Returns the last word that sets `key`; the key alone if it came from a file."""
+    matches = (word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key)
+    return next(matches, key).removeprefix("++" if key.startswith(OPEN_MAPPING) else "")
 
 
 def describe_type(schema: type, key: str) -> str:
-    """What the value of a key of `schema` must be, with the default as the example; empty for a key
-    of a component."""
-    *above, last = key.split(".")
+    """Describes the type of a key of `schema`, with the default as an example; empty for a key of a
+    component."""
+    *parents, last = key.split(".")
     node: Any = schema()
-    for name in above:
+    for name in parents:
         node = getattr(node, name, None)
     if not is_dataclass(node) or not hasattr(node, last):
         return ""
@@ -322,14 +324,16 @@ def describe_type(schema: type, key: str) -> str:
     default = getattr(node, last)
     if is_dataclass(default):
         return f"set key by key, such as {key}.{fields(default)[0].name}=<value>"
-    either = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = " or ".join(map(name_type, either))
-    plain = default is None or isinstance(default, bool | Enum) or default == {}
-    return kinds if plain else f"{kinds}, such as {str(default).translate({39: None, 32: None})}"
+    alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    types = " or ".join(map(name_type, alternatives))
+    if default is None or isinstance(default, bool | Enum) or default == {}:
+        return types
+    # Without quotes and spaces a list can be typed in a shell.
+    return f"{types}, such as {str(default).translate({39: None, 32: None})}"
 
 
 def name_type(hint: Any) -> str:
-    """A type as people call it."""
+    """Names a type for users."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(choice.value for choice in hint)}"
     if get_origin(hint) is list:
