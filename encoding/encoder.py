@@ -31,7 +31,7 @@ from encoding.images import (
 )
 from encoding.job import (
     ChannelSums,
-    Numbered,
+    NumberedImage,
     Plan,
     ShardWriter,
     cast_tensors,
@@ -155,7 +155,7 @@ class ShardEncoder:
         name: str,
         split: str,
         remaining: int,
-        batches: Iterator[tuple[list[Numbered], Decoded]],
+        batches: Iterator[tuple[list[NumberedImage], Decoded]],
         progress: Progress,
     ) -> None:
         """Writes a shard of `remaining` images, and its sidecar. ValueError if one of them cannot
@@ -198,8 +198,8 @@ class ShardEncoder:
         self.seconds[part] += time.perf_counter() - began
 
     def decode_batches(
-        self, todo: list[list[Numbered]]
-    ) -> Iterator[tuple[list[Numbered], Decoded]]:
+        self, todo: list[list[NumberedImage]]
+    ) -> Iterator[tuple[list[NumberedImage], Decoded]]:
         """Yields the batches of several shards (numbered images, decoded images); no batch crosses
         the end of a shard."""
         size = self.cfg.batch_size
@@ -210,7 +210,7 @@ class ShardEncoder:
         loader = make_decoding_loader(dataset, index_batches, self.cfg.num_workers)
         return zip(batches, loader, strict=True)
 
-    def encode(self, batch: list[Numbered], decoded: Decoded) -> dict[str, Tensor]:
+    def encode(self, batch: list[NumberedImage], decoded: Decoded) -> dict[str, Tensor]:
         """Encodes the decoded images of a batch into the tensors that a block holds."""
         images = to_input(decoded.pixels, self.device)
         numbers, entries = zip(*(batch[i] for i in decoded.places), strict=True)

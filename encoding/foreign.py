@@ -56,18 +56,18 @@ class ForeignLatents(NamedTuple):
 
 
 @contextmanager
-def translate_errors(what: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
+def translate_errors(source: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
     """Turns any exception that numpy, torch, safetensors, tarfile or json raise for a damaged file
     into a ValueError that names the file and the remedy."""
     try:
-        if isinstance(what, Path) and not what.is_file():
+        if isinstance(source, Path) and not source.is_file():
             raise FileNotFoundError("it is no file, or a link to none")
         yield
     except UserError:
         raise
     except Exception as error:
         raise UserError(
-            f"{what} cannot be read ({shorten_error(error).partition('. ')[0]}); {remedy}."
+            f"{source} cannot be read ({shorten_error(error).partition('. ')[0]}); {remedy}."
         ) from error
 
 
@@ -92,12 +92,13 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
         if options.classes != 0:
             options = options._replace(labels=options.labels or str(labels_file))
     features = [file for file in files if file.name.endswith(("_features", "_labels"))]
-    loose = options.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
+    # Without labels a folder of .npy files needs no dataset.json.
+    is_loose = options.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
     formats = {
         read_tensors: tensors,
         read_safetensors: [file for file in files if file.suffix == ".safetensors"],
         read_tars: [file for file in files if file.suffix == ".tar"],
-        read_listed_files: [path] if loose or (path / "dataset.json").is_file() else [],
+        read_listed_files: [path] if is_loose or (path / "dataset.json").is_file() else [],
         read_feature_folders: features,
     }
     matches = [(read, files) for read, files in formats.items() if files]
@@ -245,12 +246,12 @@ def read_feature_folders(folders: list[Path], options: ForeignOptions) -> Foreig
             {file.name for file in Path(f"{stem}_{kind}").glob("*.npy")}
             for kind in ("features", "labels")
         )
-        alone = sorted(features ^ labels)
-        if options.classes != 0 and alone:
-            kind = "labels" if alone[0] in features else "features"
+        unpaired = sorted(features ^ labels)
+        if options.classes != 0 and unpaired:
+            kind = "labels" if unpaired[0] in features else "features"
             raise UserError(
-                f"{len(alone)} files of {stem}_features and {stem}_labels have no partner: "
-                f"{alone[0]} lacks {stem}_{kind}/{alone[0]}; restore it, or remove both."
+                f"{len(unpaired)} files of {stem}_features and {stem}_labels have no partner: "
+                f"{unpaired[0]} lacks {stem}_{kind}/{unpaired[0]}; restore it, or remove both."
             )
         for name in sorted(features):
             label = Path(f"{stem}_labels", name)
@@ -267,11 +268,11 @@ def read_listed_files(folders: list[Path], options: ForeignOptions) -> ForeignLa
     if options.classes == 0:
         return read_files(dict.fromkeys(files))
     labels = read_listing(folder)
-    alone = [file for file in files if file not in labels]
-    if alone:
+    unlabelled = [file for file in files if file not in labels]
+    if unlabelled:
         raise UserError(
-            f"{len(alone)} .npy files in {folder} have no label in dataset.json: {alone[0]} "
-            "…; add them."
+            f"{len(unlabelled)} .npy files in {folder} have no label in dataset.json: "
+            f"{unlabelled[0]} …; add them."
         )
     return read_files(labels)
 

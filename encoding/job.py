@@ -42,7 +42,7 @@ from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
 JOB_FILE = "job.json"
-Numbered = tuple[int, ImageEntry]
+NumberedImage = tuple[int, ImageEntry]
 """An image and its index in the shuffled list."""
 
 
@@ -50,7 +50,7 @@ Numbered = tuple[int, ImageEntry]
 class Plan:
     """The images of each shard: shuffled by seed, held-out images first."""
 
-    shards: list[tuple[str, str, list[Numbered]]]
+    shards: list[tuple[str, str, list[NumberedImage]]]
     """(file name, split, images)"""
     held_out: int
     images: int

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 from common.errors import UserError
 from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name, is_image
 
-BLOCK = tarfile.BLOCKSIZE
+BLOCK_BYTES = tarfile.BLOCKSIZE
 MAX_LABEL_BYTES = 64
-COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+COMPRESSED_SIGNATURES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """First bytes of files in the formats gzip, bzip2, xz and zstd."""
 Sample = dict[str, tarfile.TarInfo]
 """The members with the same key, by extension."""
@@ -186,7 +186,7 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
         # The end marker, or else the place of the damage, lies behind the last member.
         end = start if tar is None else min(tar.offset, size)
         start = skip_zeros(stream, end)
-        if damaged or start - end < 2 * BLOCK:
+        if damaged or start - end < 2 * BLOCK_BYTES:
             return members, (
                 f"{file} was cut or is damaged: byte {end} of {size} is no member and no end marker"
             )
@@ -197,7 +197,7 @@ def skip_zeros(stream: BinaryIO, start: int) -> int:
     """Returns the offset of the first block from `start` on that is not all zeros, or the size of
     the file."""
     stream.seek(start)
-    while block := stream.read(BLOCK):
+    while block := stream.read(BLOCK_BYTES):
         if any(block):
             return start
         start += len(block)
@@ -208,7 +208,7 @@ def explain_no_tar(file: Path, stream: BinaryIO) -> str:
     """Says why a file without a tar header cannot be read."""
     stream.seek(0)
     head = stream.read(6)
-    if head.startswith(COMPRESSED):
+    if head.startswith(COMPRESSED_SIGNATURES):
         return (
             f"{file} is compressed, and images are read from their place in the file; decompress "
             "it."

@@ -12,7 +12,7 @@ from common.errors import UserError
 from training.config.compose import parse_words
 
 Keys = TypeVar("Keys")
-NUMBER = re.compile(r"[+×-]*[\d–]")
+NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
 """Start of a cell that a table aligns to the right."""
 
 
@@ -43,7 +43,7 @@ def format_table(rows: Sequence[Sequence[object]]) -> str:
     columns = []
     for head, *column in zip(*cells, strict=True):
         width = max(map(len, (head, *column)))
-        numbers = all(NUMBER.match(cell) for cell in column)
+        numbers = all(NUMBER_CELL.match(cell) for cell in column)
         align = str.rjust if columns and numbers else str.ljust
         columns.append([align(cell, width) for cell in (head, *column)])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))

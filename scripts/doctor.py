@@ -161,7 +161,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
     words = {word for word, reason in find_capabilities(device).items() if reason is None}
     rates: dict[str, float] = {}
 
-    def median(run: Callable[[], object]) -> float:
+    def measure_median(run: Callable[[], object]) -> float:
         run()
         return statistics.median(measure_seconds(run, device) for _ in range(10))
 
@@ -172,13 +172,16 @@ def measure_rates(device: torch.device) -> dict[str, float]:
             torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
             kind = getattr(torch, dtype)
             a, b = (torch.randn(n, n, device=device, dtype=kind) for _ in range(2))
-            rates[f"{name}_product_tflops"] = 2 * n**3 / median(lambda a=a, b=b: a @ b) / 1e12
+            rates[f"{name}_product_tflops"] = (
+                2 * n**3 / measure_median(lambda a=a, b=b: a @ b) / 1e12
+            )
     torch.set_float32_matmul_precision(before)
 
     # A copy reads and writes every byte.
     source = torch.randn(2**28 if cuda else 2**24, device=device)
     target = torch.empty_like(source)
-    rates["copy_gb_s"] = 2 * source.numel() * 4 / median(lambda: target.copy_(source)) / 1e9
+    copied_bytes = 2 * source.numel() * 4
+    rates["copy_gb_s"] = copied_bytes / measure_median(lambda: target.copy_(source)) / 1e9
     return rates
 
 

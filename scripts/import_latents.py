@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from encoding.foreign import ForeignLatents
     from models.images import Autoencoder
 
-MOST_SHARDS = 256
+MAX_SHARDS = 256
 """Limit on the shards, because all are open at once and samples go to them at random."""
 CHUNK_SAMPLES = 256
 """Samples that are read and written together."""
-MOST_CLASSES = 1_000_000
+MAX_CLASSES = 1_000_000
 """Limit on the classes, because the manifest names each."""
 
 
@@ -104,10 +104,10 @@ def check_config(cfg: ImportConfig) -> ImportConfig:
         "moments": ("none", "mean_std", "mean_logvar"),
         "dtype": ("float16", "bfloat16", "float32"),
     }
-    for key, known in choices.items():
-        if getattr(cfg, key) not in known:
+    for key, allowed in choices.items():
+        if getattr(cfg, key) not in allowed:
             raise UserError(
-                f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(known)}."
+                f"{key}={getattr(cfg, key)} is unknown; choose one of {', '.join(allowed)}."
             )
 
     refuse_values(cfg)
@@ -127,10 +127,9 @@ def find_class_names(cfg: ImportConfig) -> list[str] | None:
         if len(set(names)) < len(names):
             raise UserError(f"classes={cfg.classes} must name each class once, one per line.")
         return names
-    if not 1 <= cfg.classes <= MOST_CLASSES:
+    if not 1 <= cfg.classes <= MAX_CLASSES:
         raise UserError(
-            f"classes={cfg.classes} must be a number from 1 to {MOST_CLASSES}, a text file, or "
-            "none."
+            f"classes={cfg.classes} must be a number from 1 to {MAX_CLASSES}, a text file, or none."
         )
     return [str(i) for i in range(cfg.classes)]
 
@@ -220,7 +219,7 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
     """
     import torch
 
-    limit = len(names) if names else min(foreign.total, MOST_CLASSES)
+    limit = len(names) if names else min(foreign.total, MAX_CLASSES)
     samples = foreign.samples()
     first = None
     while group := list(islice(samples, CHUNK_SAMPLES)):
@@ -358,7 +357,7 @@ def write_set(
 
     # Samples go to the shards at random; shard 0 is the held-out one.
     held_out = round(cfg.held_out * foreign.total)
-    shards = min(MOST_SHARDS, math.ceil((foreign.total - held_out) / cfg.shard_size))
+    shards = min(MAX_SHARDS, math.ceil((foreign.total - held_out) / cfg.shard_size))
     order = torch.randperm(foreign.total, generator=torch.Generator().manual_seed(cfg.seed))
     place = order.argsort()
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)

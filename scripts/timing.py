@@ -60,12 +60,12 @@ def time_in_turn(
 
     `prepare(name)` is called before each run, outside the measured time.
     """
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
             prepare(name)
-            taken[name].append(measure_seconds(runs[name], device))
-    return taken
+            seconds[name].append(measure_seconds(runs[name], device))
+    return seconds
 
 
 @contextmanager

@@ -34,11 +34,11 @@ from training.config.compose import CONF_FOLDER, compose
 from training.config.schema import refuse_values
 
 SETTINGS = TABLES["settings"]
-ATTENTION = "dit"
+ATTENTION_FAMILY = "dit"
 """The family of models with attention, the baseline of all mixers."""
 PRECISIONS = TABLES["precisions"]
-EXCEPTIONS = TABLES["techniques"]
-CALIBRATED = {"mamba": "", "ssd_mlp": "", ATTENTION: ""}
+TECHNIQUE_EXCEPTIONS = TABLES["techniques"]
+CALIBRATED_FAMILIES = {"mamba": "", "ssd_mlp": "", ATTENTION_FAMILY: ""}
 """Families whose fused kernels `calibration` tries -> overrides."""
 
 
@@ -67,7 +67,7 @@ def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
         raise UserError(f"precisions=[{precisions}]: choose some of {', '.join(PRECISIONS)}.")
     for kind in TECHNIQUES:
         for over in cfg.precisions:
-            if EXCEPTIONS.get(kind.key, {}).get("over", over) == over:
+            if TECHNIQUE_EXCEPTIONS.get(kind.key, {}).get("over", over) == over:
                 yield from plan_alone(kind, over, words)
     for over in cfg.precisions:
         yield from plan_features(over, words)
@@ -78,7 +78,7 @@ def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
 
 def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
     """Plans each value of a technique; techniques that it needs are on in the baseline too."""
-    exceptions = EXCEPTIONS.get(kind.key, {})
+    exceptions = TECHNIQUE_EXCEPTIONS.get(kind.key, {})
     if "family" in exceptions:
         words = measure.replace_family(words, exceptions["family"])
     eager = f"runtime=eager {PRECISIONS[over]} {exceptions.get('baseline', '')}"
@@ -136,9 +136,9 @@ def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
         raise UserError(f"families=[{unknown}]: choose some of {', '.join(families)}.")
 
     words = [word for word in words if not word.startswith("model")]
-    base = [*words, f"model={ATTENTION}_{cfg.size}"]
-    others = [name for name in cfg.families or families if name != ATTENTION]
-    for family in (ATTENTION, *others):
+    base = [*words, f"model={ATTENTION_FAMILY}_{cfg.size}"]
+    others = [name for name in cfg.families or families if name != ATTENTION_FAMILY]
+    for family in (ATTENTION_FAMILY, *others):
         yield Case(family, measure.compare, [*words, f"model={family}_{cfg.size}"], base)
 
 
@@ -195,7 +195,7 @@ def make_plan(measured: Any, variants: dict[str, str], seconds: float = 30.0) ->
 
 COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "doctor": (BenchConfig, make_plan(measure.measure_machine, {"machine": ""}, 15.0)),
-    "calibration": (BenchConfig, make_plan(measure.calibrate, CALIBRATED, 12.0)),
+    "calibration": (BenchConfig, make_plan(measure.calibrate, CALIBRATED_FAMILIES, 12.0)),
     "tests": (TestsConfig, plan_tests),
     "ladder": (LadderConfig, plan_ladder),
     "techniques": (TechniquesConfig, plan_techniques),

@@ -27,9 +27,9 @@ from scripts.bench import Case, DataConfig, Figures
 from scripts.timing import measure_seconds, summarise
 from training.environment import pick_device
 
-LATENTS = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
+SETTING_SIZES = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
 """Setting -> samples, batch size and side of the latents, which have 4 channels."""
-USUAL = (50_000, 256, 32)
+USUAL_SIZES = (50_000, 256, 32)
 """Samples, batch size and side in all other settings."""
 
 
@@ -128,7 +128,7 @@ workers with a `prefetch_factor` of four."""
 def measure_loader(case: Case, cfg: DataConfig) -> Figures:
     """Measures the samples per second of a loader in its first and later epochs, and its share of
     waiting."""
-    count, size, side = LATENTS.get(str(cfg.setting), USUAL)
+    count, size, side = SETTING_SIZES.get(str(cfg.setting), USUAL_SIZES)
     folder = write_latent_files(count, side)
     device = pick_device("auto")
     number = max(1, count // size)

@@ -105,7 +105,7 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
     def with_rotations(function: Function) -> Function:
         return lambda qkv, *weights: function(qkv, *weights, rotations)
 
-    def on_grid(function: Function) -> Function:
+    def with_grid(function: Function) -> Function:
         return lambda x, weight, bias, *rest: function(x, weight, bias, grid, *rest)
 
     scanning = B * count_bidirectional_ssd_flops(L, sizes["K"], P, N)
@@ -115,8 +115,8 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
         "add_norm": Op(add_norm, fused_add_norm),
         "bidirectional_ssd": scan,
         "bidirectional_ssd, gated": scan,
-        "local_mix": Op(on_grid(local_mix), on_grid(fused_local_mix), mixing),
-        "ssd_mixed": Op(on_grid(mixed_ssd), on_grid(fused_mixed_ssd), scanning + mixing),
+        "local_mix": Op(with_grid(local_mix), with_grid(fused_local_mix), mixing),
+        "ssd_mixed": Op(with_grid(mixed_ssd), with_grid(fused_mixed_ssd), scanning + mixing),
         "swiglu": Op(swiglu, fused_swiglu),
         "qk_rope": Op(with_rotations(qk_rope), with_rotations(fused_qk_rope)),
     }
@@ -201,9 +201,9 @@ def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
         runs = {"own": make_runner(function, sets, cfg.steps, backward)}
         if way != "eager":
             runs["eager"] = make_runner(op.definition, sets, cfg.steps, backward)
-        taken = time_in_turn(runs, cfg.repeats, device)
-        figures |= summarise(f"{name}us", [1e6 * s / cfg.steps for s in taken["own"]])
-        speed = compute_ratios(taken.get("eager", taken["own"]), taken["own"])
+        seconds = time_in_turn(runs, cfg.repeats, device)
+        figures |= summarise(f"{name}us", [1e6 * s / cfg.steps for s in seconds["own"]])
+        speed = compute_ratios(seconds.get("eager", seconds["own"]), seconds["own"])
         figures |= summarise(f"{name}speed", speed)
 
     rate = measure_rates_once(device)

@@ -41,10 +41,10 @@ from training.evaluate import evaluate
 from training.failures import count_lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
-PRODUCT = "_product_tflops"
+PRODUCT_SUFFIX = "_product_tflops"
 """Suffix in the names of products' rates; the prefix is the precision."""
-EMULATE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
-PYTEST = [
+EMULATE_OVERRIDE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
+PYTEST_COMMAND = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
     *("-o", "addopts=-p tests.harness.reliability"),
 ]
@@ -68,7 +68,7 @@ def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
 def find_emulated(words: Words, device: torch.device) -> Words:
     """Returns the overrides that this CPU emulates because it lacks the instructions, if the words
     ask for emulation."""
-    if EMULATE not in words or device.type != "cpu":
+    if EMULATE_OVERRIDE not in words or device.type != "cpu":
         return []
     emulable = {kind.make_override(value) for kind in TECHNIQUES for value in kind.emulated}
     reasons = doctor.find_capabilities(device)
@@ -271,9 +271,9 @@ def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
     findings = doctor.examine(measure=True)
     rates = findings["rates"]
     times = {
-        name.replace(PRODUCT, "_times"): rate / rates[f"fp32{PRODUCT}"]
+        name.replace(PRODUCT_SUFFIX, "_times"): rate / rates[f"fp32{PRODUCT_SUFFIX}"]
         for name, rate in rates.items()
-        if name.endswith(PRODUCT)
+        if name.endswith(PRODUCT_SUFFIX)
     }
     return findings | rates | times | {"text": doctor.format_findings(findings)}
 
@@ -303,7 +303,7 @@ def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
         return {"reason": NEEDS_GPU}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        status = subprocess.run([*PYTEST, f"--junitxml={report}", *case.overrides], cwd=ROOT)
+        status = subprocess.run([*PYTEST_COMMAND, f"--junitxml={report}", *case.overrides], cwd=ROOT)
         if not report.is_file():
             raise RuntimeError(f"pytest ended with status {status.returncode}")
         return count_outcomes(report)

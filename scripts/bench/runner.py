@@ -42,9 +42,9 @@ START_SECONDS = 300.0
 """Time limit for a child to become ready to measure."""
 MAX_WAIT_SECONDS = 1e6
 """Longest timeout that the operating system accepts."""
-MEASURED = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
+MEASURED_FOLDERS = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
 """Folders whose code affects the measurements."""
-UNMEASURED = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
+UNMEASURED_FILES = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
 """Files that plan cases and store or publish results. A result's identity contains its plan."""
 SPAWN = get_context("spawn")
 
@@ -53,8 +53,8 @@ SPAWN = get_context("spawn")
 def hash_code() -> str:
     """Hashes the measured code to 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for path in sorted(path for folder in MEASURED for path in (ROOT / folder).rglob("*")):
-        if path.suffix in (".py", ".yaml") and path.name not in UNMEASURED:
+    for path in sorted(path for folder in MEASURED_FOLDERS for path in (ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".yaml") and path.name not in UNMEASURED_FILES:
             digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -164,7 +164,7 @@ class Runner:
     machine: Figures = field(default_factory=dict)
     """Description of the machine, from the first child."""
 
-    def find_child(self, case: Case) -> Child:
+    def ensure_child(self, case: Case) -> Child:
         """Returns the running child, or starts a new one."""
         if not self.child:
             self.child = Child(case.overrides, self.folder)
@@ -202,7 +202,7 @@ class Runner:
         # A new child follows a failure, so that the failure does not affect other cases. A failure
         # at the deadline only shows that the time was too short.
         began = time.time()
-        figures = self.find_child(case).measure(case, job.cfg, min(self.limit, seconds_left))
+        figures = self.ensure_child(case).measure(case, job.cfg, min(self.limit, seconds_left))
         if "error" in figures or figures.get("not_on"):
             self.close()
             if time.time() >= self.deadline:
@@ -228,7 +228,7 @@ class Runner:
     def describe_identity(self, job: Job, case: Case) -> Figures:
         """Returns the facts that identify a result: machine, versions, code and configuration."""
         if not self.machine:
-            self.find_child(case)
+            self.ensure_child(case)
         keys = asdict(replace(job.cfg, out="", again=None, name=None))
         return {
             "hardware": self.machine["hardware"],

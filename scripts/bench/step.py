@@ -27,7 +27,7 @@ from training.weights.adapter_base import compose_pretrained
 
 NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")
-POINTWISE = ("triton_poi", "triton_red", "triton_per")
+POINTWISE_PREFIXES = ("triton_poi", "triton_red", "triton_per")
 """Prefixes of Inductor's kernels without products, although their names may mention products."""
 FASTER_PRODUCTS = ("precision=bf16", "tf32=true")
 LESS_TRAFFIC = (
@@ -197,7 +197,9 @@ def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
         ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
         name = event.key.lower()
         total += ms
-        if not name.startswith(POINTWISE) and any(part in name for part in TABLES["products"]):
+        if not name.startswith(POINTWISE_PREFIXES) and any(
+            part in name for part in TABLES["products"]
+        ):
             products += ms
     return total, products
 
@@ -242,8 +244,8 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
     busy, products = sum_busy_ms(profile_step(workload).key_averages(), cuda)
 
     active = {row.key: row.active for row in workload.ledger}
-    on = {kind.make_override(active[kind.key]) for kind in TECHNIQUES}
-    offered = {
+    active_words = {kind.make_override(active[kind.key]) for kind in TECHNIQUES}
+    available = {
         word for word, reason in find_capabilities(workload.device).items() if reason is None
     }
     bound, reason, keys = find_bound(
@@ -251,7 +253,7 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
         phases_ms["data"],
         busy if cuda else None,
         products / busy,
-        offered - on,
+        available - active_words,
         workload.cfg.data,
     )
 

@@ -25,7 +25,7 @@ from training.config.schema import Positive, refuse_values
 from training.environment import GIB, Card
 from training.weights.adapter_base import compose_pretrained
 
-SHARDED = "runtime=lowmem runtime.parallel.mode=fsdp"
+SHARDED_WORDS = "runtime=lowmem runtime.parallel.mode=fsdp"
 WAYS = (
     "runtime=eager",
     "runtime=fast",
@@ -36,9 +36,9 @@ WAYS = (
     "runtime=lowmem runtime.offload_optimizer=true",
     "runtime=lowmem runtime.offload_optimizer=true runtime.offload_activations=true",
     "runtime=fast runtime.parallel.mode=fsdp",
-    SHARDED,
-    f"{SHARDED} runtime.offload_activations=true",
-    f"{SHARDED} runtime.offload_activations=true runtime.parallel.cpu_offload=true",
+    SHARDED_WORDS,
+    f"{SHARDED_WORDS} runtime.offload_activations=true",
+    f"{SHARDED_WORDS} runtime.offload_activations=true runtime.parallel.cpu_offload=true",
 )
 HEADS = ("largest", "parameters", "×", "GPUs", "GiB a GPU", "GiB of state on the host", "way")
 MAX_SIZE = 4096
@@ -57,9 +57,11 @@ class LargestConfig:
     ways: list[str] = field(default_factory=lambda: list(WAYS))
 
 
-def find_largest(at: Callable[[int], Forecast], memory: float, start: int, power: int) -> int:
-    """Finds the largest n from 1 to `MAX_SIZE` whose forecast `at(n)` needs at most `memory` bytes;
-    0 if n = 1 does not fit.
+def find_largest(
+    forecast_size: Callable[[int], Forecast], memory: float, start: int, power: int
+) -> int:
+    """Finds the largest n from 1 to `MAX_SIZE` with which `forecast_size(n)` needs at most `memory`
+    bytes; 0 if n = 1 does not fit.
 
     Bytes are nearly linear in n ** power, so the next n to try is where the line through the latest
     two points reaches the memory. That needs few forecasts.
@@ -67,7 +69,7 @@ def find_largest(at: Callable[[int], Forecast], memory: float, start: int, power
     points: list[tuple[int, float]] = []
     n = 1
     while True:
-        points.append((n, at(n).needs.total))
+        points.append((n, forecast_size(n).needs.total))
         largest = max((tried for tried, size in points if size <= memory), default=0)
         too_large = min((tried for tried, size in points if size > memory), default=MAX_SIZE + 1)
         if too_large - largest == 1:
@@ -102,12 +104,14 @@ def forecast_largest(
     like = forecast(question) if wider else None
     forecasts: dict[int, Forecast] = {}
 
-    def at(n: int) -> Forecast:
+    def forecast_size(n: int) -> Forecast:
         model = train.model | {cfg.of: n * step}
         forecasts[n] = forecast(replace(question, cfg=replace(train, model=model)), like)
         return forecasts[n]
 
-    n = find_largest(at, card.memory, train.model[cfg.of] // step, power=2 if wider else 1)
+    n = find_largest(
+        forecast_size, card.memory, train.model[cfg.of] // step, power=2 if wider else 1
+    )
     if n == 0:
         raise UserError(f"{cfg.of}={step} does not fit.")
     return n * step, forecasts[n]

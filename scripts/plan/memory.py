@@ -320,10 +320,10 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
         return COUNT_CACHE[key]
 
     # Micro-batches after the second repeat it, and a pass does not depend on the optimizer.
-    plain = replace(cfg, optim={"_target_": "torch.optim.SGD"})
+    pass_cfg = replace(cfg, optim={"_target_": "torch.optim.SGD"})
     few_steps = min(2, cfg.accumulation_steps)
     passes = [
-        count_once(count_pass, with_few_blocks(plain, depth, question.samples, few_steps))
+        count_once(count_pass, with_few_blocks(pass_cfg, depth, question.samples, few_steps))
         for depth in depths
     ]
     updates = []

@@ -43,7 +43,7 @@ from training.tune import STEPS_KEY, tune_config
 from training.weights.adapter_base import compose_pretrained
 
 HERE = "here"
-RATES = ("samples_per_s", "rate_of", "mfu")
+RATE_KEYS = ("samples_per_s", "rate_of", "mfu")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def find_largest_micro_batch(plan: Forecast, memory: float) -> int:
 def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
     """Returns all figures of the plan, ready for JSON; None for those that are unknown."""
     refuse_values(cfg)
-    rates = [key for key in RATES if getattr(cfg, key) is not None]
+    rates = [key for key in RATE_KEYS if getattr(cfg, key) is not None]
     if len(rates) > 1:
         raise UserError(f"{' and '.join(rates)} each say how fast the run is; give one.")
 

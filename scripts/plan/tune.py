@@ -94,7 +94,7 @@ class Search:
             nonlocal best, fastest
             for values in alternatives:
                 candidate = best | values
-                if self.can_have(candidate):
+                if self.is_supported(candidate):
                     step_time = self.time_candidate(candidate)
                     if step_time < NEEDED_SHARE * fastest:
                         best = candidate
@@ -109,7 +109,7 @@ class Search:
     def seconds_left(self) -> float:
         return self.job["deadline"] - time.monotonic()
 
-    def can_have(self, changes: Mapping[str, Any]) -> bool:
+    def is_supported(self, changes: Mapping[str, Any]) -> bool:
         """Tells whether this machine supports the changes."""
         return is_available(self.cfg, changes, self.device, self.processes)
 
@@ -120,7 +120,7 @@ class Search:
         memory = memory_of(self.device)
 
         def apply(changes: Mapping[str, Any]) -> TrainConfig:
-            if not self.can_have(changes):
+            if not self.is_supported(changes):
                 raise UserError(f"{changes} cannot be had here.")
             return apply_changes(self.cfg, changes)
 
@@ -260,8 +260,8 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
     set_deterministic(cfg.deterministic)
     torch.manual_seed(cfg.seed)
     runtime = replace(cfg.runtime, parallel=ParallelConfig())
-    alone = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
-    training = assemble(alone, torch.device(job["device"]), parts=Parts(loader=make_loader))
+    single = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
+    training = assemble(single, torch.device(job["device"]), parts=Parts(loader=make_loader))
 
     # A new model returns zero, so that no error in a block would show in the losses.
     generator = torch.Generator().manual_seed(1)
@@ -279,13 +279,13 @@ def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
     outputs = [training.take_step() for _ in range(PROBE_STEPS)]
     techniques = [t for t in training.stack.techniques if t.key in asked]
     needed = {t.key for t in techniques if not isinstance(t, FusedKernel)}
-    wrong = [row for row in ledger if row.missing and row.key in needed]
+    inactive = [row for row in ledger if row.missing and row.key in needed]
     return {
         "losses": [float(output.loss) for output in outputs],
         "norms": [float(output.grad_norm) for output in outputs],
         "tolerance": max([LEAST_TOLERANCE, *(t.loss_rtol for t in techniques if t.enabled)]),
         "unused": [row.key for row in ledger if row.active == UNUSED],
-        "refusal": "; ".join(f"{row.key} is not on: {row.evidence}" for row in wrong) or None,
+        "refusal": "; ".join(f"{row.key} is not on: {row.evidence}" for row in inactive) or None,
     }
 
 

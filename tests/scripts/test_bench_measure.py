@@ -183,7 +183,7 @@ def test_mixers_are_compared_at_equal_parameters(tmp_path):
 # There are more workers than cores.
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "LATENTS", {"tiny": (2048, 256, 4)})
+    monkeypatch.setattr(data, "SETTING_SIZES", {"tiny": (2048, 256, 4)})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     entries = measure_tiny("data", tmp_path, "step_ms=1")
     assert list(entries) == list(data.LOADERS)
