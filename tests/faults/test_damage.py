@@ -37,7 +37,7 @@ DAMAGES = {
 
 
 @pytest.fixture
-def checkpoints(run_whole: Find, tmp_path: Path) -> Path:
+def checkpoints(run_whole, tmp_path) -> Path:
     """A copy of the checkpoints of a finished run: step-10 and step-12."""
     return Path(shutil.copytree(run_whole() / "checkpoints", tmp_path / "checkpoints"))
 
@@ -174,7 +174,7 @@ def test_trouble_with_older_ones_is_a_warning(run_whole, tmp_path, monkeypatch, 
 def test_a_bad_sector(failures, newest, checkpoints, monkeypatch):
     remaining = [failures]
 
-    def read(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
+    def read(file, advance):
         if file.parent.name == "step-12" and remaining[0]:
             remaining[0] -= 1
             raise OSError(errno.EIO, "Input/output error", str(file))
@@ -200,7 +200,7 @@ def test_what_is_read_back_is_not_the_page_cache(tmp_path, monkeypatch):
     file.read_bytes()
     assert count_cached_pages(file) > 0
 
-    def advise_and_count(*arguments: int) -> None:
+    def advise_and_count(*arguments):
         advise(*arguments)
         counts.append(count_cached_pages(file))
 

@@ -50,7 +50,7 @@ def test_bad_steps_are_skipped_on_the_device(words, run, tmp_path, monkeypatch):
     """A NaN, and a spike: each skipped, also by a replayed step, which sees the data only."""
     original = DigitLatents.__next__
 
-    def poisoned(self: DigitLatents):
+    def poisoned(self):
         batch = original(self)
         at = int(batch.position[0]) // 8 + 1
         factor = {20: float("nan"), 30: 1e6}.get(at, 1.0)

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from data.streamed import StreamedLatents
 from encoding.images import DecodedImages
 from encoding.job import plan_shards
 from encoding.sources import list_images
-from models.images import to_uint8
-from sampling.load import draw_latents, find_class_numbers
 from scripts.report.__main__ import ReportConfig, report
+from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.limits import is_unfit, run_limited
 from tests.harness.mutants import Draw, mutate_file, mutate_safetensors, mutate_tree
@@ -45,9 +44,9 @@ from tests.harness.zygote import read_output
 from training.assemble import assemble
 from training.config.compose import compose
 from training.config.explain import flatten_tree
-from training.config.schema import PrecomputeConfig, SamplingConfig
+from training.config.schema import PrecomputeConfig
 from training.distributed.exit import run_app
-from training.weights.pretrained import build_autoencoder, fit_weights, load_pretrained
+from training.weights.pretrained import fit_weights, load_pretrained
 
 Case = Callable[[], object]
 Subject = Callable[[Draw, Path], Case]
@@ -58,8 +57,8 @@ def hash_bytes(content: bytes) -> str:
 
 
 def break_set(draw: Draw, folder: Path) -> Case:
-    """Changes a latent set, then mostly makes its hashes, sizes and counts right, so that a reader
-    gets to the change."""
+    """Changes the manifest or a block of a latent set, and in half of the cases makes hashes, sizes
+    and counts right, so that a reader gets to the change."""
     shards = [("train", 8, 0), ("train", 5, 1), ("held_out", 6, 2)]
     parts = [(split, random_samples(count, seed, (2, 2, 2))) for split, count, seed in shards]
     save_latent_set(folder, parts)
@@ -180,13 +179,9 @@ def break_weights(draw: Draw, folder: Path) -> Case:
 
 
 def sample_from(file: Path) -> None:
-    model, spec = load_pretrained(file, CPU)
+    cfg = SampleConfig(weights=str(file), count=1, steps=2, out=f"{file}-samples")
     with patch("huggingface_hub.snapshot_download", side_effect=OSError("there is no network")):
-        autoencoder = build_autoencoder(spec, CPU)
-    labels = torch.tensor(find_class_numbers([0, *spec.names[-1:]], spec)[-1:])
-    numbers = torch.zeros(1).long()
-    cfg = SamplingConfig(steps=2, guidance=1.0)
-    to_uint8(autoencoder.decode(draw_latents(model, spec, labels, numbers, 0, cfg)))
+        sample_run(cfg)
 
 
 def start_from(file: Path) -> None:
@@ -222,14 +217,19 @@ TEXTS = st.text(max_size=9) | st.sampled_from(
     )
 )
 NUMBERS = st.sampled_from(("-1", "0", "1", "3", "7", "16", "0.5", "1.5"))
-KEYS = sorted(key for key, _ in flatten_tree(compose(["data=synthetic", "model=mamba_xs"]).source))
+
+
+@cache
+def list_keys() -> list[str]:
+    source = compose(["data=synthetic", "model=mamba_xs"]).source
+    return [key for key, _ in flatten_tree(source)]
 
 
 def break_command(draw: Draw, folder: Path) -> Case:
     """Words of a command line that are split, lost, quoted or begin with dashes, and overrides of
     any key; of a run everything is built that comes before the first step."""
     model = draw(st.sampled_from(("dit", "conv", "mamba", "zigzag")))
-    key = draw(st.sampled_from(KEYS))
+    key = draw(st.sampled_from(list_keys()))
     run = [*TINY_RUN, "runtime=eager", "data=synthetic", f"model={model}_xs"]
     commands = {
         "train": [*run, f"{key}={draw(NUMBERS | TEXTS)}", "optim.betas=[0.9,0.95]"],
@@ -327,7 +327,7 @@ def draw_examples(test: Callable[[Draw], None], count: int) -> None:
 @pytest.mark.parametrize("count", [None, MANY])
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_mutants(subject, count, tmp_path):
-    def test(draw: Draw) -> None:
+    def test(draw):
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
         ending = run_limited(subject(draw, tmp_path))
@@ -351,7 +351,7 @@ def test_mutants_of_a_finished_run(count, zygote, run_whole, tmp_path):
     """The same command goes on from them, or says why not; a report reads them."""
     folder = tmp_path / "run"
 
-    def test(draw: Draw) -> None:
+    def test(draw):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(run_whole(), folder)
         Path(f"{folder}.log").unlink(missing_ok=True)

@@ -42,12 +42,12 @@ def poison_latents(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> No
 
 
 @pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
+def states(monkeypatch) -> list[list[torch.Tensor]]:
     """Weights, averages and moments after each step."""
     advance = TrainState.advance
     copies: list[list[torch.Tensor]] = []
 
-    def advance_and_copy(self: TrainState, samples: int) -> None:
+    def advance_and_copy(self, samples):
         advance(self, samples)
         pieces = {name: self.state_dict()[name] for name in ("model", "ema", "optimizer")}
         tensors = [leaf for _, leaf in flatten(pieces) if isinstance(leaf, torch.Tensor)]
@@ -84,7 +84,7 @@ def test_one_bad_batch(fused, run, states, monkeypatch):
 def test_a_spike_is_skipped(run, states, monkeypatch):
     losses = TrainStep.compute_losses
 
-    def spiking(self: TrainStep, batch, held_out=False):
+    def spiking(self, batch, held_out=False):
         loss, t = losses(self, batch, held_out)
         return (loss * 1e4 if int(batch.position[0]) == 8 * 14 else loss), t
 
@@ -102,11 +102,11 @@ def test_a_burst_stops_the_run(run, tmp_path, monkeypatch):
     commit = Save.commit
     wait = Checkpoints.wait
 
-    def commit_when_awaited(self: Save, files: dict) -> None:
+    def commit_when_awaited(self, files):
         awaited.wait(HANG)
         commit(self, files)
 
-    def signal_and_wait(self: Checkpoints) -> None:
+    def signal_and_wait(self):
         if self.thread is not None:
             awaited.set()
         wait(self)
@@ -284,7 +284,7 @@ def test_out_of_memory(fail, place, answer, advice, run, tmp_path, monkeypatch, 
 
 @pytest.mark.fault("out of memory in warm-up", "the same sentence; no folder is left")
 def test_out_of_memory_at_once(run, tmp_path, monkeypatch):
-    def failing(*_: object, **__: object):
+    def failing(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 7 bytes")
 
     monkeypatch.setattr(TrainStep, "compute_losses", failing)

@@ -48,7 +48,7 @@ def refuse_space(*_: object) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 16 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -114,7 +114,7 @@ def test_a_disk_that_fills_up_in_a_save(share, background, small_disk, run_whole
 )
 @pytest.mark.parametrize("name", ["state.json", "manifest.json"])
 def test_the_last_files_of_a_save(name, tmp_path, monkeypatch):
-    def write(file: Path, text: str) -> None:
+    def write(file, text):
         if file.name == name and file.parent.name.startswith("step-4"):
             refuse_space()
         write_atomically(file, text)
@@ -205,7 +205,7 @@ def test_a_save_is_tried_again(background, run_whole, tmp_path, monkeypatch, cap
     write = Save.write_files
     failures = iter([True, True])
 
-    def write_later(self: Save, *arguments):
+    def write_later(self, *arguments):
         if self.folder.name == "step-4" and next(failures, False):
             refuse_space()
         return write(self, *arguments)
@@ -225,7 +225,7 @@ def test_a_save_is_tried_again(background, run_whole, tmp_path, monkeypatch, cap
 def test_a_rename_that_happened_is_no_error(run, tmp_path, monkeypatch):
     replace = Path.replace
 
-    def replace_and_fail(source: Path, target: Path) -> Path:
+    def replace_and_fail(source, target):
         replace(source, target)
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
 
@@ -242,15 +242,15 @@ def test_a_save_that_failed_after_its_rename_is_tried_again(run, tmp_path, monke
     failures = iter([True, True])
     sync = save.sync_folder
 
-    def fail_once() -> None:
+    def fail_once():
         if next(failures, False):
             raise OSError(errno.EIO, "Input/output error")
 
-    def sync_later(folder: Path) -> None:
+    def sync_later(folder):
         fail_once()
         sync(folder)
 
-    def rename_later(source: Path, target: Path) -> None:
+    def rename_later(source, target):
         if source.suffix != ".tmp":
             fail_once()
         rename(source, target)
@@ -269,7 +269,7 @@ def test_a_save_that_failed_after_its_rename_is_tried_again(run, tmp_path, monke
 def test_a_file_system_that_flushes_no_folders(run, tmp_path, monkeypatch):
     fsync = os.fsync
 
-    def refuse_folders(descriptor: int) -> None:
+    def refuse_folders(descriptor):
         if Path(f"/proc/self/fd/{descriptor}").is_dir():
             raise OSError(errno.EINVAL, "Invalid argument")
         fsync(descriptor)
@@ -286,12 +286,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     write = Save.write_files
     begin_save = Checkpoints.save
 
-    def write_late(self: Save, *arguments):
+    def write_late(self, *arguments):
         step_12.wait(HANG)
         names.append(threading.current_thread().name)
         return write(self, *arguments)
 
-    def begin_and_signal(self: Checkpoints, state: TrainState, *arguments):
+    def begin_and_signal(self, state, *arguments):
         if state.step == 12:
             assert not names, "the run waited for the first save"
             step_12.set()
@@ -319,7 +319,7 @@ def test_a_disk_that_hangs_is_left_alone(tmp_path, monkeypatch):
     """The run neither deletes what it began on that disk nor lists what is there."""
     done = threading.Event()
 
-    def touch_disk(*_: object, **__: object) -> None:
+    def touch_disk(*_, **__):
         raise AssertionError("the run used the disk that hangs")
 
     monkeypatch.setattr(Save, "write_files", lambda *_: done.wait(HANG))
@@ -337,7 +337,7 @@ def test_a_disk_that_hangs_is_left_alone(tmp_path, monkeypatch):
 def test_a_save_that_failed_is_heard_of_at_the_next_step(tmp_path, monkeypatch):
     advance = TrainState.advance
 
-    def advance_after_saves(self: TrainState, samples: int) -> None:
+    def advance_after_saves(self, samples):
         for thread in threading.enumerate():
             if thread.name.startswith("checkpoint-"):
                 thread.join(HANG)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def test_items_are_shared_evenly(count, world):
     hands: list[list[int]] = []
 
     class SequentialRanks(Ranks):
-        def gather_objects(self, item: Any, group: Any = None) -> list[Any]:
+        def gather_objects(self, item, group=None):
             hands.append(item)
             return hands if len(hands) == self.world_size else [item] * self.world_size
 

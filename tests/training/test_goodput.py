@@ -70,10 +70,10 @@ FAKE_TIME = FakeTime()
 
 
 @pytest.fixture
-def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+def fake_time(monkeypatch) -> FakeTime:
     step = TrainStep.__call__
 
-    def timed(self: TrainStep, *arguments: Any) -> Any:
+    def timed(self, *arguments):
         FAKE_TIME.now += FAKE_TIME.STEP
         return step(self, *arguments)
 

@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from common.files import ROOT
 from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.sets import pairwise
-from tests.harness.zygote import Zygote, read_output
+from tests.harness.zygote import read_output
 
 EXTRAS = [
     "eval_every=2",
@@ -39,10 +39,10 @@ Start = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def run_ranks(zygote: Zygote) -> Start:
+def run_ranks(zygote) -> Start:
     """`run_ranks(folder, *words)`: what the processes of a run print; all must end well."""
 
-    def start(folder: Path, *words: str, ranks: int = 2, **environment: str) -> str:
+    def start(folder, *words, ranks=2, **environment):
         codes = zygote(folder, *FOUR_STEPS, *words, ranks=ranks, environment=environment)
         assert codes == [0] * ranks, read_output(folder)
         return read_output(folder)
@@ -51,7 +51,7 @@ def run_ranks(zygote: Zygote) -> Start:
 
 
 @pytest.fixture(scope="module")
-def single(run_ranks: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single(run_ranks, tmp_path_factory) -> Path:
     """A run of one process, with everything that a run can do along the way."""
     folder = tmp_path_factory.mktemp("single") / "run"
     run_ranks(folder, *EXTRAS, ranks=1)
@@ -59,7 +59,7 @@ def single(run_ranks: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return tmp_path / "run"
 
 

@@ -61,7 +61,7 @@ def copy_until(run: Path, folder: Path, step: int) -> Path:
 
 
 @pytest.fixture
-def copy(uninterrupted: Path, tmp_path: Path) -> Path:
+def copy(uninterrupted, tmp_path) -> Path:
     return copy_until(uninterrupted, tmp_path / "copy", 24)
 
 

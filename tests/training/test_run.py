@@ -64,7 +64,7 @@ def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):
         "schedule.warmup_samples=0",
     ]
 
-    def start(name: str, *more: str) -> str:
+    def start(name, *more):
         train(compose([f"experiment={name}", *words, f"run_dir={tmp_path / name}", *more]))
         return capsys.readouterr().out
 

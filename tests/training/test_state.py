@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -74,10 +72,10 @@ def test_what_any_process_skipped_is_known_to_all():
     """Two processes read other blocks; the first writes the metrics and the checkpoint."""
 
     class Two(Ranks):
-        def all_reduce(self, values: Any, how: str = "mean") -> Tensor:
+        def all_reduce(self, values, how="mean"):
             return torch.ones_like(values)
 
-        def gather_objects(self, item: Any, group: Any = None) -> list[Any]:
+        def gather_objects(self, item, group=None):
             return [item, {"b.tar (samples 0–3 of train)": 4}]
 
     training = tiny_training()
