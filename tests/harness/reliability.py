@@ -69,7 +69,9 @@ class Table:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-reliability", action="store_true", help="write docs/benchmarks/faults.md from this run"
+        "--write-reliability",
+        action="store_true",
+        help="write docs/benchmarks/faults.md from this run",
     )
 
 
