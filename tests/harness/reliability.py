@@ -1,4 +1,4 @@
-"""Writes the table of docs/benchmarks/faults.md from the run that proved it: `make reliability`."""
+"""Writes the table of docs/benchmarks/faults.md from a run of the tests: `make reliability`."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ END = "<!-- end of faults -->"
 
 
 class Table:
-    """Collects how the tests with `@pytest.mark.fault(what, outcome)` ended; xdist's workers report
-    to it."""
+    """Results of the tests with `@pytest.mark.fault(what, outcome)`, to which the workers of xdist
+    report."""
 
     def __init__(self) -> None:
         self.cases: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self.files: dict[tuple[str, str], set[str]] = defaultdict(set)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        told = dict(report.user_properties)
-        if "fault" not in told or (report.when != "call" and report.outcome == "passed"):
+        facts = dict(report.user_properties)
+        if "fault" not in facts or (report.when != "call" and report.outcome == "passed"):
             return
-        row = tuple(told["fault"])
-        self.cases[row][report.outcome] += int(told.get("struck", 1)) if report.passed else 1
+        row = tuple(facts["fault"])
+        self.cases[row][report.outcome] += int(facts.get("struck", 1)) if report.passed else 1
         self.files[row].add(f"`{Path(report.nodeid.partition('::')[0]).name}`")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        bad = [
+        failures = [
             row[0] for row, counts in self.cases.items() if counts["failed"] or not counts["passed"]
         ]
-        if bad:
-            print(f"\n{PAGE.name} is left as it was: {', '.join(bad)}: failed or skipped")
+        if failures:
+            print(f"\n{PAGE.name} is left as it was: {', '.join(failures)}: failed or skipped")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
             return
         PAGE.write_text(
-            replace_between(PAGE.read_text(), START, END, f"{self.text()}\n", PAGE.name)
+            replace_between(PAGE.read_text(), START, END, f"{self.format_rows()}\n", PAGE.name)
         )
 
-    def text(self) -> str:
+    def format_rows(self) -> str:
         total = sum(counts["passed"] for counts in self.cases.values())
         rows = [
             f"| {what} | {outcome} | {self.cases[what, outcome]['passed']} | "
