@@ -14,13 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel.techniques.fused_kernels import FusedAddNorm
 from sampling.load import SampleStream, deal_labels_in_turn, load_run
 from scripts.import_weights import Kind, WeightsChoice, WeightsConfig, import_weights
-from tests.harness.published_models import (
-    SHAPES,
-    Weights,
-    import_published,
-    random_weights,
-    velocity,
-)
+from tests.harness.published_models import SHAPES, Weights, draw_weights, import_published, velocity
 from tests.harness.sets import save_tiny_autoencoder
 from tests.harness.words import CPU
 from train import train
@@ -35,7 +29,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_imported_weights_compute_the_papers_equations(shape, encoder, tmp_path):
-    weights = random_weights(shape)
+    weights = draw_weights(shape)
     model, spec = load_pretrained(import_published(tmp_path, weights, encoder, shape), CPU)
     side = shape.rows * shape.patch
     assert (spec.channels, spec.height, spec.width, spec.num_classes) == (
@@ -58,7 +52,7 @@ def test_samples_are_those_of_the_published_model(encoder, tmp_path):
     """The same noise, Euler steps from noise to image in its own time, and its own
     normalisation."""
     shape = SHAPES["lightningdit"]
-    weights = random_weights(shape)
+    weights = draw_weights(shape)
     run = load_run(import_published(tmp_path, weights, encoder, shape), device="cpu")
     labels = [0, 3, 4]
     sampling = run.change_sampling(solver="euler", steps=5, guidance=1.0)
@@ -82,8 +76,8 @@ def test_samples_are_those_of_the_published_model(encoder, tmp_path):
 def test_a_training_checkpoint_gives_its_averages(encoder, tmp_path):
     """With what its trainer put beside them, and the prefix of data parallelism."""
     shape = SHAPES["sit"]
-    one = random_weights(shape)
-    other = {f"module.{k}": v for k, v in random_weights(shape, seed=1).items()}
+    one = draw_weights(shape)
+    other = {f"module.{k}": v for k, v in draw_weights(shape, seed=1).items()}
     content = {
         "model": one,
         "ema": other,
@@ -111,7 +105,7 @@ def without(weights: Weights, *names: str) -> Weights:
     return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
-SIT = random_weights(SHAPES["sit"])
+SIT = draw_weights(SHAPES["sit"])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +117,7 @@ SIT = random_weights(SHAPES["sit"])
             "checkpoint of DiT-XL/2: DiT predicts the noise",
         ),
         (
-            random_weights(SHAPES["lightningdit"]),
+            draw_weights(SHAPES["lightningdit"]),
             "holds a lightningdit, by the names of its tensors; use kind=",
         ),
         (SIT | {"pos_embed": torch.zeros(1).expand(1, 9, 24)}, "pos_embed is no tensor of numbers"),
@@ -196,7 +190,7 @@ def test_no_path_is_written_over_and_classes_have_names(encoder, tmp_path):
     "shape", [SHAPES["sit"], SHAPES["lightningdit"]], ids=["sit", "lightningdit"]
 )
 def test_an_imported_model_trains(shape, encoder, tmp_path):
-    base = import_published(tmp_path, random_weights(shape), encoder, shape)
+    base = import_published(tmp_path, draw_weights(shape), encoder, shape)
     words = [
         "data=synthetic",
         f"data.channels={shape.channels}",
@@ -240,7 +234,7 @@ def test_layer_norm_of_imported_weights_has_the_kernel(encoder, tmp_path):
     "shape", [SHAPES["sit"], SHAPES["lightningdit"]], ids=["sit", "lightningdit"]
 )
 def test_flops_of_imported_models_agree_with_a_counter(shape, encoder, tmp_path):
-    file = import_published(tmp_path, random_weights(shape), encoder, shape)
+    file = import_published(tmp_path, draw_weights(shape), encoder, shape)
     with torch.device("meta"):
         model = build_on_meta(
             read_description(file).model, read_description(file).spec

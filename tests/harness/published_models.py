@@ -1,5 +1,4 @@
-"""SiT and LightningDiT as their papers write them, plainly: what imported weights are compared
-with.
+"""SiT and LightningDiT, written plainly as in their papers, to compare imported weights with.
 
 x = t·z + (1-t)·ε, the model returns the velocity z - ε. Keys are those of the published
 checkpoints. Ma et al. 2024, https://arxiv.org/abs/2401.08740; Yao et al. 2025,
@@ -24,7 +23,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a tiny model."""
+    """Sizes of a tiny model, and which paper's it is."""
 
     lightning: bool
     dim: int = 24
@@ -50,50 +49,52 @@ SHAPES = {
 }
 
 
-def random_weights(shape: Shape, seed: int = 0) -> Weights:
+def draw_weights(shape: Shape, seed: int = 0) -> Weights:
     """Every tensor of the checkpoint, none of them zero."""
-    draw = torch.Generator().manual_seed(seed)
     D = shape.dim
     P = shape.patch
     C = shape.channels
+    values = P * P * C * (2 if shape.sigma else 1)
     sizes: dict[str, tuple[int, ...]] = {
         "x_embedder.proj.weight": (D, C, P, P),
         "x_embedder.proj.bias": (D,),
         "pos_embed": (1, shape.rows**2, D),
         "y_embedder.embedding_table.weight": (shape.classes + 1, D),
     }
-    linears = {"t_embedder.mlp.0": (D, 256), "t_embedder.mlp.2": (D, D)}
-    norms = []
+    linears = {
+        "t_embedder.mlp.0": (D, 256),
+        "t_embedder.mlp.2": (D, D),
+        "final_layer.adaLN_modulation.1": (2 * D, D),
+        "final_layer.linear": (values, D),
+    }
+    norms = ["final_layer.norm_final"]
+    hidden = shape.hidden
+    expand, contract = ("w12", "w3") if shape.lightning else ("fc1", "fc2")
     for i in range(shape.depth):
-        linears |= {f"blocks.{i}.attn.qkv": (3 * D, D), f"blocks.{i}.attn.proj": (D, D)}
-        linears |= {f"blocks.{i}.adaLN_modulation.1": (6 * D, D)}
-        if shape.lightning:
-            linears |= {
-                f"blocks.{i}.mlp.w12": (2 * shape.hidden, D),
-                f"blocks.{i}.mlp.w3": (D, shape.hidden),
-            }
-            norms += [f"blocks.{i}.norm1", f"blocks.{i}.norm2"]
-        else:
-            linears |= {
-                f"blocks.{i}.mlp.fc1": (shape.hidden, D),
-                f"blocks.{i}.mlp.fc2": (D, shape.hidden),
-            }
+        block = f"blocks.{i}"
+        linears |= {
+            f"{block}.attn.qkv": (3 * D, D),
+            f"{block}.attn.proj": (D, D),
+            f"{block}.adaLN_modulation.1": (6 * D, D),
+            f"{block}.mlp.{expand}": (2 * hidden if shape.lightning else hidden, D),
+            f"{block}.mlp.{contract}": (D, hidden),
+        }
+        norms += [f"{block}.norm1", f"{block}.norm2"]
         if shape.qk_norm:
-            sizes |= {f"blocks.{i}.attn.{part}_norm.weight": (D // shape.heads,) for part in "qk"}
-    linears |= {"final_layer.adaLN_modulation.1": (2 * D, D)}
-    linears |= {"final_layer.linear": (P * P * C * (2 if shape.sigma else 1), D)}
-    norms += ["final_layer.norm_final"] if shape.lightning else []
+            sizes |= {f"{block}.attn.{part}_norm.weight": (D // shape.heads,) for part in "qk"}
     for name, size in linears.items():
         sizes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
-    sizes |= {f"{name}.weight": (D,) for name in norms}
-    found = {name: torch.randn(size, generator=draw) * 0.15 for name, size in sizes.items()}
-    for name in found:
+    if shape.lightning:
+        sizes |= {f"{name}.weight": (D,) for name in norms}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(size, generator=generator) * 0.15 for name, size in sizes.items()}
+    for name in weights:
         if "norm" in name:
-            found[name] += 1.0
+            weights[name] += 1.0
     if shape.lightning:
         cos, sin = rotations(shape)
-        found |= {"feat_rope.freqs_cos": cos, "feat_rope.freqs_sin": sin}
-    return found
+        weights |= {"feat_rope.freqs_cos": cos, "feat_rope.freqs_sin": sin}
+    return weights
 
 
 def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
@@ -129,50 +130,44 @@ def attention(w: Weights, name: str, x: Tensor, shape: Shape) -> Tensor:
         cos = w["feat_rope.freqs_cos"]
         sin = w["feat_rope.freqs_sin"]
 
-        def turned(x: Tensor) -> Tensor:
+        def rotate(x: Tensor) -> Tensor:
             pairs = x.view(*x.shape[:-1], -1, 2)
             return x * cos + torch.stack((-pairs[..., 1], pairs[..., 0]), -1).view_as(x) * sin
 
-        q = turned(q)
-        k = turned(k)
+        q = rotate(q)
+        k = rotate(k)
     weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
     return linear(w, f"{name}.proj", (weights @ v).transpose(1, 2).reshape(B, L, D))
 
 
 def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
     if f"{name}.w12.weight" in w:
-        one, other = linear(w, f"{name}.w12", x).chunk(2, -1)
-        return linear(w, f"{name}.w3", one * torch.sigmoid(one) * other)
+        gate, value = linear(w, f"{name}.w12", x).chunk(2, -1)
+        return linear(w, f"{name}.w3", F.silu(gate) * value)
     return linear(w, f"{name}.fc2", F.gelu(linear(w, f"{name}.fc1", x), approximate="tanh"))
 
 
 def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-    """z - ε of latents x (B, C, H, W) at times t of theirs, where 1 is the image."""
+    """z - ε of latents x (B, C, H, W) at times t (B,), where 1 is the image."""
     P = shape.patch
     rows = shape.rows
-    tokens = (
-        F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=P)
-        .flatten(2)
-        .transpose(1, 2)
-    )
-    tokens = tokens + w["pos_embed"]
+    patches = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=P)
+    tokens = patches.flatten(2).transpose(1, 2) + w["pos_embed"]
     angles = t[:, None] / 10000 ** (torch.arange(128) / 128)
-    time = linear(
-        w,
-        "t_embedder.mlp.2",
-        F.silu(linear(w, "t_embedder.mlp.0", torch.cat((angles.cos(), angles.sin()), 1))),
-    )
+    sinusoids = torch.cat((angles.cos(), angles.sin()), 1)
+    time = linear(w, "t_embedder.mlp.2", F.silu(linear(w, "t_embedder.mlp.0", sinusoids)))
     c = F.silu(time + w["y_embedder.embedding_table.weight"][y])
     for i in range(shape.depth):
-        own = linear(w, f"blocks.{i}.adaLN_modulation.1", c)[:, None].chunk(6, -1)
-        h = norm(w, f"blocks.{i}.norm1", tokens) * (1 + own[1]) + own[0]
-        tokens = tokens + own[2] * attention(w, f"blocks.{i}.attn", h, shape)
-        h = norm(w, f"blocks.{i}.norm2", tokens) * (1 + own[4]) + own[3]
-        tokens = tokens + own[5] * mlp(w, f"blocks.{i}.mlp", h)
+        modulation = linear(w, f"blocks.{i}.adaLN_modulation.1", c)[:, None].chunk(6, -1)
+        shift, scale, gate = modulation[:3]
+        h = norm(w, f"blocks.{i}.norm1", tokens) * (1 + scale) + shift
+        tokens = tokens + gate * attention(w, f"blocks.{i}.attn", h, shape)
+        shift, scale, gate = modulation[3:]
+        h = norm(w, f"blocks.{i}.norm2", tokens) * (1 + scale) + shift
+        tokens = tokens + gate * mlp(w, f"blocks.{i}.mlp", h)
     shift, scale = linear(w, "final_layer.adaLN_modulation.1", c)[:, None].chunk(2, -1)
-    out = linear(
-        w, "final_layer.linear", norm(w, "final_layer.norm_final", tokens) * (1 + scale) + shift
-    )
+    h = norm(w, "final_layer.norm_final", tokens) * (1 + scale) + shift
+    out = linear(w, "final_layer.linear", h)
     out = out.view(len(x), rows, rows, P, P, -1)[..., : shape.channels]
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), shape.channels, rows * P, rows * P)
 

@@ -23,7 +23,7 @@ from scripts.plan.report import PlanConfig, TuneConfig
 from scripts.plan.scale import ScaleConfig
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
-from tests.harness.published_models import Shape, random_weights
+from tests.harness.published_models import Shape, draw_weights
 from tests.harness.sets import save_images, save_tiny_autoencoder
 from train import train
 from training.config.compose import compose, parse_words
@@ -125,7 +125,7 @@ def run_module(name: str, words: list[str]) -> None:
         few = [*words, "count=20", "steps=1", "batch_size=10"]
         assert evaluate_run(parse_words(EvaluateConfig, few, ""))["features"]["encoder"]["kd"] < 1
     elif name == "scripts.import_weights":
-        torch.save({"ema": random_weights(PUBLISHED)}, words[0].partition("=")[2])
+        torch.save({"ema": draw_weights(PUBLISHED)}, words[0].partition("=")[2])
         local = ["encoder=vae", f"head_dim={PUBLISHED.dim // PUBLISHED.heads}"]
         assert import_weights(parse_words(WeightsConfig, [*words, *local], "")).is_file()
     elif name == "scripts.export":
