@@ -55,16 +55,14 @@ class Table:
             for (what, outcome), files in self.files.items()
         ]
         versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-        return "\n".join(
-            [
-                f"{total} faults, {time.strftime('%Y-%m-%d')}, {read_cpu_name()}, {versions}, `make "
-                "reliability`.",
-                "",
-                "| fault | outcome | times | proved by |",
-                "|---|---|---|---|",
-                *rows,
-            ]
-        )
+        lines = [
+            f"{total} faults, {time.strftime('%Y-%m-%d')}, {read_cpu_name()}, {versions}, "
+            "`make reliability`.",
+            "",
+            "| fault | outcome | times | proved by |",
+            "|---|---|---|---|",
+        ]
+        return "\n".join(lines + rows)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ import torch
 from accel.techniques.precision import LossScaler
 from data.digits import DigitLatents
 from tests.harness.denoisers import fill_zero_layers, make_denoiser
+from tests.harness.outcomes import read_columns
 from tests.harness.steps import (
     VARIANTS,
     allow_any_precision,
@@ -65,16 +66,20 @@ def test_clipping_equals_pytorchs(fused):
 @pytest.mark.parametrize("fused", [False, True])
 def test_fp16_finds_its_loss_scale_without_counting_it_as_failure(fused):
     model, step, _, loader = assemble(precision="fp16", fused_adamw=fused)
-    step.scaler.scale.fill_(2.0**40)  # gradients overflow
     before = [p.detach().clone() for p in model.parameters()]
+
+    # Gradients overflow at this scale.
+    step.scaler.scale.fill_(2.0**40)
     output = step([next(loader)])
     assert (output.skipped, output.backed_off) == (0.0, 1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert step.scaler.scale == 2.0**39
+
+    # No scale helps where the loss itself is NaN.
     batch = next(loader)
     output = step([batch._replace(latents=batch.latents * float("nan"))])
-    # the loss itself is bad: no scale helps
     assert (output.skipped, output.backed_off) == (1.0, 0.0)
+
     step.scaler.scale.fill_(1024.0)
     output = step([next(loader)])
     assert (output.skipped, output.backed_off) == (0.0, 0.0)
@@ -91,22 +96,22 @@ def test_the_loss_scale_cancels():
 
 
 def test_the_loss_scale_grows_and_backs_off_like_gradscalers():
-    ours = LossScaler(torch.device("cpu"), 8.0)
-    theirs = torch.amp.GradScaler("cpu", 8.0, growth_interval=2000)
-    good = torch.zeros(())
-    bad = torch.ones(())
+    scaler = LossScaler(CPU, 8.0)
+    reference = torch.amp.GradScaler("cpu", 8.0, growth_interval=2000)
     for _ in range(2000):
-        ours.update(good)
-    assert ours.scale == 8.0 * theirs.get_growth_factor()
-    ours.update(bad)
-    assert ours.scale == 8.0 * theirs.get_growth_factor() * theirs.get_backoff_factor()
+        scaler.update(torch.zeros(()))
+    grown = 8.0 * reference.get_growth_factor()
+    assert scaler.scale == grown
+    scaler.update(torch.ones(()))
+    assert scaler.scale == grown * reference.get_backoff_factor()
 
 
 def test_a_spike_does_not_move_the_loss_scale():
     _, step, _, loader = assemble(
         "mamba", "guards.spike_sigmas=6", "guards.spike_window=8", precision="fp16"
     )
-    step.spikes.norms.copy_(1e-6 * torch.arange(8))  # so that any step is a spike
+    # Any step is a spike after a window of such norms.
+    step.spikes.norms.copy_(1e-6 * torch.arange(8))
     step.spikes.count.fill_(8)
     output = step([next(loader)])
     assert (output.skipped, output.backed_off) == (1.0, 0.0)
@@ -115,7 +120,7 @@ def test_a_spike_does_not_move_the_loss_scale():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypatch):
-    """Memory that PyTorch takes and nobody writes to is full of NaN here."""
+    """Deterministic PyTorch fills memory with NaN that it allocates and does not write."""
     training = tiny_training("mamba", f"optim={optimizer}", fused_adamw=True)
     losses = training.step.compute_losses
     torch.use_deterministic_algorithms(True)
@@ -223,24 +228,23 @@ def test_on_a_gpu_a_captured_step_loses_as_an_uncaptured_one(runtime, accumulati
     """Ten steps with evaluation and a checkpoint in the middle, then ten more after a resume."""
     words = [
         f"runtime={runtime}",
+        f"accumulation_steps={accumulation}",
         "deterministic=true",
         "runtime.device=cuda",
         "log_every=1",
         "eval_every=5",
+        "save_every=10",
     ]
-    words += [f"accumulation_steps={accumulation}", "save_every=10"]
-    losses = {}
+    losses = []
     for graph in (False, True):
-        own = [*words, f"runtime.cuda_graph={str(graph).lower()}"]
-        run(*own, "total_samples=80", folder=f"graph-{graph}")
-        summary = run(*own, "total_samples=160", folder=f"graph-{graph}")
+        chosen = [*words, f"runtime.cuda_graph={str(graph).lower()}"]
+        folder = f"graph-{graph}"
+        run(*chosen, "total_samples=80", folder=folder)
+        summary = run(*chosen, "total_samples=160", folder=folder)
         assert summary["ledger"]["cuda_graph"]["active"] is graph
-        losses[graph] = (
-            (tmp_path / f"graph-{graph}" / "metrics.jsonl").read_text().split('"loss": ')[1:]
-        )
-        losses[graph] = [line.split(",")[0] for line in losses[graph]]
-    assert len(losses[True]) == 20
-    assert losses[True] == losses[False]
+        losses.append(read_columns(tmp_path / folder, "loss"))
+    assert len(losses[0]) == 20
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.gpu
