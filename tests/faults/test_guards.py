@@ -28,14 +28,16 @@ BURST = pytest.mark.fault(
 )
 
 
-def poison_latents(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
-    """Makes the latents of these steps NaN."""
+def poison_latents(
+    monkeypatch: pytest.MonkeyPatch, first: int, last: int, bad: float = torch.nan
+) -> None:
+    """Multiplies the latents of these steps by `bad`."""
     draw = DigitLatents.__next__
 
     def draw_poisoned(self: DigitLatents):
         batch = draw(self)
         step = int(batch.position[0]) // 8 + 1
-        factor = torch.nan if first <= step <= last else 1.0
+        factor = bad if first <= step <= last else 1.0
         return batch._replace(latents=batch.latents * factor)
 
     monkeypatch.setattr(DigitLatents, "__next__", draw_poisoned)
@@ -68,9 +70,9 @@ def assert_skipped(states: list[list[torch.Tensor]], step: int) -> None:
     "a NaN in one batch",
     "that step is skipped on the device: weights, averages, moments bit-identical",
 )
-@pytest.mark.parametrize("fused", [True, False])
-def test_one_bad_batch(fused, run, states, monkeypatch):
-    poison_latents(monkeypatch, 7, 7)
+@pytest.mark.parametrize(("bad", "fused"), [(torch.nan, True), (torch.inf, False)])
+def test_one_bad_batch(bad, fused, run, states, monkeypatch):
+    poison_latents(monkeypatch, 7, 7, bad)
     summary = run(*TWENTY_STEPS, f"runtime.fused_adamw={fused}")
     assert (summary["steps"], summary["skipped_steps"]) == (20, 1)
     assert_skipped(states, 7)
