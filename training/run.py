@@ -176,8 +176,8 @@ class Run:
         write_atomically(self.folder / "config.yaml", to_yaml(config))
         hardware = self.environment["hardware"]
         print(
-            f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n{ledger.format_line()}"
-            f"\n\n{where}",
+            f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n"
+            f"{ledger.format_line()}\n\n{where}",
             flush=True,
         )
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}

@@ -1,3 +1,3 @@
-"""The former home of `load_run`, which says where it is now."""
+"""Tells importers of this module's old name where `load_run` is now."""
 
 raise ImportError("training.sampling is the package sampling now: from sampling import load_run")

@@ -49,7 +49,7 @@ METADATA_KEY = "fastlatent"
 CHUNK_BYTES = 1 << 24
 """Bytes hashed and written at a time."""
 FLUSH_BYTES = 1 << 28
-"""Bytes written between two flushes. One flush of a large file would show no progress for minutes."""
+"""Bytes between two flushes to disk. A single flush of a large file would show no progress."""
 
 
 class Layout(Enum):

@@ -48,7 +48,8 @@ Result = TypeVar("Result")
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """Lists the complete checkpoints in `folder`, oldest first; incomplete ones have other names."""
+    """Lists the complete checkpoints in `folder`, oldest first. Incomplete ones have other
+    names."""
     folders = folder.glob("step-*")
     complete = [path for path in folders if path.name.removeprefix("step-").isdecimal()]
     return sorted(complete, key=step_of)
@@ -341,8 +342,8 @@ def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def is_same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
-    """Says whether a checkpoint of an earlier version, whose fingerprint lacks mean and std, has the
-    run's data."""
+    """Says whether a checkpoint of an earlier version, whose fingerprint lacks mean and std, has
+    the run's data."""
     then = described["spec"]
     now = run["spec"]
     earlier = {"fingerprint": now["earlier_fingerprint"], "seed": run["data"]["seed"]}

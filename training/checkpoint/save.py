@@ -206,9 +206,8 @@ class Checkpoints:
                 f"{failure}; the same command continues from the newest checkpoint."
             ) from failure
         if isinstance(failure, OSError):
-            raise UserError(
-                f"{failure}. Free space or mend the folder; {describe_resume(self.folder, self.samples)}."
-            ) from failure
+            resume = describe_resume(self.folder, self.samples)
+            raise UserError(f"{failure}. Free space or mend the folder; {resume}.") from failure
         if failure is not None:
             raise failure
 

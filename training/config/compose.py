@@ -76,7 +76,7 @@ class Composed(NamedTuple):
     overrides: list[str]
     """Words of the command, with secrets redacted."""
     source: dict[str, Any]
-    """The composed tree, with interpolations unresolved and secrets redacted, for files and logs."""
+    """The composed tree for files and logs: interpolations unresolved, secrets redacted."""
 
 
 def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:

@@ -165,7 +165,7 @@ class ParallelConfig:
 
 CHECKPOINT_POLICY = re.compile(r"blocks|selective|every_([2-9]|[1-9]\d+)")
 KernelChoice = bool | str
-"""Choice between a PyTorch definition (false) and its Triton kernel (true); "auto" measures both."""
+"""Choice of a PyTorch definition (false) or its Triton kernel (true); "auto" measures both."""
 
 
 @dataclass(frozen=True)

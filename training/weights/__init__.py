@@ -1,1 +1,1 @@
-"""Weights of other trainings, and adapters on them."""
+"""Reads weights of earlier runs, and adapters that were trained on them."""

@@ -1,10 +1,10 @@
-"""An adapter in a file: the checkpoint of its run, or a folder in PEFT's format; and a model with
-it merged in.
+"""Reads adapters from checkpoints and PEFT folders, merges them into models, and writes PEFT's
+format.
 
-PEFT (https://github.com/huggingface/peft) keeps `adapter_config.json` and
-`adapter_model.safetensors` in a folder, and calls the factors of a layer
-`base_model.model.<layer>.lora_A.weight` and `….lora_B.weight`. Ours also have a description in the
-header, by which they know their model, its latents and its classes.
+PEFT (https://github.com/huggingface/peft) stores `adapter_config.json` and
+`adapter_model.safetensors` in a folder, and names the factors of a layer
+`base_model.model.<layer>.lora_A.weight` and `….lora_B.weight`. Our files also have a description of
+the model, its latents and its classes in the header.
 """
 
 from __future__ import annotations
@@ -67,71 +67,78 @@ HARMLESS_KEYS = {
     "eva_config",
     "corda_config",
 }
-"""Keys of PEFT's configuration that change nothing of what a trained LoRA computes. Any other must
+"""Keys of PEFT's configuration that do not affect the output of a trained LoRA. All other keys must
 be off."""
 KNOWN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Ways to start a LoRA that leave the base's weights as they are."""
+"""Values of `init_lora_weights` that leave the base's weights unchanged."""
 
 
 class OpenedModel(NamedTuple):
-    """A model that was read from its file, in evaluation mode, with its adapter merged in."""
+    """A model from a file, in evaluation mode, with its adapter merged."""
 
     model: Denoiser
     description: Description
-    """What the file says of the model; for an adapter that PEFT trained, what the file of its base
-    says."""
+    """Description in the file's header; for an adapter that PEFT trained, based on its base
+    model's."""
     file: Path
-    """The file of what was trained: the adapter's, where there is one."""
+    """The adapter's file, if there is one, otherwise the model's."""
     sha256: str
-    """The hash of that file."""
+    """Hash of `file`."""
 
 
 def load_model(file: Path, device: torch.device, adapter: str | None = None) -> OpenedModel:
-    """`load_pretrained`, with the adapter merged in that `file` is, or that `adapter` names for the
-    model in `file`.
+    """Loads the model in `file`; merges the adapter that `adapter` names. If `file` itself is an
+    adapter, loads its base and merges it.
 
     ValueError if the adapter was trained on another model, or does not fit.
     """
     if adapter is not None:
-        found = Path(adapter).expanduser() / TENSORS_FILE
-        return load_adapted(
-            found if found.is_file() else find_weights_file(adapter, "adapter"), file, device
-        )
-    told = read_description(file)
-    if (note := told.adapter) is None:
-        return OpenedModel(load_pretrained(file, device)[0], told, file, hash_file(file))
-    if not (base := Path(note.base)).is_file():
+        peft_file = Path(adapter).expanduser() / TENSORS_FILE
+        if peft_file.is_file():
+            return load_adapted(peft_file, file, device)
+        return load_adapted(find_weights_file(adapter, "adapter"), file, device)
+
+    description = read_description(file)
+    note = description.adapter
+    if note is None:
+        return OpenedModel(load_pretrained(file, device)[0], description, file, hash_file(file))
+    base = Path(note.base)
+    if not base.is_file():
         raise UserError(
-            f"{file} is an adapter on {base}, which is not there; use weights=<that file> "
+            f"{file} is an adapter on {base}, which does not exist; use weights=<that file> "
             f"adapter={file} instead."
         )
     return load_adapted(file, base, device)
 
 
 def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
-    below = read_description(base)
+    """Loads the model in `base` and merges the adapter in `file`."""
+    base_description = read_description(base)
     tensors = read_tensors(file)
-    told = find_description(file) or read_peft_description(file, below, tensors)
-    note = told.adapter
-    if note is None or below.adapter is not None:
+    description = find_description(file) or read_peft_description(file, base_description, tensors)
+    note = description.adapter
+    if note is None or base_description.adapter is not None:
         wrong = f"{base} is an adapter" if note else f"{file} is a model"
         raise UserError(f"{wrong}; name a model by weights= and an adapter by adapter=.")
-    if note.base_sha256 and note.base_sha256 != (found := hash_file(base)):
+    base_sha256 = hash_file(base) if note.base_sha256 else ""
+    if base_sha256 != note.base_sha256:
         raise UserError(
             f"{file} was trained on other weights (sha256 {note.base_sha256[:12]}…) than {base} "
-            f"has ({found[:12]}…); use those."
+            f"has ({base_sha256[:12]}…); use those."
         )
 
-    # On the meta device, which allocates nothing: whether the tensors, by our names, fit.
-    with build_described(file, told, [*read_tensors(base).values(), *tensors.values()]) as model:
+    # Check on the meta device, which allocates nothing, that the tensors fit under our names.
+    all_tensors = [*read_tensors(base).values(), *tensors.values()]
+    with build_described(file, description, all_tensors) as model:
         add_adapter(model, note.node, note.labels)
-    own = find_trained_parameters(model)
-    names = {to_peft_name(name): name for name in own}
+    parameters = find_trained_parameters(model)
+    names = {to_peft_name(name): name for name in parameters}
     tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
-    refuse_misfit(file, "the adapter that it describes", tensors, own)
+    refuse_misfit(file, "the adapter that it describes", tensors, parameters)
 
-    model = build_model(told.model, told.spec, device)
-    model.load_state_dict(fit_weights(model, told.spec, base)[0])
+    # Build the model with the base's weights, and merge the adapter.
+    model = build_model(description.model, description.spec, device)
+    model.load_state_dict(fit_weights(model, description.spec, base)[0])
     add_adapter(model, note.node, note.labels)
     model.load_state_dict(model.state_dict() | tensors)
     merge_adapter(model)
@@ -141,66 +148,67 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
                 f"{file} makes {name} of the model not finite; use another checkpoint of the "
                 "adapter."
             )
-    return OpenedModel(model.eval(), told, file, hash_file(file))
+    return OpenedModel(model.eval(), description, file, hash_file(file))
 
 
 def to_peft_name(name: str) -> str:
-    """What PEFT calls a parameter of ours."""
+    """Converts a parameter's name to PEFT's."""
     if name.endswith(".prompt"):
         return PROMPT_KEY
-    return (
-        PEFT_PREFIX
-        + name.replace(".base_layer.", ".")
-        + (".weight" if name.endswith((".lora_A", ".lora_B")) else "")
-    )
+    suffix = ".weight" if name.endswith((".lora_A", ".lora_B")) else ""
+    return PEFT_PREFIX + name.replace(".base_layer.", ".") + suffix
 
 
 def read_peft_description(
-    file: Path, below: Description, tensors: Mapping[str, Tensor]
+    file: Path, base: Description, tensors: Mapping[str, Tensor]
 ) -> Description:
-    """What PEFT's own file tells of a LoRA on the model `below`; ValueError for what this version
-    does not compute."""
-    config = read_object(file.with_name(CONFIG_FILE))
+    """Describes a LoRA that PEFT trained on the model of `base`; ValueError for a configuration
+    that this version cannot compute."""
+    config_file = file.with_name(CONFIG_FILE)
+    config = read_object(config_file)
     if config.get("peft_type", "LORA") != "LORA":
         raise UserError(
-            f"{file.with_name(CONFIG_FILE)}: peft_type={str(config['peft_type'])[:80]} is not read; "
-            "LORA is."
+            f"{config_file}: peft_type={str(config['peft_type'])[:80]} is not supported; LORA is."
         )
-    figures = ("r", "lora_alpha")
-    odd = [k for k in figures if not is_figure(config.get(k)) or not math.isfinite(config[k])]
-    odd += [
+
+    # Only a plain LoRA, on unchanged weights of the base, computes the same here.
+    numbers = ("r", "lora_alpha")
+    refused = [k for k in numbers if not is_figure(config.get(k)) or not math.isfinite(config[k])]
+    refused += [
         key
         for key, value in config.items()
         if key not in HARMLESS_KEYS and value not in (None, False, "none", {}, [])
     ]
-    if config.get("init_lora_weights") not in KNOWN_STARTS:  # the others change the base
-        odd += ["init_lora_weights"]
-    if odd:
-        told = str(config.get(odd[0]))[:80]
-        raise UserError(
-            f"{file.with_name(CONFIG_FILE)}: {odd[0]}={told} is not read; plain LoRA is."
-        )
+    if config.get("init_lora_weights") not in KNOWN_STARTS:
+        refused.append("init_lora_weights")
+    if refused:
+        value = str(config.get(refused[0]))[:80]
+        raise UserError(f"{config_file}: {refused[0]}={value} is not supported; plain LoRA is.")
+
     factor = re.compile(re.escape(PEFT_PREFIX) + r"(.+)\.lora_A\.weight")
-    layers = [found[1] for found in map(factor.fullmatch, tensors) if found]
+    layers = [match[1] for match in map(factor.fullmatch, tensors) if match]
     node = {
         "_target_": "models.adapters.Lora",
         "rank": config["r"],
         "alpha": config["lora_alpha"],
         "targets": layers,
     }
-    return replace(below, adapter=AdapterNote(node, "", False, ""))
+    return replace(base, adapter=AdapterNote(node, "", False, ""))
 
 
 def write_peft(file: Path, folder: Path) -> None:
-    """Writes the adapter in a checkpoint's `file` to a new folder, as PEFT does. ValueError if it
-    holds none."""
-    told = read_description(file)
+    """Writes the adapter in a checkpoint's `file` to a new folder in PEFT's format. ValueError if
+    the file holds no adapter."""
+    description = read_description(file)
     tensors = read_tensors(file)
-    if (note := told.adapter) is None:
+    note = description.adapter
+    if note is None:
         raise UserError(
             f"{file} holds a model, no adapter; format=peft is for runs with adapter=lora or "
             "prompt."
         )
+
+    # PEFT stores the vectors of a prompt, not the MLP that computes them.
     prompts = [name.removesuffix(".prompt") for name in tensors if name.endswith(".prompt")]
     for name in prompts:
         tensors = replace_mlp(name, tensors)
@@ -216,33 +224,32 @@ def write_peft(file: Path, folder: Path) -> None:
     else:
         config |= {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"]}
         config |= {"target_modules": sorted(layers), "lora_dropout": 0.0, "bias": "none"}
-    whole = [
+
+    # The label table, if it was trained too, is a module that PEFT saves whole.
+    modules = [
         name.removesuffix(".weight").replace(".base_layer.", ".")
         for name in tensors
         if ".table." in name
     ]
-    header = {METADATA_KEY: json.dumps(asdict(replace(told, adapter=note)))}
+    header = {METADATA_KEY: json.dumps(asdict(replace(description, adapter=note)))}
+    peft_tensors = {to_peft_name(name): tensor for name, tensor in tensors.items()}
     make_folder(folder)
-    write_tensors(
-        folder / TENSORS_FILE,
-        {to_peft_name(name): tensor for name, tensor in tensors.items()},
-        header,
-    )
-    write_json(folder / CONFIG_FILE, config | {"modules_to_save": whole or None})
+    write_tensors(folder / TENSORS_FILE, peft_tensors, header)
+    write_json(folder / CONFIG_FILE, config | {"modules_to_save": modules or None})
 
 
 def replace_mlp(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with the vectors of the prompt `name` in the place of the MLP that computes them,
-    if it has one."""
-    own = {
+    """Returns the tensors with the MLP of the prompt `name`, if it has one, replaced by the vectors
+    that it computes."""
+    prompt = {
         key.removeprefix(f"{name}."): tensor
         for key, tensor in tensors.items()
         if key.startswith(f"{name}.")
     }
-    if "mlp.0.weight" not in own:
+    if "mlp.0.weight" not in prompt:
         return dict(tensors)
-    rows, width = own["prompt"].shape
-    layer = PromptedLabels(LabelEmbedding(width, rows - 1), len(own["mlp.0.weight"]))
-    layer.load_state_dict(layer.state_dict() | own)
-    kept = {key: t for key, t in tensors.items() if not key.startswith(f"{name}.mlp.")}
-    return kept | {f"{name}.prompt": layer.compute_vectors().detach()}
+    rows, width = prompt["prompt"].shape
+    layer = PromptedLabels(LabelEmbedding(width, rows - 1), len(prompt["mlp.0.weight"]))
+    layer.load_state_dict(layer.state_dict() | prompt)
+    others = {key: t for key, t in tensors.items() if not key.startswith(f"{name}.mlp.")}
+    return others | {f"{name}.prompt": layer.compute_vectors().detach()}

@@ -1,8 +1,8 @@
-"""A trained model in one file: `model.safetensors` or `ema.safetensors` of a checkpoint, wherever
-it was copied to.
+"""Loads a trained model from one file: `model.safetensors` or `ema.safetensors` of a checkpoint, or
+a copy of it.
 
-The header of the file says what the model is and what its latents are, so sampling needs nothing
-else of the run.
+The header of the file describes the model and its latents, so sampling needs no other file of the
+run.
 """
 
 from __future__ import annotations
@@ -33,44 +33,43 @@ from training.checkpoint.files import METADATA_KEY
 from training.config.build import build, is_admitted
 
 MAX_DESCRIPTION_CHARS = 2**24
-"""Characters of a description; more would take memory before anything of it can be checked."""
+"""Longest description that is parsed; a longer one would use up memory before it can be checked."""
 MODEL_SIZE_FACTOR = 4
-"""So many times the tensors and the values of a file its model may have while it is built; in the
-end, as many."""
+"""While it is built, a model may have up to this many times the tensors and values of its file;
+after loading, the same number."""
 PIN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""A commit, or a hash of weights."""
+"""A commit, or the hash of weights."""
 
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """What the header of an adapter's weights file says of the adapter and of the model that it
-    goes on."""
+    """Description of an adapter and its base in the header of the adapter's file."""
 
     node: dict[str, Any]
-    """The configuration node of the adapter."""
+    """Configuration node of the adapter."""
     base_sha256: str
     labels: bool
-    """Whether the label table was trained too; it is in the file then."""
+    """True if the label table was trained too, and is in the file."""
     base: str
-    """The weights file of the model, where it lay when the adapter was trained."""
+    """Path of the base's weights file when the adapter was trained."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What the header of a weights file says."""
+    """Description of a model in the header of its weights file."""
 
     weights: Literal["model", "ema"]
     model: dict[str, Any]
-    """The configuration node of the model."""
+    """Configuration node of the model."""
     spec: LatentSpec
     step: Count
     adapter: AdapterNote | None = None
-    """Of a file that holds an adapter only."""
+    """Set if the file holds only an adapter."""
 
 
 @contextmanager
 def explain_read_errors(file: Path) -> Iterator[None]:
-    """ValueError where the block cannot read `file` as safetensors."""
+    """Turns an error of reading `file` as safetensors into a ValueError."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -80,8 +79,8 @@ def explain_read_errors(file: Path) -> Iterator[None]:
 
 
 def find_description(file: Path) -> Description | None:
-    """What the header of a weights file says, checked; None if the file is none of ours. ValueError
-    for a false one."""
+    """Reads and checks the description in a file's header; None if the file is none of ours.
+    ValueError if the description is invalid."""
     with explain_read_errors(file), safe_open(file, "pt") as opened:
         text = (opened.metadata() or {}).get(METADATA_KEY)
     if text is None:
@@ -92,53 +91,57 @@ def find_description(file: Path) -> Description | None:
             f"{refusal} has {len(text)} characters; more than {MAX_DESCRIPTION_CHARS} are not read."
         )
     try:
-        told = TypeAdapter(Description).validate_json(text, strict=True)
+        description = TypeAdapter(Description).validate_json(text, strict=True)
     except ValidationError as error:
         raise UserError(
             f"{refusal} {describe_first_fault(error, 'description of a model')}; use another copy."
         ) from error
-    faults = find_wrong_lengths(told.spec)
-    classes = len(told.spec.class_names)
-    if classes not in (0, told.spec.num_classes):
-        faults.append(
-            f"there are names of {classes} classes, and there are {told.spec.num_classes}"
-        )
+
+    # Check what types cannot express.
+    spec = description.spec
+    faults = find_wrong_lengths(spec)
+    classes = len(spec.class_names)
+    if classes not in (0, spec.num_classes):
+        faults.append(f"there are names of {classes} classes, and there are {spec.num_classes}")
     if faults:
         raise UserError(f"{refusal} contradicts itself: {faults[0]}; use another copy.")
-    return told
+    return description
 
 
 def read_description(file: Path) -> Description:
-    """The same for a file that must be one of ours."""
-    if (told := find_description(file)) is None:
+    """Reads and checks the description in a file's header; ValueError if the file is none of
+    ours."""
+    description = find_description(file)
+    if description is None:
         raise UserError(
             f"{file} does not say which model it holds; name a file of a checkpoint of ours."
         )
-    return told
+    return description
 
 
 def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentSpec]:
-    """The model in evaluation mode, and the latents it knows; ValueError if the file does not
-    describe its model.
+    """Loads the model in evaluation mode, and the spec of its latents; ValueError if the file does
+    not describe its model.
 
-    A file comes from anywhere, so its `_target_`s may only name classes of the package `models`,
-    and of packages that this command has admitted itself; nothing is allocated before its shapes
-    are those of the tensors that are there.
+    A file may come from anywhere, so its `_target_`s may name only classes of the package `models`
+    and of packages that this command has admitted. Memory is allocated only after the shapes of the
+    model and of the file's tensors agree.
     """
-    told = read_description(file)
+    description = read_description(file)
     tensors = read_tensors(file)
-    with build_described(file, told, tensors.values()) as model:
-        own = model.state_dict()
-    refuse_misfit(file, "the model that it describes", tensors, own)
+    with build_described(file, description, tensors.values()) as model:
+        meta_tensors = model.state_dict()
+    refuse_misfit(file, "the model that it describes", tensors, meta_tensors)
     model = model.to_empty(device=device)
     model.init_weights()
     model.load_state_dict(tensors)
-    return model.eval(), told.spec
+    return model.eval(), description.spec
 
 
-def refuse_foreign_targets(file: Path, told: Description) -> None:
-    """ValueError if a description names a class that is no part of a model of ours."""
-    for name in list_targets([told.model, told.adapter and told.adapter.node]):
+def refuse_foreign_targets(file: Path, description: Description) -> None:
+    """ValueError if a description names a class outside of our models and admitted extensions."""
+    note = description.adapter
+    for name in list_targets([description.model, note and note.node]):
         if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
             raise UserError(
                 f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do "
@@ -149,42 +152,43 @@ def refuse_foreign_targets(file: Path, told: Description) -> None:
 
 @contextmanager
 def build_described(
-    file: Path, told: Description, tensors: Collection[Tensor]
+    file: Path, description: Description, tensors: Collection[Tensor]
 ) -> Iterator[Denoiser]:
-    """The model that a file describes, on the meta device; with what the block adds to it, not much
-    larger than `tensors`. ValueError if it names classes that are none of ours, or cannot be
-    built."""
-    refuse_foreign_targets(file, told)
+    """Yields the model that a file describes, built on the meta device.
+
+    ValueError if the description names foreign classes, the model cannot be built, or it becomes,
+    with the additions of the block, much larger than `tensors`.
+    """
+    refuse_foreign_targets(file, description)
+    max_tensors = MODEL_SIZE_FACTOR * len(tensors)
+    max_values = MODEL_SIZE_FACTOR * sum(tensor.numel() for tensor in tensors)
     try:
-        with limit_parameters(
-            MODEL_SIZE_FACTOR * len(tensors),
-            MODEL_SIZE_FACTOR * sum(tensor.numel() for tensor in tensors),
-        ):
-            yield build_on_meta(told.model, told.spec)
-    except Exception as error:  # whatever a class makes of values that nobody has checked
+        with limit_parameters(max_tensors, max_values):
+            yield build_on_meta(description.model, description.spec)
+    except Exception as error:  # a class may raise anything for values that nobody has checked
         raise UserError(
             f"{file} describes a model that cannot be built: {shorten_error(error)[:600]}"
         ) from error
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a weights file, on the host and mapped rather than read; ValueError if it is
-    damaged."""
+    """Maps the tensors of a weights file into host memory; ValueError if the file is damaged."""
     with explain_read_errors(file):
         return load_file(file)
 
 
 @contextmanager
 def limit_parameters(tensors: int, values: int) -> Iterator[None]:
-    """ValueError as soon as modules built in the block have more parameters, or more values in
-    them, than so many."""
-    left = [tensors, values]
+    """ValueError as soon as the modules built in the block have more than `tensors` parameters, or
+    more than `values` values in them."""
+    remaining = [tensors, values]
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
-            left[:] = left[0] - 1, left[1] - parameter.numel()
-        if min(left) < 0:
-            raise UserError("it would be larger by far than the tensors that are there.")
+            remaining[0] -= 1
+            remaining[1] -= parameter.numel()
+        if min(remaining) < 0:
+            raise UserError("it would be much larger than the tensors in the file.")
 
     hook = register_module_parameter_registration_hook(count)
     try:
@@ -194,83 +198,93 @@ def limit_parameters(tensors: int, values: int) -> Iterator[None]:
 
 
 def refuse_misfit(
-    file: Path, what: str, found: Mapping[str, Tensor], own: Mapping[str, Tensor], hint: str = ""
+    file: Path,
+    model_name: str,
+    file_tensors: Mapping[str, Tensor],
+    model_tensors: Mapping[str, Tensor],
+    hint: str = "",
 ) -> None:
-    """ValueError with the first tensor by which what was `found` in a file differs from a model's
-    `own`, and both shapes; `what` says which model."""
-    for name in [*own, *found]:
-        there, here = (
-            f"has shape {tuple(of[name].shape)}" if name in of else "is missing"
-            for of in (found, own)
+    """ValueError with the name and shapes of the first tensor in which a file differs from a
+    model."""
+    for name in [*model_tensors, *file_tensors]:
+        in_file, in_model = (
+            f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is missing"
+            for tensors in (file_tensors, model_tensors)
         )
-        if there != here:
+        if in_file != in_model:
             raise UserError(
-                f"{file} does not fit {what}: {name[:200]} {there} in the file and {here} in the "
-                f"model{hint}."
+                f"{file} does not fit {model_name}: {name[:200]} {in_file} in the file and "
+                f"{in_model} in the model{hint}."
             )
 
 
 def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
-    """Reads the tensors of `file` for a `model` of the classes of `spec`; also says, to end a
-    sentence, what is lost.
+    """Reads the tensors of `file` for a `model` with the classes of `spec`; also returns the end of
+    a sentence about the rows of the label table, or "".
 
-    Rows of a label table follow the names of their classes. Classes that the file does not know
-    keep the rows that the model has. ValueError if another tensor does not fit, and for rows
-    without names if their number differs. All processes call it together: the model may be sharded.
+    Rows of a label table are matched by class names; classes that the file lacks keep the model's
+    rows. ValueError if another tensor does not fit, or if the number of rows without names differs.
+    All ranks call it together, for the model may be sharded.
     """
-    told = find_description(file)
+    description = find_description(file)
     tensors = read_tensors(file)
-    own = model.state_dict()
-    said = ""
+    model_tensors = model.state_dict()
+    note = ""
     tables = [
         f"{name}.table.weight"
-        for name, part in model.named_modules()
-        if isinstance(part, LabelEmbedding)
+        for name, module in model.named_modules()
+        if isinstance(module, LabelEmbedding)
     ]
-    old = spec if told is None else told.spec
-    # A spec without names may claim any number of classes, so they are not numbered here.
+
+    # A spec without names may claim a huge number of classes, so do not list numbers as names.
+    old = spec if description is None else description.spec
     named = bool(old.class_names or spec.class_names)
-    then = old.names if named else []
-    now = spec.names if named else []
-    for name in tables if then != now else []:
+    old_names = old.names if named else []
+    new_names = spec.names if named else []
+    for name in tables if old_names != new_names else []:
         shape = tensors[name].shape if name in tensors else None
-        if shape != (len(then) + 1, own[name].shape[1]):
+        model_table = model_tensors[name]
+        if shape != (len(old_names) + 1, model_table.shape[1]):
             continue
-        tensors[name], kept = reorder_labels(to_full(own[name]).detach(), tensors[name], then, now)
-        few = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
-        said = (
-            f"; kept {len(kept)} of {len(then)} rows of the label table by the names of their "
-            f"classes{few}, and the null row; new rows: {len(now) - len(kept)}"
+        table = to_full(model_table).detach()
+        tensors[name], kept = reorder_labels(table, tensors[name], old_names, new_names)
+        examples = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
+        note = (
+            f"; kept {len(kept)} of {len(old_names)} rows of the label table by the names of their "
+            f"classes{examples}, and the null row; new rows: {len(new_names) - len(kept)}"
         )
-    hint = "" if told else ", and the file names no classes"
-    refuse_misfit(file, "this model", tensors, own, hint)
-    return tensors, said
+    hint = "" if description else ", and the file names no classes"
+    refuse_misfit(file, "this model", tensors, model_tensors, hint)
+    return tensors, note
 
 
 def reorder_labels(
-    own: Tensor, found: Tensor, then: Sequence[str], now: Sequence[str]
+    new_table: Tensor, old_table: Tensor, old_names: Sequence[str], new_names: Sequence[str]
 ) -> tuple[Tensor, list[str]]:
-    """A label table with the rows of `found` for classes of equal names and for the null label, the
-    last one, and with its `own` for the others; and those names."""
-    if len(set(then)) < len(then) or len(set(now)) < len(now):
+    """Copies rows of `old_table` into a copy of `new_table`, by class name, and the last row, the
+    null label; returns it with the names of the copied classes."""
+    if len(set(old_names)) < len(old_names) or len(set(new_names)) < len(new_names):
         raise UserError(
-            "two classes have one name, so rows of the label table cannot go by names; rename one."
+            "two classes have the same name, so rows of the label table cannot be matched by name; "
+            "rename one."
         )
-    rows, places = ({name: row for row, name in enumerate(names)} for names in (then, now))
-    kept = [name for name in now if name in rows]
-    table = own.clone()
-    table[[*(places[name] for name in kept), -1]] = found[[*(rows[name] for name in kept), -1]].to(
-        table
-    )
+    old_rows = {name: row for row, name in enumerate(old_names)}
+    new_rows = {name: row for row, name in enumerate(new_names)}
+    kept = [name for name in new_names if name in old_rows]
+    sources = [*(old_rows[name] for name in kept), -1]
+    targets = [*(new_rows[name] for name in kept), -1]
+    table = new_table.clone()
+    table[targets] = old_table[sources].to(table)
     return table, kept
 
 
 def is_part_of_model(target: Any) -> bool:
+    """Says whether a `_target_` is in `models` or an admitted extension."""
     return str(target).startswith("models.") or is_admitted(target)
 
 
 def list_targets(node: Any) -> Iterator[Any]:
-    """Every `_target_` in a configuration tree."""
+    """Yields every `_target_` in a configuration tree."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from [value] if key == "_target_" else list_targets(value)
@@ -280,15 +294,15 @@ def list_targets(node: Any) -> Iterator[Any]:
 
 
 def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
-    """Builds the denoiser for `spec` on `device`, initialised."""
+    """Builds and initialises the denoiser for `spec` on `device`."""
     model = build_on_meta(node, spec).to_empty(device=device)
     model.init_weights()
     return model
 
 
 def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
-    """Builds the denoiser for `spec` on the meta device, which takes no memory: it has shapes and
-    no values."""
+    """Builds the denoiser for `spec` on the meta device: its tensors have shapes but no values or
+    memory."""
     shape = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     with torch.device("meta"):
         return build(node, "model", kind=nn.Module, **shape)
@@ -297,22 +311,25 @@ def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
 def build_autoencoder(
     spec: LatentSpec, device: torch.device, path: str | None = None
 ) -> Autoencoder:
-    """The autoencoder that made the latents, or the same one at `path`; ValueError if its weights
-    are others."""
+    """Builds the autoencoder that encoded the latents, or a copy of it at `path`; ValueError if its
+    weights have another hash."""
+    # The latents may come from anywhere, so their encoder must be one of our classes.
     node = spec.encoder if path is None else spec.encoder | {"path": path}
-    named = list(list_targets(node))  # by whoever made the latents or the weights
-    if len(named) != 1 or not is_part_of_model(named[0]):
+    targets = list(list_targets(node))
+    if len(targets) != 1 or not is_part_of_model(targets[0]):
         raise UserError(
-            f"the latents name {str(named)[:200]} as their encoder, which is none; do not trust "
-            "where they are from."
+            f"the latents name {str(targets)[:200]} as their encoder, which is none; do not trust "
+            "their source."
         )
-    place = node.get("path")
+
+    # Download only weights that a hash or commit identifies.
+    source = node.get("path")
     pinned = any(PIN.fullmatch(str(pin)) for pin in (spec.encoder_sha256, node.get("revision")))
-    is_here = not isinstance(place, str) or os.path.exists(os.path.expanduser(place))
+    is_here = not isinstance(source, str) or os.path.exists(os.path.expanduser(source))
     if path is None and not pinned and not is_here:
         raise UserError(
-            f"the latents name the encoder {str(place)[:200]}, which is nothing on this disk, and "
-            "no hash or commit says which weights were meant, so no hub is asked for them; use "
+            f"the latents name the encoder {str(source)[:200]}, which does not exist on this disk, "
+            "and no hash or commit identifies its weights, so no hub is asked for them; use "
             "encoder=<folder> with the autoencoder, or correct encoder.path in the latents' "
             "manifest.json."
         )
