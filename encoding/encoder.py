@@ -241,7 +241,7 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
     all_images = (image for _, _, shard_images in plan.shards for image in shard_images)
     first = list(islice(all_images, batches * cfg.batch_size))
     with encoder.time_part("decode"):
-        items = list(make_decoded_images([entry for _, entry in first], cfg))
+        items = [item for item in make_decoded_images([entry for _, entry in first], cfg)]
     count = 0
     size = 0
     with encoder.time_part("encode"):
