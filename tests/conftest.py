@@ -41,7 +41,7 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory):
+def own_cache(tmp_path_factory):
     """A cache folder for this process's tests, which leave ~/.cache alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -79,7 +79,7 @@ def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def techniques_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def techniques_of_a_gpu(monkeypatch):
     """Makes available anywhere the techniques whose losses and bytes a CPU shows as well as a
     GPU."""
     for kind in TECHNIQUES:
@@ -90,18 +90,18 @@ def techniques_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_compiler(monkeypatch):
     """Compiles with a backend that traces as Inductor does and generates no code."""
     monkeypatch.setattr(Compile, "backend", "aot_eager")
 
 
 @pytest.fixture
-def any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def any_precision(monkeypatch):
     allow_any_precision(monkeypatch)
 
 
 @pytest.fixture
-def kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def kernels_on_a_cpu(monkeypatch, tmp_path: Path):
     """Makes fused kernels available on a CPU, with an empty cache of their proofs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(FusedKernel, "find_obstacle", lambda self: None)
@@ -130,12 +130,12 @@ def assets() -> Path:
 
 
 @pytest.fixture(scope="module")
-def vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vae(tmp_path_factory) -> Path:
     return save_tiny_autoencoder("AutoencoderKL", tmp_path_factory.mktemp("vae"))
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory) -> Path:
     """20 images in 2 classes. Read only."""
     return save_images(tmp_path_factory.mktemp("photos"), ("cat", "dog"), per_class=10)
 
@@ -164,7 +164,7 @@ def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
 
 
 @pytest.fixture
-def own_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_code(monkeypatch) -> Iterator[None]:
     """Starts with no admitted package; the next test may have another package `myproj`."""
     monkeypatch.setattr(build, "admitted_packages", set())
     yield

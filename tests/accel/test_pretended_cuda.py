@@ -76,12 +76,12 @@ def get_result(results: Results, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def steps(tmp_path_factory) -> Results:
     return run_worker("steps", tmp_path_factory.mktemp("steps"))
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def compiled(tmp_path_factory) -> Results:
     return run_worker("compiled", tmp_path_factory.mktemp("compiled"))
 
 

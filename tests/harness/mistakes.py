@@ -102,8 +102,8 @@ MISTAKES: dict[str, str] = {
         "fsdp=true is not spelled so here; use runtime.parallel.mode=fsdp (off: none)."
     ),
     "train.py +runtime.parallel.nccl.NCCL_NET_PLUGIN=mine.so": (
-        "runtime.parallel.nccl.NCCL_NET_PLUGIN may not be set here, for some variables of NCCL load "
-        "code or write files; set it in the environment of the command: NCCL_NET_PLUGIN=<value>."
+        "runtime.parallel.nccl.NCCL_NET_PLUGIN may not be set here, for some variables of NCCL "
+        "load code or write files; set it in the environment of the command: NCCL_NET_PLUGIN=<value>."
     ),
     "train.py extensions=[no_such_package]": (
         "extensions=[no_such_package]: there is no package no_such_package that Python can "

@@ -7,7 +7,7 @@ import sys
 from training.config import build
 
 
-def forget_package() -> None:
+def forget_package():
     """Forgets the package `myproj` and that it was admitted, as in another process."""
     build.admitted_packages.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "myproj"]:

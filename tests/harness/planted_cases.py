@@ -41,7 +41,7 @@ def is_killed(case: Case, cfg: BenchConfig) -> dict[str, Any]:
     return {}
 
 
-def plan_job(*measures: Any, seconds: float = 0.1) -> Job:
+def plan_job(*measures, seconds: float = 0.1) -> Job:
     cases = [Case(f"case {i}", measure, seconds=seconds) for i, measure in enumerate(measures)]
     return Job("python -m scripts.bench step", BenchConfig(setting="tiny", name="step_tiny"), cases)
 

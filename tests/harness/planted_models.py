@@ -81,7 +81,7 @@ class Fused(torch.autograd.Function):
 class PlantedBlock(nn.Module):
     """Keeps the block contract; `fused_scan` chooses its activation."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int):
         super().__init__()
         self.linear = nn.Linear(dim, dim)
         self.fused_scan = False
@@ -96,12 +96,12 @@ class PlantedBlock(nn.Module):
 
 
 class PlantedModel(nn.Module):
-    def __init__(self, dim: int = 16, depth: int = 3) -> None:
+    def __init__(self, dim: int = 16, depth: int = 3):
         super().__init__()
         self.dim = dim
         self.blocks = nn.ModuleList(PlantedBlock(dim) for _ in range(depth))
 
-    def forward(self, samples: int = 2) -> None:
+    def forward(self, samples: int = 2):
         branch = torch.zeros(samples, 5, self.dim)
         cond = torch.zeros(samples, 3, self.dim)
         state = branch, torch.ones(samples, self.dim), torch.zeros_like(branch)

@@ -35,7 +35,7 @@ class Fixed(Denoiser):
         mixer: Any,
         mlp_ratio: float,
         drop_path: float,
-    ) -> None:
+    ):
         image = {"channels": channels, "height": height, "width": width, "num_classes": num_classes}
         sizes = {
             "dim": dim,
@@ -50,14 +50,14 @@ class Fixed(Denoiser):
 class Looking(Denoiser):
     """Reads a value, which fake tensors do not have."""
 
-    def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
+    def forward(self, x: Tensor, *others, **more) -> Tensor:
         return super().forward(x, *others, **more) * (1.0 if float(x.sum()) else 2.0)
 
 
 class Planted(Denoiser):
     """Has the fault of the size of its batch."""
 
-    def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
+    def forward(self, x: Tensor, *others, **more) -> Tensor:
         fault = FAULTS.get(len(x))
         if fault == "slow":
             time.sleep(0.15)

@@ -52,27 +52,27 @@ class Nothing:
 
     cuda_stream = 0
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_, **__):
         pass
 
     def __enter__(self) -> Nothing:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_):
         pass
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         pass
 
-    def wait_stream(self, other: Any) -> None:
+    def wait_stream(self, other):
         pass
 
 
-def always(value: Any) -> Callable[..., Any]:
+def always(value) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def pretend_device() -> None:
+def pretend_device():
     """Lets PyTorch's Python side find one H100, and its C++ side count one device."""
     from torch._subclasses import fake_tensor
 
@@ -109,7 +109,7 @@ def pretend_device() -> None:
     torch.autograd.set_multithreading_enabled(False)
 
 
-def pretend_launches() -> None:
+def pretend_launches():
     """Replaces what fake tensors cannot do: launch Triton, choose an attention backend, page-lock
     memory."""
     for module in (accel.kernels.counter_noise, accel.techniques.weights):
@@ -143,7 +143,7 @@ def attend(
     return ops._scaled_dot_product_flash_attention(q, k, v)[0]
 
 
-def fused_update(lists: int, *tensors: list[Tensor], **options: Any) -> None:
+def fused_update(lists: int, *tensors: list[Tensor], **options):
     """Stands for an update by one kernel: checks devices and dtypes of its inputs."""
     device = tensors[0][0].device
     dtype = tensors[0][0].dtype
@@ -161,7 +161,7 @@ def fused_update(lists: int, *tensors: list[Tensor], **options: Any) -> None:
         )
 
 
-def pretend_compiler() -> None:
+def pretend_compiler():
     """Lets Inductor and Triton find the device, and keeps them from running anything on it."""
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor

@@ -100,11 +100,11 @@ class Waits(TorchDispatchMode):
     """Notes each place where the host reads a value of the device, or waits for a copy; the host
     then continues with a made-up value."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.places: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         kwargs = kwargs or {}
         if name == "_local_scalar_dense":
@@ -122,7 +122,7 @@ class Waits(TorchDispatchMode):
                 self.note(f"copies from {source.device.type} to {result.device.type}")
         return result
 
-    def note(self, event: str) -> None:
+    def note(self, event: str):
         """Adds the innermost file of this project, or of PyTorch's optimizers, to the places."""
         files = [frame.filename for frame in traceback.extract_stack()]
         known = [file for file in files if "torch/optim/" in file or "site-packages" not in file]
@@ -131,7 +131,7 @@ class Waits(TorchDispatchMode):
         self.places.append(f"{name} {event}")
 
 
-def check_devices(func: Any, args: Any, kwargs: Any) -> None:
+def check_devices(func, args, kwargs):
     """RuntimeError where an operation would write a value of the device to the host: fake scalars
     let that pass."""
     arguments = func._schema.arguments
@@ -149,7 +149,7 @@ def check_devices(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def build_blank_model(
-    device: torch.device, node: Any, spec: LatentSpec, _device: torch.device
+    device: torch.device, node, spec: LatentSpec, _device: torch.device
 ) -> Denoiser:
     """A model of fake tensors on `device`."""
     model = build_on_meta(node, spec)
@@ -165,7 +165,7 @@ def build_blank_model(
     return model
 
 
-def accept_kernels(stack: AccelerationStack, model: nn.Module, *_: Any) -> dict[str, Any]:
+def accept_kernels(stack: AccelerationStack, model: nn.Module, *_) -> dict[str, Any]:
     """Accepts every fused kernel without proof."""
     for technique in stack.techniques:
         if isinstance(technique, FusedKernel) and technique.asks_for_proof(model):
@@ -200,13 +200,13 @@ def make_batches(training: Training) -> list[Batch]:
     return [Batch(latents, numbers, numbers, numbers)] * training.cfg.accumulation_steps
 
 
-def lend_parameters(training: Training) -> None:
+def lend_parameters(training: Training):
     """Copies the parameters from the host to the device for each forward pass, as sharding does
     it."""
     model = training.model
     forward = training.step.forward
 
-    def on_device(*args: Any, **kwargs: Any) -> Tensor:
+    def on_device(*args, **kwargs) -> Tensor:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         copies = {name: t.to(CUDA, non_blocking=True) for name, t in tensors}
         with _reparametrize_module(model, copies):
@@ -215,7 +215,7 @@ def lend_parameters(training: Training) -> None:
     training.step.forward = on_device
 
 
-def take_steps(training: Training, watched: AbstractContextManager[Any]) -> None:
+def take_steps(training: Training, watched: AbstractContextManager[Any]):
     """Takes two steps; AssertionError if one returns something that is not on the device."""
     for i in range(STEP_COUNT):
         training.step.schedule(i * training.cfg.batch_size)
@@ -252,12 +252,12 @@ class Generated:
     """Records Inductor's Triton kernels and the wrapper code of its graphs. A graph runs
     uncompiled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kernels: list[str] = []
         self.codes: list[tuple[bool, str]] = []
         """For each graph whether it is a backward pass, and its wrapper's code."""
 
-    def add_kernel(self, name: str, source: str, **_: Any) -> Any:
+    def add_kernel(self, name: str, source: str, **_):
         compile(source, name, "exec")
         self.kernels.append(name)
         return SimpleNamespace(run=always(None))
@@ -271,16 +271,16 @@ class Generated:
         codegen = GraphLowering.codegen
         compile_graph = compile_fx.fx_codegen_and_compile
 
-        def note_code(lowering: GraphLowering) -> Any:
+        def note_code(lowering: GraphLowering):
             code = codegen(lowering)
             self.codes.append((lowering.is_backward, code[0].value))
             return code
 
-        def keep_uncompiled(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        def keep_uncompiled(graph: torch.fx.GraphModule, *args, **kwargs):
             copy = deepcopy(graph)
             compiled = compile_graph(graph, *args, **kwargs)
 
-            def call(inputs: list[Any]) -> Any:
+            def call(inputs: list[Any]):
                 arguments = list(inputs)
                 inputs.clear()
                 return copy(*arguments)
@@ -315,7 +315,7 @@ def run_compiled(name: str, words: str) -> dict[str, Any]:
     }
 
 
-def main(kind: str) -> None:
+def main(kind: str):
     torch.set_num_threads(1)
     pretend_device()
     pretend_launches()

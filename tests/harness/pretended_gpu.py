@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,11 +19,11 @@ READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations with which the host reads a value of the device."""
 
 
-def list_storages(values: Any) -> set[int]:
+def list_storages(values) -> set[int]:
     return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, Tensor)}
 
 
-def make_alias(value: Any) -> Any:
+def make_alias(value):
     return value.detach() if isinstance(value, Tensor) else value
 
 
@@ -32,12 +31,12 @@ class Recording(TorchDispatchMode):
     """Records each operation with its inputs and outputs, as a capture does; raises where the host
     reads a value."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: list[tuple[Any, Any, list[Tensor]]] = []
         """Operation, arguments, and its outputs in new memory."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ in READS:
             raise RuntimeError("operation not permitted when stream is capturing")
         result = func(*args, **(kwargs or {}))
@@ -58,11 +57,11 @@ class Graph:
     """A CUDA graph on a CPU: a replay runs the recorded operations again, on the tensors of the
     capture. Like a real one, it sees nothing that the step has changed since."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.recording = Recording()
         self.replays = 0
 
-    def replay(self) -> None:
+    def replay(self):
         self.replays += 1
         # The recording has already computed the step, which a real capture does not.
         if self.replays == 1:
@@ -78,7 +77,7 @@ class Graph:
 class Streams:
     """Stands for `torch.cuda`'s streams and captures, by name; entering one makes it current."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.current = "default"
 
     @contextmanager
@@ -107,11 +106,11 @@ class Streams:
 class Name(str):
     """A stream."""
 
-    def wait_stream(self, other: str) -> None:
+    def wait_stream(self, other: str):
         pass
 
 
-def pretend_graphs(monkeypatch: pytest.MonkeyPatch) -> Streams:
+def pretend_graphs(monkeypatch) -> Streams:
     """Lets `runtime.cuda_graph=true` run on a CPU."""
     streams = Streams()
     monkeypatch.setattr(CudaGraph, "find_obstacle", lambda self: None)
@@ -131,12 +130,12 @@ class Launching(TorchDispatchMode):
     """Runs the Triton launcher of each of our operators in place of its definition, on any
     device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: list[tuple[str, tuple[Any, ...], tuple[Tensor, ...]]] = []
         """Operator, its arguments, its outputs."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         operator = OPERATORS.get(name) if func.namespace == "fastlatent" else None
         if operator is None:
@@ -149,13 +148,13 @@ class Launching(TorchDispatchMode):
         return outputs
 
 
-def run_backward(outputs: Tensor | tuple[Tensor, ...]) -> None:
+def run_backward(outputs: Tensor | tuple[Tensor, ...]):
     """Runs the backward pass from what an operator returned, with random gradients."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 
-def make_profiler_event(name: str, on_gpu: bool = False, annotation: bool = False) -> Any:
+def make_profiler_event(name: str, on_gpu: bool = False, annotation: bool = False):
     """Makes an event of a millisecond as the profiler records it."""
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     facts = {

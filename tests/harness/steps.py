@@ -6,7 +6,6 @@ import functools
 import importlib.util
 from dataclasses import replace
 
-import pytest
 import torch
 
 from accel import saved_tensors
@@ -49,7 +48,7 @@ def explain_unavailable(variant: dict, device: torch.device = CPU) -> str | None
     return kind(variant[kind.key], device, **options).find_obstacle()
 
 
-def allow_any_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def allow_any_precision(monkeypatch):
     """Lets any CPU compute in 16 bits, and in 8 bits in tiny layers where torchao and this PyTorch
     can; tiny tensors count as large enough to be offloaded."""
     monkeypatch.setattr(saved_tensors, "MIN_MOVED_BYTES", 1024)

@@ -52,7 +52,7 @@ print("all of it")
 """
 
 
-def remove_technique(tree: Path, key: str, file: str, name: str) -> None:
+def remove_technique(tree: Path, key: str, file: str, name: str):
     """Removes the class (and its file, if it holds no other technique), its lines in the stack, and
     its key in the schema and the presets."""
     path = tree / file
