@@ -35,11 +35,11 @@ LATENTS: dict[str, Any] = {"channels": 4, "height": 32, "width": 32, "num_classe
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 
 
-def tensors(tree: Any) -> list[Tensor]:
+def find_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def size(tensor: Tensor) -> int:
+def count_bytes(tensor: Tensor) -> int:
     """Bytes that reading the tensor takes: an expanded dimension is read once."""
     values = 1
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -59,14 +59,14 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
-        # it calls others, which are counted
+        # an operator without a kernel calls others, which are counted instead
         if func.namespace == "fastlatent" and OPERATORS[name].kernel is None:
             with self:
                 return OPERATORS[name].definition(*args)
         out = func(*args, **(kwargs or {}))
         if not (func.is_view or func.namespace == "prim" or name == "_unsafe_view"):
-            written = {id(t): size(t) for t in tensors(out)}
-            moved = {id(t): size(t) for t in tensors((args, kwargs))} | written
+            written = {id(t): count_bytes(t) for t in find_tensors(out)}
+            moved = {id(t): count_bytes(t) for t in find_tensors((args, kwargs))} | written
             if sum(moved.values()) and not name.startswith(("empty", "new_empty")):
                 self.calls[name] += 1
                 self.bytes[name] += sum(moved.values())
@@ -74,28 +74,29 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-class Counted(NamedTuple):
-    """A sample's share in one block, and how often each op runs."""
+class BlockTraffic(NamedTuple):
+    """What one block keeps and moves per sample, and how often each op runs."""
 
     kept: float
     """Bytes kept for the backward pass, each storage once."""
     calls: tuple[Counter[str], Counter[str]]
-    """Forward and backward."""
+    """Calls of each op, forward and backward."""
     moves: tuple[dict[str, float], dict[str, float]]
+    """Bytes that each op moves, forward and backward."""
 
-    def moved(self, op: str) -> float:
-        """Bytes in both passes."""
+    def count_moved(self, op: str) -> float:
+        """Bytes that an op moves in both passes."""
         return sum(way.get(op, 0.0) for way in self.moves)
 
-    def sums(self, ops: tuple[str, ...] | None) -> tuple[list[int], list[float]]:
+    def sum_ops(self, ops: tuple[str, ...] | None) -> tuple[list[int], list[float]]:
         """Calls and bytes of the products, or with None of all other ops, forward and backward."""
         belongs = (lambda op: op not in PRODUCTS) if ops is None else ops.__contains__
         calls = [sum(n for op, n in way.items() if belongs(op)) for way in self.calls]
         return calls, [sum(n for op, n in way.items() if belongs(op)) for way in self.moves]
 
 
-def uninitialised(build_model: Callable[[], Any]) -> Any:
-    """A model without values, on the CPU; under a FakeTensorMode without memory."""
+def build_uninitialised(build_model: Callable[[], Any]) -> Any:
+    """Builds a model without values on the CPU; under a FakeTensorMode without memory."""
     with torch.device("meta"):
         model = build_model()
     for module in model.modules():
@@ -106,8 +107,8 @@ def uninitialised(build_model: Callable[[], Any]) -> Any:
     return model
 
 
-def switched(model: nn.Module, off: tuple[str, ...] = ()) -> Any:
-    """The fused operators on, except those named."""
+def switch_kernels(model: nn.Module, off: tuple[str, ...] = ()) -> Any:
+    """Switches the fused operators on, except those named in `off`."""
     for module in model.modules():
         for switch in KERNEL_KEYS:
             if hasattr(module, switch):
@@ -115,20 +116,22 @@ def switched(model: nn.Module, off: tuple[str, ...] = ()) -> Any:
     return model
 
 
-def once(
-    block: nn.Module, batch: int, tokens: int, dim: int, modulations: int
-) -> tuple[int, Traffic, Traffic]:
-    """Bytes kept by one pass of a block at a batch size, and what both passes move."""
+def run_block(model: Any, batch: int) -> tuple[int, Traffic, Traffic]:
+    """Runs both passes of a model's second block; returns the bytes that the forward pass keeps,
+    and what each pass moves."""
+    block = model.blocks[1]
+    tokens = model.tokens
+    dim = model.dim
     branch = torch.empty(batch, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
     gate = torch.empty(batch, dim, dtype=torch.bfloat16, requires_grad=True)
     residual = torch.empty(batch, tokens, dim, requires_grad=True)
-    cond = torch.empty(batch, modulations, dim, dtype=torch.bfloat16, requires_grad=True)
-    own = {p.untyped_storage()._cdata for p in (*block.parameters(), *block.buffers())}
+    cond = torch.empty(batch, model.modulations, dim, dtype=torch.bfloat16, requires_grad=True)
+    weights = {p.untyped_storage()._cdata for p in (*block.parameters(), *block.buffers())}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
-        if storage not in own:
+        if storage not in weights:
             kept[storage] = tensor
         return tensor
 
@@ -149,21 +152,19 @@ def once(
     return sum(t.untyped_storage().nbytes() for t in kept.values()), forward, backward
 
 
-def count(build_model: Callable[[], Any], off: tuple[str, ...] = ()) -> Counted:
-    """Of the second block of a model: the slope between two batch sizes, so that weights and their
-    casts drop out."""
+def count_block(build_model: Callable[[], Any], off: tuple[str, ...] = ()) -> BlockTraffic:
+    """Counts the second block of a model: the slope between two batch sizes, so that weights and
+    their casts drop out."""
     with FakeTensorMode():
-        model = switched(uninitialised(build_model), off)
-        few, many = [
-            once(model.blocks[1], n, model.tokens, model.dim, model.modulations) for n in BATCHES
-        ]
+        model = switch_kernels(build_uninitialised(build_model), off)
+        few, many = (run_block(model, batch) for batch in BATCHES)
     step = BATCHES[1] - BATCHES[0]
 
     def slope(less: Traffic, more: Traffic) -> dict[str, float]:
         return {op: (more.bytes[op] - less.bytes[op]) / step for op in more.bytes}
 
     moves = (slope(few[1], many[1]), slope(few[2], many[2]))
-    return Counted((many[0] - few[0]) / step, (many[1].calls, many[2].calls), moves)
+    return BlockTraffic((many[0] - few[0]) / step, (many[1].calls, many[2].calls), moves)
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,12 @@ def main() -> None:
     with report_user_errors():
         cfg, words = split_words(TrafficConfig, sys.argv[1:], __doc__ or "")
         node = compose(words).cfg.model
-        counted = count(lambda: build(node, "model", **LATENTS), tuple(cfg.off))
+        counted = count_block(lambda: build(node, "model", **LATENTS), tuple(cfg.off))
     tokens = LATENTS["height"] * LATENTS["width"] // node["patch_size"] ** 2
     rows: list[tuple[Any, ...]] = [
         ("op", "calls, forward", "bytes a token", "calls, backward", "bytes a token")
     ]
-    for op in sorted(counted.moves[0] | counted.moves[1], key=lambda op: -counted.moved(op)):
+    for op in sorted(counted.moves[0] | counted.moves[1], key=lambda op: -counted.count_moved(op)):
         pairs = [
             (calls[op], round(moved.get(op, 0.0) / tokens))
             for calls, moved in zip(*counted[1:], strict=True)
@@ -191,7 +192,7 @@ def main() -> None:
         rows.append((op, *pairs[0], *pairs[1]))
     print(format_table(rows))
     for what, ops in (("products", PRODUCTS), ("everything else", None)):
-        calls, moved = counted.sums(ops)
+        calls, moved = counted.sum_ops(ops)
         print(
             f"{what}: {calls[0]} + {calls[1]} calls, {moved[0] / tokens:,.0f} + "
             f"{moved[1] / tokens:,.0f} bytes a token"

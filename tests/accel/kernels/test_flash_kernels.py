@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 
 
 class Handle:
-    """Of planted kernels; counts those that are in place."""
+    """Planted kernels; counts the activated ones."""
 
     active = 0
 
@@ -35,7 +35,7 @@ class Handle:
 
 @pytest.fixture(autouse=True)
 def planted(monkeypatch):
-    """Both implementations can be had, on any machine."""
+    """Makes both implementations available on any machine."""
     monkeypatch.setattr(
         attention._registry, "_FLASH_ATTENTION_IMPLS", {"FA3": Handle, "FA4": Handle}
     )
@@ -47,76 +47,74 @@ def planted(monkeypatch):
     assert Handle.active == 0
 
 
-def observed(value, op=FLASH, layers=2):
-    """What the ledger says of two attention layers in whose block `op` ran twice."""
+def observe(value, op=FLASH):
+    """The ledger's row for two attention layers in whose block `op` ran twice."""
     technique = AttentionBackend(value, CUDA)
     technique.on_process()
-    technique.layers = [[torch.nn.Identity()] * layers]
+    technique.layers = [[torch.nn.Identity()] * 2]
     call = BlockEvidence(
-        1, 2, torch.float32, torch.float32, (True, True), frozenset(), Counter({op: layers})
+        1, 2, torch.float32, torch.float32, (True, True), frozenset(), Counter({op: 2})
     )
     return technique.observe(Evidence(blocks=[[call]]))
 
 
 def test_the_values_are_set_both_ways():
-    for value, name in (
-        ("flash3", "FA3"),
-        ("flash4", "FA4"),
-        ("flash3", "FA3"),
-        ("flash", None),
-        ("auto", None),
-    ):
+    names = {"flash3": "FA3", "flash4": "FA4"}
+    for value in ("flash3", "flash4", "flash3", "flash", "auto"):
+        name = names.get(value)
         AttentionBackend(value, CUDA).on_process()
         assert attention.current_flash_attention_impl() == name
         assert Handle.active == (name is not None)
 
 
-def test_the_ledger_names_the_kernels_that_pytorch_reports(monkeypatch):
-    assert observed("flash3").active == "flash3"
-    assert observed("flash3").evidence == "flash3 in 2 of 2 layers; PyTorch says that FA3 is active"
-    assert observed("flash4").active == "flash4"
-    assert observed("flash") == ("flash", "flash in 2 of 2 layers")
-    # another backend ran
-    assert observed("flash3", op="aten::_scaled_dot_product_attention_math").active == "math"
-    monkeypatch.setattr(AttentionBackend, "on_process", lambda self: None)
+@pytest.mark.parametrize(
+    ("value", "op", "active"),
+    [
+        ("flash3", FLASH, "flash3"),
+        ("flash4", FLASH, "flash4"),
+        ("flash", FLASH, "flash"),
+        ("flash3", "aten::_scaled_dot_product_attention_math", "math"),
+        # the registry names FA3 while the op of the CPU ran
+        ("flash3", "aten::_scaled_dot_product_flash_attention_for_cpu", "flash"),
+    ],
+)
+def test_the_ledger_names_the_kernels_that_pytorch_reports(value, op, active):
+    assert observe(value, op).active == active
+
+
+def test_the_ledger_believes_pytorch_and_not_the_request(monkeypatch):
+    evidence = "flash3 in 2 of 2 layers; PyTorch says that FA3 is active"
+    assert observe("flash3").evidence == evidence
     attention.restore_flash_attention_impl(_raise_warn=False)
-    assert observed("flash3").active == "flash"  # never activated
+    monkeypatch.setattr(AttentionBackend, "on_process", lambda self: None)
+    assert observe("flash3").active == "flash"
     attention.activate_flash_attention_impl("FA4")
-    assert observed("flash").active == "flash4"  # and one that nobody asked for
-
-
-def test_on_a_cpu_no_such_kernel_is_claimed():
-    """Where the registry says FA3 and the op of the CPU ran."""
-    assert (
-        observed("flash3", op="aten::_scaled_dot_product_flash_attention_for_cpu").active == "flash"
-    )
+    assert observe("flash").active == "flash4"
 
 
 def test_layers_ask_for_flash_and_a_refusal_brings_back_pytorchs_own(monkeypatch):
     model, step, stack, loader = assemble("dit", attention="flash3")
     assert {block.layers[0].attention_backend for block in model.blocks} == {"flash"}
-    own = step.forward
-    refused = []
+    forward = step.forward
 
-    def refusing(*inputs):
+    def refuse(*inputs):
         if attention.current_flash_attention_impl():
-            refused.append(True)
             raise RuntimeError("FA3 SDPA forward unsupported: inputs must be CUDA tensors")
-        return own(*inputs)
+        return forward(*inputs)
 
-    step.forward = refusing
+    step.forward = refuse
     with pytest.warns(UserWarning, match="flash3 attention does not take"):
         ledger = stack.warm_up(lambda: step([next(loader)]), model.blocks)
     row = next(r for r in ledger if r.key == "attention")
-    assert (row.active, row.missing, refused) == ("flash", True, [True])
+    assert (row.active, row.missing) == ("flash", True)
     assert attention.current_flash_attention_impl() is None
 
 
 def test_a_package_that_does_not_load_is_a_sentence(monkeypatch):
-    def broken():
+    def fail():
         raise ImportError("libcudart.so.12: cannot open shared object file\nmore")
 
-    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA3", broken)
+    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA3", fail)
     with pytest.raises(
         ValueError, match=r"^runtime\.attention=flash3: .*libcudart.*; reinstall it or use [^\n]*$"
     ):
@@ -124,54 +122,28 @@ def test_a_package_that_does_not_load_is_a_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "device", "capability", "listed", "package", "sentence"),
+    ("value", "capability", "absent", "sentence"),
     [
-        (
-            "flash3",
-            CPU,
-            None,
-            True,
-            True,
-            "FlashAttention-3 needs an NVIDIA GPU; this run is on cpu; ",
-        ),
-        ("flash3", CUDA, (10, 0), True, True, "FlashAttention-3 needs compute capability 9.x; "),
-        (
-            "flash4",
-            CUDA,
-            (12, 0),
-            True,
-            True,
-            "FlashAttention-4 needs compute capability 9.x or 10.x; ",
-        ),
-        ("flash4", CUDA, (9, 0), False, True, "does not list FA4; "),
-        (
-            "flash3",
-            CUDA,
-            (9, 0),
-            True,
-            False,
-            "needs flash_attn_interface, which is not installed: build it from",
-        ),
-        ("flash4", CUDA, (10, 0), True, False, "not installed: pip install flash-attn-4, or "),
-        ("flash4", CUDA, (10, 3), True, True, None),
+        ("flash3", (10, 0), None, "FlashAttention-3 needs compute capability 9.x; "),
+        ("flash4", (12, 0), None, "FlashAttention-4 needs compute capability 9.x or 10.x; "),
+        ("flash4", (9, 0), "listing", "does not list FA4; "),
+        ("flash3", (9, 0), "package", "needs flash_attn_interface, which is not installed: build"),
+        ("flash4", (10, 0), "package", "not installed: pip install flash-attn-4, or "),
     ],
 )
-def test_what_they_need_is_said_in_a_sentence(
-    value, device, capability, listed, package, sentence, monkeypatch
-):
+def test_what_they_need_is_said_in_a_sentence(value, capability, absent, sentence, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(
-        attention_backend, "list_flash_attention_impls", lambda: ["FA3", "FA4"] if listed else []
-    )
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if package else None)
-    found = AttentionBackend(value, device).find_obstacle()
-    assert found is None if sentence is None else sentence in found
-    assert (
-        sentence is None
-        or found.endswith("use runtime.attention=flash on this GPU.")
-        or found.endswith("=flash.")
-    )
+    listed = [] if absent == "listing" else ["FA3", "FA4"]
+    monkeypatch.setattr(attention_backend, "list_flash_attention_impls", lambda: listed)
+    package = None if absent == "package" else object()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
+    obstacle = AttentionBackend(value, CUDA).find_obstacle()
+    assert sentence in obstacle
+    assert "use runtime.attention=flash" in obstacle
+    monkeypatch.undo()
+    on_cpu = AttentionBackend(value, CPU).find_obstacle()
+    assert "needs an NVIDIA GPU; this run is on cpu; " in on_cpu
 
 
 def test_a_package_without_the_module_is_not_installed():

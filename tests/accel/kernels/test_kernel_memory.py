@@ -3,106 +3,102 @@ tensors."""
 
 from __future__ import annotations
 
+import json
 import re
+from functools import cache
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.nn.functional import mse_loss
 
 from common.files import ROOT
-from tests.harness.block_traffic import LATENTS, Traffic, count, once, switched, uninitialised
+from tests.harness.block_traffic import (
+    LATENTS,
+    BlockTraffic,
+    Traffic,
+    build_uninitialised,
+    count_block,
+    run_block,
+    switch_kernels,
+)
 from tests.harness.denoisers import make_denoiser
 from training.config.build import build
 from training.config.compose import compose
 
-FITS = 72e9
+USABLE_BYTES = 72e9
 """Bytes that a run may take of a GPU of 80 GB."""
 COMMAND = re.compile(r"train\.py ((?:\S+=\S+ ?)+)")
 
 
-def of_model(*words: str):
-    composed = compose(list(words)).cfg
-    return composed, lambda: build(composed.model, "model", **LATENTS)
+@cache
+def count_model(node: str) -> BlockTraffic:
+    """Counts a model from its configuration as JSON."""
+    return count_block(lambda: build(json.loads(node), "model", **LATENTS))
 
 
 @pytest.mark.parametrize(
     ("name", "megabytes"), [("mamba_b", 5.0), ("ssd_mlp_b", 8.1), ("conv_b", 8.5), ("dit_b", 8.7)]
 )
 def test_a_block_keeps_no_more_for_its_backward_pass(name, megabytes):
-    """A sample's share, with the fused operators on, under bf16 autocast, at 256 tokens."""
-    kept = count(of_model(f"model={name}")[1]).kept / 1e6
+    """Per sample, with the fused operators on, under bf16 autocast, at 256 tokens."""
+    kept = count_model(json.dumps(compose([f"model={name}"]).cfg.model)).kept / 1e6
     assert 0.95 * megabytes < kept <= megabytes
 
 
 @pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "conv", "dit"])
 def test_fake_tensors_are_kept_as_real_ones_are(family):
-    found = []
+    kept = []
     for mode in (FakeTensorMode(), torch.device("cpu")):
         with mode:
-            model = switched(uninitialised(lambda: make_denoiser(family)))
-            found.append(once(model.blocks[1], 2, model.tokens, model.dim, model.modulations)[0])
-    assert found[0] == found[1] > 0
+            model = switch_kernels(build_uninitialised(lambda: make_denoiser(family)))
+            kept.append(run_block(model, 2)[0])
+    assert kept[0] == kept[1] > 0
 
 
-def gpu_commands() -> list[str]:
+def find_gpu_commands() -> list[str]:
     """The overrides of each command of the documents that names a model of ours."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found = [
-        words for page in pages for words in COMMAND.findall(page.read_text().replace("\\\n", " "))
-    ]
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
+    commands = [" ".join(words.split()) for words in COMMAND.findall(text)]
     other = re.compile("extensions=|model=pretrained")
-    return [
-        " ".join(words.split())
-        for words in found
-        if " model=" in f" {words}" and not other.search(words)
-    ]
+    return [words for words in commands if " model=" in f" {words}" and not other.search(words)]
 
 
 def test_the_commands_are_found():
-    assert sum("model=mamba_b" in command for command in gpu_commands()) >= 2
+    assert sum("model=mamba_b" in command for command in find_gpu_commands()) >= 2
 
 
-@pytest.mark.parametrize("command", gpu_commands())
+@pytest.mark.parametrize("command", find_gpu_commands())
 def test_every_command_of_the_documents_fits_a_gpu(command):
-    """What blocks keep, and 16 bytes a parameter: weights, gradients and Adam's two moments; on one
-    GPU."""
-    cfg, make = of_model(*command.split())
+    """Blocks keep tensors, and a parameter takes 16 bytes: weights, gradients and Adam's two
+    moments; on one GPU."""
+    cfg = compose(command.split()).cfg
     with torch.device("meta"):
-        model = make()
-    parameters = sum(p.numel() for p in model.parameters())
-    kept = count(make).kept * model.depth * cfg.batch_size / cfg.accumulation_steps
-    assert kept + 16 * parameters < FITS
-
-
-def written_by_adaln(name: str) -> float:
-    """Bytes a sample that the backward pass writes outside of the operators, with one token and
-    mixers left out."""
-    found = []
-    node = compose([f"model={name}"]).cfg.model
-    one_token = LATENTS | {"height": 2, "width": 2}
-    with FakeTensorMode():
-        model = switched(uninitialised(lambda: build(node, "model", **one_token)))
-        for block in model.blocks:
-            for layer in block.layers:
-                layer.forward = lambda h: h
-        for batch in (2, 4):
-            out = model(
-                torch.empty(batch, 4, 2, 2),
-                torch.empty(batch),
-                torch.zeros(batch, dtype=torch.long),
-            )
-            loss = mse_loss(out, torch.zeros_like(out))
-            with Traffic() as traffic:
-                torch.autograd.grad(
-                    loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True
-                )
-            found.append(
-                sum(n for op, n in traffic.written.items() if not op.startswith("add_norm"))
-            )
-    return (found[1] - found[0]) / 2
+        model = build(cfg.model, "model", **LATENTS)
+    weights = 16 * sum(p.numel() for p in model.parameters())
+    micro_batch = cfg.batch_size / cfg.accumulation_steps
+    kept = count_model(json.dumps(cfg.model)).kept * model.depth * micro_batch
+    assert kept + weights < USABLE_BYTES
 
 
 @pytest.mark.parametrize(("name", "megabytes"), [("mamba_b", 0.85), ("mamba_xl", 3.0)])
 def test_adalns_backward_pass_is_linear_in_depth(name, megabytes):
-    assert written_by_adaln(name) <= megabytes * 1e6
+    """Bytes per sample that the backward pass writes outside of the operators, with one token and
+    without mixers."""
+    node = compose([f"model={name}"]).cfg.model
+    one_token = LATENTS | {"height": 2, "width": 2}
+    sizes = []
+    with FakeTensorMode():
+        model = switch_kernels(build_uninitialised(lambda: build(node, "model", **one_token)))
+        for block in model.blocks:
+            for layer in block.layers:
+                layer.forward = lambda h: h
+        for batch in (2, 4):
+            x = torch.empty(batch, 4, 2, 2)
+            loss = model(x, x[:, 0, 0, 0], torch.zeros(batch, dtype=torch.long)).square().mean()
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            with Traffic() as traffic:
+                torch.autograd.grad(loss, parameters, allow_unused=True)
+            written = [n for op, n in traffic.written.items() if not op.startswith("add_norm")]
+            sizes.append(sum(written))
+    assert (sizes[1] - sizes[0]) / 2 <= megabytes * 1e6

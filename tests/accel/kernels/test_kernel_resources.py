@@ -22,9 +22,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets", allow_module_level=True)
 
 ALL = [(case, architecture) for architecture in ARCHITECTURES for case in cases(architecture)]
-QUICK = [(case, architecture) for case, architecture in ALL if architecture == 90 and case.quick]
-
-
 TABLES = read_recorded(ROOT / "docs" / "benchmarks" / "kernel_resources.json")
 SPILLS = {
     ("3.6.0", "add_norm D=384, row maps sm_90"): (1, 8),
@@ -47,63 +44,48 @@ SPILLS = {
 """Version of Triton and case -> spills and bytes of stack, where they are not 0."""
 
 
-def fits(version, name, found):
-    assert (found.spills, found.stack) == SPILLS.get((version, name), (0, 0))
-    assert found.fp64 == 0
-    assert found.shared <= 1024 * SHARED_MEMORY_KIB[int(name.rpartition("sm_")[2])]
+def assert_fits(version, name, resources):
+    assert (resources.spills, resources.stack) == SPILLS.get((version, name), (0, 0))
+    assert resources.fp64 == 0
+    assert resources.shared <= 1024 * SHARED_MEMORY_KIB[int(name.rpartition("sm_")[2])]
 
 
-def check(case, architecture):
-    name = f"{case.name} sm_{architecture}"
-    found = measure(case, architecture)
-    if triton.__version__ in TABLES:  # the same compiler gives the same code
-        assert found == TABLES[triton.__version__][name]
-    fits(triton.__version__, name, found)
-    assert case.narrow_loads or found.loads_128 > 0
-    if case.pipelined:
-        assert found.async_copies > 0
-    if case.multiplies:
-        assert found.products > 0
+def mark_slow(case, architecture):
+    """Leaves the common sizes on Hopper to every run of the tests, and the others to slow runs."""
+    marks = () if case.quick and architecture == 90 else pytest.mark.slow
+    return pytest.param(case, architecture, id=f"{case.name} sm_{architecture}", marks=marks)
 
 
-@pytest.mark.parametrize(
-    ("case", "architecture"), QUICK, ids=lambda value: getattr(value, "name", value)
-)
-def test_the_kernels_of_a_common_size_fit(case, architecture):
-    check(case, architecture)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "architecture"), ALL, ids=lambda value: getattr(value, "name", value)
-)
+@pytest.mark.parametrize(("case", "architecture"), [mark_slow(*pair) for pair in ALL])
 def test_every_shipped_kernel_fits(case, architecture):
-    check(case, architecture)
+    name = f"{case.name} sm_{architecture}"
+    resources = measure(case, architecture)
+    if triton.__version__ in TABLES:  # the same compiler gives the same code
+        assert resources == TABLES[triton.__version__][name]
+    assert_fits(triton.__version__, name, resources)
+    assert case.narrow_loads or resources.loads_128 > 0
+    if case.pipelined:
+        assert resources.async_copies > 0
+    if case.multiplies:
+        assert resources.products > 0
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.8.0", "3.9.0"])
 def test_the_committed_table_has_every_shipped_kernel(version):
-    assert set(TABLES[version]) == {f"{case.name} sm_{architecture}" for case, architecture in ALL}
-    for name, found in TABLES[version].items():
-        fits(version, name, found)
-
-
-@pytest.mark.parametrize("version", ["3.6.0", "3.8.0", "3.9.0"])
-def test_two_programs_a_processor_share_the_tiles_of_ds_off_the_diagonal_on_hopper(version):
-    """8 warps of at most 128 registers a thread are half of a processor's 65,536."""
-    found = [
-        row
-        for name, row in TABLES[version].items()
-        if name.startswith("ssd ds") and name.endswith("N=64 sm_90")
-    ]
-    assert len(found) == 2
-    assert all(row.registers <= 128 for row in found)
+    table = TABLES[version]
+    assert set(table) == {f"{case.name} sm_{architecture}" for case, architecture in ALL}
+    for name, resources in table.items():
+        assert_fits(version, name, resources)
+    # Two programs of `ds` share a processor off the diagonal: 8 warps of at most 128 registers a
+    # thread are half of its 65,536.
+    for name in ("ssd ds L=256 P=64 N=64 sm_90", "ssd ds L=300 P=64 N=64 sm_90"):
+        assert table[name].registers <= 128
 
 
 def test_the_scan_loses_no_nan():
-    """A GPU's plain minimum of NaN and 0 is 0: a NaN in A_log would end as finite nonsense.
-    Interpreted it stays."""
-    scans = [case for case, _ in QUICK if case.name.startswith("ssd forward L=256 P=64 N=64")]
+    """A GPU's plain minimum of NaN and 0 is 0: a NaN in A_log would end as finite nonsense, and the
+    interpreter does not show it."""
+    scans = [case for case in cases(90) if case.name.startswith("ssd forward L=256 P=64 N=64")]
     for case in scans:
         code = compile_kernel(case, 90).asm["ptx"]
         assert "min.NaN.f32" in code
