@@ -103,7 +103,8 @@ MISTAKES: dict[str, str] = {
     ),
     "train.py +runtime.parallel.nccl.NCCL_NET_PLUGIN=mine.so": (
         "runtime.parallel.nccl.NCCL_NET_PLUGIN may not be set here, for some variables of NCCL "
-        "load code or write files; set it in the environment of the command: NCCL_NET_PLUGIN=<value>."
+        "load code or write files; set it in the environment of the command: "
+        "NCCL_NET_PLUGIN=<value>."
     ),
     "train.py extensions=[no_such_package]": (
         "extensions=[no_such_package]: there is no package no_such_package that Python can "
