@@ -1,4 +1,5 @@
-"""How good samples are: the figures of a run, during it and after it, and what they depend on."""
+"""The figures of a run, during it and after it: the same from the loop, from the command and from
+two processes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,17 +18,19 @@ from PIL import Image
 from common.files import ROOT
 from evaluation import evaluator as comparing
 from evaluation.distances import (
-    FeatureStats,
+    collect_stats,
     compute_distances,
     compute_figures,
     compute_floor,
     frechet_distance,
 )
-from evaluation.distances import collect_stats as summed
 from evaluation.evaluator import Evaluator, make_folder_source
 from models.autoencoders import PixelAutoencoder
+from sampling import draw
+from sampling.draw import ResumableChunks
 from sampling.load import SampleStream
 from scripts.evaluate import EvaluateConfig, evaluate_run
+from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
 from training.components import build_loader
@@ -42,114 +46,136 @@ RUN = [
     "schedule.warmup_samples=0",
     "eval_every=2",
     "fd_every=2",
-]
-RUN += [
     "sample_every=0",
     "save_every=2",
     "keep_checkpoints=1",
     "keep_best=fd_encoder",
     "fd.count=200",
+    "ema.half_life_samples=500",
+    "ema.ramp=10",
+    "sampling.steps=2",
+    "runtime.precision=fp32",
     *TINY_MODEL,
 ]
-RUN += ["ema.half_life_samples=500", "ema.ramp=10", "sampling.steps=2", "runtime.precision=fp32"]
+CHUNKS: dict[str, Any] = {"count": 1100, "batch_size": 64, "steps": 1, "features": ["encoder"]}
+"""Settings of an evaluation in three pieces."""
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps of a tiny model on digits, which measured its distances at the second and the
     fourth. Read only."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     summary = train(compose([*RUN, f"run_dir={folder}"]))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # no time of training
-    assert summary["maintenance_seconds"] > sum(line["distances_s"] for line in lines) > 0
+
+    # distances do not count as time of training
+    seconds = sum(line["distances_s"] for line in read_metrics(folder))
+    assert summary["maintenance_seconds"] > seconds > 0
     return folder
 
 
-def config(trained, out, **changes) -> EvaluateConfig:
-    given = {"run_dir": trained and str(trained), "count": 200, "batch_size": 16, "device": "cpu"}
-    return EvaluateConfig(**given | {"out": out and str(out)} | changes)
+def evaluate(out: Path | None, **changes: Any) -> dict[str, Any]:
+    settings = {"count": 200, "batch_size": 16, "device": "cpu", "out": out and str(out)}
+    return evaluate_run(EvaluateConfig(**settings | changes))
 
 
 @pytest.fixture(scope="module")
-def evaluator():
-    """Of the digits, without a run."""
+def result(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The evaluation of `trained`."""
+    return evaluate(tmp_path_factory.mktemp("result") / "out", run_dir=str(trained))
+
+
+@pytest.fixture(scope="module")
+def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The features' figures of an evaluation in three pieces that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return evaluate(out, run_dir=str(trained), **CHUNKS)["features"]
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Evaluator:
+    """An evaluator of the digits, without a run."""
     cfg = FdConfig(reference_count=50_000)
     spec = build_loader(DIGITS, 0, 64, CPU).spec
     return Evaluator(cfg, spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
 
 
-def stats_of(evaluator: Evaluator, images: np.ndarray) -> dict[str, FeatureStats]:
-    return summed(map(evaluator.of, torch.from_numpy(images).split(300)))
-
-
+@pytest.fixture(scope="module")
 def digits(evaluator: Evaluator) -> np.ndarray:
+    """The images of the training split."""
     (batches,) = evaluator.source.images([range(evaluator.source.count)])
     return torch.cat(list(batches)).numpy()
 
 
-def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(evaluator):
+def compute_stats(evaluator: Evaluator, images: np.ndarray):
+    return collect_stats(map(evaluator.compute_features, torch.from_numpy(images).split(300)))
+
+
+def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(evaluator, digits):
     """tests/house/test_digits.py finds samples of a trained model between the two."""
-    images = digits(evaluator)
     assert evaluator.source.facts["kind"] == "reconstructions"
-    assert len(images) == evaluator.source.count == 1617
-    noise = np.random.default_rng(0).integers(0, 256, images.shape, dtype=np.uint8)
-    same = compute_figures(stats_of(evaluator, images), evaluator.reference)
-    other = compute_figures(stats_of(evaluator, noise), evaluator.reference)
+    assert len(digits) == evaluator.source.count == 1617
+    noise = np.random.default_rng(0).integers(0, 256, digits.shape, dtype=np.uint8)
+    same = compute_figures(compute_stats(evaluator, digits), evaluator.reference)
+    other = compute_figures(compute_stats(evaluator, noise), evaluator.reference)
     for name in ("encoder", "random"):
-        assert abs(same[name]["fd"]) < 1e-6
-        assert same[name]["precision"] == same[name]["recall"] == same[name]["copied"] == 1.0
-        assert same[name]["why"].endswith(
-            "is expected: the model may repeat images of the reference"
-        )
-        assert other[name]["copied"] == 0.0
-        assert 0.0 < same[name]["floor_fd"] < other[name]["fd"] / 20
-        assert abs(same[name]["floor_kd"]) < other[name]["kd"] / 20
-        assert other[name]["precision"] < 0.1
+        of_digits = same[name]
+        of_noise = other[name]
+        assert abs(of_digits["fd"]) < 1e-6
+        for share in ("precision", "recall", "copied"):
+            assert of_digits[share] == 1.0
+        assert "the model may repeat images of the reference" in of_digits["why"]
+        assert of_noise["copied"] == 0.0
+        assert of_noise["precision"] < 0.1
+        assert 0.0 < of_digits["floor_fd"] < of_noise["fd"] / 20
+        assert abs(of_digits["floor_kd"]) < of_noise["kd"] / 20
 
 
-def test_images_that_are_not_what_was_meant_are_far_away(evaluator):
-    """Wrong quantisation and the like: farther than one half of the reference is from the other."""
-    planted = {
-        "half of their range": lambda x: x // 2,
-        "rounded down from a coarser grid": lambda x: x // 32 * 32,
-        "inverted": lambda x: 255 - x,
-        "upside down": lambda x: np.ascontiguousarray(x[:, ::-1]),
-    }
-    for fault, changed in planted.items():
-        for name, stats in stats_of(evaluator, changed(digits(evaluator))).items():
-            real = evaluator.reference[name]
-            assert frechet_distance(stats.all, real.all) > 1.2 * frechet_distance(*real.halves), (
-                fault,
-                name,
-            )
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x // 2,
+        lambda x: x // 32 * 32,
+        lambda x: 255 - x,
+        lambda x: np.ascontiguousarray(x[:, ::-1]),
+    ],
+    ids=["half the range", "a coarser grid", "inverted", "upside down"],
+)
+def test_images_that_are_not_what_was_meant_are_far_away(evaluator, digits, change):
+    """They are farther away than one half of the reference is from the other."""
+    for name, stats in compute_stats(evaluator, change(digits)).items():
+        real = evaluator.reference[name]
+        assert frechet_distance(stats.all, real.all) > 1.2 * frechet_distance(*real.halves), name
 
 
-def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, tmp_path):
-    """Drawn by the loop from the averages it holds, and from a checkpoint: the averaged weights, or
-    both would differ.
-
-    The tiny model has seen 128 samples; its averages are far from its weights.
-    """
-    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "fd_encoder" in line] == [2, 4]
-    assert lines[0]["train_seconds"] < lines[1]["train_seconds"]
-    found = evaluate_run(config(trained, tmp_path / "again"))
-    assert found["protocol"]["weights"]["kind"] == "ema"
+def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, result, tmp_path):
+    """The loop draws from the averages it holds, the command from those of a checkpoint. The tiny
+    model has seen 128 samples, so its averages are far from its weights."""
+    first, last = read_metrics(trained)
+    assert [first["step"], last["step"]] == [2, 4]
+    assert "fd_encoder" in first
+    assert first["train_seconds"] < last["train_seconds"]
+    assert result["protocol"]["weights"]["kind"] == "ema"
+    figures = result["features"]
     for name in ("encoder", "random"):
-        assert found["features"][name]["kd"] == pytest.approx(lines[1][f"kd_{name}"], rel=1e-4)
-    assert found["features"]["encoder"]["fd"] == pytest.approx(lines[1]["fd_encoder"], rel=1e-5)
-    told = json.loads((trained / "fd_protocol.json").read_text())
-    assert told["features"] == found["protocol"]["features"]
-    assert told["floors"]["encoder"]["floor_fd"] == found["features"]["encoder"]["floor_fd"]
-    weights = next((trained / "checkpoints").glob("step-4/model.safetensors"))
-    raw = evaluate_run(config(trained, tmp_path / "raw", run_dir=None, weights=str(weights)))
+        assert figures[name]["kd"] == pytest.approx(last[f"kd_{name}"], rel=1e-4)
+    assert figures["encoder"]["fd"] == pytest.approx(last["fd_encoder"], rel=1e-5)
+    protocol = json.loads((trained / "fd_protocol.json").read_text())
+    assert protocol["features"] == result["protocol"]["features"]
+    assert protocol["floors"]["encoder"]["floor_fd"] == figures["encoder"]["floor_fd"]
+    weights = trained / "checkpoints" / "step-4" / "model.safetensors"
+    raw = evaluate(tmp_path / "raw", weights=str(weights), features=["encoder"])
     assert raw["protocol"]["weights"]["kind"] == "model"
-    assert abs(raw["features"]["encoder"]["fd"] / found["features"]["encoder"]["fd"] - 1) > 0.01
+    assert abs(raw["features"]["encoder"]["fd"] / figures["encoder"]["fd"] - 1) > 0.01
 
 
 def test_no_minutes_go_by_without_a_word(evaluator, capsys, monkeypatch, tmp_path):
-    """Before features of a reference are made, and then in images; nothing where they are known."""
+    """The command announces that it computes features of a reference, and then counts images; it is
+    silent where it has them."""
     monkeypatch.setattr("common.terminal.LINE_INTERVAL_SECONDS", 0.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     evaluator.collect_reference_stats(SINGLE)
@@ -163,26 +189,26 @@ def test_no_minutes_go_by_without_a_word(evaluator, capsys, monkeypatch, tmp_pat
     assert capsys.readouterr().out == ""
 
 
-def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained, tmp_path, capsys):
+def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained, result):
     """200 are enough for the 64 values of these encoder features, and not for 256 random ones."""
-    assert not any(
-        "fd_random" in line for line in (trained / "metrics.jsonl").read_text().splitlines()
-    )
-    found = evaluate_run(config(trained, tmp_path / "few"))["features"]["random"]
-    assert found["fd"] is None
-    assert found["kd"] > 0.0
-    assert "fd of 256 features needs more than 512 samples, there are 200" in found["why"]
-    assert found["why"] in capsys.readouterr().out
+    assert not any("fd_random" in line for line in read_metrics(trained))
+    figures = result["features"]["random"]
+    assert figures["fd"] is None
+    assert figures["kd"] > 0.0
+    assert "fd of 256 features needs more than 512 samples, there are 200" in figures["why"]
 
 
 def test_the_best_checkpoint_is_kept_by_the_distance_that_was_asked_for(trained):
-    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    best = min(lines, key=lambda line: line["fd_encoder"])["step"]
-    assert {file.name for file in (trained / "checkpoints").glob("step-*")} == {
-        f"step-{best}",
-        "step-4",
-    }
-    for words, said in (
+    best = min(read_metrics(trained), key=lambda line: line["fd_encoder"])["step"]
+    checkpoints = {file.name for file in (trained / "checkpoints").glob("step-*")}
+    assert checkpoints == {f"step-{best}", "step-4"}
+    with expect_refusal("keep_best=fd_random: fd of 256 features needs more than 512"):
+        train(compose([*RUN, f"run_dir={trained}-other", "keep_best=fd_random"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
         (
             ["keep_best=fd_random", "fd_every=0"],
             "keep_best=fd_random needs that figure at every checkpoint",
@@ -192,225 +218,178 @@ def test_the_best_checkpoint_is_kept_by_the_distance_that_was_asked_for(trained)
             ["keep_best=fd_inception"],
             "choose eval_loss, fd_encoder, fd_random, kd_encoder, kd_random",
         ),
-    ):
-        with pytest.raises(ValueError, match=said):
-            compose(words)
-    with pytest.raises(
-        ValueError, match="keep_best=fd_random: fd of 256 features needs more than 512"
-    ):
-        train(compose([*RUN, f"run_dir={trained}-other", "keep_best=fd_random"]))
+    ],
+)
+def test_a_figure_that_no_checkpoint_has_cannot_choose_the_best(words, sentence):
+    with expect_refusal(sentence):
+        compose(words)
 
 
-def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path):
-    found = evaluate_run(config(trained, tmp_path / "out", labels=[3], steps=3, seed=2))
-    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(found))
-    assert found["features"].keys() == {"encoder", "random"}
+def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsys):
+    settings: dict[str, Any] = {"labels": [3], "steps": 3, "seed": 2}
+    result = evaluate(tmp_path / "out", run_dir=str(trained), **settings)
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
+    figures = result["features"]
+    assert figures.keys() == {"encoder", "random"}
     columns = {"fd", "kd", "kd_std", "precision", "recall", "copied", "floor_fd", "floor_kd"}
-    assert found["features"]["encoder"].keys() == columns
-    protocol = found["protocol"]
-    assert (
-        protocol
-        | {"count": 200, "labels": [3], "steps": 3, "seed": 2, "solver": "heun", "shift": 1.0}
-        == protocol
-    )
-    told = (
-        "guidance",
-        "guidance_interval",
-        "precision",
-        "data",
-        "autoencoder",
-        "quantisation",
-        "rows",
-        "neighbours",
-    )
-    assert protocol.keys() >= {*told, "reference", "features", "weights"}
+    assert figures["encoder"].keys() == columns
+    assert figures["random"]["why"] in capsys.readouterr().out
+    protocol = result["protocol"]
+    assert protocol.items() >= {**settings, "count": 200, "solver": "heun", "shift": 1.0}.items()
+    keys = "guidance guidance_interval precision data autoencoder quantisation rows neighbours"
+    assert protocol.keys() >= {*keys.split(), "reference", "features", "weights"}
     assert protocol["reference"].keys() >= {"kind", "sha256", "count", "resize"}
     assert len(protocol["weights"]["sha256"]) == 64
-    assert "torch" in found["environment"]["versions"]
+    assert "torch" in result["environment"]["versions"]
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_a_killed_command_goes_on_to_the_same_figures(trained, tmp_path):
-    """SIGKILL in the second of three pieces; a subprocess, as nothing less dies of it."""
-    words = [
-        f"run_dir={trained}",
-        "count=1100",
-        "batch_size=64",
-        "steps=1",
-        "device=cpu",
-        "features=[encoder]",
-    ]
-    program = (
-        "import os, sys, sampling.draw as p; write = p.ResumableChunks.write\n"
-        "def dying(self, number, tensors):\n"
-        "    if 'samples.parts' in str(self.folder) and number == 1: os.kill(os.getpid(), 9)\n"
-        "    write(self, number, tensors)\n"
-        "p.ResumableChunks.write = dying\n"
-        "import runpy; runpy.run_module('scripts.evaluate', None, '__main__', True)"
-    )
-    command = [sys.executable, "-c", program, *words, f"out={tmp_path / 'samples'}"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == -9
+def run_command(program: list[str], trained: Path, out: Path) -> subprocess.CompletedProcess:
+    """Evaluates in pieces in a process that `program` starts."""
+    settings = CHUNKS | {"features": "[encoder]", "run_dir": trained, "out": out, "device": "cpu"}
+    words = [f"{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, *program, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+DYING = """
+import os, runpy, sampling.draw
+write = sampling.draw.ResumableChunks.write
+
+def write_or_die(self, number, tensors):
+    if "samples.parts" in str(self.folder) and number == 1:
+        os.kill(os.getpid(), 9)
+    write(self, number, tensors)
+
+sampling.draw.ResumableChunks.write = write_or_die
+runpy.run_module("scripts.evaluate", None, "__main__", True)
+"""
+
+
+def test_a_killed_command_goes_on_to_the_same_figures(trained, whole, tmp_path):
+    """SIGKILL ends the command in the second of three pieces."""
+    out = tmp_path / "samples"
+    assert run_command(["-c", DYING], trained, out).returncode == -9
     assert len(list((tmp_path / "samples.parts").glob("*.safetensors"))) == 1
-    cfg = config(
-        trained, tmp_path / "samples", count=1100, batch_size=64, steps=1, features=["encoder"]
-    )
-    found = evaluate_run(cfg)
-    whole = evaluate_run(replace(cfg, out=str(tmp_path / "whole")))
-    assert found["features"] == whole["features"]
+    assert evaluate(out, run_dir=str(trained), **CHUNKS)["features"] == whole
 
 
-def test_two_processes_come_to_the_same_figures(trained, tmp_path):
-    words = [
-        f"run_dir={trained}",
-        "count=1100",
-        "batch_size=64",
-        "steps=1",
-        "device=cpu",
-        "features=[encoder]",
-    ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, "-m", "scripts.evaluate", *words, f"out={tmp_path / 'two'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    cfg = config(
-        trained, tmp_path / "one", count=1100, batch_size=64, steps=1, features=["encoder"]
-    )
-    found = json.loads((tmp_path / "two.json").read_text())["features"]
-    alone = evaluate_run(cfg)["features"]
-    assert found["encoder"] == pytest.approx(alone["encoder"], rel=1e-9)
-
-
-def save_digits(folder, evaluator) -> None:
-    for i, image in enumerate(digits(evaluator)[:300]):
-        file = folder / str(i % 2) / f"{i:04d}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(file)
+def test_two_processes_come_to_the_same_figures(trained, whole, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = run_command([*launcher, "-m", "scripts.evaluate"], trained, tmp_path / "two")
+    assert process.returncode == 0, process.stderr[-3000:]
+    figures = json.loads((tmp_path / "two.json").read_text())["features"]["encoder"]
+    assert figures == pytest.approx(whole["encoder"], rel=1e-9)
 
 
 def test_a_folder_of_images_is_a_reference_and_is_read_once(
-    trained, evaluator, tmp_path, monkeypatch
+    trained, evaluator, digits, tmp_path, monkeypatch
 ):
     folder = tmp_path / "images"
-    save_digits(folder, evaluator)
+    for name in ("0", "1"):
+        (folder / name).mkdir(parents=True)
+    for i, image in enumerate(digits[:300]):
+        Image.fromarray(image).save(folder / str(i % 2) / f"{i:04d}.png")
     folder.chmod(0o555)  # a read-only set works
-    cfg = config(
-        trained,
-        tmp_path / "a",
-        reference=str(folder),
-        reference_count=250,
-        features=["random", "encoder"],
-    )
-    found = evaluate_run(cfg)
-    assert (
-        found["protocol"]["reference"] | {"kind": "images", "count": 250}
-        == found["protocol"]["reference"]
-    )
+    settings = {"run_dir": str(trained), "reference": str(folder), "reference_count": 250}
+    result = evaluate(tmp_path / "a", **settings)
+    facts = result["protocol"]["reference"]
+    assert (facts["kind"], facts["count"]) == ("images", 250)
 
     def refuse(*_):
         raise AssertionError("the reference was read again")
 
     monkeypatch.setattr(comparing, "DecodedImages", refuse)
-    assert evaluate_run(replace(cfg, out=str(tmp_path / "b")))["features"] == found["features"]
-    stats = stats_of(
-        evaluator, digits(evaluator)[:300]
-    )  # the PNGs are those images, no pixel moved
-    assert (
-        abs(compute_distances(stats["encoder"], evaluator.reference["encoder"])["fd"])
-        < 3 * compute_floor(stats["encoder"])["floor_fd"]
-    )
+    assert evaluate(tmp_path / "b", **settings)["features"] == result["features"]
+
+    # the PNGs are digits, and no pixel moved
+    stats = compute_stats(evaluator, digits[:300])["encoder"]
+    distance = compute_distances(stats, evaluator.reference["encoder"])["fd"]
+    assert abs(distance) < 3 * compute_floor(stats)["floor_fd"]
 
 
-def save_flat(folder, count: int) -> None:
+def save_flat(folder: Path, count: int) -> str:
     folder.mkdir()
     for i in range(count):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / f"{i}.bmp")
+    return str(folder)
 
 
 def test_other_pixels_are_another_reference(tmp_path):
-    """Also of the same names and sizes; and a folder needs no classes."""
-    save_flat(tmp_path / "flat", 9)
-    first = make_folder_source(str(tmp_path / "flat"), 8, 100).facts
-    assert make_folder_source(str(tmp_path / "flat"), 8, 100).facts == first
+    """Names and sizes do not change, and the folder needs no classes."""
+    folder = save_flat(tmp_path / "flat", 9)
+    first, again = (make_folder_source(folder, 8, 100).facts for _ in range(2))
+    assert first == again
     Image.new("RGB", (8, 8), (99, 0, 0)).save(tmp_path / "flat" / "3.bmp")
-    assert make_folder_source(str(tmp_path / "flat"), 8, 100).facts["sha256"] != first["sha256"]
+    assert make_folder_source(folder, 8, 100).facts["sha256"] != first["sha256"]
 
 
 def test_one_run_has_distances_of_one_protocol(trained, tmp_path):
-    """A resume that would measure otherwise is refused, and what is there stays."""
+    """A resume that would measure otherwise is refused, and the protocol stays."""
     folder = shutil.copytree(trained, tmp_path / "run")
     before = (folder / "fd_protocol.json").read_bytes()
-    with pytest.raises(
-        ValueError, match=r"distances of another protocol: steps was 2, is 3\. Set that back"
-    ):
-        train(compose([*RUN, f"run_dir={folder}", "sampling.steps=3", "total_samples=192"]))
+    words = [*RUN, f"run_dir={folder}", "total_samples=192"]
+    with expect_refusal(r"distances of another protocol: steps was 2, is 3\. Set that back"):
+        train(compose([*words, "sampling.steps=3"]))
     assert (folder / "fd_protocol.json").read_bytes() == before
-    train(compose([*RUN, f"run_dir={folder}", "total_samples=192"]))
-    steps = [
-        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == [2, 4, 6]
+    train(compose(words))
+    assert [line["step"] for line in read_metrics(folder)] == [2, 4, 6]
 
 
 def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypatch, capsys):
     """An 8-bit image of NaN looks like any other. A run warns and goes on, a command stops with a
     sentence."""
-    monkeypatch.setattr(
-        SampleStream,
-        "batch",
-        lambda self, number: (torch.zeros(16).long(), torch.full((16, 1, 8, 8), torch.nan)),
-    )
-    with pytest.raises(ValueError, match="draws samples that are not finite"):
-        evaluate_run(config(trained, tmp_path / "out"))
+    bad = torch.zeros(16).long(), torch.full((16, 1, 8, 8), torch.nan)
+    monkeypatch.setattr(SampleStream, "batch", lambda self, number: bad)
+    with expect_refusal("draws samples that are not finite"):
+        evaluate(tmp_path / "out", run_dir=str(trained))
     folder = tmp_path / "run"
     assert train(compose([*RUN, f"run_dir={folder}", "keep_best=eval_loss"]))["steps"] == 4
     assert "warning: samples are not finite" in capsys.readouterr().out
-    assert not any("kd_" in line for line in (folder / "metrics.jsonl").read_text().splitlines())
+    assert not any("kd_encoder" in line for line in read_metrics(folder))
 
 
 def test_results_of_other_settings_do_not_replace_each_other(trained, tmp_path):
     folder = shutil.copytree(trained, tmp_path / "run")
     for steps in (1, 2, 2):
-        evaluate_run(config(folder, None, steps=steps, features=["encoder"], count=20))
+        evaluate(None, run_dir=str(folder), steps=steps, features=["encoder"], count=20)
     assert len(list((folder / "evaluation").glob("step-4-*.json"))) == 2
 
 
 def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
-    weights = tmp_path / "copied.safetensors"
-    weights.write_bytes(next((trained / "checkpoints").glob("step-4/ema.safetensors")).read_bytes())
+    weights = str(tmp_path / "copied.safetensors")
+    shutil.copy(trained / "checkpoints" / "step-4" / "ema.safetensors", weights)
     (tmp_path / "empty").mkdir()
-    save_flat(tmp_path / "few", 3)
-    for changes, said in (
-        ({"run_dir": None, "weights": str(weights)}, "give reference=<folder>"),
+    few = save_flat(tmp_path / "few", 3)
+    for changes, sentence in (
+        ({"run_dir": None, "weights": weights}, "give reference=<folder>"),
+        ({"run_dir": None, "weights": weights, "out": None}, "out is not set"),
         ({"features": ["encodr"]}, "features=encodr is unknown"),
-        ({"count": 3}, "count=3 must be at least 4"),
-        ({"reference": str(tmp_path / "empty")}, f"reference={tmp_path / 'empty'} holds no images"),
-        ({"reference": str(tmp_path / "few")}, "gives 3 images to compare with; give 8 or more"),
-        ({"reference_count": 2}, "reference_count=2 must be at least 8"),
         ({"features": ["inception"]}, "inception="),
+        ({"count": 3}, "count=3 must be at least 4"),
+        ({"reference": f"{tmp_path}/empty"}, f"reference={tmp_path}/empty holds no images"),
+        ({"reference": few}, "gives 3 images to compare with; give 8 or more"),
+        ({"reference_count": 2}, "reference_count=2 must be at least 8"),
     ):
-        with pytest.raises(ValueError, match=said):
-            evaluate_run(config(trained, tmp_path / "out", **changes))
-    with pytest.raises(ValueError, match="out is not set"):
-        evaluate_run(config(None, None, weights=str(weights)))
+        with expect_refusal(sentence):
+            evaluate(tmp_path / "out", **{"run_dir": str(trained)} | changes)
 
 
 def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
-    """One waits; a command without a right to wait is refused."""
-    from sampling import draw
-    from sampling.draw import ResumableChunks
+    """`waits=True` waits for the lock; without it the command is refused."""
+    attempts = []
+    lock_folder = draw.lock_folder
 
-    calls = []
-    held = draw.lock_folder
-
-    def busy_twice(folder, refusal):
-        calls.append(folder)
-        if len(calls) < 3:
+    def fail_twice(folder: Path, refusal: str):
+        attempts.append(folder)
+        if len(attempts) < 3:
             raise ValueError(refusal)
-        return held(folder, refusal)
+        return lock_folder(folder, refusal)
 
-    monkeypatch.setattr(draw, "lock_folder", busy_twice)
+    monkeypatch.setattr(draw, "lock_folder", fail_twice)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert ResumableChunks(tmp_path / "waits", {}, 1, SINGLE, waits=True).missing() == [0]
-    calls.clear()
+    chunks = ResumableChunks(tmp_path / "waits", {}, 1, SINGLE, waits=True)
+    assert chunks.list_missing_chunks() == [0]
+    attempts.clear()
     with pytest.raises(ValueError, match="another process works on it"):
         ResumableChunks(tmp_path / "refused", {}, 1, SINGLE)

@@ -20,6 +20,7 @@ from PIL import Image
 from accel.saved_tensors import count_saved
 from data.loader import Batch
 from data.manifest import Manifest, Shard
+from encoding.images import ImageList
 from encoding.job import ShardWriter
 from models.autoencoders import add_global_branch
 from training.assemble import Training
@@ -183,6 +184,36 @@ def write_tar(file: Path, members: Mapping[str, bytes]) -> Path:
         for name, content in members.items():
             add_member(tar, name, content)
     return file
+
+
+def encode_png() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8), (200, 0, 0)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+PNG = encode_png()
+"""A whole image."""
+
+
+def save_files(path: Path, *names: str, content: bytes = PNG) -> Path:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+def label_images(*labels: object, first: int = 0) -> dict[str, bytes]:
+    """Makes members of a tar: an image and a label each."""
+    members = {}
+    for i, label in enumerate(labels, first):
+        content = label if isinstance(label, bytes) else str(label).encode()
+        members |= {f"{i:04d}.png": PNG, f"{i:04d}.cls": content}
+    return members
+
+
+def read_keys(listed: ImageList) -> list[str]:
+    return [entry.key for entry in listed.entries]
 
 
 def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:

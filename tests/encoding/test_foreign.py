@@ -1,0 +1,162 @@
+"""Files of other tools that are broken, do not pair, or hold no latents or labels: each ends in one
+sentence, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from encoding.foreign import ForeignOptions, open_foreign
+from tests.harness.foreign import (
+    COUNT,
+    cut,
+    edit_array,
+    edit_list,
+    edit_members,
+    edm2,
+    fast_dit,
+    npy,
+    one_file,
+    pt,
+    safetensors,
+    tars,
+    write_edited,
+)
+from tests.harness.refusals import expect_refusal
+
+FEATURE = "imagenet256_features/0003.npy"
+LABEL = "imagenet256_labels/0003.npy"
+ZEROS = torch.zeros(COUNT, 2, 8, 8)
+
+
+def save_pt(latents: Any, labels: Any) -> Callable[[Path], object]:
+    return lambda path: torch.save({"z": latents, "y": labels}, path / "all.pt")
+
+
+def cut_between_members(path: Path) -> None:
+    content = (path / "0.tar").read_bytes()
+    cut("0.tar", content.index(b"0003.latent.npy"))(path)  # its header begins with its name
+
+
+def double_members(path: Path) -> None:
+    """Appends a tar to itself, as `cat` does."""
+    (path / "0.tar").write_bytes((path / "0.tar").read_bytes() * 2)
+
+
+def link_nowhere(path: Path) -> None:
+    (path / FEATURE).unlink()
+    (path / FEATURE).symlink_to("nowhere")
+
+
+LABELS = [
+    (lambda labels: labels + 0.5, r"sample 0 of .* has the label 0\.5"),
+    (lambda labels: np.eye(3)[labels], r"\[1\.0, 0\.0, 0\.0\], not one class.*argmax\(1\)"),
+    (lambda labels: labels.astype(str), "has the label '0'"),
+    (lambda labels: labels > 0, "has the label False"),
+    (lambda labels: labels + 0j, "has the label 0j"),
+    (lambda labels: labels + np.nan, "has the label nan"),
+    (lambda labels: labels + 10**9, "label 1000000000, not one class index from 0 to 29"),
+    (lambda labels: labels - 1, "sample 0 of .* has the label -1, not one class index from 0 to"),
+]
+LISTS = [
+    (lambda pairs: pairs + pairs[:1], r"names 00000/img0000\.npy twice"),
+    (lambda pairs: pairs[1:], r"1 \.npy files in .* have no label in dataset"),
+    (lambda pairs: [*pairs, ["a.npy", 0]], r"a\.npy cannot be read \(it is no file"),
+    (lambda pairs: [[pairs[0][0], None], *pairs[1:]], r"img0000\.npy has the label None"),
+    (dict, r'has no "labels": \[\[file, label\], …\]'),
+    (lambda pairs: [3, *pairs], r"has the entry 3; it must be \[file, label\]"),
+    (lambda pairs: [["a\0b", 0], *pairs], r"cannot be read .*it is no file"),
+    (lambda pairs: [["../evil.npy", 0]], r"names a file outside its folder: \.\./evil\.npy"),
+]
+MEMBERS = [
+    ("0003.latent.npy", None, r"0003 has \.cls, of"),
+    ("0003.cls", None, "0003 has .*no class index in"),
+    ("0003.cls", b"\xff", r"0003\.cls cannot be read"),
+    ("0003.cls", b"1_0", "0003 has the label '1_0'"),
+]
+"""Members whose content is replaced, or which are dropped."""
+ARRAYS = [
+    (FEATURE, lambda latents: latents.view([("a", "f4")]), rf"{FEATURE} holds \[\('a'"),
+    (FEATURE, lambda latents: latents[..., :4], r"0003\.npy has latents of shape \(2, 8, 4\)"),
+]
+TENSORS = [
+    ({"latents": ZEROS[:9]}, r"a\.safetensors has 9 latents and 30 labels"),
+    ({"flip": ZEROS[:9]}, "30 latents and 30 labels and 9 mirrored"),
+    ({"flip": ZEROS / 0.0}, "sample 0 of .* has nan in the source itself"),
+    ({"latents": ZEROS.long()}, r"sample 0 of .*a\.safetensors holds int64, and latents are"),
+    ({"latents": ZEROS[:, 0].clone()}, r"sample 0 of .* has the shape \(8, 8\), and"),
+    ({"latents": ZEROS[:, :, :0].clone()}, r"sample 0 of .* has the shape \(2, 0, 8\), and"),
+    ({"latents": ZEROS[:0], "labels": torch.zeros(0)}, "source=.* holds no samples"),
+]
+FILES = [
+    (npy, cut("latents.npy", 900), r"latents\.npy cannot be read \(mmap length is greater"),
+    (fast_dit, cut(FEATURE, 20), rf"{FEATURE} cannot be read \(EOF"),
+    (fast_dit, lambda path: (path / FEATURE).unlink(), rf"0003\.npy lacks .*{FEATURE}; restore"),
+    (fast_dit, lambda path: (path / LABEL).unlink(), rf"0003\.npy lacks .*{LABEL}; restore"),
+    (fast_dit, link_nowhere, rf"{FEATURE} cannot be read \(it is no file, or a link to none"),
+    (safetensors, cut("latents_1.safetensors", 20), r"latents_1\.safetensors cannot be read"),
+    (pt, cut("all.pt", 900), r"all\.pt cannot be read"),
+    (pt, save_pt(ZEROS, [0]), "labels is a list"),
+    (
+        pt,
+        save_pt(ZEROS[:1].expand(10**12, 2, 8, 8), torch.zeros(1).expand(10**12)),
+        r"latents is an expanded tensor; save it as \.contiguous",
+    ),
+    (tars, double_members, r"0000.latent.npy is there twice"),
+    (tars, cut_between_members, r"0\.tar was cut or is damaged: .* no end marker"),
+    (tars, cut("0.tar", 4000), r"0\.tar was cut or is damaged"),
+    (tars, cut("0.tar", 0), r"0\.tar is empty; fetch it again"),
+    (edm2, cut("dataset.json", 20), r"dataset\.json cannot be read"),
+    (
+        edm2,
+        lambda path: (path / "dataset.json").write_text("[" * 100000),
+        r"dataset\.json cannot be read",
+    ),
+    (edm2, lambda path: (path / "x.npy").mkdir(), r"\.npy files in .* have no label"),
+    (edm2, lambda path: (path / "a.tar").touch(), "holds several formats; give one"),
+    (lambda path, *_: {"source": str(path)}, lambda path: None, "holds no known format; give one"),
+]
+FAULTS = [
+    *((npy, edit_array("labels.npy", change), sentence) for change, sentence in LABELS),
+    *((edm2, edit_list(change), sentence) for change, sentence in LISTS),
+    *((tars, edit_members({name: content}), sentence) for name, content, sentence in MEMBERS),
+    *((fast_dit, edit_array(file, change), sentence) for file, change, sentence in ARRAYS),
+    *((one_file(**tensors), lambda path: None, sentence) for tensors, sentence in TENSORS),
+    *FILES,
+]
+
+
+@pytest.mark.parametrize(("write", "edit", "sentence"), FAULTS, ids=[fault[2] for fault in FAULTS])
+def test_a_fault_ends_in_one_sentence_and_leaves_nothing(
+    write, edit, sentence, import_files, tmp_path
+):
+    with expect_refusal(sentence):
+        import_files(write_edited(write, edit))
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def test_nothing_is_unpickled(import_files, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "owned",))
+
+    torch.save({"latents": Evil()}, tmp_path / "evil.pt")
+    np.save(tmp_path / "evil.npy", np.array([Evil()], dtype=object))
+    for name in ("evil.pt", "evil.npy"):
+        with expect_refusal("cannot be read .*save plain tensors, for nothing is unpickled"):
+            open_foreign(str(tmp_path / name), ForeignOptions())
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_damaged_npy_header_shows_no_address_in_memory(tmp_path):
+    file = tmp_path / "latents.npy"
+    np.save(file, np.zeros((3, 2, 8, 8), np.float32))
+    file.write_bytes(file.read_bytes().replace(b"False", b"xalse"))
+    with expect_refusal("malformed node") as error:
+        open_foreign(str(file), ForeignOptions(classes=0))
+    assert "0x" not in str(error.value)

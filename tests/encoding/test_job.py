@@ -1,0 +1,438 @@
+"""Encoding as a job: after a kill, a crash or a full disk the same command continues to the same
+bytes, and no two jobs share a folder."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from common.files import ROOT, write_json
+from data.manifest import read_manifest
+from encoding import images
+from encoding.encoder import ShardEncoder
+from encoding.job import Plan, ShardWriter, claim_folder, describe_job, read_finished
+from encoding.sources import list_images
+from models.autoencoders import WEIGHTS_FILE, DiffusersAutoencoder
+from tests.harness.refusals import expect_refusal
+from tests.harness.sets import flip_byte, read_contents
+from tests.harness.words import TINY_JOB
+from training.config.compose import compose
+from training.distributed.ranks import Ranks
+
+SECOND = "train-00001.tar"
+
+
+def read_times(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.tar")}
+
+
+def test_a_finished_job_is_not_encoded_again(done, job, capsys):
+    times = read_times(done())
+    assert read_times(job()) == times
+    assert "20 of 20 images are already encoded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / SECOND).unlink(),
+        lambda folder: flip_byte(folder / SECOND),
+        lambda folder: (folder / f"{SECOND}.json").unlink(),
+    ],
+    ids=["no shard", "another byte", "no sidecar"],
+)
+def test_only_a_lost_or_damaged_shard_is_rebuilt(done, job, capsys, damage):
+    folder = done()
+    contents = read_contents(folder)
+    times = read_times(folder)
+    (folder / "manifest.json").unlink()
+    damage(folder)
+    job()
+    assert "14 of 20 images are already encoded" in capsys.readouterr().out
+    assert read_contents(folder) == contents
+    rebuilt = [name for name, time in read_times(folder).items() if times[name] != time]
+    assert rebuilt == [SECOND]
+
+
+def test_a_finished_job_of_an_earlier_version_is_not_encoded_again(done, job, capsys):
+    folder = done()
+    settings = json.loads((folder / "job.json").read_text())
+    for key in ("classes", "background", "max_megapixels"):
+        del settings[key]
+    (folder / "job.json").write_text(json.dumps(settings))
+    for file in folder.glob("*.tar.json"):
+        sidecar = json.loads(file.read_text())
+        del sidecar["sha256"]
+        file.write_text(json.dumps(sidecar))
+    job()
+    assert "20 of 20 images are already encoded" in capsys.readouterr().out
+    (folder / "manifest.json").unlink()
+    with expect_refusal("holds latents of another job .*background was None, is white"):
+        job()
+
+
+def test_a_job_of_an_earlier_version_goes_on_with_the_same_bytes(tmp_path):
+    write_json(tmp_path / "job.json", {"seed": 0})
+    claim_folder(tmp_path, {"seed": 0, "same_bytes": True})
+    with expect_refusal("same_bytes was True, is False"):
+        claim_folder(tmp_path, {"seed": 0, "same_bytes": False})
+
+
+# Crashes
+
+
+class CrashError(Exception):
+    """Stops a job in a test."""
+
+
+@pytest.fixture
+def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`crash_at(n)` lets the job die when it makes a file or a rename durable for the n-th time."""
+    fsync = os.fsync
+    remaining = 0
+
+    def sync_or_crash(descriptor: int) -> None:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
+            raise CrashError
+        fsync(descriptor)
+
+    def set_crash(count: int) -> None:
+        nonlocal remaining
+        remaining = count
+
+    monkeypatch.setattr(os, "fsync", sync_or_crash)
+    return set_crash
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # a dead job leaves files open
+# with 5: in the folder, in a shard, in the set
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_job_that_dies_at_any_write_continues_to_the_same_bytes(step, job, encoded, crash_at):
+    settings = ["held_out=0.5", "shard_size=10"]
+    expected = read_contents(encoded(*settings))
+    assert not [name for name in expected if name.endswith(".tmp")]
+
+    # the folder, then file and rename of job.json, of two shards and sidecars, of the manifest
+    writes = 1 + 2 + 2 * (2 + 2) + 2
+    for count in range(1, writes + 1, step):
+        crash_at(count)
+        with pytest.raises(CrashError):
+            job(*settings, out=f"crash{count}")
+        gc.collect()
+        assert read_contents(job(*settings, out=f"crash{count}")) == expected
+    crash_at(writes + 1)
+    job(*settings, out="uninterrupted")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_encoder_that_dies_within_a_shard_leaves_no_half_shard(
+    job, encoded, monkeypatch, tmp_path
+):
+    folder = tmp_path / "out"
+    encode = DiffusersAutoencoder.encode
+    batches = []
+
+    def die_in_the_second_shard(self: DiffusersAutoencoder, images: Tensor):
+        if (folder / f"{SECOND}.tmp").exists():
+            batches.append(images)
+        if len(batches) == 3:
+            raise CrashError
+        return encode(self, images)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusersAutoencoder, "encode", die_in_the_second_shard)
+        with pytest.raises(CrashError):
+            job("batch_size=2")
+    gc.collect()
+    assert read_times(folder).keys() == {"held_out-00000.tar", "train-00000.tar"}
+    assert read_contents(job("batch_size=2")) == read_contents(encoded("batch_size=2"))
+
+
+@pytest.mark.parametrize("blocks", [0, 2, 5])
+def test_a_full_disk_leaves_nothing_half_named(job, encoded, monkeypatch, tmp_path, blocks):
+    """The disk is full after so many blocks; the files that are there then are whole, and the job
+    continues from them."""
+    expected = read_contents(encoded())
+    write_block = ShardWriter.write_block
+    written = []
+
+    def write_until_full(self: ShardWriter) -> None:
+        if len(written) == blocks:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(self)
+        write_block(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "write_block", write_until_full)
+        with expect_refusal(r"no space is left for .*tar \(No space left on dev.*dry_run=true"):
+            job()
+    contents = read_contents(tmp_path / "out")
+    assert contents.items() <= expected.items()
+    assert read_contents(job()) == expected
+
+
+def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job, monkeypatch):
+    """Unlike one that cannot be decoded, it may be there again in a moment."""
+    read_image = images.read_image
+    failures = 4
+
+    def fail_at_first(entry: images.ImageEntry) -> bytes:
+        nonlocal failures
+        if entry.key.endswith("dog/009.png") and failures:
+            failures -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return read_image(entry)
+
+    monkeypatch.setattr(images, "read_image", fail_at_first)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with expect_refusal(r"dog/009\.png: .*Input/output error\. Finished shards are kept"):
+        job()
+    failures = 3
+    manifest = read_manifest(job())
+    assert (manifest.count, manifest.skipped) == (16, [])
+
+
+# Kills
+
+
+def start(vae: Path, source: Path, out: Path, *words: str, ranks: int = 1) -> subprocess.Popen:
+    """Starts the command in processes of its own."""
+    program = ["precompute_latents.py"]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        program = [*launcher, *program]
+    settings = [*TINY_JOB, f"encoder.path={vae}", f"source={source}", f"out={out}", *words]
+    return subprocess.Popen(
+        [sys.executable, *program, *settings],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def many_photos(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("many")
+    for i in range(3):
+        shutil.copytree(photos, source / str(i))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [
+        (2, 1),
+        pytest.param(1, 20, marks=pytest.mark.slow),
+        pytest.param(3, 20, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_anywhere_it_continues_to_the_same_bytes(
+    vae, many_photos, tmp_path, job, ranks, kills
+):
+    """Each kill comes once a random number of further shards is there."""
+    words = ["shard_size=1", "batch_size=1", "block_size=1"]
+    out = tmp_path / "killed"
+    draw = random.Random(ranks)
+    for _ in range(kills):
+        process = start(vae, many_photos, out, *words, ranks=ranks)
+        wanted = len(list(out.glob("*.tar.json"))) + draw.randint(0, 12)
+        while process.poll() is None and len(list(out.glob("*.tar.json"))) < wanted:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.02))
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    process = start(vae, many_photos, out, *words, ranks=ranks)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert output.count(" held-out latents in ") == 1  # one rank reports for all
+
+    # a killed writer may leave files under temporary names
+    contents = read_contents(out)
+    whole = {name: content for name, content in contents.items() if not name.endswith(".tmp")}
+    assert whole == read_contents(job(*words, source=many_photos))
+
+
+HOLD = """
+import fcntl, sys
+lock = open(sys.argv[1], "a")
+fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+print("held", flush=True)
+input()
+"""
+
+
+def hold(folder: Path) -> subprocess.Popen:
+    """Locks a folder's file from another process, until that is killed."""
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder / ".lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def locked(tmp_path: Path):
+    """A folder that another process holds."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with hold(folder) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == "held\n"
+        yield folder
+        holder.kill()
+    assert [file.name for file in folder.iterdir()] == [".lock"]
+
+
+def test_two_jobs_do_not_write_into_one_folder(locked, job):
+    with expect_refusal("another process is encoding into it; wait for it"):
+        job()
+
+
+@pytest.mark.slow
+def test_no_rank_waits_for_a_folder_that_another_job_holds(locked, vae, photos):
+    process = start(vae, photos, locked, ranks=2)
+    _, errors = process.communicate()
+    assert process.returncode != 0
+    assert "another process is encoding into it; wait for it" in errors
+
+
+def test_a_job_holds_its_folder_while_it_encodes(job, monkeypatch):
+    errors = []
+    run = ShardEncoder.run
+
+    def run_beside_another(self: ShardEncoder, plan: Plan) -> None:
+        errors.append(hold(self.out).communicate()[1])
+        run(self, plan)
+
+    monkeypatch.setattr(ShardEncoder, "run", run_beside_another)
+    job()
+    assert "BlockingIOError" in errors[0]
+
+
+def test_ranks_are_taken_from_the_launcher(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert Ranks.from_environment() == Ranks(0, 1, 0)
+    for name, value in zip(names, ("5", "8", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert Ranks.from_environment() == Ranks(5, 8, 1)
+    for rank, sentence in (("8", "RANK=8 does not fit WORLD_SIZE=8"), ("x", "must be numbers")):
+        monkeypatch.setenv("RANK", rank)
+        with expect_refusal(sentence):
+            Ranks.from_environment()
+
+
+# Other jobs
+
+
+def test_a_shard_with_a_broken_sidecar_is_encoded_again(done, job):
+    folder = done()
+    expected = read_contents(folder)
+    sidecar = folder / f"{SECOND}.json"
+    whole = sidecar.read_bytes()
+    assert read_finished(folder, SECOND) is not None
+    for content in (
+        b"",
+        b"[]",
+        b"[" * 100_000,
+        b'{"shard": 5}',
+        b"\xff",
+        whole[:-9],
+        whole.replace(b'"skipped": []', b'"skipped": {}'),
+        whole.replace(b"0", b"1", 1),
+    ):
+        sidecar.write_bytes(content)
+        assert read_finished(folder, SECOND) is None
+    assert read_contents(job()) == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"5", b"\xff", b"[1]"])
+def test_a_broken_job_file_is_a_sentence(tmp_path, content):
+    (tmp_path / "job.json").write_bytes(content)
+    sentence = r"job\.json is broken, so nothing says which job this folder belongs to; cho"
+    with expect_refusal(sentence):
+        claim_folder(tmp_path, {})
+
+
+def test_the_folder_of_another_job_is_refused(done, job):
+    folder = done()
+    contents = read_contents(folder)
+    changes = "flips was False, is True; limit was None, is 19; kind was mean_std, is sample"
+    sentence = rf"{folder} holds latents of another job \({changes}\); choose another folder"
+    with expect_refusal(sentence):
+        job("flips=true", "limit=19", "kind=sample")
+    assert read_contents(folder) == contents
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "resolution=8",
+        "seed=1",
+        "same_bytes=false",
+        "dtype=float32",
+        "held_out=0.5",
+        "background=black",
+        "max_megapixels=9",
+        "classes=none",
+    ],
+)
+def test_what_images_are_taken_for_is_part_of_the_job(photos, change):
+    words = [f"source={photos}", "out=x", "encoder.path=x"]
+    listed = list_images(photos)
+    one, other = (
+        describe_job(listed, compose([*words, *more], "precompute_latents").cfg, None, "fp32")
+        for more in ([], [change])
+    )
+    assert one != other
+
+
+def test_changed_images_are_another_job(job, more_photos):
+    job(source=more_photos)
+    (more_photos / "cat" / "000.jpg").unlink()
+    with expect_refusal("source_sha256 was"):
+        job(source=more_photos)
+
+
+def test_changed_weights_are_another_job(done, job, vae, tmp_path):
+    done()
+    other = shutil.copytree(vae, tmp_path / "vae")
+    flip_byte(other / WEIGHTS_FILE)
+    with expect_refusal("encoder_sha256 was"):
+        job(f"encoder.path={other}")
+
+
+def test_a_folder_with_other_files_is_refused(job, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with expect_refusal(f"out={tmp_path}/out is not empty .* choose another folder"):
+        job()
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_a_file_as_out_is_refused(job, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with expect_refusal(f"out={tmp_path}/out cannot be made or read"):
+        job()

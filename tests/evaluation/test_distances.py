@@ -1,0 +1,246 @@
+"""Distances between sets of images agree with the published formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from evaluation import distances
+from evaluation.distances import (
+    Moments,
+    compare_neighbours,
+    explain_too_few,
+    frechet_distance,
+    kernel_distance,
+    squared_mmd,
+)
+from tests.harness.refusals import expect_refusal
+
+Gaussian = tuple[np.ndarray, np.ndarray]
+"""Mean and covariance."""
+
+
+def draw_features(count: int, dim: int = 12, mean: float = 1000.0, seed: int = 0) -> Tensor:
+    """Draws features in fp64 whose covariance differs from seed to seed."""
+    draw = torch.Generator().manual_seed(seed)
+    noise = torch.randn(dim + count, dim, generator=draw, dtype=torch.float64)
+    mixing = torch.eye(dim, dtype=torch.float64) + 0.3 * noise[:dim]
+    return mean + 0.1 * seed + noise[dim:] @ mixing
+
+
+def collect(*pieces: Tensor) -> Moments:
+    moments = Moments(pieces[0].shape[1])
+    for piece in pieces:
+        moments.add(piece)
+    return moments
+
+
+def published_distance(a: Gaussian, b: Gaussian) -> float:
+    """The other form of the trace: square roots of the eigenvalues of S1 S2."""
+    overlap = np.sqrt(np.linalg.eigvals(a[1] @ b[1]).astype(complex)).real.sum()
+    shift = ((a[0] - b[0]) ** 2).sum()
+    return float(shift + np.trace(a[1]) + np.trace(b[1]) - 2 * overlap)
+
+
+def estimate(features: Tensor, biased: bool = False) -> Gaussian:
+    return features.numpy().mean(0), np.cov(features.numpy(), rowvar=False, bias=biased)
+
+
+def estimate_in_fp32(features: Tensor) -> Gaussian:
+    low = features.float().numpy()
+    mean = low.sum(0) / np.float32(len(low))
+    return mean, (low.T @ low - len(low) * np.outer(mean, mean)) / np.float32(len(low) - 1)
+
+
+A = draw_features(700)
+B = draw_features(900, seed=1)
+
+
+def test_frechet_is_the_published_formula_where_the_mean_is_large():
+    right = published_distance(estimate(A), estimate(B))
+    assert frechet_distance(collect(A), collect(B)) == pytest.approx(right, rel=1e-6)
+    assert frechet_distance(collect(B), collect(A)) == pytest.approx(right, rel=1e-6)
+
+    # the tolerance tells a biased covariance and sums in fp32 apart
+    for wrong in (
+        published_distance(estimate(A, biased=True), estimate(B, biased=True)),
+        published_distance(estimate_in_fp32(A), estimate_in_fp32(B)),
+    ):
+        assert wrong != pytest.approx(right, rel=1e-4)
+
+
+def test_frechet_is_that_of_torch_fidelity(fidelity):
+    from torch_fidelity.metric_fid import fid_statistics_to_metric
+
+    statistics = [dict(zip(("mu", "sigma"), estimate(x), strict=True)) for x in (A, B)]
+    right = fid_statistics_to_metric(*statistics, verbose=False)["frechet_inception_distance"]
+    assert frechet_distance(collect(A), collect(B)) == pytest.approx(right, rel=1e-6)
+
+
+def make_gaussian(mean: list[float], variances: list[float]) -> Moments:
+    moments = Moments(len(mean))
+    moments.count = 1001
+    moments.mean = torch.tensor(mean, dtype=torch.float64)
+    moments.scatter = 1000 * torch.tensor(variances, dtype=torch.float64).diag()
+    return moments
+
+
+def test_frechet_of_known_gaussians():
+    a = make_gaussian([0.0, 3.0, 1.0], [4.0, 0.0, 1.0])
+    b = make_gaussian([1.0, 1.0, 1.0], [9.0, 4.0, 0.0])
+    means = 1 + 4
+    stds = (2 - 3) ** 2 + (0 - 2) ** 2 + (1 - 0) ** 2
+    assert frechet_distance(a, b) == pytest.approx(means + stds, abs=1e-12)
+    assert frechet_distance(a, a) == pytest.approx(0.0, abs=1e-7)
+    point = make_gaussian([0.0], [0.0])
+    assert frechet_distance(point, make_gaussian([2.0], [0.0])) == 4.0
+    good = make_gaussian([0.0, 0.0], [1.0, 1.0])
+    broken = make_gaussian([0.0, 0.0], [1.0, -1e-3])
+    for pair in ((good, broken), (broken, good)):
+        with expect_refusal("eigenvalue"):
+            frechet_distance(*pair)
+
+
+def test_moments_do_not_depend_on_the_pieces():
+    features = draw_features(500)
+    mean, covariance = map(torch.from_numpy, estimate(features))
+    for rows in (features, features.flip(0)):
+        moments = collect(*rows.split([1, 2, 300, 0, 97, 100]))
+        assert moments.count == 500
+        torch.testing.assert_close(moments.mean, mean, rtol=1e-12, atol=0)
+        torch.testing.assert_close(moments.covariance, covariance, rtol=1e-11, atol=1e-12)
+    low = collect(features.bfloat16())
+    assert low.mean.dtype == low.covariance.dtype == torch.float64
+
+
+def test_frechet_refuses_what_says_nothing():
+    assert explain_too_few(513, 256) is None
+    sentence = explain_too_few(512, 256)
+    assert sentence
+    assert "fd of 256 features needs more than 512 samples, there are 512; draw more" in sentence
+    assert "or read kd" in sentence
+    with expect_refusal(r"shape \(25, 4\)"):
+        collect(A, draw_features(25, dim=4))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(bad):
+    features = draw_features(30)
+    features[3, 4] = bad
+    with expect_refusal("NaN or infinity"):
+        collect(features)
+
+
+# Kernel distance
+
+
+def mmd(x: Tensor, y: Tensor) -> float:
+    """The squared MMD of all samples, as one subset."""
+    members = [torch.ones(1, len(rows), dtype=torch.float64) for rows in (x, y)]
+    return float(squared_mmd(x.double(), y.double(), *members))
+
+
+def test_squared_mmd_by_hand():
+    """One feature: k(0, 1) = k(0, 2) = 1; the kernels between the sets are 1, 1, 1 and (1·2 + 1)³ =
+    27."""
+    x = torch.tensor([[0.0], [1.0]])
+    y = torch.tensor([[0.0], [2.0]])
+    assert mmd(x, y) == 1 + 1 - 2 * 30 / 4
+
+
+def test_kernel_distance_is_that_of_torch_fidelity(fidelity):
+    from torch_fidelity.metric_kid import kernel_mmd
+
+    a = draw_features(100, mean=0.0)
+    b = draw_features(100, mean=0.0, seed=1)
+    assert mmd(a, b) == pytest.approx(kernel_mmd(a.numpy(), b.numpy()), rel=1e-9)
+
+
+def test_kernel_distance_is_unbiased_and_grows_with_a_shift():
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(count: int) -> Tensor:
+        return torch.randn(count, 8, generator=draw)
+
+    equal = torch.tensor([kernel_distance(normal(60), normal(50), seed=i)[0] for i in range(30)])
+    assert abs(equal.mean()) < 3 * equal.std() / 30**0.5
+    assert equal.min() < 0 < equal.max()
+    a = normal(200)
+    b = normal(200)
+    near, far = (kernel_distance(a, b + shift)[0] for shift in (0.5, 1.0))
+    assert equal.abs().max() < near < far
+    first, again, other = (kernel_distance(a, b, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert first[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "size"), [((2000, 1500), 750), ((2000, 2500), 1000), ((4, 9), 2)]
+)
+def test_subsets_are_never_the_whole_set(counts, size, monkeypatch):
+    def check_members(a: Tensor, b: Tensor, *members: Tensor) -> Tensor:
+        for rows in members:
+            assert set(rows.unique().tolist()) == {0.0, 1.0}
+            assert rows.sum(1).tolist() == [size] * 100
+        assert len(members[0].unique(dim=0)) > 1
+        return torch.ones(100)
+
+    monkeypatch.setattr(distances, "squared_mmd", check_members)
+    a, b = (torch.arange(count).float()[:, None] for count in counts)
+    assert kernel_distance(a, b)[0] == 1.0
+
+
+def test_subsets_have_the_distances_that_they_have_alone(monkeypatch):
+    monkeypatch.setattr(distances, "CHUNK_ELEMENTS", 70)  # a row or two at a time
+    a = torch.randn(20, 3).double()
+    b = torch.randn(30, 3).double()
+    u, v = (torch.rand(5, n).argsort(1).argsort(1).lt(9).double() for n in (20, 30))
+    alone = [mmd(a[rows.bool()], b[columns.bool()]) for rows, columns in zip(u, v, strict=True)]
+    assert squared_mmd(a, b, u, v).tolist() == pytest.approx(alone, rel=1e-9)
+
+
+# Precision and recall
+
+
+def test_precision_and_recall_by_hand():
+    """One neighbour: the balls of the real ones reach 1, 1, 1 and 8, those of the fakes 2, 2, 1 and
+    1."""
+    real = torch.tensor([[0.0], [1.0], [2.0], [10.0]]).double()
+    fake = torch.tensor([[0.5], [2.5], [19.0], [20.0]]).double()
+    for offset in (0.0, 1e6):
+        shares = compare_neighbours(real + offset, fake + offset, neighbours=1)
+        assert shares[:2] == (0.5, 0.75)
+
+
+def test_collapse_lowers_recall_and_outliers_precision(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    real, good = torch.randn(2, 300, 4, generator=draw)
+    shares = compare_neighbours(real, good)
+    assert min(shares.precision, shares.recall) > 0.8
+    collapsed = compare_neighbours(real, 0.05 * good)
+    assert collapsed.precision > shares.precision
+    assert collapsed.recall < 0.1
+    outliers = compare_neighbours(real, torch.cat((good[:150], 20 + good[150:])))
+    assert outliers.precision == pytest.approx(shares.precision / 2, abs=0.05)
+    monkeypatch.setattr(distances, "CHUNK_ELEMENTS", 7 * 300 + 1)
+    assert compare_neighbours(real, good) == shares
+
+
+def test_a_memorised_set_is_flagged():
+    """A twentieth of a perfect model's samples lie as near to the reference as left-out images do,
+    and each copy adds to that share."""
+    draw = torch.Generator().manual_seed(0)
+    real = torch.randn(2000, 8, generator=draw)
+    fresh = torch.randn(1000, 8, generator=draw)
+    *_, share, expected = compare_neighbours(real, fresh)
+    assert expected == 0.05
+    assert share == pytest.approx(0.05, abs=0.02)
+    fifth = torch.cat((real[:200] + 0.01, fresh[200:]))
+    assert compare_neighbours(real, fifth).copied == pytest.approx(0.2 + 0.8 * share, abs=0.01)
+    assert compare_neighbours(real + 100.0, real + 100.0).copied == 1.0
+    assert compare_neighbours(real, 3.0 * fresh).copied < 0.01
+    twice = torch.cat((real[:500], real[:500], real[500:1000]))
+    half = compare_neighbours(twice, torch.cat((real[:250], fresh[:250])))
+    assert half[2:] == pytest.approx((0.5, 2 / 3), abs=0.01)

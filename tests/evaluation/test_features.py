@@ -1,0 +1,321 @@
+"""Feature spaces of images agree with their definitions, and refuse files that are none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import avg_pool2d, interpolate
+
+from common.files import hash_file
+from evaluation import features
+from evaluation.distances import Moments
+from evaluation.features import (
+    Dinov2Features,
+    EncoderFeatures,
+    Features,
+    InceptionFeatures,
+    RandomFeatures,
+    build_features,
+)
+from models.autoencoders import DiffusersAutoencoder, PixelAutoencoder
+from tests.harness.refusals import expect_refusal
+from tests.harness.sets import save_tiny_autoencoder
+from training.config import build
+from training.config.schema import FdConfig
+
+
+def build_spaces(*names: str) -> dict[str, Features]:
+    """Builds feature spaces by name, for grey images whose pixels are their latents."""
+    cfg = FdConfig(features=[*names])
+    return build_features(cfg, PixelAutoencoder(), torch.zeros(1, 1, 8, 8))
+
+
+def make_images(count: int = 3, side: int = 16) -> Tensor:
+    """Images with smooth and rough parts that differ from channel to channel; nothing is
+    random."""
+    i = torch.arange(count * side * side * 3)
+    pixels = (i * 7 + i % 11 * 13 + i // 97 * 3) % 256
+    return pixels.to(torch.uint8).view(count, side, side, 3)
+
+
+@pytest.fixture
+def dinov2(tmp_path: Path) -> Path:
+    """The folder of a tiny DINOv2 with random weights."""
+    reason = "pip install 'fastlatent[evaluation]'"
+    transformers = pytest.importorskip("transformers", reason=reason)
+    config = transformers.Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.Dinov2Model(config).save_pretrained(tmp_path / "dino")
+    return tmp_path / "dino"
+
+
+def check_space(space: Features, images: Tensor) -> Tensor:
+    """Checks what holds for every space, and returns the features."""
+    rows = space(images)
+    assert rows.shape == (len(images), space.dim)
+    assert rows.dtype == torch.float32
+    assert not rows.requires_grad
+    assert rows.std(0).max() > 0
+    alone = torch.cat([space(image[None]) for image in images])
+    torch.testing.assert_close(alone, rows, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(space(images), rows)
+    about = space.describe()
+    assert json.loads(json.dumps(about)) == about
+    assert (about["name"], about["dim"]) == (space.name, space.dim)
+    with pytest.raises(AssertionError):
+        space(images.float())
+    return rows
+
+
+def test_features_are_exact_whatever_the_process_has_set(monkeypatch):
+    actual = []
+
+    def read_flags() -> tuple:
+        cudnn = torch.backends.cudnn
+        precision = torch.get_float32_matmul_precision()
+        flags = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark)
+        return precision, *flags, torch.is_grad_enabled()
+
+    class WatchedFeatures(RandomFeatures):
+        def forward(self, images: Tensor) -> Tensor:
+            actual.append(read_flags())
+            return super().forward(images)
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    torch.set_float32_matmul_precision("high")
+    before = read_flags()
+    WatchedFeatures()(make_images())
+    assert actual == [("highest", False, True, False, False)]
+    assert read_flags() == before == ("high", True, False, True, True)
+
+
+def test_random_features_never_change():
+    """If these figures change, the network has changed: increase `version`."""
+    space = RandomFeatures()
+    images = make_images(side=100)
+    state = torch.get_rng_state()
+    rows = check_space(space, images)
+    assert space.dim == 256
+    assert space.describe()["version"] == 1
+    pinned = [0.16509, 0.03184, 0.07906, 0.00000, 0.21578, 0.08425, 0.00270, 0.00000]
+    torch.testing.assert_close(rows[0, ::32], torch.tensor(pinned), rtol=1e-4, atol=1e-5)
+    assert torch.equal(RandomFeatures()(images), rows)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_random_features_see_colour_layout_and_texture():
+    space = RandomFeatures()
+    images = make_images(side=64)
+    rows = space(images)
+    planes = images.permute(0, 3, 1, 2).float()
+    blurred = avg_pool2d(planes, 3, 1, 1).round().to(torch.uint8).permute(0, 2, 3, 1)
+    for changed in (images.flip(-1), images.roll(32, 1), blurred):
+        assert (space(changed) - rows).norm() > 0.05 * rows.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "channels", "side", "dim"),
+    [
+        ("AutoencoderKL", 3, 16, 2 * 8 * 8),
+        ("AutoencoderKL", 3, 64, 2 * 11 * 11),
+        ("pixels", 1, 8, 64),
+        ("pixels", 3, 16, 3 * 9 * 9),
+    ],
+)
+def test_encoder_features(kind, channels, side, dim, tmp_path):
+    autoencoder = PixelAutoencoder()
+    if kind != "pixels":
+        autoencoder = DiffusersAutoencoder(str(save_tiny_autoencoder(kind, tmp_path)))
+    images = make_images(side=side)
+    space = EncoderFeatures(autoencoder, torch.zeros(1, channels, side, side))
+    rows = check_space(space, images)
+    assert space.dim == dim
+    assert space.describe()["sha256"] == autoencoder.weights_sha256
+    assert (rows - space(images.flip(-1))).abs().max() > 1e-3 * rows.abs().max()
+
+    # the first feature of each channel averages the first cell of its latents
+    planes = images.permute(0, 3, 1, 2).float()[:, :channels] / 127.5 - 1
+    latents = autoencoder.encode(planes)[0].detach()
+    cell = -(-latents.shape[-1] // space.grid)
+    corner = latents[:, :, :cell, :cell].mean((2, 3))
+    first = rows.view(3, latents.shape[1], -1)[..., 0]
+    torch.testing.assert_close(first, corner, rtol=1e-4, atol=1e-5)
+    with expect_refusal("use one size"):
+        space(make_images(side=side + 4))
+
+
+def test_grey_images_count_once():
+    grey = make_images(200, 4)[..., :1].expand(-1, -1, -1, 3)
+    space = EncoderFeatures(PixelAutoencoder(), torch.zeros(1, 1, 4, 4))
+    moments = Moments(space.dim)
+    moments.add(space(grey))
+    assert torch.linalg.matrix_rank(moments.covariance) == space.dim == 16
+
+
+def test_dinov2_features(dinov2):
+    space = Dinov2Features(str(dinov2))
+    images = make_images()
+    rows = check_space(space, images)
+    assert space.dim == 24
+    assert space.describe()["sha256"] == hash_file(dinov2 / "model.safetensors")
+    from transformers import Dinov2Model
+
+    planes = images.permute(0, 3, 1, 2).float()
+    x = interpolate(planes, (224, 224), mode="bicubic", antialias=True).clamp(0, 255) / 255
+    mean = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+    std = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+    with torch.no_grad():
+        model = Dinov2Model.from_pretrained(dinov2).eval()
+        right = model(pixel_values=(x - mean) / std).pooler_output
+    torch.testing.assert_close(rows, right, rtol=1e-4, atol=1e-4)
+
+
+def test_dinov2_that_is_none(dinov2, tmp_path, monkeypatch):
+    def drop_tensor() -> None:
+        tensors = load_file(dinov2 / "model.safetensors")
+        tensors.popitem()
+        save_file(tensors, dinov2 / "model.safetensors", metadata={"format": "pt"})
+
+    faults = [
+        (drop_tensor, "missing_keys"),
+        (lambda: (dinov2 / "model.safetensors").write_bytes(b"nothing"), "cannot be read"),
+        (lambda: (dinov2 / "config.json").write_text('{"model_type": "vit"}'), "of type vit"),
+        (
+            lambda: monkeypatch.setitem(sys.modules, "transformers", None),
+            r"transformers, which is not installed; pip install 'fastlatent\[evaluation",
+        ),
+    ]
+    for plant, sentence in faults:
+        plant()
+        with expect_refusal(sentence):
+            Dinov2Features(str(dinov2))
+    for path, sentence in (
+        (None, "needs dinov2="),
+        (str(tmp_path / "nowhere"), "neither an existing folder nor a hub id"),
+        (str(tmp_path), "config.json does not exist"),
+    ):
+        with expect_refusal(sentence):
+            Dinov2Features(path)
+
+
+def test_inception_that_is_none(tmp_path, monkeypatch, forget_fidelity):
+    other = tmp_path / "other.pth"
+    other.write_bytes(b"other weights")
+    for weights, sentence in (
+        (None, "needs inception=<file>"),
+        (str(tmp_path / "nowhere.pth"), "is not weights-inception"),
+        (str(other), "is not weights-inception-2015-12-05-6726825d.pth"),
+    ):
+        with expect_refusal(sentence):
+            InceptionFeatures(weights)
+
+    # with the right weights the package may be absent, or broken
+    monkeypatch.setattr(features, "INCEPTION_SHA256", hash_file(other))
+    forget_fidelity()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch_fidelity", None)
+        with expect_refusal("torch_fidelity, which is not installed; pip install"):
+            InceptionFeatures(str(other))
+    package = tmp_path / "torch_fidelity"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
+    forget_fidelity()
+    monkeypatch.syspath_prepend(tmp_path)
+    with expect_refusal(r"nms does not exist.*; mostly its torchvision is built for another torch"):
+        InceptionFeatures(str(other))
+
+
+def test_inception_features(fidelity, tmp_path, monkeypatch):
+    """The weights are random, for the real ones are a download of 95 MB."""
+    from torch_fidelity import feature_extractor_inceptionv3 as published
+
+    with monkeypatch.context() as patch:
+        patch.setattr(published, "load_state_dict_from_url", lambda *args, **kwargs: {})
+        patch.setattr(published.FeatureExtractorInceptionV3, "load_state_dict", lambda *args: None)
+        network = published.FeatureExtractorInceptionV3("any", ["2048"])
+    file = tmp_path / "weights.pth"
+    torch.save(network.state_dict(), file)
+    monkeypatch.setattr(features, "INCEPTION_SHA256", hash_file(file))
+    images = make_images(2)
+    space = InceptionFeatures(str(file))
+    rows = space(images)
+    assert rows.shape == (2, space.dim) == (2, 2048)
+    assert not rows.requires_grad
+    torch.testing.assert_close(rows, network(images.permute(0, 3, 1, 2))[0])
+    torch.testing.assert_close(space(images[:1]), rows[:1], rtol=1e-4, atol=1e-6)
+    assert space.describe()["sha256"] == hash_file(file)
+
+
+def test_spaces_by_name():
+    spaces = build_spaces("random", "encoder")
+    assert list(spaces) == ["random", "encoder"]
+    assert [type(space) for space in spaces.values()] == [RandomFeatures, EncoderFeatures]
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ([], "must name one space"),
+        (["random", "random"], "each once"),
+        (["fid"], "features=fid is unknown; choose from encoder, random, inception, dinov2"),
+        (["torch.nn.Linear"], "extensions="),
+        (["inception"], "needs inception="),
+        (["dinov2"], "needs dinov2="),
+    ],
+)
+def test_names_of_no_space_are_refused(names, sentence):
+    with expect_refusal(sentence):
+        build_spaces(*names)
+
+
+COLOUR = """import torch
+from evaluation.features import Features
+
+
+class Colour(Features):
+    name, dim = "colour", 3
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, images):
+        return images.float().mean((1, 2)) * self.scale
+
+    def describe(self):
+        return {"name": self.name, "dim": self.dim, "version": 1}
+
+
+class Other:
+    pass
+"""
+
+
+def test_a_space_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "myspaces").mkdir()
+    (tmp_path / "myspaces" / "colour.py").write_text(COLOUR)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "myspaces.colour.Colour"
+    with expect_refusal("is unknown"):
+        build_spaces(name)
+    monkeypatch.setattr(build, "admitted_packages", {"myspaces"})
+    check_space(build_spaces(name)[name], make_images())
+    for name, sentence in (
+        ("myspaces.colour.Other", "no class derived from"),
+        ("myspaces.colour.Missing", "no class derived from"),
+        ("myspaces.nowhere.Colour", "no module myspaces.nowhere"),
+        ("myspaces", "is unknown"),
+    ):
+        with expect_refusal(sentence):
+            build_spaces(name)
