@@ -104,16 +104,24 @@ def test_leftovers_go(checkpoints):
     assert sorted(file.name for file in checkpoints.iterdir()) == names
 
 
-@pytest.mark.parametrize(("best_by", "best"), [("eval_loss", "step-4"), ("fd_random", "step-8")])
-def test_the_best_one_stays(best_by, best, run_whole, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"keep": 2, "best_by": "eval_loss"}, [4, 12, 14]),
+        ({"keep": 2, "best_by": "fd_random"}, [8, 12, 14]),
+        ({"keep": 1, "keep_every": 6}, [4, 6, 12, 14]),
+    ],
+)
+def test_what_is_kept(options, steps, run_whole, tmp_path):
+    """The newest, every K-th, and the one with the lowest held-out loss."""
     losses = {2: float("nan"), 4: 0.1, 6: None, 8: 0.7, 10: None, 12: 0.6}
     copy_newest(run_whole, tmp_path, *losses, 14)
     for step, loss in losses.items():
         file = tmp_path / f"step-{step}" / "state.json"
         scores = {"eval_loss": loss, "fd_random": None if loss is None else 1.0 - loss}
         file.write_text(json.dumps(json.loads(file.read_text()) | {"scores": scores}))
-    Checkpoints(tmp_path, keep=2, best_by=best_by).remove_old(tmp_path / "step-14")
-    assert list_names(tmp_path) == [best, "step-12", "step-14"]
+    Checkpoints(tmp_path, **options).remove_old(tmp_path / "step-14")
+    assert list_names(tmp_path) == [f"step-{step}" for step in steps]
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_cannot_be_read_back(run_whole, tmp_path, capsys):

@@ -189,14 +189,6 @@ def test_two_runs_in_one_folder(run_whole, tmp_path):
     start_run(folder, "total_samples=104")
 
 
-def test_what_is_kept(tmp_path):
-    """The newest, every fourth, and the one with the lowest held-out loss."""
-    start_run(tmp_path, "keep_every=4")
-    lines = [line for line in read_lines(tmp_path) if "eval_loss" in line]
-    best = min(lines, key=lambda line: line["eval_loss"])["step"]
-    assert set(list_checkpoints(tmp_path)) == {f"step-{step}" for step in (4, 8, 10, 12, best)}
-
-
 @pytest.mark.fault(
     "the disk full for a moment", "the save is tried again after a pause; the run goes on"
 )
