@@ -106,7 +106,7 @@ class ImageList:
 
     entries: list[ImageEntry]
     class_names: list[str]
-    """Empty: there are no classes, and every label is 0."""
+    """Class names by label; empty if there are no classes and every label is 0."""
     unused: Unused = field(default_factory=Unused)
     notes: list[str] = field(default_factory=list)
     """Sentences about what the user may not have intended."""
@@ -144,9 +144,10 @@ class ImageList:
 
 def join_few(names: list[str]) -> str:
     """Joins the first few names and counts the rest."""
-    return ", ".join(names[:MAX_NAMES_SHOWN]) + (
-        f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    )
+    first_names = ", ".join(names[:MAX_NAMES_SHOWN])
+    if len(names) <= MAX_NAMES_SHOWN:
+        return first_names
+    return f"{first_names} and {len(names) - MAX_NAMES_SHOWN} more"
 
 
 def is_image(extension: str) -> bool:
@@ -162,11 +163,10 @@ def describe_kind(name: str) -> str:
     if suffixes[-1] not in EXTENSIONS:
         return "".join(suffixes[-2:]) if suffixes[-2:-1] == [".tar"] else suffixes[-1]
     codec = find_missing_codec(suffixes[-1])
-    return (
-        f"{suffixes[-1]} (this Pillow has no {codec})"
-        if codec
-        else "images with two dots in their names"
-    )
+    if codec:
+        return f"{suffixes[-1]} (this Pillow has no {codec})"
+    # Tars have images with extensions such as .seg.png, which are no samples.
+    return "images with two dots in their names"
 
 
 def escape_name(name: str) -> str:
