@@ -275,7 +275,7 @@ class MetricsFile:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.torn = False
-        """Whether writing a line failed, so that the file may lack a line break."""
+        """True if writing a line failed, so that the file may lack a line break."""
 
     def drop_after(self, step: int) -> list[dict[str, Any]]:
         """Drops logged steps after `step`, which the run will repeat; returns the remaining lines.

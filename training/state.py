@@ -69,7 +69,7 @@ class TrainState:
 
     @property
     def moved(self) -> bool:
-        """Whether this process has taken a step."""
+        """True if this process has taken a step."""
         return self.step > self.began_at
 
     @property

@@ -53,7 +53,7 @@ FLUSH_BYTES = 1 << 28
 
 
 class Layout(Enum):
-    """How a checkpoint keeps a piece of the state."""
+    """Layouts of a piece of the state in a checkpoint."""
 
     whole = auto()
     """Whole tensors in a separate file, which the first rank gathers and writes; other tools can

@@ -367,6 +367,8 @@ class TrainConfig:
                 f"{'adapter' if self.adapter else 'model=pretrained'} needs a trained model; set "
                 "init_from=<weights file, checkpoint or run>."
             )
+
+        # Keys that contradict each other.
         check_momentum(self.optim or {})
         self.sampling.check()
         self.fd.refuse_best(self.keep_best)
