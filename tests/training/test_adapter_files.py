@@ -223,7 +223,10 @@ def write_as_peft(base: Path, folder: Path, **changes: Any) -> str:
     ("changes", "sentence"),
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights=.* is not supported; plain LoRA is"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported; plain LoRA is"),
+        (
+            {"alora_invocation_tokens": [1]},
+            "alora_invocation_tokens=.* is not supported; plain LoRA is",
+        ),
         ({"r": None}, "r=.* is not supported; plain LoRA is"),
         ({"lora_alpha": math.nan}, "lora_alpha=.* is not supported; plain LoRA is"),
         ({"lora_alpha": 10**400}, "lora_alpha=.* is not supported; plain LoRA is"),

@@ -34,6 +34,12 @@ def test_what_accelerate_says_otherwise_is_refused(variable, precision, sentence
         refuse_contradictions(cfg)
 
 
+MAX_AUTOTUNE = "runtime.compile_mode=max-autotune-no-cudagraphs"
+REDUCE_OVERHEAD = "runtime.compile_mode=reduce-overhead"
+WHOLE_MODEL = "runtime.compile_scope=model"
+WRONG_GRADIENTS = r"wrong gradients.*runtime\.compile_scope=model.*runtime\.cuda_graph=true"
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -54,8 +60,19 @@ def test_what_accelerate_says_otherwise_is_refused(variable, precision, sentence
             "block by block",
         ),
         (["runtime.parallel.mode=ddp", "runtime.cuda_graph=true"], "never tried"),
+        (["runtime=production", "deterministic=true", MAX_AUTOTUNE], "deterministic=true"),
+        (["runtime=production", REDUCE_OVERHEAD], WRONG_GRADIENTS),
+        *(
+            (["runtime=production", REDUCE_OVERHEAD, WHOLE_MODEL, word], WRONG_GRADIENTS)
+            for word in ("accumulation_steps=2", "runtime.cuda_graph=true")
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(words, sentence):
     with pytest.raises(ValueError, match=sentence):
         compose(words)
+
+
+def test_modes_of_the_compiler_are_allowed_where_they_are_right():
+    compose(["runtime=production", MAX_AUTOTUNE])
+    compose(["runtime=production", REDUCE_OVERHEAD, WHOLE_MODEL])
