@@ -226,7 +226,8 @@ def test_a_component_may_be_any_class_of_ours_and_no_function():
             resolve_target(target, "model")
 
 
-build_model = functools.partial(build, key="model", channels=1, height=8, width=8, num_classes=2)
+def build_model(node):
+    return build(node, "model", channels=1, height=8, width=8, num_classes=2)
 
 
 def test_nested_components_are_built_and_checked():
