@@ -252,15 +252,15 @@ def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
 
         save_and_run()
         runs = {"own": save_and_run, "base": partial(workload.run, cfg.steps)}
-        taken = time_in_turn(
+        seconds = time_in_turn(
             runs, cfg.repeats, workload.device, prepare=lambda name: checkpoints.finish()
         )
         checkpoints.finish()
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     return {
         **summarise("stall_ms", stall_ms[1:]),
-        **summarise("step_ms_without", [1e3 * s / cfg.steps for s in taken["base"]]),
-        **summarise("speed", compute_ratios(taken["base"], taken["own"])),
+        **summarise("step_ms_without", [1e3 * s / cfg.steps for s in seconds["base"]]),
+        **summarise("speed", compute_ratios(seconds["base"], seconds["own"])),
         "bytes": size,
     }
 
@@ -303,7 +303,9 @@ def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
         return {"reason": NEEDS_GPU}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        status = subprocess.run([*PYTEST_COMMAND, f"--junitxml={report}", *case.overrides], cwd=ROOT)
+        status = subprocess.run(
+            [*PYTEST_COMMAND, f"--junitxml={report}", *case.overrides], cwd=ROOT
+        )
         if not report.is_file():
             raise RuntimeError(f"pytest ended with status {status.returncode}")
         return count_outcomes(report)

@@ -126,8 +126,8 @@ def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str,
         loop.run(1)
     device = next(iter(loops.values())).device
     runs = {name: partial(loop.run, steps) for name, loop in loops.items()}
-    taken = time_in_turn(runs, repeats, device, prepare=lambda name: loops[name].prepare())
-    return {name: [1e3 * s / steps for s in values] for name, values in taken.items()}
+    seconds = time_in_turn(runs, repeats, device, prepare=lambda name: loops[name].prepare())
+    return {name: [1e3 * s / steps for s in values] for name, values in seconds.items()}
 
 
 def sum_phases(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:

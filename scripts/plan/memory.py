@@ -65,6 +65,7 @@ class Needs(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Bytes of all parts."""
         return sum(self)
 
 
