@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
-# PyTorch's profiler logs the profiled warm-up step; those messages help nobody
+# PyTorch's profiler logs the profiled warm-up step; its messages help no user
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
@@ -59,7 +59,7 @@ def train(composed: Composed) -> dict[str, Any]:
     # 3. Resume from the newest checkpoint, if there is one.
     checkpoints = run.open_checkpoints()
     described = describe_run(composed, spec, ledger, training.base)
-    where = restore(cfg, state, checkpoints, described)
+    origin = restore(cfg, state, checkpoints, described)
     progress = Progress(
         cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
     )
@@ -94,7 +94,7 @@ def train(composed: Composed) -> dict[str, Any]:
     failures = explain_failures(training, run.folder)
     stop_request = StopRequest(ranks, checkpoints.has_failed, training.has_skipped_too_many)
     with stop_request, logger, failures, checkpoints:
-        run.announce_start(training, ledger, logger, where)
+        run.announce_start(training, ledger, logger, origin)
         if distances:
             distances.record(run.folder)
         run.continue_records(state)

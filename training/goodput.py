@@ -180,20 +180,20 @@ def explain_bound(
     step_ms: float,
     data_ms: float,
     busy_ms: float | None,
-    left: Collection[str],
+    launch_savers: Collection[str],
     data: Mapping[str, Any],
 ) -> tuple[str, str, list[str]] | None:
     """Says whether data or kernel launches bound a step: the bound's name, the reason, and keys to
     try; None for neither.
 
-    `busy_ms`, the GPU's time in a step, is None without a GPU. `left` are runtime keys that are
-    available here and off; `data` is the configuration node of the loader.
+    `busy_ms`, the GPU's time in a step, is None without a GPU. `launch_savers` are runtime keys
+    against launches that are available here and off; `data` is the loader's configuration node.
     """
     if data_ms > DATA_BOUND_SHARE * step_ms:
         keys = ["data=resident", "more data.num_workers"]
         if "storage" in data:
             keys = ["a larger data.device_memory_gib", "data.storage=int8"]
-        reason = f"{data_ms / step_ms:.0%} of the step goes by before a batch is there"
+        reason = f"the device waits for a batch for {data_ms / step_ms:.0%} of the step"
         return "data-bound", reason, keys
     if busy_ms is None or busy_ms >= LAUNCH_BOUND_SHARE * step_ms:
         return None
@@ -201,7 +201,7 @@ def explain_bound(
         f"the GPU works for {busy_ms:.2f} ms of a step of {step_ms:.2f} ms and waits for launches "
         "otherwise"
     )
-    return "launch-bound", reason, [*left, "a larger batch_size"]
+    return "launch-bound", reason, [*launch_savers, "a larger batch_size"]
 
 
 def format_shares(seconds: Any) -> str:

@@ -360,8 +360,8 @@ class SafeLogger:
             self.finish(self.known)
 
 
-def format_log_line(metrics: Mapping[str, Any], left: str) -> str:
-    """Formats a line of the main figures for the terminal, with the time `left`."""
+def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
+    """Formats a line of the main figures for the terminal, with the remaining time."""
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
@@ -385,7 +385,7 @@ def format_log_line(metrics: Mapping[str, Any], left: str) -> str:
         "backed_off": "{} steps spent on finding fp16's loss scale",
     }
     parts += [note.format(metrics[name]) for name, note in notes.items() if metrics.get(name)]
-    return "  ".join([*parts, left])
+    return "  ".join([*parts, time_left])
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:

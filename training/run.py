@@ -159,10 +159,10 @@ class Run:
             self.write_file(KERNELS_FILE, training.kernels)
 
     def announce_start(
-        self, training: Training, ledger: Ledger, logger: SafeLogger, where: str
+        self, training: Training, ledger: Ledger, logger: SafeLogger, origin: str
     ) -> None:
-        """Describes the starting run in its folder, on the terminal and to the logger; `where` says
-        what it continues."""
+        """Describes the starting run in its folder, on the terminal and to the logger; `origin`
+        says what it continues."""
         self.stack = training.stack
         ledger += self.rows
         rows = ledger.as_dict()
@@ -177,7 +177,7 @@ class Run:
         hardware = self.environment["hardware"]
         print(
             f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n"
-            f"{ledger.format_line()}\n\n{where}",
+            f"{ledger.format_line()}\n\n{origin}",
             flush=True,
         )
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
@@ -204,15 +204,15 @@ class Run:
         if stack is None:
             return
 
-        # Each bound is reported once.
+        # Report each bound once.
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
         data_ms = metrics["data_wait"] * step_ms
-        found = explain_bound(
+        explanation = explain_bound(
             step_ms, data_ms, stack.busy_ms, stack.list_launch_savers(), self.cfg.data
         )
-        if found is None:
+        if explanation is None:
             return
-        bound, reason, keys = found
+        bound, reason, keys = explanation
         if bound not in self.reported_bounds:
             self.reported_bounds.add(bound)
             print(f"{bound}: {reason}; try {', '.join(keys)}", flush=True)
@@ -228,22 +228,22 @@ class Run:
         """Shows the summary of a finished run and changes nothing; ValueError if the run has
         another model, data, objective, optimizer or adapter."""
         assert self.finished is not None
-        where = f"run_dir={self.folder} holds a finished run"
+        state = f"run_dir={self.folder} holds a finished run"
         try:
-            before = read_config(self.folder / "config.yaml")
-            now = parse_yaml(to_yaml(self.composed.source))
+            old = read_config(self.folder / "config.yaml")
+            new = parse_yaml(to_yaml(self.composed.source))
         except (OSError, ValueError):
-            before = {}
-            now = {}
+            old = {}
+            new = {}
         for part in MUST_MATCH:
-            other = describe_difference(select_identity(before)[part], select_identity(now)[part])
+            other = describe_difference(select_identity(old)[part], select_identity(new)[part])
             if other:
-                raise UserError(f"{where} of another {part}: {other}; use a new run_dir.")
+                raise UserError(f"{state} of another {part}: {other}; use a new run_dir.")
 
-        changed = describe_difference(before, now)
+        changed = describe_difference(old, new)
         note = f" Changed settings have no effect: {changed}." if changed else ""
         self.ranks.say(
-            f"{where}, of {self.finished['samples']} samples; there is nothing to do. A larger "
+            f"{state}, of {self.finished['samples']} samples; there is nothing to do. A larger "
             f"total_samples continues it.{note}\n\nsummary\n{format_summary(self.finished)}"
         )
         self.ranks.close()

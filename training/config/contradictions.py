@@ -110,8 +110,8 @@ def check_pairs(
     for conditions, sentence in CONTRADICTIONS:
         # A key that does not exist reads as None, which matches no rule.
         if all(
-            values.get(key) in (wanted if isinstance(wanted, tuple) else (wanted,))
-            for key, wanted in conditions.items()
+            values.get(key) in (expected if isinstance(expected, tuple) else (expected,))
+            for key, expected in conditions.items()
         ):
             raise UserError(sentence.format(**values))
     if runtime.tune and runtime.tune_seconds >= 60 * runtime.parallel.timeout_minutes:

@@ -43,13 +43,13 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
     unknown = UNKNOWN_KEY.search(f"{text}\n{cause}")
     if unknown:
         name = unknown[1] or key or unknown[2]
-        where = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
+        place = f" ({text.split(':')[0]})" if text.startswith("In ") else ""
         fix = suggest_fix(name, schema)
-        return f"{find_given_word(name, words)}: there is no such key; {fix}{where}"
+        return f"{find_given_word(name, words)}: there is no such key; {fix}{place}"
     in_file = FAULT_IN_FILE.search(text)
     if in_file:
-        wanted = describe_type(schema, in_file[3])
-        return f"{in_file[3]}: {in_file[2]}; it must be {wanted} ({in_file[1]})."
+        expected = describe_type(schema, in_file[3])
+        return f"{in_file[3]}: {in_file[2]}; it must be {expected} ({in_file[1]})."
     if isinstance(cause, OmegaConfBaseException):
         return explain_value(cause, key, words, schema)
     message = " ".join(text.split())
@@ -92,13 +92,13 @@ def explain_value(cause: Exception, key: str, words: list[str], schema: type) ->
     """Explains a value of another type, or with an interpolation that cannot be resolved."""
     word = find_given_word(key, words)
     unresolved = isinstance(cause, InterpolationResolutionError)
-    wanted = "" if unresolved else describe_type(schema, key)
-    if wanted and word != key:
-        return f"{word} must be {wanted}."
+    expected = "" if unresolved else describe_type(schema, key)
+    if expected and word != key:
+        return f"{word} must be {expected}."
     detail = str(cause).strip().splitlines()[0]
-    blamed = word or next((given for given in words if "${" in given), detail)
+    blamed = word or next((word for word in words if "${" in word), detail)
     detail = detail.removeprefix("KeyError raised while resolving interpolation: ").strip('".')
-    return f"{blamed}: {detail}{f'; it must be {wanted}' if wanted else ''}."
+    return f"{blamed}: {detail}{f'; it must be {expected}' if expected else ''}."
 
 
 def suggest_fix(key: str, schema: type) -> str:

@@ -164,13 +164,13 @@ class Ranks:
         dist.all_gather_object(items, item, group=group)
         return items
 
-    def all_reduce(self, values: Tensor, how: str = "mean") -> Tensor:
+    def all_reduce(self, values: Tensor, reduction: str = "mean") -> Tensor:
         """Returns the mean or maximum ("max") of a tensor over all ranks."""
         if self.alone:
             return values
         values = values.clone()
-        dist.all_reduce(values, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
-        return values / self.world_size if how == "mean" else values
+        dist.all_reduce(values, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
+        return values / self.world_size if reduction == "mean" else values
 
     def begin_max(self, value: int) -> Callable[[], int]:
         """Starts an asynchronous maximum over all ranks; returns a function that waits for it."""
@@ -270,8 +270,8 @@ def run_share(work: Callable[[], Any]) -> Share:
     try:
         return Share(ended=True, result=work())
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        text = f"{error.strerror}{where}" if error.strerror else str(error)
+        file = f": {error.filename}" if error.filename else ""
+        text = f"{error.strerror}{file}" if error.strerror else str(error)
         return Share(ended=True, failure=OSError(text))
     except BaseException as error:
         return Share(ended=True, failure=error)

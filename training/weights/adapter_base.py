@@ -119,13 +119,13 @@ def find_base_file(cfg: TrainConfig) -> Path:
     return read_base_model(str(cfg.init_from))[0]
 
 
-def refuse_other_encoder(given: str, then: LatentSpec, now: LatentSpec) -> None:
+def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> None:
     """ValueError if two sets of latents have different encoders, by the hash of the weights, or by
-    name if a hash is missing. `given` is the key and value to name in the message."""
+    name if a hash is missing. `setting` is the key and value to name in the message."""
     if then.encoder_sha256 and now.encoder_sha256:
         if then.encoder_sha256 != now.encoder_sha256:
             raise UserError(
-                f"{given} was trained on latents of another encoder than the data; encode the "
+                f"{setting} was trained on latents of another encoder than the data; encode the "
                 "images with that one."
             )
         return
@@ -136,7 +136,7 @@ def refuse_other_encoder(given: str, then: LatentSpec, now: LatentSpec) -> None:
     )
     if first != second:
         raise UserError(
-            f"{given} was trained on latents of {first}, and the data is of {second}; encode the "
+            f"{setting} was trained on latents of {first}, and the data is of {second}; encode the "
             "images with the first, or, if both are the same encoder, import the weights with "
             "encoder=<its folder>, which compares hashes."
         )
@@ -148,9 +148,9 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
     ValueError if its latents had another encoder or another normalisation.
     """
     file = ranks.broadcast_result(lambda: find_base_file(cfg))
-    given = f"init_from={cfg.init_from}"
+    setting = f"init_from={cfg.init_from}"
     base_spec = read_description(file).spec
-    refuse_other_encoder(given, base_spec, spec)
+    refuse_other_encoder(setting, base_spec, spec)
 
     # With another number of channels `load_base` reports that the weights do not fit.
     pairs = zip(base_spec.mean + base_spec.std, spec.mean + spec.std, strict=False)
@@ -159,7 +159,7 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
         for then, now in pairs
     ):
         raise UserError(
-            f"{given} was trained on latents with another normalisation than the data's; use "
+            f"{setting} was trained on latents with another normalisation than the data's; use "
             "model=pretrained, which also takes the normalisation from there."
         )
     return Base(file, not set(spec.names) <= set(base_spec.names))
