@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ every_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: dam
 @every_damage
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.fault("damaged or missing shards", "one sentence that names shard and samples")
-def test_damage_ends_in_one_sentence(folder: Path, kind: str, damage: Damage):
+def test_damage_ends_in_one_sentence(folder, kind, damage):
     damage.plant(folder)
     with expect_refusal(SHARD) as error:
         list(islice(load(kind, folder), 10))  # more than an epoch
@@ -111,7 +111,7 @@ def test_damage_ends_in_one_sentence(folder: Path, kind: str, damage: Damage):
 
 @every_damage
 @pytest.mark.parametrize("kind", KINDS)
-def test_or_is_skipped_and_counted(folder: Path, kind: str, damage: Damage, capsys):
+def test_or_is_skipped_and_counted(folder, kind, damage, capsys):
     """Other samples stand in: the stream stays as long as it was, and a resume stays exact."""
     damage.plant(folder)
     loader = load(kind, folder, on_corrupt="skip")
@@ -128,9 +128,7 @@ def test_or_is_skipped_and_counted(folder: Path, kind: str, damage: Damage, caps
 
 
 @pytest.mark.parametrize("words", [["data=resident"], ["data=webdataset", "data.num_workers=0"]])
-def test_a_run_on_damaged_data_says_so_at_its_end(
-    folder: Path, run: Callable[..., dict[str, Any]], tmp_path: Path, words: list[str], capsys
-):
+def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, capsys):
     """Its metrics and its summary keep the count after a resume on the repaired set, because its
     weights have seen the stand-ins."""
     files = {file: file.read_bytes() for file in folder.glob("*.tar")}
@@ -153,7 +151,7 @@ def test_a_run_on_damaged_data_says_so_at_its_end(
     assert json.loads(last)["skipped_data"] == 8
 
 
-def test_a_loader_that_fails_leaves_no_worker_behind(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_loader_that_fails_leaves_no_worker_behind(folder, monkeypatch):
     workers = []
     start = BaseProcess.start
 
@@ -170,7 +168,7 @@ def test_a_loader_that_fails_leaves_no_worker_behind(folder: Path, monkeypatch: 
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
-def test_nothing_left_to_stand_in_is_an_error(folder: Path):
+def test_nothing_left_to_stand_in_is_an_error(folder):
     for file in folder.glob("train*.tar"):
         file.unlink()
     with expect_refusal("not one block can be read"):
@@ -192,13 +190,13 @@ def test_nothing_left_to_stand_in_is_an_error(folder: Path):
         ({"path": "simplecache::s3://x"}, "pipes and chained URLs are not opened"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(folder: Path, changes: dict, sentence: str):
+def test_settings_that_cannot_be_are_refused(folder, changes, sentence):
     node = compose(["data=webdataset"]).cfg.data | {"path": str(folder)} | changes
     with expect_refusal(sentence):
         build(node, "data", batch_size=2, seed=0, device=CPU)
 
 
-def test_a_latent_set_is_no_weights(folder: Path):
+def test_a_latent_set_is_no_weights(folder):
     """It has a manifest.json, as a checkpoint has."""
     sentence = r"init_from=.* has no checkpoints and no state.json .*name a run that has"
     with expect_refusal(sentence):
@@ -206,13 +204,13 @@ def test_a_latent_set_is_no_weights(folder: Path):
 
 
 @pytest.mark.parametrize("classes", [[0, 0], [10], []])
-def test_classes_that_there_are_not_are_refused(classes: list[int]):
+def test_classes_that_there_are_not_are_refused(classes):
     with expect_refusal(r"data.classes=.* must be digits from 0 to 9, each once"):
         DigitLatents(classes=classes, batch_size=2, seed=0, device=CPU)
 
 
 @pytest.mark.fault("a worker of the loader killed", "one sentence, within its timeout")
-def test_a_killed_worker_is_named(folder: Path):
+def test_a_killed_worker_is_named(folder):
     loader = load("webdataset, 2 workers", folder)
     next(loader)
     for worker in multiprocessing.active_children():
@@ -225,7 +223,7 @@ def test_a_killed_worker_is_named(folder: Path):
 @pytest.mark.fault(
     "/dev/shm too small for the batches of workers", "one sentence at the start, with --shm-size"
 )
-def test_small_shared_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_small_shared_memory_is_refused(folder, monkeypatch):
     usage = shutil.disk_usage("/dev/shm")._replace(free=192 << 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     sentence = r"need {} MiB of /dev/shm, which has 0\.2 MiB free; .*--shm-size=1g"
@@ -244,10 +242,10 @@ def test_small_shared_memory_is_refused(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.fault(
     "readers that give no batch any more", "the run ends within runtime.parallel.timeout_minutes"
 )
-def test_readers_that_stop_are_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_readers_that_stop_are_not_waited_for(folder, monkeypatch):
     """A worker that finds /dev/shm full drops its batch and lives on."""
     released = threading.Event()
-    monkeypatch.setattr(StreamDataset, "batch", lambda *arguments: released.wait())
+    monkeypatch.setattr(StreamDataset, "collect_batch", lambda *arguments: released.wait())
     loader = load("webdataset", folder)
     loader.wait_for_batch_seconds = 0.1
     with expect_refusal(r"gave no batch for 0\.00\d+ minutes .*timeout_minutes"):
@@ -260,7 +258,7 @@ def test_the_patience_of_a_loader_is_that_of_the_run():
     assert assemble(cfg, CPU).loader.wait_for_batch_seconds == 30.0
 
 
-def test_a_shard_of_another_set_is_not_taken(folder: Path):
+def test_a_shard_of_another_set_is_not_taken(folder):
     """It has the same name and length, and other content."""
     write_shard(folder / SHARD, random_samples(20, seed=7))
     with expect_refusal(rf"{SHARD} \(samples \d+–\d+ of train\) is damaged: its"):

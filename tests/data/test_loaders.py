@@ -64,7 +64,7 @@ def make(request: pytest.FixtureRequest, latent_folder: Path) -> Make:
     return start
 
 
-def test_spec_describes_the_batches(make: Make):
+def test_spec_describes_the_batches(make):
     loader = make()
     spec = loader.spec
     for batch in (next(loader), next(loader.held_out(4))):
@@ -78,14 +78,14 @@ def test_spec_describes_the_batches(make: Make):
     assert len(spec.class_names) == spec.num_classes
 
 
-def test_labels_belong_to_their_ids(make: Make):
+def test_labels_belong_to_their_ids(make):
     batch = take(make(), 12)
     label_of = dict(zip(batch.ids.tolist(), batch.labels.tolist(), strict=True))
     assert [label_of[i] for i in batch.ids.tolist()] == batch.labels.tolist()
     assert len(set(label_of.values())) > 1
 
 
-def test_an_epoch_has_every_id_once_at_a_batch_size_that_does_not_divide_it(make: Make):
+def test_an_epoch_has_every_id_once_at_a_batch_size_that_does_not_divide_it(make):
     loader = make(batch_size=16)
     count = loader.spec.count
     assert count % 16
@@ -97,18 +97,18 @@ def test_an_epoch_has_every_id_once_at_a_batch_size_that_does_not_divide_it(make
     assert not torch.equal(first, second)
 
 
-def test_the_stream_is_the_same_at_another_batch_size(make: Make):
+def test_the_stream_is_the_same_at_another_batch_size(make):
     assert_same(take(make(batch_size=24), 4), take(make(batch_size=6), 16))
 
 
-def test_two_ranks_together_give_the_batches_of_one(make: Make):
+def test_two_ranks_together_give_the_batches_of_one(make):
     single = make(batch_size=12)
     ranks = [make(batch_size=6, rank=rank, world_size=2) for rank in range(2)]
     for _ in range(10):
         assert_same(next(single), sort_by_position(join(map(next, ranks))))
 
 
-def test_resuming_within_an_epoch_is_exact(make: Make):
+def test_resuming_within_an_epoch_is_exact(make):
     loader = make(batch_size=7)
     take(loader, 9)
     resumed = make(batch_size=7)
@@ -116,7 +116,7 @@ def test_resuming_within_an_epoch_is_exact(make: Make):
     assert_same(take(loader, 8), take(resumed, 8))
 
 
-def test_held_out_gives_each_sample_once_in_a_fixed_order(make: Make):
+def test_held_out_gives_each_sample_once_in_a_fixed_order(make):
     loader = make()
     first = join(loader.held_out(3))
     assert torch.equal(first.ids, torch.arange(len(first.ids)))
@@ -125,18 +125,18 @@ def test_held_out_gives_each_sample_once_in_a_fixed_order(make: Make):
     assert_same(first, join(loader.held_out(2)))
 
 
-def test_held_out_samples_are_not_trained_on(make: Make):
+def test_held_out_samples_are_not_trained_on(make):
     loader = make(batch_size=make().spec.count)
     trained = next(loader).latents
     for latent in join(loader.held_out(8)).latents:
         assert (trained - latent).abs().flatten(1).amax(1).min() > 0.1
 
 
-def test_another_seed_gives_another_order(make: Make):
+def test_another_seed_gives_another_order(make):
     assert not torch.equal(take(make(seed=0), 3).ids, take(make(seed=1), 3).ids)
 
 
-def test_the_fingerprint_tells_sets_apart(latent_folder: Path, tmp_path: Path):
+def test_the_fingerprint_tells_sets_apart(latent_folder, tmp_path):
     save_latent_set(tmp_path, [("train", random_samples(5, seed=0))])
     loaders = [
         resident(latent_folder),
@@ -149,7 +149,7 @@ def test_the_fingerprint_tells_sets_apart(latent_folder: Path, tmp_path: Path):
     assert len({loader.spec.fingerprint for loader in loaders}) == len(loaders)
 
 
-def test_resident_reads_all_shards_in_order(latent_folder: Path):
+def test_resident_reads_all_shards_in_order(latent_folder):
     loader = resident(latent_folder).loader
     assert isinstance(loader, InMemoryLatents)
     first, second, held_out = (random_samples(count, i) for i, count in enumerate((29, 16, 7)))
@@ -160,7 +160,7 @@ def test_resident_reads_all_shards_in_order(latent_folder: Path):
             assert torch.equal(tensor, samples[name]), name
 
 
-def test_nothing_held_out_gives_no_batches(tmp_path: Path):
+def test_nothing_held_out_gives_no_batches(tmp_path):
     save_latent_set(tmp_path, [("train", random_samples(5, seed=0))])
     assert list(resident(tmp_path).held_out(2)) == []
 
@@ -274,13 +274,13 @@ def test_denormalise_inverts_normalise():
     torch.testing.assert_close(normalised[:, 2], (raw[:, 2] - 7.5) / 30.0)
 
 
-def test_scale_shift_is_the_convention_of_diffusers(latent_folder: Path):
+def test_scale_shift_is_the_convention_of_diffusers(latent_folder):
     loader = resident(latent_folder, normalisation="scale_shift").loader
     raw = random_samples(29, 0)["latents"]
     torch.testing.assert_close(loader.normalise(raw), (raw.float() - 0.25) * 0.5)
 
 
-def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_folder: Path):
+def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_folder):
     """A copy that outlives the CUDA context would end a finished run with an error."""
     loader = chunked(latent_folder).loader
     read_block = loader.blocks.read

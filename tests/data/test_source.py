@@ -62,19 +62,19 @@ def find_copies(cache: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_url_gives_the_stream_of_the_folder(folder: Path, server: Server, workers: int):
+def test_a_url_gives_the_stream_of_the_folder(folder, server, workers):
     local = streamed(folder)
     remote = streamed(server.url, num_workers=workers)
     assert_same(take(local, 12), take(remote, 12))
     assert_same(join(local.held_out(3)), join(remote.held_out(3)))
 
 
-def test_resident_reads_a_url_too(folder: Path, server: Server):
+def test_resident_reads_a_url_too(folder, server):
     assert_same(next(resident(folder)), next(resident(server.url)))
 
 
 @pytest.mark.parametrize("failure", [500, 503, 429, "cut"])
-def test_what_fails_for_a_moment_is_tried_again(folder: Path, server: Server, failure: object):
+def test_what_fails_for_a_moment_is_tried_again(folder, server, failure):
     attempts: Counter[str] = Counter()
 
     def fail_twice(number: int, request: str) -> object:
@@ -86,7 +86,7 @@ def test_what_fails_for_a_moment_is_tried_again(folder: Path, server: Server, fa
 
 
 @pytest.mark.fault("a server of latents that hangs", "given up on within its timeout")
-def test_a_server_that_hangs_is_given_up_on(server: Server):
+def test_a_server_that_hangs_is_given_up_on(server):
     server.script = fail_shards("hang")
     loader = streamed(server.url, timeout=0.5, retries=1)
     sentence = r"train-0000\d.tar \(samples .* cannot be read: ReadTimeout.*\(2 attempts\)"
@@ -102,7 +102,7 @@ def test_a_server_that_hangs_is_given_up_on(server: Server):
         (403, r"tar \(samples .* cannot be read: the server answers 403;"),
     ],
 )
-def test_what_fails_for_good_is_named(server: Server, status: int, sentence: str):
+def test_what_fails_for_good_is_named(server, status, sentence):
     server.script = fail_shards(status)
     with expect_refusal(sentence):
         next(streamed(server.url, retries=2))
@@ -141,16 +141,14 @@ RANGE = "bytes 10-19/100"
         (reply(304), r"the server answers 304"),
     ],
 )
-def test_a_server_that_answers_something_else_ends_in_one_sentence(
-    server: Server, answer: Callable[[Handler], None], sentence: str
-):
+def test_a_server_that_answers_something_else_ends_in_one_sentence(server, answer, sentence):
     server.script = lambda number, path: answer
     with pytest.raises(OSError, match=sentence) as error:
         read_part(server, retries=1)
     assert "\n" not in str(error.value)
 
 
-def test_the_end_of_a_file_may_be_short(server: Server):
+def test_the_end_of_a_file_may_be_short(server):
     server.script = lambda number, path: reply(206, b"xxxx", Content_Range="bytes 10-13/14")
     assert read_part(server) == b"xxxx"
 
@@ -162,15 +160,13 @@ def test_the_end_of_a_file_may_be_short(server: Server):
         (reply(200, Content_Type="text/html"), "web"),
     ],
 )
-def test_a_redirect_loop_and_a_web_page_name_the_set(
-    server: Server, answer: Callable[[Handler], None], sentence: str
-):
+def test_a_redirect_loop_and_a_web_page_name_the_set(server, answer, sentence):
     server.script = lambda number, path: answer
     with expect_refusal(rf"{server.url}/manifest.json cannot be r.*{sentence}"):
         streamed(server.url)
 
 
-def test_an_endless_reply_does_not_fill_memory(server: Server):
+def test_an_endless_reply_does_not_fill_memory(server):
     pieces = []
 
     def send_forever(handler: Handler) -> None:
@@ -206,16 +202,14 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ],
     ids=["seconds", "a date", "a past date", "a word", "too long"],
 )
-def test_retry_after_is_waited_for(
-    server: Server, pauses: list[float], header: Callable[[], str], expected: list
-):
+def test_retry_after_is_waited_for(server, pauses, header, expected):
     answer = reply(503, Retry_After=header())
     server.script = lambda number, path: answer if number == 1 else None
     assert read_part(server)
     assert pauses == expected
 
 
-def test_pauses_grow_and_attempts_end(server: Server, pauses: list[float]):
+def test_pauses_grow_and_attempts_end(server, pauses):
     server.script = lambda number, path: 500
     with pytest.raises(OSError, match=r"answers 500 \(5 attempts\)"):
         read_part(server, retries=4)
@@ -226,9 +220,7 @@ def test_pauses_grow_and_attempts_end(server: Server, pauses: list[float]):
         read_part(server, retries=1)
 
 
-def test_a_signed_url_is_read_and_never_shown(
-    folder: Path, server: Server, tmp_path: Path, capsys, caplog
-):
+def test_a_signed_url_is_read_and_never_shown(folder, server, tmp_path, capsys, caplog):
     """The name of a file goes before the query, the cache outlives the token, and no text holds a
     secret."""
     caplog.set_level("INFO")
@@ -257,7 +249,7 @@ def test_a_signed_url_is_read_and_never_shown(
         assert "pass" not in text
 
 
-def test_the_cache_of_a_plain_url_is_where_it_was(server: Server, tmp_path: Path):
+def test_the_cache_of_a_plain_url_is_where_it_was(server, tmp_path):
     url = f"{server.url}/"
     open_source(url, cache=str(tmp_path)).read(FIRST, 0, 4)
     digest = hashlib.sha256(url.encode()).hexdigest()
@@ -265,7 +257,7 @@ def test_the_cache_of_a_plain_url_is_where_it_was(server: Server, tmp_path: Path
 
 
 @pytest.mark.parametrize("end", ["#part", "?a=1#part"])
-def test_a_fragment_is_refused(end: str):
+def test_a_fragment_is_refused(end):
     sentence = r"^data.path=http://host/set has a fragment behind a #; leave it out"
     with expect_refusal(sentence):
         open_source(f"http://host/set{end}")
@@ -275,7 +267,7 @@ def test_an_address_of_numbers_is_no_chain():
     assert str(open_source("http://[::1]:8000/set")) == "http://[::1]:8000/set"
 
 
-def test_a_server_without_parts_needs_a_cache(folder: Path, server: Server, tmp_path: Path):
+def test_a_server_without_parts_needs_a_cache(folder, server, tmp_path):
     server.ranges = False
     with expect_refusal(r"does not send parts of files; set data.cache=<folder>"):
         next(streamed(server.url))
@@ -289,7 +281,7 @@ def open_reader(server: Server, cache: Path, on_corrupt: str = "error") -> Block
     return BlockReader(opened, read_manifest(opened), "train", on_corrupt)
 
 
-def test_a_cached_shard_is_not_fetched_again_and_a_damaged_one_is(server: Server, tmp_path: Path):
+def test_a_cached_shard_is_not_fetched_again_and_a_damaged_one_is(server, tmp_path):
     reader = open_reader(server, tmp_path)
     reader.read(0)
     reader.read(1)
@@ -300,7 +292,7 @@ def test_a_cached_shard_is_not_fetched_again_and_a_damaged_one_is(server: Server
     assert server.requests.count(f"/{FIRST}") == 2
 
 
-def test_many_threads_and_processes_share_a_cache(folder: Path, server: Server, tmp_path: Path):
+def test_many_threads_and_processes_share_a_cache(folder, server, tmp_path):
     """A process fetches each shard once, and no reader meets a half-written copy."""
     reader = open_reader(server, tmp_path / "cache")
     server.script = lambda number, path: time.sleep(0.05)
@@ -314,7 +306,7 @@ def test_many_threads_and_processes_share_a_cache(folder: Path, server: Server, 
     assert_same(take(remote, 9), take(streamed(folder), 9))
 
 
-def test_a_full_cache_says_so(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_cache_says_so(server, tmp_path, monkeypatch):
     reader = open_reader(server, tmp_path, "skip")
 
     def fail(self: Path, target: Path) -> None:
@@ -327,7 +319,7 @@ def test_a_full_cache_says_so(server: Server, tmp_path: Path, monkeypatch: pytes
     assert find_copies(tmp_path) == []
 
 
-def test_an_outage_loses_nothing_for_good(server: Server):
+def test_an_outage_loses_nothing_for_good(server):
     """Under on_corrupt=skip a reader asks for a block that it could not read again in the next
     epoch."""
     settings = {"batch_size": 7, "on_corrupt": "skip", "retries": 0}
@@ -350,7 +342,7 @@ def test_an_outage_loses_nothing_for_good(server: Server):
         next(streamed(server.url, **settings))
 
 
-def test_fsspec_opens_other_stores(folder: Path):
+def test_fsspec_opens_other_stores(folder):
     import fsspec
 
     memory = fsspec.filesystem("memory")

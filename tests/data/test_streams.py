@@ -6,14 +6,13 @@ from __future__ import annotations
 import pickle
 import random
 import re
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
-from data.loader import LatentLoader, LatentTensors, draw_samples
+from data.loader import LatentTensors, draw_samples
 from data.order import ChunkOrder, RankPositions, StreamOrder
 from data.resident import ChunkedLatents
 from data.streamed import StreamDataset, StreamedLatents, choose_stream_count
@@ -47,7 +46,7 @@ def find_sample(order: StreamOrder, position: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_every_sample_comes_once_in_each_epoch(seed: int):
+def test_every_sample_comes_once_in_each_epoch(seed):
     draw = random.Random(seed)
     blocks, counts = draw_set(draw)
     streams = draw.randint(1, 9)
@@ -60,7 +59,7 @@ def test_every_sample_comes_once_in_each_epoch(seed: int):
     assert first != second or len(samples) <= 12
 
 
-def test_a_worker_that_is_spawned_reads_the_same(folder: Path):
+def test_a_worker_that_is_spawned_reads_the_same(folder):
     """On macOS a worker gets the data set as a pickle."""
     loader = streamed(folder, batch_size=7)
     dataset = StreamDataset(loader.order, loader.blocks, loader.rank_positions, 14)
@@ -93,7 +92,7 @@ def test_shuffling_reaches_as_far_as_streams_and_windows_do():
 
 @pytest.mark.parametrize("batch", [6, 12, 24, 30])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_every_batch_without_gap_or_overlap(batch: int, ranks: int):
+def test_ranks_share_every_batch_without_gap_or_overlap(batch, ranks):
     for start in (0, batch, 7 * batch):
         shares = []
         for rank in range(ranks):
@@ -118,7 +117,7 @@ def test_ranks_own_whole_streams_where_the_numbers_divide():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_chunks_of_an_epoch_have_every_sample_once(seed: int):
+def test_the_chunks_of_an_epoch_have_every_sample_once(seed):
     draw = random.Random(seed)
     _, counts = draw_set(draw)
     order = ChunkOrder(counts, seed, chunk_size=max(counts) + draw.randint(0, 20))
@@ -149,7 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # worker processes may outnumber the cores
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 4), (2, 0), (2, 2), (3, 1), (4, 3)])
-def test_any_number_of_readers_gives_one_stream(folder: Path, ranks: int, workers: int):
+def test_any_number_of_readers_gives_one_stream(folder, ranks, workers):
     """A resume at other numbers of ranks and workers continues it."""
     whole = streamed(folder)
     settings = {"batch_size": 12 // ranks, "world_size": ranks, "num_workers": workers}
@@ -163,7 +162,7 @@ def test_any_number_of_readers_gives_one_stream(folder: Path, ranks: int, worker
 
 
 @pytest.mark.parametrize("open_set", [streamed, chunked])
-def test_resuming_is_exact_at_every_cut(folder: Path, open_set: Callable[..., LatentLoader]):
+def test_resuming_is_exact_at_every_cut(folder, open_set):
     whole = list(islice(open_set(folder, batch_size=10), 21))  # two epochs of 101 samples
     state = open_set(folder).state_dict()
     for cut, batch in enumerate(whole):
@@ -173,9 +172,7 @@ def test_resuming_is_exact_at_every_cut(folder: Path, open_set: Callable[..., La
 
 
 @pytest.mark.parametrize(("persistent", "starts"), [(True, [0]), (False, [0, 108, 204])])
-def test_workers_live_for_the_run_or_for_an_epoch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool, starts: list[int]
-):
+def test_workers_live_for_the_run_or_for_an_epoch(folder, monkeypatch, persistent, starts):
     """`persistent_workers` of PyTorch changes no sample."""
     actual_starts: list[int] = []
     start_reading = StreamedLatents.start_reading
@@ -194,7 +191,7 @@ def test_workers_live_for_the_run_or_for_an_epoch(
 @pytest.mark.parametrize(
     ("blocks", "streams"), [(1, 1), (2, 1), (20, 4), (196, 32), (256, 64), (1000, 64)]
 )
-def test_streams_follow_the_number_of_blocks(blocks: int, streams: int):
+def test_streams_follow_the_number_of_blocks(blocks, streams):
     """Two streams share the block between them, so each stream must have several blocks for an
     epoch to read a block little more than once."""
     assert choose_stream_count(None, blocks, stream_bytes=1, allowed_gib=1.0) == streams
@@ -209,9 +206,7 @@ def test_streams_follow_the_number_of_blocks(blocks: int, streams: int):
     assert blocks <= reads <= 1.25 * blocks
 
 
-def test_the_memory_of_windows_is_bounded_and_said(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_memory_of_windows_is_bounded_and_said(folder, capsys):
     loader = streamed(folder, streams=None, host_memory_gib=1.0)
     assert loader.order.streams == 4  # of 26 blocks
 
@@ -229,7 +224,7 @@ def test_the_memory_of_windows_is_bounded_and_said(
             streamed(folder, host_memory_gib=1e-9, streams=streams)
 
 
-def test_a_resumed_run_keeps_its_streams(folder: Path):
+def test_a_resumed_run_keeps_its_streams(folder):
     original = streamed(folder, streams=5)
     batches = list(islice(original, 2))
     resumed = streamed(folder, streams=None)
@@ -244,7 +239,7 @@ def test_a_resumed_run_keeps_its_streams(folder: Path):
     assert resumed.order.streams == 64
 
 
-def test_streamed_samples_are_those_of_the_set(folder: Path):
+def test_streamed_samples_are_those_of_the_set(folder):
     loader = streamed(folder, batch_size=101)
     batch = next(loader)
     parts = [random_samples(size, seed) for seed, size in enumerate(SIZES)]
@@ -255,34 +250,32 @@ def test_streamed_samples_are_those_of_the_set(folder: Path):
     assert torch.equal(batch.ids.sort().values, torch.arange(101))
 
 
-def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(folder, capsys):
     assert isinstance(chunked(folder).loader, ChunkedLatents)
     assert re.search(r"a window of .* are allowed \(as given\)", capsys.readouterr().out)
     resident(folder)
     assert "all of it on the device" in capsys.readouterr().out
 
 
-def test_a_resumed_run_keeps_the_size_of_its_chunks(folder: Path):
+def test_a_resumed_run_keeps_the_size_of_its_chunks(folder):
     original = chunked(folder)
     resumed = chunked(folder, 40)
     resumed.load_state_dict(original.state_dict())
     assert_same(take(resumed, 12), take(original, 12))
 
 
-def test_a_chunk_too_small_for_a_block_is_refused(folder: Path):
+def test_a_chunk_too_small_for_a_block_is_refused(folder):
     sentence = r"a window of 2 samples holds not even one block of 4; raise data.device"
     with expect_refusal(sentence):
         chunked(folder, 2)
 
 
-def test_a_run_is_not_resumed_in_the_other_mode(folder: Path):
+def test_a_run_is_not_resumed_in_the_other_mode(folder):
     with expect_refusal(r"started with a window of the set.*device_memory_gib"):
         resident(folder).load_state_dict({"samples_seen": 4, "window": 15})
 
 
-def test_int8_states_its_error_and_keeps_to_it(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_int8_states_its_error_and_keeps_to_it(folder, capsys):
     exact = resident(folder)
     samples = [
         loader.loader.train.gather(torch.arange(101)).as_floating().float()

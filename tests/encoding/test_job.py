@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from common.files import ROOT, write_json
 from data.manifest import read_manifest
@@ -25,7 +24,7 @@ from encoding import images
 from encoding.encoder import ShardEncoder
 from encoding.job import Plan, ShardWriter, claim_folder, describe_job, read_finished
 from encoding.sources import list_images
-from models.autoencoders import WEIGHTS_FILE, DiffusersAutoencoder
+from models.autoencoders import WEIGHTS_FILE
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, read_contents
 from tests.harness.words import TINY_JOB
@@ -137,30 +136,6 @@ def test_a_job_that_dies_at_any_write_continues_to_the_same_bytes(step, job, enc
         assert read_contents(job(*settings, out=f"crash{count}")) == expected
     crash_at(writes + 1)
     job(*settings, out="uninterrupted")
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_an_encoder_that_dies_within_a_shard_leaves_no_half_shard(
-    job, encoded, monkeypatch, tmp_path
-):
-    folder = tmp_path / "out"
-    encode = DiffusersAutoencoder.encode
-    batches = []
-
-    def die_in_the_second_shard(self: DiffusersAutoencoder, images: Tensor):
-        if (folder / f"{SECOND}.tmp").exists():
-            batches.append(images)
-        if len(batches) == 3:
-            raise CrashError
-        return encode(self, images)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DiffusersAutoencoder, "encode", die_in_the_second_shard)
-        with pytest.raises(CrashError):
-            job("batch_size=2")
-    gc.collect()
-    assert read_times(folder).keys() == {"held_out-00000.tar", "train-00000.tar"}
-    assert read_contents(job("batch_size=2")) == read_contents(encoded("batch_size=2"))
 
 
 @pytest.mark.parametrize("blocks", [0, 2, 5])

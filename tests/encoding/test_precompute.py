@@ -140,10 +140,6 @@ def test_dtype_is_what_is_stored(encoded, dtype):
     assert load_set(encoded(f"dtype={dtype}")).train.latents.dtype == getattr(torch, dtype)
 
 
-def test_no_flips_unless_asked_for(encoded):
-    assert load_set(encoded()).train.mirrored is None
-
-
 def test_a_sample_is_one_standard_normal_draw_from_the_posterior(encoded):
     posterior = read_set(encoded(EXACT))
     drawn = read_set(encoded("kind=sample", EXACT))
@@ -179,12 +175,6 @@ def test_limit_and_seed_choose_the_images(encoded):
     assert len(part) == 7
     torch.testing.assert_close(part, whole[:7], rtol=1e-4, atol=1e-4)
     assert not torch.equal(part, other)
-
-
-def test_nothing_held_out(encoded):
-    loader = load_set(encoded(EXACT, "held_out=0"))
-    assert loader.spec.count == 20
-    assert list(loader.held_out(4)) == []
 
 
 def test_worker_processes_change_nothing(encoded, job):
@@ -268,16 +258,6 @@ def test_tars_and_datasets_give_the_latents_of_the_class_folder(
     index = match(expected["latents"], tensors["latents"], 1e-4)
     assert torch.equal(tensors["labels"][index], expected["labels"])
     assert read_manifest(folder).class_names == names
-
-
-def test_one_tar_is_a_source_too(job, photos, tmp_path):
-    folder = save_tars(photos, tmp_path / "tars")
-    assert read_manifest(job("held_out=0", source=folder / "1.tar")).count == 10
-
-
-def test_a_flat_folder_becomes_a_set_without_classes(job, photos):
-    manifest = read_manifest(job("classes=none", source=photos / "cat"))
-    assert (manifest.class_names, manifest.count + manifest.held_out) == ([], 10)
 
 
 # Images that are left out

@@ -340,7 +340,7 @@ def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypa
     """An 8-bit image of NaN looks like any other. A run warns and goes on, a command stops with a
     sentence."""
     bad = torch.zeros(16).long(), torch.full((16, 1, 8, 8), torch.nan)
-    monkeypatch.setattr(SampleStream, "batch", lambda self, number: bad)
+    monkeypatch.setattr(SampleStream, "draw_batch", lambda self, number: bad)
     with expect_refusal("draws samples that are not finite"):
         evaluate(tmp_path / "out", run_dir=str(trained))
     folder = tmp_path / "run"
