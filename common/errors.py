@@ -39,7 +39,7 @@ def describe_first_fault(error: ValidationError, kind: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether Python, or PyTorch on the host or a GPU, could not get memory."""
+    """Says whether Python, or PyTorch on the host or a GPU, could not allocate memory."""
     by_pytorch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or by_pytorch
 

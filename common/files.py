@@ -92,6 +92,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def hash_file(file: Path) -> str:
+    """Returns the sha256 of a file, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

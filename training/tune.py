@@ -3,7 +3,7 @@
 An earlier choice is in the run folder, or in a cache for the same model, batch, runtime, machine
 and code. Otherwise a separate process tries candidates before training begins
 (scripts/plan/tune.py) and writes its choice, which this file reads. A choice may change how a step
-is computed, but not its result.
+is computed, but not what it computes.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ def test_no_room_anywhere_is_one_sentence(error, sentence, capsys, monkeypatch):
             {"counters": {"step": "x", "samples": 0, "skipped_steps": 0}},
             "the counter step is x, which is no count",
         ),
-        ({"leaves": {"a": 1}}, "is no checkpoint of this version of ours"),
+        ({"leaves": {"a": 1}}, "is no checkpoint that this version can read"),
     ],
 )
 def test_a_hostile_state(change, sentence, zygote, run_whole, tmp_path):

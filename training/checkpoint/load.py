@@ -272,7 +272,7 @@ ADDED_KEYS = ("mixer.window", "mixer.shift")
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
     """Loads a verified checkpoint, and returns the settings that changed since; ValueError if it
-    belongs to another run, or to no version of ours."""
+    belongs to another run, or cannot be read."""
     try:
         described = {"adapter": {}} | read_state_file(folder)  # earlier versions had none
         mismatch = find_mismatch(described, run)
@@ -286,7 +286,7 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
         raise
     except MALFORMED_ERRORS as error:
         raise UserError(
-            f"{folder} is no checkpoint of this version of ours ({shorten_error(error)}); use "
+            f"{folder} is no checkpoint that this version can read ({shorten_error(error)}); use "
             "another step."
         ) from error
 

@@ -94,7 +94,7 @@ CONTRADICTIONS: tuple[Rule, ...] = (
 )
 
 
-def check_pairs(
+def check_contradictions(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
     """ValueError for the first contradiction among the keys."""

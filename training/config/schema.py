@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from common.errors import UserError
-from training.config.contradictions import check_momentum, check_nccl, check_pairs
+from training.config.contradictions import check_momentum, check_nccl, check_contradictions
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -176,7 +176,7 @@ class RuntimeConfig:
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
-    # bf16, fp16 (its loss scale is found on the device), fp8 (torchao)
+    # bf16; fp16, whose loss scale is found on the device; fp8, by torchao
     precision: PrecisionName = PrecisionName.fp32
     # rowwise: one scale a row; with_gw_hp: gradients of weights in bf16
     fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
@@ -185,7 +185,8 @@ class RuntimeConfig:
     # rounding of updated bf16 weights; kahan keeps the rounding error in 2 more bytes a weight
     rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
-    # true: the Triton kernel, if it agrees with its definition; auto: the faster one here
+    # this and the next four: true: the Triton kernel, if it agrees with its definition; auto: the
+    # faster of the two here
     fused_add_norm: KernelChoice = False
     fused_scan: KernelChoice = False
     fused_conv: KernelChoice = False
@@ -207,8 +208,8 @@ class RuntimeConfig:
     cuda_graph: bool = False  # captures the whole step once, and replays it
     # measure before training which techniques make the step fastest here; runtime=auto
     tune: bool = False
-    tune_seconds: Annotated[float, Gt(0)] = 120.0  # longest time for that
-    # error: stop if a technique is unavailable; emulate: use slow emulations of a CPU
+    tune_seconds: Annotated[float, Gt(0)] = 120.0  # most seconds for `tune`
+    # error: stop if a technique is unavailable; emulate: compute it slowly where a CPU can
     on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -226,7 +227,7 @@ class RuntimeConfig:
                 f"runtime.checkpoint_policy={self.checkpoint_policy} must be blocks, selective, or "
                 "every_<n> with n from 2 on, such as every_4."
             )
-        check_pairs(self, accumulation_steps, deterministic, optimizer)
+        check_contradictions(self, accumulation_steps, deterministic, optimizer)
 
     def values(self) -> dict[str, Any]:
         """Returns the values of techniques and their options by key, enum members as strings."""
@@ -244,9 +245,8 @@ class ScheduleConfig:
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: Natural = 1280
-    final: Annotated[float, Ge(0), Le(1)] = (
-        0.0  # cosine: the share of the rate that is left at the end
-    )
+    # cosine: share of the learning rate at the end
+    final: Annotated[float, Ge(0), Le(1)] = 0.0
 
 
 @dataclass(frozen=True)
