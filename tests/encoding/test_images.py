@@ -164,7 +164,7 @@ def test_16_bit_grey_is_scaled_and_not_clipped(content: bytes):
 
 
 def test_reasons_hold_no_addresses_and_no_paths(tmp_path: Path):
-    """They are part of the manifest, which two runs must write alike."""
+    """Reasons are part of the manifest, which two runs must write alike."""
     whole = encode(Image.effect_noise((64, 64), 50))
     contents = {
         "text.png": b"hello",

@@ -1,5 +1,5 @@
-"""What one block moves through memory and keeps for its backward pass, counted op by op without
-computing anything.
+"""Counts, op by op, the bytes that one block moves through memory and keeps for its backward pass;
+nothing is computed.
 
     python -m tests.harness.block_traffic model=mamba_b
     python -m tests.harness.block_traffic model=mamba_b off=[fused_scan]
@@ -48,8 +48,7 @@ def count_bytes(tensor: Tensor) -> int:
 
 
 class Traffic(TorchDispatchMode):
-    """Inside, `bytes` and `calls` count what ops move: op -> both inputs, each tensor once, and
-    outputs."""
+    """Inside, counts by op the calls and the bytes of inputs, each tensor once, and outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class Traffic(TorchDispatchMode):
 
 
 class BlockTraffic(NamedTuple):
-    """What one block keeps and moves per sample, and how often each op runs."""
+    """Bytes that one block keeps and moves per sample, and calls of each op."""
 
     kept: float
     """Bytes kept for the backward pass, each storage once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ class Sizes:
 
 
 class Case(NamedTuple):
-    """Two functions that compute the same of `inputs`."""
+    """Two functions that compute the same from `inputs`."""
 
     fused: Callable[..., Any]
     definition: Callable[..., Any]
@@ -200,6 +200,13 @@ def run_both_ways(function: Callable[..., Any], inputs: list[Tensor]) -> list[Te
     # bf16 holds these values, so they are the same in every dtype
     weights = [torch.randn(t.shape, generator=draw).bfloat16().to(t) for t in outputs]
     return [*outputs, *torch.autograd.grad(outputs, inputs, weights)]
+
+
+def assert_all_close(
+    actual: Iterable[Tensor], expected: Iterable[Tensor], rtol: float = 1e-9
+) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=rtol, atol=rtol)
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}

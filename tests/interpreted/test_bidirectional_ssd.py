@@ -15,7 +15,7 @@ CANCELLING = (2, 3, 4)
 
 
 def make_case(length, dtype=torch.float32, **sizes):
-    """A case whose tokens lie apart, and of which the first half forgets nothing at once."""
+    """A case with steps around 1 and decays below 1, whose tokens lie apart in memory."""
     shape = {"head_dim": 32, "padding": 16} | sizes
     case = make_ssd(Sizes((1, length), dtype=dtype, **shape))
     with torch.no_grad():
@@ -50,8 +50,8 @@ def test_other_tiles(block, compare, monkeypatch):
 
 @pytest.mark.parametrize("decay", [0.0, 1e-3, 50.0, 1e4])
 def test_extreme_decays(decay, compare):
-    """Nothing overflows. The gradient of A cancels to nothing where everything decays at once, or
-    nothing does."""
+    """Nothing overflows. The gradient of A is zero where everything decays at once, or nothing
+    does."""
     case = make_case(100)
     with torch.no_grad():
         case.inputs[3].copy_((decay * torch.rand(2, 3)).log())
@@ -95,7 +95,7 @@ def test_between_chunks(heads, head_dim, state_dim, dtype, compare, monkeypatch)
 @pytest.mark.parametrize(("length", "piece"), [(1, 1), (100, 100), (300, 256), (513, 256)])
 @pytest.mark.parametrize("heads", [1, 5, 24])
 def test_the_prelude_and_its_gradients(length, piece, heads, compare):
-    """Also where softplus is far from both of its limits, and where it is at them."""
+    """With steps far from both limits of softplus, and at them."""
     case = make_decays(Sizes((1, length), heads=heads, dtype=torch.float32, padding=3), piece)
     with torch.no_grad():
         case.inputs[1] += 4.0

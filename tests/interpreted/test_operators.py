@@ -1,5 +1,5 @@
-"""Every Triton kernel against the definition of its operator in fp64, and what compiled code
-asserts of its outputs."""
+"""Every Triton kernel against the definition of its operator in fp64, and the layout of its
+outputs, which compiled code asserts."""
 
 from __future__ import annotations
 
@@ -57,14 +57,13 @@ SIZES = {
     ("operator", "sizes"), [(name, sizes) for name, row in SIZES.items() for sizes in row]
 )
 def test_kernels_equal_the_definition(operator, sizes, dtype, compare):
-    """On slices of a projection, whose tokens lie apart."""
+    """Inputs are slices of a projection, whose tokens lie apart."""
     compare(CASES[operator](replace(sizes, dtype=dtype, padding=24)))
 
 
 @pytest.mark.parametrize("operator", [*OF_TRITON, "ssd in chunks"])
 def test_outputs_begin_at_a_multiple_of_16_bytes_and_share_no_memory(operator, monkeypatch):
-    """With an odd number of heads, where half of a tensor of heads begins between two such
-    addresses."""
+    """With an odd number of heads, half of a tensor of heads begins between two such addresses."""
     sizes = Sizes((1, 7), dtype=torch.float32)
     if operator == "ssd in chunks":
         operator = "ssd"

@@ -1,4 +1,4 @@
-"""Adapters: what is frozen and what trains, and what the ledger says of it."""
+"""Adapters: frozen and trained parameters, and their row in the ledger."""
 
 from __future__ import annotations
 

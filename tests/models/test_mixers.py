@@ -55,7 +55,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize(("window", "shifted"), WINDOWS)
 def test_tokens_attend_within_their_window(window, shifted):
-    """Against attention over each rectangle of tokens by itself."""
+    """The reference attends over each rectangle of tokens separately."""
     mixer = make_mixer(Attention, 16, 8, (6, 10), rope_base=None, window=window, layer=int(shifted))
     grid = torch.randn(2, 6, 10, 16)
     alone = Attention(16, 8, (1, 1), rope_base=None)
@@ -104,7 +104,7 @@ def test_rotary_positions_make_scores_depend_on_offsets_only():
 
 
 def test_the_first_half_of_a_head_turns_with_the_row():
-    """Swapped, weights trained on rectangles would sample nonsense."""
+    """If rows and columns were swapped, weights trained on rectangles would sample nonsense."""
     rotations = axial_rotations((3, 5), 16).view(2, 3, 5, 16)
     assert torch.equal(rotations[..., :8], rotations[:, :, :1, :8].expand(2, 3, 5, 8))
     assert torch.equal(rotations[..., 8:], rotations[:, :1, :, 8:].expand(2, 3, 5, 8))

@@ -1,4 +1,4 @@
-"""The doctor says of every technique whether this machine has it."""
+"""The doctor reports for every technique whether this machine has it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ H200 = {
     "mem_clock_rate": 3201000,
     "mem_bus_width": 6144,
 }
-"""What Triton's driver returns, by backends/nvidia/driver.c of 3.6 and of 3.7.1."""
+"""Properties that Triton's driver returns, by backends/nvidia/driver.c of 3.6 and of 3.7.1."""
 
 
 PROPERTIES = SimpleNamespace(
@@ -153,7 +153,7 @@ def test_rates_are_measured():
 
 
 def test_pretended_cards_have_what_their_capability_allows(monkeypatch, capsys):
-    """Whatever is installed here, and with no trace of the pretence afterwards."""
+    """Installed packages do not matter, and nothing of the pretence stays."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert doctor.main(["--as", "a100", "h100", "b200", "rtx5090", "--json"]) == 0
     rows = {word: row for word, *row in json.loads(capsys.readouterr().out)}

@@ -106,7 +106,7 @@ def draw_words(seed: int) -> list[str]:
 
 
 FAST = (3, 12, 13, 14, 29)
-"""Seeds that together have every value but compile, which takes long: the others are slow tests."""
+"""Seeds that together have every value except compile, which takes long. The others are slow."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""The report of a run: what it shows, what it says of missing parts, and how it looks in a
-browser."""
+"""The report of a run: its facts, sentences for missing parts, and its page in a browser."""
 
 from __future__ import annotations
 
@@ -27,117 +26,86 @@ from training.config.compose import compose, to_yaml
 from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"
-PROTOCOL = {
-    **{
-        "count": 1000,
-        "solver": "heun",
-        "steps": 20,
-        "reference": {"name": "/somewhere", "sha256": "ab" * 32},
-    },
-    "features": {"random": {"seed": 0}},
-    "floors": {"random": {"floor_fd": 3.25}},
+FILES = {
+    "environment.json": """{
+        "versions": {"torch": "2.13.0"}, "hardware": "a planted card", "argv": ["train.py"],
+        "git": {"commit": "c0ffee", "uncommitted_changes": true}, "choices": {"model": "mamba_xs"}
+    }""",
+    "ledger.json": """{
+        "tf32": {"requested": true, "active": false, "evidence": "no GPU here"},
+        "attention": {"requested": "auto", "active": "sdpa", "evidence": "4 calls"}
+    }""",
+    "summary.json": """{
+        "loss": 0.125, "steps": 100, "memory_reserved_peak": 2147483648, "run_dir": "/x"
+    }""",
+    "checkpoints/step-100/state.json": """{"step": 100, "spec": {
+        "num_classes": 2, "count": 1617, "class_names": ["cat", "<script>alert(1)</script>"],
+        "fingerprint": "planted-set", "channels": 4, "height": 16, "width": 16, "encoder": {}
+    }}""",
+    "fd_protocol.json": """{
+        "count": 1000, "solver": "heun", "steps": 20, "weights": "ema",
+        "reference": {"name": "/somewhere", "sha256": "abab"},
+        "features": {"random": {"seed": 0}}, "floors": {"random": {"floor_fd": 3.25}}
+    }""",
+    "evaluation/final.json": """{"features": {
+        "random": {
+            "fd": 21.25, "kd": 0.021, "kd_std": 0.001, "precision": 0.61, "recall": 0.44,
+            "floor_fd": 3.25
+        },
+        "encoder": {
+            "fd": null, "kd": 0.5, "precision": 0.1, "recall": 0.2, "floor_fd": null,
+            "why": "Too few samples."
+        }
+    }}""",
 }
-FIGURES = {
-    "random": {
-        "fd": 21.25,
-        "kd": 0.021,
-        "kd_std": 0.001,
-        "precision": 0.61,
-        "recall": 0.44,
-        "floor_fd": 3.25,
-    },
-    "encoder": {
-        "fd": None,
-        "kd": 0.5,
-        "precision": 0.1,
-        "recall": 0.2,
-        "floor_fd": None,
-        "why": "Too few samples.",
-    },
-}
+"""Files of a run, except its configuration, weights, metrics and grids."""
 DEFAULTS = compose([]).source
 Plant = Callable[..., Path]
 
 
-def write(file: Path, content: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content))
+def edit_json(file: Path, changes: dict[str, Any]) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def plant_metrics(folder: Path) -> None:
+    """Ten logged steps, each with a grid; two of them with a distance."""
+    (folder / "samples").mkdir()
+    lines = []
+    for step in range(10, 101, 10):
+        line = {"step": step, "samples": 32 * step, "loss": 12.0 / step, "grad_norm": 1.0}
+        line |= {"skipped": 0, "mfu": None, "train_seconds": step / 2}
+        line |= {"eval_loss": 1.0, "eval_loss_t0.00_0.25": 0.5}
+        if step % 50 == 0:
+            line |= {"fd_random": 900.0 / step, "distances_s": 3.0}
+        lines.append(json.dumps(line) + "\n")
+        grid = Image.new("RGB", (1200 if step == 100 else 40, 20))
+        grid.save(folder / "samples" / f"step-{step}.png")
+    (folder / "metrics.jsonl").write_text("".join(lines))
 
 
 @pytest.fixture
 def plant(tmp_path: Path) -> Plant:
     """Writes a run folder with everything in it; `protocol` changes its protocol."""
 
-    def planted(name: str, **protocol: Any) -> Path:
+    def write(name: str, **protocol: Any) -> Path:
         folder = tmp_path / name
-        (folder / "samples").mkdir(parents=True)
-        (folder / "config.yaml").write_text(
-            to_yaml(DEFAULTS | {"run_dir": "/x", "batch_size": 32, "init_from": EVIL})
-        )
-        environment = {
-            "versions": {"torch": "2.13.0"},
-            "hardware": "a planted card",
-            "argv": ["train.py"],
-        }
-        environment |= {
-            "git": {"commit": "c0ffee", "uncommitted_changes": True},
-            "choices": {"model": "mamba_xs"},
-        }
-        write(folder / "environment.json", environment)
-        ledger = {"tf32": (True, False, "no GPU here"), "attention": ("auto", "sdpa", "4 calls")}
-        columns = ("requested", "active", "evidence")
-        write(
-            folder / "ledger.json",
-            {k: dict(zip(columns, row, strict=True)) for k, row in ledger.items()},
-        )
-        write(
-            folder / "summary.json",
-            {"loss": 0.125, "steps": 100, "memory_reserved_peak": 2**31, "run_dir": "/x"},
-        )
-        lines = []
-        for step in range(10, 101, 10):
-            line = {
-                "step": step,
-                "samples": 32 * step,
-                "loss": 12.0 / step,
-                "grad_norm": 1.0,
-                "skipped": 0,
-            }
-            line |= {
-                "mfu": None,
-                "train_seconds": step / 2,
-                "eval_loss": 1.0,
-                "eval_loss_t0.00_0.25": 0.5,
-            }
-            lines.append(
-                line | ({"fd_random": 900.0 / step, "distances_s": 3.0} if step % 50 == 0 else {})
-            )
-            Image.new("RGB", (1200 if step == 100 else 40, 20)).save(
-                folder / "samples" / f"step-{step}.png"
-            )
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-        spec = {
-            "num_classes": 2,
-            "count": 1617,
-            "class_names": ["cat", EVIL],
-            "fingerprint": "planted-set",
-        }
-        spec |= {"channels": 4, "height": 16, "width": 16, "encoder": {}}
-        checkpoint = folder / "checkpoints/step-100"
-        write(checkpoint / "state.json", {"step": 100, "spec": spec})
-        save_file({"w": torch.zeros(30, 50)}, checkpoint / "ema.safetensors")
-        write(folder / "fd_protocol.json", PROTOCOL | {"weights": "ema"} | protocol)
-        weights = {"weights": {"file": f"/x/{name}", "sha256": name, "kind": "ema", "step": 100}}
-        write(
-            folder / "evaluation/final.json",
-            {"features": FIGURES, "protocol": PROTOCOL | protocol | weights},
-        )
+        for file, content in FILES.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(content)
+        edit_json(folder / "fd_protocol.json", protocol)
+        weights = {"file": f"/x/{name}", "sha256": name, "kind": "ema", "step": 100}
+        measured = json.loads((folder / "fd_protocol.json").read_text()) | {"weights": weights}
+        edit_json(folder / "evaluation/final.json", {"protocol": measured})
+        save_file({"w": torch.zeros(30, 50)}, folder / "checkpoints/step-100/ema.safetensors")
+        changes = {"run_dir": "/x", "batch_size": 32, "init_from": EVIL}
+        (folder / "config.yaml").write_text(to_yaml(DEFAULTS | changes))
+        plant_metrics(folder)
         return folder
 
-    return planted
+    return write
 
 
-def texts(**words: Any) -> tuple[str, str]:
+def read_report(**words: Any) -> tuple[str, str]:
     """Page and card of a report."""
     html, markdown = report(ReportConfig(**{key: str(value) for key, value in words.items()}))
     return html.read_text(), markdown.read_text()
@@ -150,13 +118,13 @@ def test_a_run_that_saves_while_it_is_reported(plant: Plant, monkeypatch: pytest
     folder = plant("live")
     checkpoint = folder / "checkpoints/step-100"
 
-    def removed(file: Path) -> dict[str, torch.Tensor]:
+    def read_while_saving(file: Path) -> dict[str, torch.Tensor]:
         if checkpoint.exists():
             checkpoint.rename(checkpoint.with_name("step-110"))
         return read_tensors(file)
 
-    monkeypatch.setattr(history, "read_tensors", removed)
-    assert "1,500 parameters" in texts(run_dir=folder)[1]
+    monkeypatch.setattr(history, "read_tensors", read_while_saving)
+    assert "1,500 parameters" in render_card(History(folder))
 
 
 def test_a_checkpoint_without_its_weights_is_one_sentence(plant: Plant):
@@ -165,203 +133,212 @@ def test_a_checkpoint_without_its_weights_is_one_sentence(plant: Plant):
     with pytest.raises(
         ValueError, match=r"step-100/ema.safetensors cannot be read as safetensors \(No such file"
     ):
-        texts(run_dir=folder)
+        read_report(run_dir=folder)
 
 
-def section(page: str, name: str) -> str:
+def cut_section(page: str, name: str) -> str:
     return page.partition(f'<section id="{name}">')[2].partition("</section>")[0]
 
 
-def alts(page: str) -> list[str]:
+def find_alts(page: str) -> list[str]:
     return re.findall(r'<img src="[^"]+" alt="([^"]*)"', page)
+
+
+SECTIONS = {
+    "summary": """a planted card
+c0ffee with uncommitted changes
+torch 2.13.0
+0.125
+2.00 GiB""",
+    "training": """training loss from 1.2 to 0.12; held-out loss from 1 to 1
+t 0.00 to 0.25 from 0.5 to 0.5
+GPU memory over samples: not recorded. Skipped steps over samples: 0 throughout.""",
+    "evaluations": """21.25
+3.25
+0.021
+0.61
+0.44
+Too few samples.
+ema step 100
+heun""",
+}
+"""Section of the page -> facts that it shows, one a line."""
+CARD = """1,500 parameters
+1,617 training samples of 2 classes: cat, &lt;script&gt;
+| batch (global) | 32 |
+weights=ema.safetensors guidance=1.5 'guidance_interval=[0.0, 1.0]' solver=heun steps=20
+| 21.25 | 3.25 | 0.021 | 0.001 |
+Protocol: count 1,000
+| fd\\_random | 3,200 | 9 |
+Requested and not active in training: tf32."""
 
 
 def test_page_and_card_show_the_whole_run(
     plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    page, card = texts(run_dir=plant("mine"))
-    for fact in (
-        "a planted card",
-        "c0ffee with uncommitted changes",
-        "torch 2.13.0",
-        "0.125",
-        "2.00 GiB",
-    ):
-        assert fact in section(page, "summary"), fact
-    shown = section(page, "training")
-    assert "training loss from 1.2 to 0.12; held-out loss from 1 to 1" in shown
-    assert "t 0.00 to 0.25 from 0.5 to 0.5" in shown
-    assert (
-        "GPU memory over samples: not recorded. Skipped steps over samples: 0 throughout." in shown
-    )
-    both = [alt.split(":")[0] for alt in alts(section(page, "distance"))]
-    assert both == [
-        f"Fréchet distance, features random over {over}" for over in ("samples", "train seconds")
+    folder = plant("mine")
+    page, card = read_report(run_dir=folder)
+    for name, facts in SECTIONS.items():
+        section = cut_section(page, name)
+        for fact in facts.splitlines():
+            assert fact in section, fact
+    distances = [alt.split(":")[0] for alt in find_alts(cut_section(page, "distance"))]
+    assert distances == [
+        f"Fréchet distance, features random over {x}" for x in ("samples", "train seconds")
     ]
-    for figure in (
-        "21.25",
-        "3.25",
-        "0.021",
-        "0.61",
-        "0.44",
-        "Too few samples.",
-        "ema step 100",
-        "heun",
-    ):
-        assert figure in section(page, "evaluations"), figure
-    grids = alts(section(page, "samples"))
-    assert [re.search(r"step (\d+)", alt)[1] for alt in grids] == [
-        "10",
-        "30",
-        "50",
-        "60",
-        "80",
-        "100",
-    ]  # type: ignore[index]
-    assert re.findall(r'<tr class=missing><th scope="row">(\w+)', section(page, "ledger")) == [
-        "tf32"
-    ]
-    changed = re.findall(r'<th scope="row">([\w.]+)</th><td>', section(page, "configuration"))
+    steps = re.findall(r'alt="[^"]*step (\d+)', cut_section(page, "samples"))
+    assert steps == ["10", "30", "50", "60", "80", "100"]
+    missing = re.findall(r'<tr class=missing><th scope="row">(\w+)', cut_section(page, "ledger"))
+    assert missing == ["tf32"]
+    changed = re.findall(r'<th scope="row">([\w.]+)</th><td>', cut_section(page, "configuration"))
     assert changed == ["init_from", "batch_size"]
 
     assert card.split("---\n")[1].startswith("library_name: fastlatent\ntags: [")
-    for fact in (
-        "1,500 parameters",
-        "1,617 training samples of 2 classes: cat, &lt;script&gt;",
-        "| batch (global) | 32 |",
-        "weights=ema.safetensors guidance=1.5 'guidance_interval=[0.0, 1.0]' solver=heun steps=20",
-        hash_file(Path("mine/checkpoints/step-100/ema.safetensors")),
-        "| 21.25 | 3.25 | 0.021 | 0.001 |",
-        "Protocol: count 1,000",
-        "| fd\\_random | 3,200 | 9 |",
-        "Requested and not active in training: tf32.",
-    ):
+    for fact in (*CARD.splitlines(), hash_file(folder / "checkpoints/step-100/ema.safetensors")):
         assert fact in card, fact
     assert "/somewhere" not in card, "nobody else has that path"
     assert "<script" not in page + card
-    assert "&lt;script&gt;" in section(page, "configuration")
+    assert "&lt;script&gt;" in cut_section(page, "configuration")
 
 
 def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: Plant):
     run = History(plant("mine"))
-    told = (
-        render_card(run, how="open it in diffusers")
-        .partition("## How to sample\n\n")[2]
-        .partition("\n## ")[0]
+    card = render_card(run, how="open it in diffusers")
+    sha256 = hash_file(run.folder / "checkpoints/step-100/ema.safetensors")
+    assert card.partition("## How to sample\n\n")[2].startswith(
+        "open it in diffusers\n\nThe weights are of step 100; sha256 of that checkpoint's "
+        f"`ema.safetensors`: {sha256}.\n\n## "
     )
-    weights = "The weights are of step 100; sha256 of that checkpoint's `ema.safetensors`: "
-    weights += f"{hash_file(run.folder / 'checkpoints/step-100/ema.safetensors')}.\n"
-    assert told == f"open it in diffusers\n\n{weights}"
-    repeats = "how many of the training images the model repeats"
-    assert repeats in render_card(run)
-    result = run.folder / "evaluation/final.json"
-    found = json.loads(result.read_text())
-    found["features"]["encoder"]["copied"] = 0.05
-    write(result, found)
-    assert repeats not in render_card(History(run.folder))
+    # unless an evaluation counted copies, the card says that nobody has
+    sentence = "how many of the training images the model repeats"
+    assert sentence in card
+    edit_json(run.folder / "evaluation/final.json", {"features": {"encoder": {"copied": 0.05}}})
+    assert sentence not in render_card(History(run.folder))
 
 
 def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant: Plant):
     run = History(plant("mine"))
-    plots = list_distance_plots([run])
-    assert draw_plots(plots, [run]) == draw_plots(plots, [run])
-    assert draw_plots(plots[:1], [run]) != draw_plots([plots[0]._replace(floor=None)], [run])
+    plots = list_distance_plots([run])[:1]
+    drawn = draw_plots(plots, [run])
+    assert draw_plots(plots, [run]) == drawn
+    assert draw_plots([plots[0]._replace(floor=None)], [run]) != drawn
     run.lines = [{"samples": i, "loss": 2.0 + math.sin(1.7 * i)} for i in range(20_000)]
     assert len(draw_plots(TRAINING[:1], [run])[0][1]) < 200_000
 
 
-def test_torn_lines_and_numbers_that_are_none_are_said(plant: Plant):
+TORN = """Lines of metrics.jsonl that cannot be read, and are left out: 1.
+At 1 of 11 logged steps the loss is no finite number.
+training loss from 1.2 to 0.12
+summary.json is of an earlier end of the run"""
+
+
+def test_torn_lines_and_losses_that_are_not_finite_are_said(plant: Plant):
     run = plant("mine")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 110, "samples": 3520, "loss": NaN}\n{"step": 120, "sam')
-    page, _ = texts(run_dir=run)
-    assert "Lines of metrics.jsonl that cannot be read, and are left out: 1." in page
-    assert "At 1 of 11 logged steps the loss is no finite number." in page
-    assert "training loss from 1.2 to 0.12" in page
-    assert "summary.json is of an earlier end of the run" in page
+    page, _ = read_report(run_dir=run)
+    for sentence in TORN.splitlines():
+        assert sentence in page, sentence
+
+
+MISSING = """no environment.json
+no summary.json
+no logged step
+no distance
+no evaluation
+no grids
+no ledger."""
 
 
 def test_missing_parts_are_a_sentence(plant: Plant):
     run = plant("mine")
-    for name in (
-        "environment.json",
-        "ledger.json",
-        "summary.json",
-        "fd_protocol.json",
-        "metrics.jsonl",
-    ):
-        (run / name).unlink()
-    for name in ("samples", "checkpoints", "evaluation"):
-        shutil.rmtree(run / name)
-    page, card = texts(run_dir=run)
-    said = (
-        "no environment.json,no summary.json,no logged step,no distance,no evaluation,no "
-        "grids,no ledger."
-    )
-    for sentence in said.split(","):
+    for path in run.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "config.yaml":
+            path.unlink()
+    page, card = read_report(run_dir=run)
+    for sentence in MISSING.splitlines():
         assert sentence in page, sentence
     for sentence in ("The run is not finished.", "not evaluated", "holds no checkpoint"):
         assert sentence in card, sentence
 
 
+DIFFERENCES = """<th scope="row">batch_size</th><td>32</td><td>48</td>
+<th scope="row">torch</th><td>2.13.0</td><td>2.14.0</td>
+<th scope="row">tf32</th><td>on → off</td><td>on → on</td>
+<th scope="row">loss</th><td>0.125</td><td>0.0625</td><td>×0.500</td>"""
+
+
 def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Path):
     """Weights, floors and the reference's place may differ."""
-    mine = plant("mine")
-    theirs = plant("theirs", reference={"name": "/elsewhere", "sha256": "ab" * 32})
-    (theirs / "config.yaml").write_text(to_yaml(DEFAULTS | {"batch_size": 48}))
-    write(theirs / "fd_protocol.json", PROTOCOL | {"floors": {"random": {"floor_fd": 3.26}}})
-    for name, changes in (
-        ("environment.json", {"versions": {"torch": "2.14.0"}}),
-        ("ledger.json", {"tf32": {"requested": True, "active": True, "evidence": "seen"}}),
-        ("summary.json", {"loss": 0.0625}),
-    ):
-        write(theirs / name, json.loads((theirs / name).read_text()) | changes)
-    page, _ = texts(run_dir=mine, other=theirs, out=tmp_path / "both.html")
-    both = alts(section(page, "distance"))
-    assert ["mine from" in alt and "theirs from" in alt for alt in both] == [True, True]
-    assert section(page, "evaluations").count("<thead>") == 2  # the figures and their protocol
+    other = plant("theirs", reference={"name": "/elsewhere", "sha256": "abab"})
+    (other / "config.yaml").write_text(to_yaml(DEFAULTS | {"batch_size": 48}))
+    active = {"requested": True, "active": True, "evidence": "seen"}
+    edit_json(other / "fd_protocol.json", {"floors": {"random": {"floor_fd": 3.26}}})
+    edit_json(other / "environment.json", {"versions": {"torch": "2.14.0"}})
+    edit_json(other / "ledger.json", {"tf32": active})
+    edit_json(other / "summary.json", {"loss": 0.0625})
+    page, _ = read_report(run_dir=plant("mine"), other=other, out=tmp_path / "both.html")
+    for alt in find_alts(cut_section(page, "distance")):
+        assert "mine from" in alt
+        assert "theirs from" in alt
+    assert cut_section(page, "evaluations").count("<thead>") == 2  # figures and their protocol
     assert "Another protocol" not in page
-    between = section(page, "configuration").partition("What differs between the two")[2]
-    assert '<th scope="row">batch_size</th><td>32</td><td>48</td>' in between
-    assert "run_dir" not in between
-    for row in (
-        '<th scope="row">torch</th><td>2.13.0</td><td>2.14.0</td>',
-        '<th scope="row">tf32</th><td>on → off</td><td>on → on</td>',
-        '<th scope="row">loss</th><td>0.125</td><td>0.0625</td><td>×0.500</td>',
-    ):
+    between = cut_section(page, "configuration").partition("What differs between the two")[2]
+    for row in DIFFERENCES.splitlines():
         assert row in between
+    assert "run_dir" not in between
     assert "attention" not in between
 
 
 def test_figures_of_two_protocols_stand_apart(plant: Plant):
-    html = render_page([History(plant("mine")), History(plant("theirs", steps=50))])
+    page = render_page([History(plant("mine")), History(plant("theirs", steps=50))])
+    sentence = "Another protocol, not to be compared with the first: steps (20 or 50)."
     for name in ("distance", "evaluations"):
-        shown = section(html, name)
-        said = "Another protocol, not to be compared with the first: steps (20 or 50)."
-        assert shown.count(said) == 1
-        assert not any("mine" in alt and "theirs" in alt for alt in alts(shown))
+        section = cut_section(page, name)
+        assert section.count(sentence) == 1
+        assert not any("mine" in alt and "theirs" in alt for alt in find_alts(section))
     # two tables of figures and two of settings
-    assert section(html, "evaluations").count("<thead>") == 4
+    assert cut_section(page, "evaluations").count("<thead>") == 4
 
 
-def test_what_cannot_be_is_refused_in_a_sentence(
-    plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({}, "run_dir is not set"),
+        ({"run_dir": "{tmp_path}"}, "run_dir=.* has no config.yaml; name the run_dir of a run"),
+        (
+            {"run_dir": "{run}", "other": "{tmp_path}"},
+            "other=.* has no config.yaml; name the run_dir",
+        ),
+        (
+            {"run_dir": "{run}", "out": "{run}/config.yaml/page.html"},
+            r"cannot be written \(.*\); set out=<folder>/<name>\.html",
+        ),
+    ],
+)
+def test_a_mistake_is_a_sentence(
+    words: dict[str, str], sentence: str, plant: Plant, tmp_path: Path
 ):
-    with pytest.raises(ValueError, match=r"other=.* has no config.yaml; name the run_dir"):
-        report(ReportConfig(run_dir=str(plant("whole")), other=str(tmp_path)))
+    run = plant("mine")
+    values = {key: value.format(run=run, tmp_path=tmp_path) for key, value in words.items()}
+    with pytest.raises(ValueError, match=sentence):
+        report(ReportConfig(**values))
+
+
+def test_a_folder_without_a_configuration_is_no_run(tmp_path: Path):
     with pytest.raises(ValueError, match=r"is no run folder: it has no config\.yaml"):
         History(tmp_path)
-    with pytest.raises(ValueError, match="run_dir is not set"):
-        report(ReportConfig())
-    run = str(plant("mine"))
-    with pytest.raises(
-        ValueError, match=r"cannot be written \(.*\); set out=<folder>/<name>\.html"
-    ):
-        report(ReportConfig(run_dir=run, out=f"{run}/config.yaml/page.html"))
+
+
+def test_a_report_without_matplotlib_says_how_to_install_it(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install 'fastlatent\[report\]'"):
-        report(ReportConfig(run_dir=run))
+        report(ReportConfig(run_dir=str(plant("mine"))))
 
 
 PROBE = """<script>
@@ -384,30 +361,18 @@ def test_a_browser_shows_it_on_a_telephone(plant: Plant, tmp_path: Path):
     if browser is None:
         pytest.skip("there is no chromium or google-chrome here")
     other = plant("other/mine", steps=50)
-    page, _ = texts(run_dir=plant("mine"), other=other)
-    assert f"{other}: training loss" in page, "two runs of one name are told by their folders"
+    page, _ = read_report(run_dir=plant("mine"), other=other)
+    assert f"{other}: training loss" in page, "folders tell two runs of one name apart"
     assert not re.search(r'(src|href|action)="(?!data:|#)|url\(|@import', page)
-    probed = page.replace("<main>", f"{PROBE}<main>").replace(
-        "default-src 'none'", "script-src 'unsafe-inline'"
-    )
+    probed = page.replace("<main>", f"{PROBE}<main>")
+    probed = probed.replace("default-src 'none'", "script-src 'unsafe-inline'")
     (tmp_path / "probed.html").write_text(probed)
-    (tmp_path / "wrapper.html").write_text(WRAPPER)
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}/u",
-    ]
-    words = [
-        browser,
-        *flags,
-        "--virtual-time-budget=5000",
-        "--dump-dom",
-        (tmp_path / "wrapper.html").as_uri(),
-    ]
-    shown = subprocess.run(words, capture_output=True, text=True).stdout
-    found = json.loads(re.search(r"\{.*\}", shown)[0])  # type: ignore[index]
-    assert found["width"] <= found["inner"] == 390
-    assert found["images"] == len(alts(page))
-    assert (found["broken"], found["errors"], found["requests"]) == (0, [], 0)
+    wrapper = tmp_path / "wrapper.html"
+    wrapper.write_text(WRAPPER)
+    command = [browser, "--headless", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+    command += [f"--user-data-dir={tmp_path}/u", "--virtual-time-budget=5000", "--dump-dom"]
+    dumped = subprocess.run([*command, wrapper.as_uri()], capture_output=True, text=True).stdout
+    shown = json.loads(dumped[dumped.index("{") : dumped.rindex("}") + 1])
+    assert shown["width"] <= shown["inner"] == 390
+    assert shown["images"] == len(find_alts(page))
+    assert (shown["broken"], shown["errors"], shown["requests"]) == (0, [], 0)

@@ -1,5 +1,5 @@
-"""runtime=auto: what is slow is not chosen, what is wrong or breaks is refused, the budget and the
-memory are kept."""
+"""runtime=auto chooses the fastest candidate, refuses wrong or broken ones, and keeps to the budget
+and the memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.files import ROOT
 from scripts.plan import tune as tuner
 from scripts.plan.__main__ import main
 from scripts.plan.memory import Question, forecast
-from tests.harness.sets import until_dead
+from tests.harness.sets import wait_until_dead
 from tests.harness.words import CPU, TINY_SYNTHETIC
 from train import train
 from training import tune
@@ -164,7 +164,7 @@ def wait_for_child(file: Path) -> int:
 def test_a_candidate_ends_with_all_that_it_started(tmp_path: Path):
     command = [sys.executable, "-c", STARTS + "time.sleep(99999)", str(tmp_path / "one")]
     assert workers.run_to_end(command, 2.0) is None
-    until_dead(wait_for_child(tmp_path / "one.pid"))
+    wait_until_dead(wait_for_child(tmp_path / "one.pid"))
 
 
 def test_a_candidate_ends_with_its_parent(tmp_path: Path):
@@ -177,7 +177,7 @@ def test_a_candidate_ends_with_its_parent(tmp_path: Path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) as process:
         child = wait_for_child(tmp_path / "one.pid")
         process.kill()
-    until_dead(child)
+    wait_until_dead(child)
 
 
 def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.MonkeyPatch):
@@ -250,7 +250,7 @@ def test_candidates_go_with_the_rest_of_the_configuration():
 def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Kernels are tried together, on first, where there is a GPU."""
+    """Where there is a GPU, the tuner tries kernels together, on first."""
     monkeypatch.setattr("accel.techniques.fused_kernels.FusedKernel.find_obstacle", lambda _: None)
     search = make_search(compose([*TINY_SYNTHETIC, "runtime=auto"]).cfg)
     search.reference = {"unused": ["fused_scan", "fused_rope", "fused_swiglu"]}

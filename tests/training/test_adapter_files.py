@@ -1,4 +1,4 @@
-"""Files of adapters: resuming, sampling, exporting, PEFT's layout, and what is refused."""
+"""Files of adapters: resuming, sampling, exporting, PEFT's layout, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.harness.adapters import (
     train_on,
 )
 from tests.harness.denoisers import make_inputs
-from tests.harness.sets import random_samples, save_latent_set
+from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU
 from train import train
 from training.assemble import assemble
@@ -253,8 +253,8 @@ def test_an_adapter_that_peft_trained_opens_in_every_command(base, tmp_path):
 
 
 def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):
-    """The data's own statistics would be another scale than the base knows."""
-    shards = [(split, random_samples(8, 0, (1, 8, 8))) for split in ("train", "held_out")]
+    """The statistics of the data would scale latents otherwise than in the base's training."""
+    shards = [(split, draw_random_samples(8, 0, (1, 8, 8))) for split in ("train", "held_out")]
     encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
     save_latent_set(tmp_path / "set", shards, encoder_sha256=None, encoder=encoder)
     words = [*EAGER_RUN, "adapter=lora", "data=resident", f"data.path={tmp_path / 'set'}"]

@@ -1,7 +1,7 @@
-"""`attention=flash3` and `flash4`: which kernels PyTorch is told to use, and which it says it uses.
+"""`attention=flash3` and `flash4`: the kernels that PyTorch uses on request, and those it reports.
 
-PyTorch's own registry is asked, with implementations planted in it that have no kernels: on a CPU
-there are none.
+The tests ask PyTorch's own registry, with planted implementations that have no kernels, so that
+they run on a CPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What blocks keep for their backward passes, and what adaLN writes in its own, counted on fake
-tensors."""
+"""Bytes that blocks keep for their backward passes, and that adaLN's backward pass writes, counted
+on fake tensors."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ def test_the_commands_are_found():
 
 @pytest.mark.parametrize("command", find_gpu_commands())
 def test_every_command_of_the_documents_fits_a_gpu(command):
-    """Blocks keep tensors, and a parameter takes 16 bytes: weights, gradients and Adam's two
-    moments; on one GPU."""
+    """On one GPU; a parameter takes 16 bytes: weight, gradient and Adam's two moments."""
     cfg = compose(command.split()).cfg
     with torch.device("meta"):
         model = build(cfg.model, "model", **LATENTS)

@@ -1,5 +1,5 @@
-"""Every Triton kernel is compiled ahead of time, without a GPU: no stack, no spills, no fp64, wide
-loads."""
+"""Resources of every Triton kernel, compiled ahead of time without a GPU: no stack, no spills, no
+fp64, wide loads."""
 
 from __future__ import annotations
 

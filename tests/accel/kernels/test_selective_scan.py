@@ -21,7 +21,7 @@ from accel.techniques.compilation import PARTITIONER
 from accel.techniques.fused_kernels import FusedScan
 from common.errors import UserError
 from models.mixers.selective_scan import SelectiveScan
-from tests.harness.operators import Sizes, make_selective_scan, run_both_ways
+from tests.harness.operators import Sizes, assert_all_close, make_selective_scan, run_both_ways
 from tests.harness.words import CPU
 
 
@@ -45,18 +45,13 @@ def recur(
     return torch.stack(y, 1)
 
 
-def assert_equal(actual: list[Tensor], expected: list[Tensor], rtol: float) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=rtol, atol=rtol)
-
-
 @pytest.mark.parametrize("scan", [selective_scan, fused_selective_scan])
 @pytest.mark.parametrize("length", [1, 2, 7, 129])
 def test_the_scan_equals_the_recurrence_forward_and_backward(scan, length):
     """A decay for each channel and each number of a state: no two are the same here."""
     inputs = make_inputs(length, torch.float64)
     expected = run_both_ways(lambda *t: recur(*t[:3], -t[3].exp(), *t[4:]), inputs)
-    assert_equal(run_both_ways(scan, inputs), expected, rtol=1e-10)
+    assert_all_close(run_both_ways(scan, inputs), expected, rtol=1e-10)
 
 
 def test_steep_decays_and_1024_tokens_stay_finite_and_right():

@@ -1,0 +1,123 @@
+"""Samples by the thousand: formats, chunks that survive a kill, and shares of processes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sampling.draw import ResumableChunks
+from scripts.sample import Format
+from tests.harness.draws import draw_samples, make_job
+from training.distributed.ranks import SINGLE, Ranks
+
+
+def read_pixels(file) -> np.ndarray:
+    with Image.open(file) as image:
+        return np.asarray(image)
+
+
+@pytest.fixture(scope="module")
+def drawn(trained, tmp_path_factory):
+    """1,100 images with a grid. Read only."""
+    return draw_samples(trained, tmp_path_factory.mktemp("drawn") / "a", grid=40)
+
+
+def test_an_npz_has_labels_a_grid_and_a_description(drawn):
+    found = np.load(drawn)
+    images = found["arr_0"]
+    assert images.shape == (1100, 8, 8, 3)
+    assert images.dtype == np.uint8
+    assert found["labels"].tolist() == [i % 10 for i in range(1100)]
+    # a row a class, 8 pixels and a border, enlarged, right of the names
+    grid = read_pixels(drawn.with_suffix(".png"))
+    assert (grid[4:36:4, -36:-4:4] == images[30]).all()
+    assert grid.shape[0] == 10 * 40
+    assert 0 < grid.shape[1] - 4 * 40 < 40
+    assert (grid[:, : -4 * 40] < 128).any()
+    described = json.loads(drawn.with_suffix(".json").read_text())
+    settings = {"count": 1100, "solver": "heun", "steps": 2, "labels": "balanced"}
+    assert settings.items() <= described.items()
+    assert not list(drawn.parent.glob("*.parts"))
+
+
+def test_every_format_holds_the_same_samples(drawn, trained, tmp_path):
+    images = np.load(drawn)["arr_0"]
+    some = draw_samples(trained, tmp_path / "some", count=70)
+    assert (np.load(some)["arr_0"] == images[:70]).all()
+    assert not some.with_suffix(".png").exists()  # only when asked
+    folder = draw_samples(trained, tmp_path / "pngs", count=25, format=Format.png)
+    assert (read_pixels(folder / "0003" / "000013.png") == images[13]).all()
+    assert len(list(folder.rglob("*.png"))) == 25
+    with pytest.raises(ValueError, match="pngs is there already"):
+        draw_samples(trained, tmp_path / "pngs", count=5, format=Format.png)
+    file = draw_samples(trained, tmp_path / "latents", count=25, format=Format.latents)
+    latents = torch.from_numpy(np.load(file)["latents"])
+    pixels = ((latents.clamp(-1, 1) + 1) * 127.5).round()
+    assert (pixels[:, 0].numpy() == images[:25, ..., 0]).all()
+
+
+class Killed(BaseException):
+    """Ends a command as a kill would: nothing catches it."""
+
+
+def test_a_stopped_command_goes_on_to_the_same_bytes(drawn, trained, tmp_path, monkeypatch):
+    write = ResumableChunks.write
+
+    def die(self, number, tensors):
+        if number == 1:
+            (self.folder / "000001-tmp").write_bytes(b"half")
+            raise Killed
+        write(self, number, tensors)
+
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableChunks, "write", die)
+        with pytest.raises(Killed):
+            draw_samples(trained, out)
+    parts = tmp_path / "stopped.parts"
+    (chunk,) = parts.glob("000000-*.safetensors")
+    with pytest.raises(
+        ValueError, match=r"count was 1100, is 1200\); delete it or use another out"
+    ):
+        draw_samples(trained, out, count=1200)
+    # a chunk that a disk damaged is drawn again
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")
+    assert draw_samples(trained, out).read_bytes() == drawn.read_bytes()
+    assert not parts.exists()
+
+
+def test_processes_draw_their_share(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ranks, "wait_for_all", lambda self: None)
+
+    def draw(folder: str, ranks: Ranks = SINGLE) -> ResumableChunks:
+        job = make_job(trained, "count=1100", "batch_size=64", ranks=ranks)
+        return job.run(tmp_path / folder, {}, lambda labels, latents: {"latents": latents})
+
+    alone = draw("one")
+    for rank in (1, 2, 0):
+        several = draw("three", Ranks(rank, 3))
+        several.close()
+    assert alone.count == several.count == 3
+    for number in range(3):
+        assert torch.equal(alone.read(number)["latents"], several.read(number)["latents"])
+    next((tmp_path / "one").glob("000001-*")).unlink()
+    with pytest.raises(ValueError, match="piece 1 is gone or damaged"):
+        alone.read(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"count": 0}, "count=0 must be at least 1"),
+        ({"grid": 5000}, "grid=5000 must be at most 1024"),
+        ({"grid": 5, "format": Format.latents}, "grid=5 is made of images"),
+        ({"weights": "x"}, "both set"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, sentence, trained, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        draw_samples(trained, tmp_path / "x", **changes)

@@ -1,0 +1,197 @@
+"""The forecast of memory: which keys save how much, and what sharding divides."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from accel.techniques.gradient_checkpointing import CheckpointBlocks
+from accel.techniques.offload_activations import OffloadActivations
+from accel.techniques.parallel import DataParallel
+from scripts.plan import memory
+from scripts.plan.memory import Question
+from scripts.plan.report import PlanConfig, forecast_run
+from scripts.plan.savings import count_savings, list_savings
+from scripts.plan.scale import share_over_gpus
+from tests.harness.plans import PLANNED_RUN, forecast_words, pretend_processes
+from training.config.compose import compose
+from training.environment import CARDS
+from training.weights.pretrained import build_on_meta
+
+H200 = CARDS["h200"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of FSDP2 on the block's views, which nobody writes to
+def test_fsdp_reduces_once_a_block_and_once_for_the_rest():
+    """FSDP2 gathers as often in each pass, except the root in the backward pass. The plan of many
+    GPUs relies on this; here at 1,024 processes."""
+    question = forecast_words().question
+    model = build_on_meta(question.cfg.model, question.spec).to_empty(device="cpu")
+    with pretend_processes(1024), CommDebugMode() as seen:
+        mesh = dist.init_device_mesh("cpu", (1024,))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+        latents = torch.zeros(1, 4, 8, 8)
+        model(latents, torch.zeros(1), torch.zeros(1, dtype=torch.long)).sum().backward()
+    counts = {str(op): n for op, n in seen.get_comm_counts().items()}
+    scatters = sum(n for op, n in counts.items() if "scatter" in op)
+    assert scatters == model.depth + 1
+    assert sum(counts.values()) - scatters == 2 * model.depth + 1
+
+
+DIT = ("model=dit_xs", "model.dim=64", "data.height=32", "data.width=32")
+
+
+CONV = ("model=conv_xs", "model.dim=64")
+
+
+LESS = [
+    ((), ("runtime.residual_in_fp32=false", "runtime.precision=bf16"), "kept"),
+    ((), ("runtime.fused_add_norm=auto", "runtime.fused_scan=true"), "kept"),
+    (CONV, ("runtime.fused_conv=true",), "kept"),
+    ((*DIT, "runtime.attention=math"), ("runtime.attention=auto",), "kept"),
+    (("batch_size=512",), ("runtime.offload_activations=true",), "total"),
+]
+
+
+@pytest.mark.parametrize(("base", "saving", "part"), LESS)
+def test_what_saves_memory_saves_it(base: tuple[str, ...], saving: tuple[str, ...], part: str):
+    """Keys that the counted steps of test_forecast.py do not have."""
+    less = forecast_words(*base, *saving).needs
+    assert getattr(less, part) < 0.95 * getattr(forecast_words(*base).needs, part)
+
+
+def test_a_fused_optimizer_needs_less_workspace():
+    fused = forecast_words("runtime.fused_adamw=true").phases["optimizer"]
+    assert fused.workspace < forecast_words().phases["optimizer"].workspace
+
+
+CHECKPOINTS = ["runtime.gradient_checkpointing=true"]
+
+
+@pytest.mark.parametrize(("n", "recomputed"), [(2, 3), (4, 2), (5, 2), (6, 1), (9, 1)])
+def test_recomputing_one_block_in_n_saves_its_share(n: int, recomputed: int):
+    """Recomputes the first of six blocks and each n-th after it; neighbours share some tensors."""
+    none, every, some = (
+        forecast_words(*words).kept
+        for words in ([], CHECKPOINTS, [*CHECKPOINTS, f"runtime.checkpoint_policy=every_{n}"])
+    )
+    assert some == pytest.approx(none - (none - every) * recomputed / 6, rel=0.03)
+
+
+def test_what_is_counted_alike_is_counted_once():
+    """Another optimizer, or more processes with as many samples each, leave the passes as they are;
+    a key of the blocks changes them."""
+    forecast_words()
+    with patch("scripts.plan.counting.build_without_data", side_effect=ValueError("counts")):
+        forecast_words("batch_size=64", gpus=2)
+        with pytest.raises(ValueError, match="counts"):
+            forecast_words("runtime.precision=bf16", "seed=1")
+    keys = [key for key in memory.COUNT_CACHE if key.startswith("('passed'")]
+    forecast_words("optim=sgd")
+    assert keys == [key for key in memory.COUNT_CACHE if key.startswith("('passed'")]
+
+
+def test_sharding_cuts_the_state():
+    one = forecast_words()
+    on_64 = {
+        way: memory.forecast(share_over_gpus(one.question, way, 64))
+        for way in ("ddp", "fsdp", "hsdp")
+    }
+    totals = {way: found.needs.total for way, found in on_64.items()}
+    assert totals["fsdp"] < totals["hsdp"] < totals["ddp"] == one.needs.total
+    start = on_64["fsdp"].phases["start"]
+    assert start.weights == one.needs.weights  # it is built whole
+    assert on_64["fsdp"].lasting["optimizer"] == pytest.approx(one.lasting["optimizer"] / 64)
+    mode = "runtime.parallel.mode="
+    copied = forecast_words(f"{mode}ddp", "runtime.parallel.gradient_as_bucket_view=false", gpus=2)
+    assert copied.buckets == copied.lasting["gradients"] > 0.0
+    assert forecast_words(gpus=2).buckets == 0.0
+    away = forecast_words(f"{mode}fsdp", "runtime.parallel.cpu_offload=true", gpus=2)
+    assert away.lasting["weights"] == 0.0 < away.lasting["on_host"]
+    whole = forecast_words(f"{mode}fsdp", "runtime.parallel.reshard_after_forward=false", gpus=2)
+    cut = forecast_words(f"{mode}fsdp", gpus=2)
+    assert whole.gathered > cut.gathered > 0.0
+    once, often = (
+        forecast_words(f"{mode}fsdp", f"accumulation_steps={n}", gpus=8).phases["backward"]
+        for n in (1, 4)
+    )
+    assert often.gradients >= 8 * once.gradients > 0.0  # whole until the last micro-batch
+
+
+def test_one_of_many_processes_counts_as_one_that_is_alone(monkeypatch: pytest.MonkeyPatch):
+    """A process group, which would wrap the model in DDP, does not change the count."""
+    question = Question(compose(PLANNED_RUN).cfg, forecast_words().question.spec, gpus=2, gpu=False)
+    monkeypatch.setattr(memory, "COUNT_CACHE", {})
+    alone = memory.forecast(question).needs
+    monkeypatch.setattr(memory, "COUNT_CACHE", {})
+    with pretend_processes(2):
+        assert memory.forecast(question).needs == alone
+
+
+def test_what_saves_memory_is_tried_from_the_cheapest_on():
+    """First all kernels together, then micro-batches that leave enough samples, then recomputing,
+    then smaller micro-batches; changes that move losses only without `exact`."""
+    question = forecast_words("batch_size=32").question
+    found = [saving.values for saving in list_savings(question)]
+    assert set(found[0].values()) == {"auto"}
+    steps = [i for i, changes in enumerate(found) if "accumulation_steps" in changes]
+    assert [found[i]["accumulation_steps"] for i in steps] == [2, 4, 8, 16, 32]
+    recomputing = found.index({"gradient_checkpointing": True, "checkpoint_policy": "blocks"})
+    assert steps[1] < recomputing < steps[2]
+    exact = [saving.values for saving in list_savings(question, exact=True)]
+    assert {"optim": "adamw_8bit"} in found
+    assert not any("optim" in changes or "weights" in changes for changes in exact)
+
+
+def test_what_each_change_saves_is_counted_and_the_most_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The order is that of this run; keys that are not available are left out."""
+    kinds = (CheckpointBlocks, DataParallel, OffloadActivations)
+    monkeypatch.setattr("scripts.plan.savings.TECHNIQUES", kinds)
+    now = forecast_words("batch_size=256")
+    rows = count_savings(now)
+    sizes = [row["bytes"] for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
+    told = [row["words"][-1].removeprefix("runtime.") for row in rows]
+    blocks, selective = (f"checkpoint_policy={policy}" for policy in ("blocks", "selective"))
+    assert told == [blocks, "offload_activations=true", "accumulation_steps=2", selective]
+    other = forecast_words("batch_size=256", *rows[0]["words"])
+    assert sizes[0] == pytest.approx(now.needs.total - other.needs.total)
+
+    wide = count_savings(forecast_words("batch_size=2", "model.dim=256", gpus=2))
+    assert [row["words"][-1] for row in wide[:2]] == [
+        "runtime.parallel.cpu_offload=true",
+        "runtime.parallel.mode=fsdp",
+    ]
+    rest = count_savings(now, barred=["gradient_checkpointing"])
+    assert [row["words"] for row in rest] == [rows[i]["words"] for i in (1, 2)]
+    assert count_savings(now, until=0.0) == []
+
+
+@pytest.mark.parametrize("words", [(), ("runtime.weights=bf16", "runtime.offload_optimizer=true")])
+def test_the_updates_of_a_narrower_model_stand_for_those_of_a_wide_one(words: tuple[str, ...]):
+    """Real tensors of a wide one might not fit the machine that plans."""
+    narrow, wide = (forecast_words(f"model.dim={dim}", *words) for dim in (128, 384))
+    with patch("scripts.plan.memory.count_update", side_effect=AssertionError("real tensors")):
+        found = memory.forecast(wide.question, narrow)
+    for phase, needs in wide.phases.items():
+        assert found.phases[phase].total == pytest.approx(needs.total, rel=0.02), phase
+
+
+def test_models_of_other_makes_are_counted_whole_or_refused():
+    expected = forecast_words("model.depth=3").needs.total
+    planted = [*PLANNED_RUN, "extensions=[tests]", "model._target_=tests.harness.planted_tuning."]
+    fixed = forecast_run([*planted[:-1], f"{planted[-1]}Fixed", "~model.depth"], PlanConfig(), H200)
+    assert fixed.depths == [3]
+    assert fixed.needs.total == pytest.approx(expected, rel=1e-3)
+    with pytest.raises(
+        ValueError, match=r"model._target_=tests.harness.planted_tuning.Looking: its step cannot be"
+    ):
+        forecast_run([*planted[:-1], f"{planted[-1]}Looking"], PlanConfig(), H200)
