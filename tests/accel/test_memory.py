@@ -19,7 +19,7 @@ from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.offload_optimizer import HostState, OffloadOptimizer
 from tests.harness.outcomes import read_outcome
-from tests.harness.sets import kept_at
+from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import checkpoint_values, compile_values, read_ledger, tiny_training
 from tests.harness.words import CPU, TINY_RUN
 from train import train
@@ -178,7 +178,7 @@ def test_offloaded_bytes_are_off_the_device():
     lasting = count_lasting_bytes(training)
     assert lasting.on_host == moved
     assert lasting.on_device == count_lasting_bytes(plain).on_device - moved
-    assert kept_at(training, 4) < 0.1 * kept_at(plain, 4)
+    assert measure_kept_bytes(training, 4) < 0.1 * measure_kept_bytes(plain, 4)
 
 
 # Sabotage: what is done in part is missing in the ledger.

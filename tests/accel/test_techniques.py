@@ -14,7 +14,7 @@ from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.compilation import Compile
 from accel.techniques.fused_adamw import FusedAdamW
 from accel.techniques.precision import Precision
-from tests.harness.sets import pairwise
+from tests.harness.sets import cover_pairs
 from tests.harness.steps import (
     EAGER,
     VARIANTS,
@@ -167,7 +167,7 @@ def test_work_that_must_end_with_the_same_bytes_leaves_cudnn_no_choice(monkeypat
     assert torch.backends.cudnn.deterministic is True
 
 
-PAIRS = pairwise(
+PAIRS = cover_pairs(
     ["fp32", "bf16", "fp16", "fp8"],  # precision
     [True, False],  # residual_in_fp32
     ["auto", "flash", "math"],  # attention

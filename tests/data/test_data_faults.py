@@ -23,7 +23,7 @@ from data.streamed import StreamDataset
 from encoding.images import DecodedImages, make_decoding_loader
 from tests.harness.batches import LOADERS, assert_same
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import flip_byte, random_samples, save_latent_set, write_shard
+from tests.harness.sets import draw_random_samples, flip_byte, save_latent_set, write_shard
 from tests.harness.words import CPU
 from training.assemble import assemble
 from training.config.build import build
@@ -40,8 +40,8 @@ def load(kind: str, path: str | Path, **changes: object) -> LatentLoader:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three training shards of 20, in blocks of four, and a held-out one."""
-    shards = [("train", random_samples(20, seed)) for seed in range(3)]
-    save_latent_set(tmp_path / "set", [*shards, ("held_out", random_samples(8, 9))])
+    shards = [("train", draw_random_samples(20, seed)) for seed in range(3)]
+    save_latent_set(tmp_path / "set", [*shards, ("held_out", draw_random_samples(8, 9))])
     return tmp_path / "set"
 
 
@@ -73,10 +73,10 @@ def delete_shard(folder: Path) -> None:
 
 def write_nan(folder: Path) -> None:
     """Another tool wrote it: the hash is right, the content is not."""
-    samples = [random_samples(20, seed) for seed in range(3)]
+    samples = [draw_random_samples(20, seed) for seed in range(3)]
     samples[1]["latents"][9, 0, 0, 0] = float("nan")
     shards = [("train", tensors) for tensors in samples]
-    save_latent_set(folder, [*shards, ("held_out", random_samples(4, 9))])
+    save_latent_set(folder, [*shards, ("held_out", draw_random_samples(4, 9))])
 
 
 class Damage(NamedTuple):
@@ -260,6 +260,6 @@ def test_the_patience_of_a_loader_is_that_of_the_run():
 
 def test_a_shard_of_another_set_is_not_taken(folder):
     """It has the same name and length, and other content."""
-    write_shard(folder / SHARD, random_samples(20, seed=7))
+    write_shard(folder / SHARD, draw_random_samples(20, seed=7))
     with expect_refusal(rf"{SHARD} \(samples \d+–\d+ of train\) is damaged: its"):
         list(islice(load("webdataset", folder), 10))

@@ -20,14 +20,14 @@ from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, chunked, join, resident
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import (
+    draw_random_samples,
     edit_manifest,
     flip_byte,
-    random_samples,
     save_latent_set,
     write_shard,
 )
 
-SAMPLES = random_samples(11, seed=0)
+SAMPLES = draw_random_samples(11, seed=0)
 
 
 def test_equal_samples_make_equal_bytes(tmp_path, monkeypatch):
@@ -38,7 +38,9 @@ def test_equal_samples_make_equal_bytes(tmp_path, monkeypatch):
         shards.append(write_shard(tmp_path / folder / "x.tar", SAMPLES, parts=parts))
     assert shards[0] == shards[1]
     assert (tmp_path / "a" / "x.tar").read_bytes() == (tmp_path / "b" / "x.tar").read_bytes()
-    assert write_shard(tmp_path / "x.tar", random_samples(11, seed=1)).sha256 != shards[0].sha256
+    assert (
+        write_shard(tmp_path / "x.tar", draw_random_samples(11, seed=1)).sha256 != shards[0].sha256
+    )
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves the tar open
@@ -82,7 +84,10 @@ AGAIN = "precompute_latents.py again"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Nine training samples and three held-out ones, of shape (3, 4, 2)."""
-    shards = [("train", random_samples(9, seed=0)), ("held_out", random_samples(3, seed=1))]
+    shards = [
+        ("train", draw_random_samples(9, seed=0)),
+        ("held_out", draw_random_samples(3, seed=1)),
+    ]
     save_latent_set(tmp_path, shards)
     return tmp_path
 
@@ -216,12 +221,12 @@ then says."""
 @pytest.mark.parametrize(("names", "change", "sentence"), BLOCKS)
 def test_a_block_with_a_right_hash_and_wrong_content_is_refused(tmp_path, names, change, sentence):
     """Another tool wrote it."""
-    tensors = random_samples(4, seed=1)
+    tensors = draw_random_samples(4, seed=1)
     for name in names.split(" "):
         tensor = tensors.pop(name, None)
         if change:
             tensors[name] = change(tensor)
-    good = random_samples(4, seed=0)
+    good = draw_random_samples(4, seed=0)
     save_latent_set(tmp_path, [("train", good), ("train", good)])
     rewrite_block(tmp_path, 1, save(tensors))
     assert_says(read_refusal(tmp_path), "train-00001.tar (samples 4–7 of train)", sentence, AGAIN)
@@ -243,7 +248,7 @@ def rewrite_block(folder: Path, shard: int, payload: bytes) -> None:
 
 @pytest.mark.parametrize("open_set", [resident, lambda path, **on: chunked(path, 4, **on)])
 def test_a_held_out_sample_that_stands_in_keeps_its_own_id(tmp_path, open_set):
-    shards = [(split, random_samples(8, i)) for i, split in enumerate(("train", "held_out"))]
+    shards = [(split, draw_random_samples(8, i)) for i, split in enumerate(("train", "held_out"))]
     save_latent_set(tmp_path, shards)
     flip_byte(tmp_path / "held_out-00001.tar", 600)
     batch = join(open_set(tmp_path, on_corrupt="skip").held_out(8))

@@ -26,7 +26,7 @@ from tests.harness.batches import (
     take,
 )
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import random_samples, save_latent_set
+from tests.harness.sets import draw_random_samples, save_latent_set
 
 
 def draw_set(draw: random.Random) -> tuple[list[int], list[int]]:
@@ -140,8 +140,8 @@ SIZES = (29, 16, 3, 41, 12)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five shards of unequal size: nothing divides anything."""
     path = tmp_path_factory.mktemp("set")
-    train = [("train", random_samples(size, seed)) for seed, size in enumerate(SIZES)]
-    save_latent_set(path, [*train, ("held_out", random_samples(5, 9))])
+    train = [("train", draw_random_samples(size, seed)) for seed, size in enumerate(SIZES)]
+    save_latent_set(path, [*train, ("held_out", draw_random_samples(5, 9))])
     return path
 
 
@@ -242,7 +242,7 @@ def test_a_resumed_run_keeps_its_streams(folder):
 def test_streamed_samples_are_those_of_the_set(folder):
     loader = streamed(folder, batch_size=101)
     batch = next(loader)
-    parts = [random_samples(size, seed) for seed, size in enumerate(SIZES)]
+    parts = [draw_random_samples(size, seed) for seed, size in enumerate(SIZES)]
     whole = LatentTensors(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
     raw = draw_samples(whole.gather(batch.ids), loader.seed, batch.position)
     assert torch.equal(batch.latents, loader.normalise(raw))

@@ -38,7 +38,7 @@ from tests.harness.limits import is_unfit, run_limited
 from tests.harness.mutants import Draw, mutate_file, mutate_safetensors, mutate_tree
 from tests.harness.outcomes import seal_checkpoint
 from tests.harness.payloads import as_json, make_weights, read_description, with_description
-from tests.harness.sets import random_samples, save_images, save_latent_set, write_tar
+from tests.harness.sets import draw_random_samples, save_images, save_latent_set, write_tar
 from tests.harness.words import CPU, TINY_RUN
 from tests.harness.zygote import read_output
 from training.assemble import assemble
@@ -60,7 +60,7 @@ def break_set(draw: Draw, folder: Path) -> Case:
     """Changes the manifest or a block of a latent set, and in half of the cases makes hashes, sizes
     and counts right, so that a reader gets to the change."""
     shards = [("train", 8, 0), ("train", 5, 1), ("held_out", 6, 2)]
-    parts = [(split, random_samples(count, seed, (2, 2, 2))) for split, count, seed in shards]
+    parts = [(split, draw_random_samples(count, seed, (2, 2, 2))) for split, count, seed in shards]
     save_latent_set(folder, parts)
     tree = json.loads((folder / "manifest.json").read_text())
     if draw(st.booleans()):

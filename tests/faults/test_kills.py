@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.outcomes import assert_newest_loads, assert_tidy, list_checkpoints, read_outcome
-from tests.harness.sets import random_samples, save_latent_set
+from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.zygote import HANG, Start, read_output
 
 # Each of the many runs has a limit of its own.
@@ -117,7 +117,7 @@ def test_kills_at_random(ranks, kills, words, zygote, run_whole, tmp_path, recor
     record_property("struck", kills)
     words = [*MODES[ranks], *words, *THIRTY_STEPS]
     if "data=" in str(words):
-        shards = [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))]
+        shards = [("train", draw_random_samples(45, 0)), ("held_out", draw_random_samples(4, 1))]
         save_latent_set(tmp_path / "set", shards)
         words.append(f"data.path={tmp_path / 'set'}")
     undisturbed = run_whole(*words, ranks=ranks)

@@ -16,7 +16,7 @@ from data.streamed import StreamedLatents
 from tests.harness.words import CPU
 
 SAMPLE_BYTES = 240
-"""Size of one sample of `random_samples`, with its posterior and both mirrored tensors."""
+"""Size of one sample of `draw_random_samples`, with its posterior and both mirrored tensors."""
 
 
 def resident(path: str | Path | None, **changes: Any) -> ResidentLatents:

@@ -148,7 +148,7 @@ def save_latent_set(
 
 def save_named_set(folder: Path, names: list[str]) -> list[str]:
     """Writes random latents of classes with these names, and returns the words of a run on them."""
-    samples = [random_samples(count, seed, (1, 4, 4)) for seed, count in enumerate((20, 4))]
+    samples = [draw_random_samples(count, seed, (1, 4, 4)) for seed, count in enumerate((20, 4))]
     for split in samples:
         split["labels"] %= max(1, len(names))
     encoder = {"_target_": "models.autoencoders.PixelAutoencoder"}
@@ -167,7 +167,7 @@ def write_shard(
     return writer.close()
 
 
-def random_samples(
+def draw_random_samples(
     count: int, seed: int, shape: tuple[int, int, int] = (3, 4, 2)
 ) -> dict[str, torch.Tensor]:
     """All tensors that a block can hold, random."""
@@ -248,30 +248,30 @@ def match(samples: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5
     return index
 
 
-def pairs(row: tuple[Any, ...]) -> set[tuple]:
+def list_pairs(row: tuple[Any, ...]) -> set[tuple]:
     return {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)}
 
 
-def pairwise(*axes: list[Any]) -> list[tuple[Any, ...]]:
+def cover_pairs(*axes: list[Any]) -> list[tuple[Any, ...]]:
     """Few rows that hold every pair of values of any two axes, chosen greedily."""
     rows = list(product(*axes))
-    wanted = set().union(*map(pairs, rows))
+    wanted = set().union(*map(list_pairs, rows))
     chosen = []
     while wanted:
-        best = max(rows, key=lambda row, wanted=wanted: len(pairs(row) & wanted))
-        wanted = wanted - pairs(best)
+        best = max(rows, key=lambda row, wanted=wanted: len(list_pairs(row) & wanted))
+        wanted = wanted - list_pairs(best)
         chosen.append(best)
     return chosen
 
 
-def until_dead(process: int) -> None:
+def wait_until_dead(process: int) -> None:
     """Waits until a process has ended, whoever started it; the limit of the test ends the wait."""
     with suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.05)
 
 
-def kept_at(training: Training, samples: int) -> int:
+def measure_kept_bytes(training: Training, samples: int) -> int:
     """Bytes that really stay on the device for the backward pass, of the loss on `samples` samples
     of zeros. Nothing runs compiled."""
     spec = training.loader.spec

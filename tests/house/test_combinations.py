@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from tests.harness.combinations import DATA, FAMILIES, list_choices
-from tests.harness.sets import pairwise, random_samples, save_latent_set
+from tests.harness.sets import cover_pairs, draw_random_samples, save_latent_set
 from tests.harness.words import CPU, TINY_MODEL, TINY_RUN
 from training.assemble import assemble
 from training.config.compose import compose
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler", "latents")
 # runtime=auto tries candidates for seconds: test_slow.py combines it, tests/scripts/test_tuning.py
 # tests it.
 RUNTIMES = [name for name in list_choices("runtime") if name != "auto"]
-EXPERIMENTS = pairwise(list_choices("experiment"), FAMILIES, list(DATA))
+EXPERIMENTS = cover_pairs(list_choices("experiment"), FAMILIES, list(DATA))
 FIRST_OF_EXPERIMENT = {row[0]: row for row in reversed(EXPERIMENTS)}
 
 
@@ -26,7 +26,7 @@ def latents(tmp_path, monkeypatch):
     """A small latent set in the folder `latents`, with flips and posterior; its decoder is the
     identity."""
     monkeypatch.chdir(tmp_path)
-    shards = [("train", random_samples(30, 0)), ("held_out", random_samples(5, 1))]
+    shards = [("train", draw_random_samples(30, 0)), ("held_out", draw_random_samples(5, 1))]
     identity = {"_target_": "models.autoencoders.PixelAutoencoder"}
     save_latent_set(tmp_path / "latents", shards, encoder=identity, encoder_sha256=None)
 
@@ -35,7 +35,7 @@ def test_every_loader_is_here():
     assert set(DATA) == set(list_choices("data"))
 
 
-@pytest.mark.parametrize(("model", "data", "runtime"), pairwise(FAMILIES, list(DATA), RUNTIMES))
+@pytest.mark.parametrize(("model", "data", "runtime"), cover_pairs(FAMILIES, list(DATA), RUNTIMES))
 def test_a_step_of_every_pair(model, data, runtime):
     words = [f"model={model}_s", f"data={data}", f"runtime={runtime}", *DATA[data]]
     training = assemble(compose([*TINY_RUN, *words]).cfg, CPU)
@@ -60,7 +60,7 @@ def test_every_experiment_works_with_every_model_and_data(experiment, model, dat
 
 def test_pairwise_covers_all_pairs():
     axes = (["a", "b"], ["x", "y", "z"], ["1", "2", "3"])
-    rows = pairwise(*axes)
+    rows = cover_pairs(*axes)
     assert len(rows) <= 10
     for i, j in ((0, 1), (0, 2), (1, 2)):
         assert {(row[i], row[j]) for row in rows} == set(product(axes[i], axes[j]))

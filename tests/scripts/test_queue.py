@@ -28,7 +28,7 @@ from scripts.bench.runner import (
 )
 from tests.harness import planted_cases as planted
 from tests.harness.planted_cases import exhausts, hangs, is_killed, raises, value
-from tests.harness.sets import until_dead
+from tests.harness.sets import wait_until_dead
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -81,7 +81,7 @@ def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
     # After a fault the next case begins in a new process.
     assert len(children) == 5
     for pid in children:
-        until_dead(pid)
+        wait_until_dead(pid)
 
     before = read_results(tmp_path)
     assert Runner(tmp_path).run(faulty) == entries
@@ -134,7 +134,7 @@ def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, childr
     running.kill()
     running.wait()
     for pid in pids:
-        until_dead(int(pid))
+        wait_until_dead(int(pid))
     before = read_results(tmp_path)
     entries = Runner(tmp_path).run(planted.plan_job(value, value, hangs, value))
     assert [entry.get("value") for entry in entries] == ["case 0", "case 1", None, "case 3"]

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 from common.files import ROOT
 from tests.harness.outcomes import FOUR_STEPS, read_columns
-from tests.harness.sets import pairwise
+from tests.harness.sets import cover_pairs
 from tests.harness.zygote import read_output
 
 EXTRAS = [
@@ -187,7 +187,7 @@ OPTIONS = [
     "runtime.compile=true",
     "runtime.fused_adamw=true",
 ]
-PAIRWISE = pairwise(MODES, *([False, True] for _ in OPTIONS))[1::3]
+PAIRWISE = cover_pairs(MODES, *([False, True] for _ in OPTIONS))[1::3]
 
 
 @pytest.mark.parametrize("row", PAIRWISE, ids=str)

@@ -19,7 +19,7 @@ import torch
 
 from common.files import ROOT
 from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
-from tests.harness.sets import random_samples, save_latent_set
+from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import TINY_RUN
 from train import train
 from training.checkpoint.load import find_checkpoints
@@ -104,7 +104,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, ste
 def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
     words = [*words, "eval_every=0", "total_samples=96"]
     if words[0] in ("data=webdataset", "data=resident"):
-        shards = [("train", random_samples(45, 0)), ("held_out", random_samples(4, 1))]
+        shards = [("train", draw_random_samples(45, 0)), ("held_out", draw_random_samples(4, 1))]
         save_latent_set(tmp_path / "set", shards)
         words.append(f"data.path={tmp_path / 'set'}")
     start_run(tmp_path / "whole", *words)
