@@ -217,10 +217,10 @@ def test_items_are_understood_and_the_first_nine_minutes_tell_most():
             assert job.cfg.name == name
             assert len(names) == len(job.cases) > 0
     assert {item["words"].split()[0] for item in TABLES["queue"].values()} == set(COMMANDS)
-    ladders = ["ladder_s32", "ladder_s256", "step", "ladder_s32x512", "ladder_b256"]
-    assert list(choose_items(GpuConfig(only=["ladder", "step"]))) == ladders
-    first = list(jobs)[:5]
-    assert first == ["doctor", "tests_smoke", "calibration", "ladder_s32", "kernels"]
+    chosen = choose_items(GpuConfig(only=["ladder", "step"]))
+    assert {name.partition("_")[0] for name in chosen} == {"ladder", "step"}
+    first = ["doctor", "tests_smoke", "calibration", "ladder_s32", "kernels"]
+    assert list(jobs)[:5] == first
     assert sum(case.expected for name in first for case in jobs[name].cases) <= 540.0
 
 
