@@ -148,8 +148,8 @@ class Training:
         return {"skipped_data": sum(state.skipped_data.values())}
 
     def has_skipped_too_many(self) -> bool:
-        """Says whether `guards.max_skipped_in_row` steps in a row were skipped, a few steps ago; does
-        not wait for the device."""
+        """Says whether `guards.max_skipped_in_row` steps in a row were skipped, a few steps ago;
+        does not wait for the device."""
         return self.state.meter.has_skipped(self.cfg.guards.max_skipped_in_row)
 
     @CLOCK.count_as("warm_up")

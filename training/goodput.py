@@ -76,7 +76,7 @@ class Clock:
         self.begin()
 
     def begin(self, seconds_ago: float = 0.0) -> None:
-        """Clears the clock and starts it, as if `seconds_ago`."""
+        """Clears the clock and starts it at `seconds_ago` before now."""
         self.since = time.perf_counter() - seconds_ago
         self.began = time.time() - seconds_ago
         self.first = self.began

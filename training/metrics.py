@@ -366,7 +366,7 @@ def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
 
-    # The kernel distances repeat what the Fréchet distances say, so they stand in only for these.
+    # Kernel distances say the same as Fréchet distances, so the line has them only without these.
     for kind in ("fd_", "kd_"):
         distances = [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith(kind)]
         parts += distances

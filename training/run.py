@@ -125,8 +125,7 @@ class Run:
 
     @CLOCK.count_as("warm_up")
     def apply_tuning(self) -> TrainConfig:
-        """Returns the configuration, with `runtime.tune` with the techniques that are fastest
-        here."""
+        """Returns the configuration; `runtime.tune` adds the techniques that are fastest here."""
         if self.cfg.runtime.tune:
             self.cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
             self.write_file(TUNING_FILE, choice)
@@ -134,7 +133,7 @@ class Run:
         return self.cfg
 
     def open_checkpoints(self) -> Checkpoints:
-        """Returns the checkpoints of this run, to save and remove them by."""
+        """Returns the checkpoints of this run."""
         cfg = self.cfg
         return Checkpoints(
             self.folder / "checkpoints",

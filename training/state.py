@@ -58,7 +58,7 @@ class TrainState:
     samples: int = 0
     skipped_steps: int = 0
     skipped_data: dict[str, int] = field(default_factory=dict)
-    """Damaged blocks that all ranks skipped -> their samples."""
+    """Damaged blocks of data that any rank skipped -> the number of their samples."""
     began_at: int = 0
     """Step at which this process started or resumed."""
     layouts = LAYOUTS

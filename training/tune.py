@@ -104,7 +104,7 @@ def find_choice(
 
 
 def measure_choice(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Has the tuner, a separate process, choose; ValueError if it fails or refuses the run."""
+    """Runs the tuner and returns its choice; ValueError if it fails or refuses the run."""
     code, choice = run_apart(job)
     if choice is None:
         raise UserError(

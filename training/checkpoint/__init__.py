@@ -1,1 +1,1 @@
-"""Checkpoints: saved whole or not at all, verified before they are loaded."""
+"""Saves checkpoints atomically, and verifies them before they are loaded."""

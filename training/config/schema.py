@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from common.errors import UserError
-from training.config.contradictions import check_momentum, check_nccl, check_contradictions
+from training.config.contradictions import check_contradictions, check_momentum, check_nccl
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

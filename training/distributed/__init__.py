@@ -1,1 +1,1 @@
-"""The process around a run: ranks, signals, locks, loggers, progress, and the way it ends."""
+"""Ranks of a run, signals that stop it, and the end of its process."""
