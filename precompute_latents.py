@@ -1,6 +1,6 @@
 """Encodes images into latent shards with a manifest, once per data set.
 
-The same command again continues.
+After a stop the same command continues.
 
 python precompute_latents.py source=photos out=latents/photos encoder=sd dry_run=true
 python precompute_latents.py source=photos out=latents/photos encoder=sd

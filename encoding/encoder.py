@@ -223,8 +223,8 @@ class ShardEncoder:
     def encode_latents(
         self, images: Tensor, numbers: Sequence[int], name: str, std_name: str
     ) -> dict[str, Tensor]:
-        """Encodes images in [-1, 1] to the posterior's mean and std, or to a sample of it whose
-        noise depends on the seed and the image's number alone."""
+        """Encodes images in [-1, 1] to the encoder's mean and std, or to a sample of its posterior
+        whose noise depends on the seed and the image's number alone."""
         mean, std = self.step(images)
         if std is None:
             return {name: mean}

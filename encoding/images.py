@@ -76,7 +76,7 @@ class ImageEntry:
 
 
 class Unused:
-    """Counts the files without an image that is used, by kind, with an example of each."""
+    """Counts the files that an image list does not use, by kind, with an example of each."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, tuple[int, str]] = {}
@@ -334,7 +334,7 @@ class DecodedImages(Dataset):
     """
 
     def __init__(self, entries: list[ImageEntry], side: int, **settings: Any) -> None:
-        """`settings` are those of `decode_image`."""
+        """`settings` are keywords of `decode_image`."""
         self.entries = entries
         self.side = side
         self.decode = functools.partial(decode_image, side=side, **settings)

@@ -1,4 +1,4 @@
-"""Tools that are run as `python -m scripts.<name>`."""
+"""Command-line tools, run as `python -m scripts.<name>`."""
 
 import os
 

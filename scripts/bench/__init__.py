@@ -76,11 +76,12 @@ class BenchConfig:
     """Keys that all measuring commands have; 0 and null mean the value of the setting."""
 
     setting: str | None = None
-    """tiny, s256, s32, s32x512 or b256; null: s256 on a GPU, tiny without one."""
+    """Sizes of model and data: tiny, s256, s32, s32x512 or b256; null: s256 on a GPU, tiny without
+    one."""
     steps: Natural = 0
     """Steps in one round."""
     repeats: Natural = 0
-    """Rounds."""
+    """Number of rounds."""
     loss_steps: Natural = 0
     """Steps after which losses are compared; 0: the number of steps in a round."""
     inductor: bool = True
