@@ -23,7 +23,13 @@ from data.streamed import StreamDataset
 from encoding.images import DecodedImages, make_decoding_loader
 from tests.harness.batches import LOADERS, assert_same
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import draw_random_samples, flip_byte, save_latent_set, write_shard
+from tests.harness.sets import (
+    draw_random_samples,
+    flip_byte,
+    save_latent_set,
+    save_random_set,
+    write_shard,
+)
 from tests.harness.words import CPU
 from training.assemble import assemble
 from training.config.build import build
@@ -40,9 +46,7 @@ def load(kind: str, path: str | Path, **changes: object) -> LatentLoader:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three training shards of 20, in blocks of four, and a held-out one."""
-    shards = [("train", draw_random_samples(20, seed)) for seed in range(3)]
-    save_latent_set(tmp_path / "set", [*shards, ("held_out", draw_random_samples(8, 9))])
-    return tmp_path / "set"
+    return save_random_set(tmp_path / "set", 20, 20, 20, held_out=8)
 
 
 def find_block(folder: Path, shard: int, block: int) -> tuple[Path, int, int]:

@@ -10,7 +10,7 @@ import torch
 
 from data.loader import Batch, LatentLoader
 from tests.harness.batches import LOADERS
-from tests.harness.sets import draw_random_samples, save_latent_set
+from tests.harness.sets import save_random_set
 from tests.harness.words import CPU
 
 pytestmark = pytest.mark.gpu
@@ -20,10 +20,7 @@ every_kind = pytest.mark.parametrize("kind", LOADERS)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("set")
-    train = [("train", draw_random_samples(400, seed)) for seed in range(3)]
-    save_latent_set(path, [*train, ("held_out", draw_random_samples(9, 9))])
-    return path
+    return save_random_set(tmp_path_factory.mktemp("set"), 400, 400, 400, held_out=9)
 
 
 def load(kind: str, folder: Path, device: torch.device) -> LatentLoader:

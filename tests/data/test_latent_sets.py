@@ -24,6 +24,7 @@ from tests.harness.sets import (
     edit_manifest,
     flip_byte,
     save_latent_set,
+    save_random_set,
     write_shard,
 )
 
@@ -38,9 +39,8 @@ def test_equal_samples_make_equal_bytes(tmp_path, monkeypatch):
         shards.append(write_shard(tmp_path / folder / "x.tar", SAMPLES, parts=parts))
     assert shards[0] == shards[1]
     assert (tmp_path / "a" / "x.tar").read_bytes() == (tmp_path / "b" / "x.tar").read_bytes()
-    assert (
-        write_shard(tmp_path / "x.tar", draw_random_samples(11, seed=1)).sha256 != shards[0].sha256
-    )
+    other = write_shard(tmp_path / "x.tar", draw_random_samples(11, seed=1))
+    assert other.sha256 != shards[0].sha256
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves the tar open
@@ -84,12 +84,7 @@ AGAIN = "precompute_latents.py again"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Nine training samples and three held-out ones, of shape (3, 4, 2)."""
-    shards = [
-        ("train", draw_random_samples(9, seed=0)),
-        ("held_out", draw_random_samples(3, seed=1)),
-    ]
-    save_latent_set(tmp_path, shards)
-    return tmp_path
+    return save_random_set(tmp_path, 9, held_out=3)
 
 
 def read_refusal(folder: Path | None, kind: str = "resident", **settings: Any) -> str:
@@ -248,8 +243,7 @@ def rewrite_block(folder: Path, shard: int, payload: bytes) -> None:
 
 @pytest.mark.parametrize("open_set", [resident, lambda path, **on: chunked(path, 4, **on)])
 def test_a_held_out_sample_that_stands_in_keeps_its_own_id(tmp_path, open_set):
-    shards = [(split, draw_random_samples(8, i)) for i, split in enumerate(("train", "held_out"))]
-    save_latent_set(tmp_path, shards)
+    save_random_set(tmp_path, 8, held_out=8)
     flip_byte(tmp_path / "held_out-00001.tar", 600)
     batch = join(open_set(tmp_path, on_corrupt="skip").held_out(8))
     assert batch.ids.tolist() == [4, 5, 6, 7, 4, 5, 6, 7]

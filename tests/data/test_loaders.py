@@ -28,7 +28,7 @@ from tests.harness.batches import (
     take,
 )
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import draw_random_samples, save_latent_set
+from tests.harness.sets import draw_random_samples, save_random_set
 from tests.harness.words import CPU
 from training.config.build import build
 from training.config.compose import compose
@@ -48,10 +48,7 @@ LOADERS: dict[str, Callable[..., LatentLoader]] = {
 def latent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A set of 29 + 16 training samples in two shards and 7 held-out ones, with posteriors and
     mirrored latents."""
-    folder = tmp_path_factory.mktemp("latents")
-    shards = [("train", draw_random_samples(29, 0)), ("train", draw_random_samples(16, 1))]
-    save_latent_set(folder, [*shards, ("held_out", draw_random_samples(7, 2))])
-    return folder
+    return save_random_set(tmp_path_factory.mktemp("latents"), 29, 16, held_out=7)
 
 
 @pytest.fixture(params=LOADERS)
@@ -137,7 +134,7 @@ def test_another_seed_gives_another_order(make):
 
 
 def test_the_fingerprint_tells_sets_apart(latent_folder, tmp_path):
-    save_latent_set(tmp_path, [("train", draw_random_samples(5, seed=0))])
+    save_random_set(tmp_path, 5)
     loaders = [
         resident(latent_folder),
         resident(tmp_path),
@@ -152,7 +149,9 @@ def test_the_fingerprint_tells_sets_apart(latent_folder, tmp_path):
 def test_resident_reads_all_shards_in_order(latent_folder):
     loader = resident(latent_folder).loader
     assert isinstance(loader, InMemoryLatents)
-    first, second, held_out = (draw_random_samples(count, i) for i, count in enumerate((29, 16, 7)))
+    first = draw_random_samples(29, 0)
+    second = draw_random_samples(16, 1)
+    held_out = draw_random_samples(7, 9)
     train = {name: torch.cat([first[name], second[name]]) for name in first}
     for split, samples in ((loader.train, train), (loader.held_out_split, held_out)):
         samples["ids"] = torch.arange(len(samples["labels"]))
@@ -161,7 +160,7 @@ def test_resident_reads_all_shards_in_order(latent_folder):
 
 
 def test_nothing_held_out_gives_no_batches(tmp_path):
-    save_latent_set(tmp_path, [("train", draw_random_samples(5, seed=0))])
+    save_random_set(tmp_path, 5)
     assert list(resident(tmp_path).held_out(2)) == []
 
 

@@ -24,7 +24,7 @@ from data.source import open_source
 from tests.harness.batches import assert_same, join, resident, streamed, take
 from tests.harness.refusals import expect_refusal
 from tests.harness.server import Handler, Server, reply
-from tests.harness.sets import draw_random_samples, save_latent_set
+from tests.harness.sets import save_random_set
 
 FIRST = "train-00000.tar"
 
@@ -32,10 +32,7 @@ FIRST = "train-00000.tar"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three training shards of 20, in blocks of four, and a held-out one. Read only."""
-    path = tmp_path_factory.mktemp("set")
-    shards = [("train", draw_random_samples(20, seed)) for seed in range(3)]
-    save_latent_set(path, [*shards, ("held_out", draw_random_samples(8, 9))])
-    return path
+    return save_random_set(tmp_path_factory.mktemp("set"), 20, 20, 20, held_out=8)
 
 
 @pytest.fixture

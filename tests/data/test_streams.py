@@ -26,7 +26,7 @@ from tests.harness.batches import (
     take,
 )
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import draw_random_samples, save_latent_set
+from tests.harness.sets import draw_random_samples, save_random_set
 
 
 def draw_set(draw: random.Random) -> tuple[list[int], list[int]]:
@@ -139,10 +139,7 @@ SIZES = (29, 16, 3, 41, 12)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five shards of unequal size: nothing divides anything."""
-    path = tmp_path_factory.mktemp("set")
-    train = [("train", draw_random_samples(size, seed)) for seed, size in enumerate(SIZES)]
-    save_latent_set(path, [*train, ("held_out", draw_random_samples(5, 9))])
-    return path
+    return save_random_set(tmp_path_factory.mktemp("set"), *SIZES, held_out=5)
 
 
 # worker processes may outnumber the cores

@@ -14,7 +14,7 @@ from data.source import open_source
 from models.autoencoders import DiffusersAutoencoder
 from scripts.verify_latents import VerifyConfig, read_first_latents, read_originals, verify
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import draw_random_samples, edit_manifest, flip_byte, save_latent_set
+from tests.harness.sets import edit_manifest, flip_byte, save_random_set
 
 
 def find_problems(folder: Path, **settings: object) -> list[str]:
@@ -103,6 +103,6 @@ def test_a_set_without_a_path_is_asked_for():
 
 
 def test_latents_made_elsewhere_are_checked_too(tmp_path):
-    save_latent_set(tmp_path / "set", [("train", draw_random_samples(9, 0))])
-    (problem,) = [line for line in find_problems(tmp_path / "set") if "mean is" in line]
-    assert str(tmp_path / "set") in problem
+    folder = save_random_set(tmp_path / "set", 9)
+    (problem,) = [line for line in find_problems(folder) if "mean is" in line]
+    assert str(folder) in problem

@@ -157,6 +157,16 @@ def save_named_set(folder: Path, names: list[str]) -> list[str]:
     return ["data=resident", f"data.path={folder}", "model.patch_size=2"]
 
 
+def save_random_set(folder: Path, *train: int, held_out: int = 0) -> Path:
+    """Saves a training shard for each of these numbers of samples, with seeds 0, 1, 2 …, and a
+    held-out one, with seed 9."""
+    shards = [("train", draw_random_samples(count, seed)) for seed, count in enumerate(train)]
+    if held_out:
+        shards.append(("held_out", draw_random_samples(held_out, 9)))
+    save_latent_set(folder, shards)
+    return folder
+
+
 def write_shard(
     file: Path, tensors: dict[str, torch.Tensor], split: str = "train", parts: int = 5
 ) -> Shard:
