@@ -202,8 +202,7 @@ def test_settings_that_cannot_be_are_refused(folder, changes, sentence):
 
 def test_a_latent_set_is_no_weights(folder):
     """It has a manifest.json, as a checkpoint has."""
-    sentence = r"init_from=.* has no checkpoints and no state.json .*name a run that has"
-    with expect_refusal(sentence):
+    with expect_refusal(r"init_from=.* has no checkpoints and no state.json .*name a run that has"):
         refuse_no_weights("init_from", str(folder))
 
 
@@ -219,8 +218,7 @@ def test_a_killed_worker_is_named(folder):
     next(loader)
     for worker in multiprocessing.active_children():
         worker.kill()
-    sentence = r"a reader of data=webdataset died .*start the same command again"
-    with expect_refusal(sentence):
+    with expect_refusal(r"a reader of data=webdataset died .*start the same command again"):
         list(islice(loader, 100))
 
 

@@ -255,8 +255,7 @@ def test_the_cache_of_a_plain_url_is_where_it_was(server, tmp_path):
 
 @pytest.mark.parametrize("end", ["#part", "?a=1#part"])
 def test_a_fragment_is_refused(end):
-    sentence = r"^data.path=http://host/set has a fragment behind a #; leave it out"
-    with expect_refusal(sentence):
+    with expect_refusal(r"^data.path=http://host/set has a fragment behind a #; leave it out"):
         open_source(f"http://host/set{end}")
 
 
@@ -310,8 +309,7 @@ def test_a_full_cache_says_so(server, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fail)
-    sentence = rf"data.cache: .* cannot take {FIRST}.*No space left.*free some space"
-    with expect_refusal(sentence):
+    with expect_refusal(rf"data.cache: .* cannot take {FIRST}.*No space left.*free some space"):
         reader.read(0)
     assert find_copies(tmp_path) == []
 

@@ -216,8 +216,7 @@ def test_the_memory_of_windows_is_bounded_and_said(folder, capsys):
         loader = streamed(folder, streams=streams, host_memory_gib=3.1 * a_stream / 2**30)
         assert loader.order.streams == expected
     for streams, advice in ((6, "6 streams, .* data.streams"), (None, "1 streams, .* data.window")):
-        sentence = f"data.host_memory_gib=1e-09 is too little for {advice}"
-        with expect_refusal(sentence):
+        with expect_refusal(f"data.host_memory_gib=1e-09 is too little for {advice}"):
             streamed(folder, host_memory_gib=1e-9, streams=streams)
 
 
@@ -262,8 +261,7 @@ def test_a_resumed_run_keeps_the_size_of_its_chunks(folder):
 
 
 def test_a_chunk_too_small_for_a_block_is_refused(folder):
-    sentence = r"a window of 2 samples holds not even one block of 4; raise data.device"
-    with expect_refusal(sentence):
+    with expect_refusal(r"a window of 2 samples holds not even one block of 4; raise data.device"):
         chunked(folder, 2)
 
 

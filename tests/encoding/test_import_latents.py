@@ -213,8 +213,7 @@ def test_latents_without_labels_have_no_classes(write, samples, import_files):
 
 
 def test_a_folder_that_cannot_be_written_ends_in_one_sentence(import_files, tmp_path):
-    sentence = r"out=.* cannot be written \(Not a directory\); choose another folder"
-    with expect_refusal(sentence):
+    with expect_refusal(r"out=.* cannot be written \(Not a directory\); choose another folder"):
         import_files(out=f"{tmp_path}/in/latents.npy/out")
 
 
