@@ -200,7 +200,7 @@ def try_kernels(words: list[str]) -> list[dict[str, Any]]:
     for technique in stack.techniques:
         if isinstance(technique, FusedKernel):
             key = technique.key
-            reason = stack.reasons.get(key, "not asked for, or no part of this model")
+            reason = stack.reasons.get(key, "not requested, or not part of this model")
             proof = technique.proof or Proof(False, reason)
             row = {"key": f"runtime.{key}", "requested": stack.requested[key]}
             rows.append(row | {"on": proof.on, "why": proof.why})

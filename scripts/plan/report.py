@@ -185,8 +185,8 @@ def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None
 
 
 def list_not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
-    """Lists effects that the plan does not count -> keys of the techniques that have them. On a
-    CPU it leaves out techniques that need a `gpu`."""
+    """Lists simplifications of the plan -> keys of the techniques that they concern. Without a
+    `gpu` it leaves out techniques that need one."""
     values = train.runtime.values()
     notes: dict[str, list[str]] = {}
     for kind in TECHNIQUES:
@@ -237,7 +237,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         lines += ["", format_table([("each by itself", "saves GiB", "at the cost of"), *rows])]
     lines.append("")
     for why, keys in plan["not_counted"].items():
-        lines.append(f"not told apart: {', '.join(keys)}: {why}")
+        lines.append(f"simplified: {', '.join(keys)}: {why}")
     if gpu:
         lines.append(
             f"assumed: {CONTEXT_BYTES / GIB:.1f} GiB of context and {ALLOCATOR_SLACK:.0%} lost by "

@@ -121,7 +121,7 @@ class Search:
 
         def apply(changes: Mapping[str, Any]) -> TrainConfig:
             if not self.is_supported(changes):
-                raise UserError(f"{changes} cannot be had here.")
+                raise UserError(f"{changes} is not available on this machine.")
             return apply_changes(self.cfg, changes)
 
         spec = LatentSpec(**self.job["spec"])
