@@ -1,4 +1,4 @@
-"""Runs that are killed, and what they must have become in the end."""
+"""Runs of twelve steps, in processes that may be killed."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from tests.harness.zygote import Start, read_output
 
 @pytest.fixture(scope="session")
 def zygote(zygote) -> Start:
-    """With the words that all these runs share."""
+    """Starts runs of twelve steps."""
     return lambda folder, *words, **how: zygote(folder, *TWELVE_STEPS, *words, **how)
 
 
 @pytest.fixture(scope="session")
 def run_whole(zygote, tmp_path_factory) -> Callable[..., Path]:
-    """The folder of a run that nothing befell, one for each choice of words and ranks."""
-    made: dict[tuple, Path] = {}
+    """`run_whole(*words)`: the folder of an undisturbed run, made once for each choice of words."""
+    folders: dict[tuple, Path] = {}
 
     def find(*words, ranks=1):
         key = (*words, ranks)
-        if key not in made:
+        if key not in folders:
             folder = tmp_path_factory.mktemp("whole") / "run"
             assert zygote(folder, *words, ranks=ranks) == [0] * ranks, read_output(folder)
-            made[key] = folder
-        return made[key]
+            folders[key] = folder
+        return folders[key]
 
     return find
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch) -> None:
-    """Nobody mends the disk while a test waits for it."""
+    """A test need not wait for a disk to recover."""
     monkeypatch.setattr("training.checkpoint.save.RETRY_PAUSES", (0.01, 0.02))
     monkeypatch.setattr("training.checkpoint.load.RETRY_PAUSES", (0.01, 0.02))
