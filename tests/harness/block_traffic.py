@@ -156,14 +156,14 @@ def count_block(build_model: Callable[[], Any], off: tuple[str, ...] = ()) -> Bl
     their casts drop out."""
     with FakeTensorMode():
         model = switch_kernels(build_uninitialised(build_model), off)
-        few, many = (run_block(model, batch) for batch in BATCHES)
+        small, large = (run_block(model, batch) for batch in BATCHES)
     step = BATCHES[1] - BATCHES[0]
 
     def slope(less: Traffic, more: Traffic) -> dict[str, float]:
         return {op: (more.bytes[op] - less.bytes[op]) / step for op in more.bytes}
 
-    moves = (slope(few[1], many[1]), slope(few[2], many[2]))
-    return BlockTraffic((many[0] - few[0]) / step, (many[1].calls, many[2].calls), moves)
+    moves = (slope(small[1], large[1]), slope(small[2], large[2]))
+    return BlockTraffic((large[0] - small[0]) / step, (large[1].calls, large[2].calls), moves)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
         for name in ("STEPS", "SUMS", "D", "DD", "BIAS", "A_LOG", "DSTEPS", "DSUMS", "TOTALS")
     }
     wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND", "NORM")}
-    strides = {f"{of}_{what}": "i32" for of in ("dt", "ddt") for what in ("batch", "token")}
+    strides = {f"{name}_{stride}": "i32" for name in ("dt", "ddt") for stride in ("batch", "token")}
     types = narrow | wide | strides | {"L": "i32"}
     kernels = {
         "forward": ssd.ssd_kernel,

@@ -27,11 +27,11 @@ def drawn(trained, tmp_path_factory):
 
 
 def test_an_npz_has_labels_a_grid_and_a_description(drawn):
-    found = np.load(drawn)
-    images = found["arr_0"]
+    arrays = np.load(drawn)
+    images = arrays["arr_0"]
     assert images.shape == (1100, 8, 8, 3)
     assert images.dtype == np.uint8
-    assert found["labels"].tolist() == [i % 10 for i in range(1100)]
+    assert arrays["labels"].tolist() == [i % 10 for i in range(1100)]
     # a row a class, 8 pixels and a border, enlarged, right of the names
     grid = read_pixels(drawn.with_suffix(".png"))
     assert (grid[4:36:4, -36:-4:4] == images[30]).all()
@@ -46,9 +46,9 @@ def test_an_npz_has_labels_a_grid_and_a_description(drawn):
 
 def test_every_format_holds_the_same_samples(drawn, trained, tmp_path):
     images = np.load(drawn)["arr_0"]
-    some = draw_samples(trained, tmp_path / "some", count=70)
-    assert (np.load(some)["arr_0"] == images[:70]).all()
-    assert not some.with_suffix(".png").exists()  # only when asked
+    part = draw_samples(trained, tmp_path / "some", count=70)
+    assert (np.load(part)["arr_0"] == images[:70]).all()
+    assert not part.with_suffix(".png").exists()  # only when asked
     folder = draw_samples(trained, tmp_path / "pngs", count=25, format=Format.png)
     assert (read_pixels(folder / "0003" / "000013.png") == images[13]).all()
     assert len(list(folder.rglob("*.png"))) == 25

@@ -21,14 +21,14 @@ from training.environment import CARDS
 
 def test_every_technique_is_examined_in_every_way(capsys):
     assert doctor.main(["--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = found["techniques"]
+    findings = json.loads(capsys.readouterr().out)
+    rows = findings["techniques"]
     keys = {"parallel.mode" if kind.key == "parallel" else kind.key for kind in TECHNIQUES}
     assert {row["key"] for row in rows} == {f"runtime.{key}" for key in keys}
     values = [row["value"] for row in rows if row["key"] == "runtime.attention"]
     assert values == ["flash", "cudnn", "efficient", "math", "flex", "flash3", "flash4"]
-    assert found["machine"]["cpu_threads"] == torch.get_num_threads()
-    assert found["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert findings["machine"]["cpu_threads"] == torch.get_num_threads()
+    assert findings["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
 
     doctor.main([])
     lines = capsys.readouterr().out.splitlines()
@@ -74,7 +74,7 @@ PROPERTIES = SimpleNamespace(
     regs_per_multiprocessor=65536,
     uuid="1b2c",
 )
-FOUND = {
+EXPECTED = {
     "shared_memory_kib_a_block": 227.0,
     "registers_a_block": 65536,
     "registers_a_multiprocessor": 65536,
@@ -110,9 +110,9 @@ def test_the_limits_and_clocks_of_a_gpu_are_found(plant):
         'case "$*" in *--id=GPU-1b2c*clocks.sm,clocks.mem,power.limit*) '
         'echo "345, 2619, 700.00";; esac'
     )
-    found = doctor.describe_machine(GPU)
-    assert FOUND.items() <= found.items()
-    page = doctor.format_findings({"machine": found, "versions": {}, "techniques": []})
+    findings = doctor.describe_machine(GPU)
+    assert EXPECTED.items() <= findings.items()
+    page = doctor.format_findings({"machine": findings, "versions": {}, "techniques": []})
     assert "  shared memory kib a block   227\n" in page
 
 
@@ -127,8 +127,12 @@ def test_an_nvidia_smi_that_is_absent_or_fails_or_hangs_leaves_clocks_unknown(
 
 def test_what_nvidia_smi_does_not_tell_is_unknown_alone(plant):
     plant('echo "1980, 2619, [N/A]"')
-    found = doctor.read_clocks("GPU-1b2c")
-    assert found == {"sm_clock_mhz": 1980.0, "memory_clock_mhz": 2619.0, "power_limit_w": "unknown"}
+    findings = doctor.read_clocks("GPU-1b2c")
+    assert findings == {
+        "sm_clock_mhz": 1980.0,
+        "memory_clock_mhz": 2619.0,
+        "power_limit_w": "unknown",
+    }
 
 
 def test_limits_that_triton_cannot_tell_are_unknown_with_the_reason(plant, monkeypatch):
@@ -140,16 +144,16 @@ def test_limits_that_triton_cannot_tell_are_unknown_with_the_reason(plant, monke
             raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(driver, "_active", Broken())
-    found = doctor.read_limits(PROPERTIES, 1)
-    assert found["shared_memory_kib_a_block"] == "unknown: Failed to find C compiler."
-    assert found["l2_mib"] == 50.0
+    findings = doctor.read_limits(PROPERTIES, 1)
+    assert findings["shared_memory_kib_a_block"] == "unknown: Failed to find C compiler."
+    assert findings["l2_mib"] == 50.0
 
 
 def test_rates_are_measured():
-    found = measure_rates(CPU)
+    findings = measure_rates(CPU)
     fast = [name for name in ("bf16", "fp16") if Precision(name, CPU).find_obstacle() is None]
-    assert list(found) == [*(f"{name}_product_tflops" for name in ("fp32", *fast)), "copy_gb_s"]
-    assert all(rate > 0 for rate in found.values())
+    assert list(findings) == [*(f"{name}_product_tflops" for name in ("fp32", *fast)), "copy_gb_s"]
+    assert all(rate > 0 for rate in findings.values())
 
 
 def test_pretended_cards_have_what_their_capability_allows(monkeypatch, capsys):

@@ -74,9 +74,9 @@ def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert sum(plan["parts_gib"].values()) == pytest.approx(plan["peak_gib"])
     assert max(plan["phases_gib"].values()) == pytest.approx(plan["peak_gib"])
 
-    every = list_savings(forecast_words("batch_size=256").question)
-    few = [saving for saving in every if "accumulation_steps" in saving.values]
-    monkeypatch.setattr("scripts.plan.savings.list_savings", lambda *_: few)
+    savings = list_savings(forecast_words("batch_size=256").question)
+    micro_batches = [saving for saving in savings if "accumulation_steps" in saving.values]
+    monkeypatch.setattr("scripts.plan.savings.list_savings", lambda *_: micro_batches)
     card = CARDS["a10"]._replace(memory=0.7 * GIB)
     monkeypatch.setitem(CARDS, "a10", card)
     text = run_plan(capsys, "batch_size=256", "hardware=a10")

@@ -14,7 +14,7 @@ from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.parallel import DataParallel
 from scripts.plan import memory
-from scripts.plan.memory import Question
+from scripts.plan.memory import Forecast, Question
 from scripts.plan.report import PlanConfig, forecast_run
 from scripts.plan.savings import count_savings, list_savings
 from scripts.plan.scale import share_over_gpus
@@ -45,11 +45,7 @@ def test_fsdp_reduces_once_a_block_and_once_for_the_rest():
 
 
 DIT = ("model=dit_xs", "model.dim=64", "data.height=32", "data.width=32")
-
-
 CONV = ("model=conv_xs", "model.dim=64")
-
-
 LESS = [
     ((), ("runtime.residual_in_fp32=false", "runtime.precision=bf16"), "kept"),
     ((), ("runtime.fused_add_norm=auto", "runtime.fused_scan=true"), "kept"),
@@ -77,11 +73,11 @@ CHECKPOINTS = ["runtime.gradient_checkpointing=true"]
 @pytest.mark.parametrize(("n", "recomputed"), [(2, 3), (4, 2), (5, 2), (6, 1), (9, 1)])
 def test_recomputing_one_block_in_n_saves_its_share(n: int, recomputed: int):
     """Recomputes the first of six blocks and each n-th after it; neighbours share some tensors."""
-    none, every, some = (
+    none, all_blocks, every_nth = (
         forecast_words(*words).kept
         for words in ([], CHECKPOINTS, [*CHECKPOINTS, f"runtime.checkpoint_policy=every_{n}"])
     )
-    assert some == pytest.approx(none - (none - every) * recomputed / 6, rel=0.03)
+    assert every_nth == pytest.approx(none - (none - all_blocks) * recomputed / 6, rel=0.03)
 
 
 def test_what_is_counted_alike_is_counted_once():
@@ -98,30 +94,38 @@ def test_what_is_counted_alike_is_counted_once():
 
 
 def test_sharding_cuts_the_state():
-    one = forecast_words()
+    alone = forecast_words()
     on_64 = {
-        way: memory.forecast(share_over_gpus(one.question, way, 64))
+        way: memory.forecast(share_over_gpus(alone.question, way, 64))
         for way in ("ddp", "fsdp", "hsdp")
     }
-    totals = {way: found.needs.total for way, found in on_64.items()}
-    assert totals["fsdp"] < totals["hsdp"] < totals["ddp"] == one.needs.total
-    start = on_64["fsdp"].phases["start"]
-    assert start.weights == one.needs.weights  # it is built whole
-    assert on_64["fsdp"].lasting["optimizer"] == pytest.approx(one.lasting["optimizer"] / 64)
-    mode = "runtime.parallel.mode="
-    copied = forecast_words(f"{mode}ddp", "runtime.parallel.gradient_as_bucket_view=false", gpus=2)
+    ddp, fsdp, hsdp = (plan.needs.total for plan in on_64.values())
+    assert fsdp < hsdp < ddp == alone.needs.total
+    assert on_64["fsdp"].lasting["optimizer"] == pytest.approx(alone.lasting["optimizer"] / 64)
+    # the model is built whole before it is sharded
+    assert on_64["fsdp"].phases["start"].weights == alone.needs.weights
+
+
+def forecast_parallel(mode: str, *words: str, gpus: int = 2) -> Forecast:
+    options = [f"runtime.parallel.{word}" for word in (f"mode={mode}", *words)]
+    return forecast_words(*options, gpus=gpus)
+
+
+def test_options_of_parallelism_move_the_forecast():
+    copied = forecast_parallel("ddp", "gradient_as_bucket_view=false")
     assert copied.buckets == copied.lasting["gradients"] > 0.0
     assert forecast_words(gpus=2).buckets == 0.0
-    away = forecast_words(f"{mode}fsdp", "runtime.parallel.cpu_offload=true", gpus=2)
-    assert away.lasting["weights"] == 0.0 < away.lasting["on_host"]
-    whole = forecast_words(f"{mode}fsdp", "runtime.parallel.reshard_after_forward=false", gpus=2)
-    cut = forecast_words(f"{mode}fsdp", gpus=2)
-    assert whole.gathered > cut.gathered > 0.0
-    once, often = (
-        forecast_words(f"{mode}fsdp", f"accumulation_steps={n}", gpus=8).phases["backward"]
+    offloaded = forecast_parallel("fsdp", "cpu_offload=true")
+    assert offloaded.lasting["weights"] == 0.0 < offloaded.lasting["on_host"]
+    whole = forecast_parallel("fsdp", "reshard_after_forward=false")
+    assert whole.gathered > forecast_parallel("fsdp").gathered > 0.0
+    # gradients are whole until the last micro-batch
+    once, four_times = (
+        forecast_words("runtime.parallel.mode=fsdp", f"accumulation_steps={n}", gpus=8)
         for n in (1, 4)
     )
-    assert often.gradients >= 8 * once.gradients > 0.0  # whole until the last micro-batch
+    gradients = once.phases["backward"].gradients
+    assert four_times.phases["backward"].gradients >= 8 * gradients > 0.0
 
 
 def test_one_of_many_processes_counts_as_one_that_is_alone(monkeypatch: pytest.MonkeyPatch):
@@ -138,15 +142,15 @@ def test_what_saves_memory_is_tried_from_the_cheapest_on():
     """First all kernels together, then micro-batches that leave enough samples, then recomputing,
     then smaller micro-batches; changes that move losses only without `exact`."""
     question = forecast_words("batch_size=32").question
-    found = [saving.values for saving in list_savings(question)]
-    assert set(found[0].values()) == {"auto"}
-    steps = [i for i, changes in enumerate(found) if "accumulation_steps" in changes]
-    assert [found[i]["accumulation_steps"] for i in steps] == [2, 4, 8, 16, 32]
-    recomputing = found.index({"gradient_checkpointing": True, "checkpoint_policy": "blocks"})
+    changes = [saving.values for saving in list_savings(question)]
+    assert set(changes[0].values()) == {"auto"}
+    steps = [i for i, values in enumerate(changes) if "accumulation_steps" in values]
+    assert [changes[i]["accumulation_steps"] for i in steps] == [2, 4, 8, 16, 32]
+    recomputing = changes.index({"gradient_checkpointing": True, "checkpoint_policy": "blocks"})
     assert steps[1] < recomputing < steps[2]
     exact = [saving.values for saving in list_savings(question, exact=True)]
-    assert {"optim": "adamw_8bit"} in found
-    assert not any("optim" in changes or "weights" in changes for changes in exact)
+    assert {"optim": "adamw_8bit"} in changes
+    assert not any("optim" in values or "weights" in values for values in exact)
 
 
 def test_what_each_change_saves_is_counted_and_the_most_comes_first(
@@ -159,11 +163,11 @@ def test_what_each_change_saves_is_counted_and_the_most_comes_first(
     rows = count_savings(now)
     sizes = [row["bytes"] for row in rows]
     assert sizes == sorted(sizes, reverse=True)
-    told = [row["words"][-1].removeprefix("runtime.") for row in rows]
+    names = [row["words"][-1].removeprefix("runtime.") for row in rows]
     blocks, selective = (f"checkpoint_policy={policy}" for policy in ("blocks", "selective"))
-    assert told == [blocks, "offload_activations=true", "accumulation_steps=2", selective]
-    other = forecast_words("batch_size=256", *rows[0]["words"])
-    assert sizes[0] == pytest.approx(now.needs.total - other.needs.total)
+    assert names == [blocks, "offload_activations=true", "accumulation_steps=2", selective]
+    changed = forecast_words("batch_size=256", *rows[0]["words"])
+    assert sizes[0] == pytest.approx(now.needs.total - changed.needs.total)
 
     wide = count_savings(forecast_words("batch_size=2", "model.dim=256", gpus=2))
     assert [row["words"][-1] for row in wide[:2]] == [
@@ -180,9 +184,9 @@ def test_the_updates_of_a_narrower_model_stand_for_those_of_a_wide_one(words: tu
     """Real tensors of a wide one might not fit the machine that plans."""
     narrow, wide = (forecast_words(f"model.dim={dim}", *words) for dim in (128, 384))
     with patch("scripts.plan.memory.count_update", side_effect=AssertionError("real tensors")):
-        found = memory.forecast(wide.question, narrow)
+        plan = memory.forecast(wide.question, narrow)
     for phase, needs in wide.phases.items():
-        assert found.phases[phase].total == pytest.approx(needs.total, rel=0.02), phase
+        assert plan.phases[phase].total == pytest.approx(needs.total, rel=0.02), phase
 
 
 def test_models_of_other_makes_are_counted_whole_or_refused():

@@ -196,12 +196,12 @@ def test_classes_without_names_keep_their_number(base, tmp_path):
 
 @pytest.mark.parametrize(("key", "value"), [("path", "other/vae"), ("revision", "0" * 40)])
 def test_another_encoder_without_a_hash_is_refused(key, value, base, tmp_path):
-    other = tmp_path / "other.safetensors"
-    edit_header(base, other, lambda header: header["spec"]["encoder"].update({key: value}))
+    edited = tmp_path / "other.safetensors"
+    edit_header(base, edited, lambda header: header["spec"]["encoder"].update({key: value}))
     with pytest.raises(
         ValueError, match=r"on latents of .*, and the data is of .*PixelAutoencoder; encode"
     ):
-        assemble_on(other, "adapter=lora")
+        assemble_on(edited, "adapter=lora")
 
 
 def write_as_peft(base: Path, folder: Path, **changes: Any) -> str:

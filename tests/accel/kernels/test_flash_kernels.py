@@ -154,5 +154,5 @@ def test_a_package_without_the_module_is_not_installed():
 
 def test_both_are_known_to_this_pytorch(monkeypatch):
     monkeypatch.undo()
-    names = {found.name for found in attention_backend.IMPLEMENTATIONS.values()}
+    names = {implementation.name for implementation in attention_backend.IMPLEMENTATIONS.values()}
     assert names == set(attention.list_flash_attention_impls())

@@ -60,8 +60,8 @@ def find_gpu_commands() -> list[str]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
     commands = [" ".join(words.split()) for words in COMMAND.findall(text)]
-    other = re.compile("extensions=|model=pretrained")
-    return [words for words in commands if " model=" in f" {words}" and not other.search(words)]
+    excluded = re.compile("extensions=|model=pretrained")
+    return [words for words in commands if " model=" in f" {words}" and not excluded.search(words)]
 
 
 def test_the_commands_are_found():

@@ -90,8 +90,8 @@ def recurrence(x, dt, dt_bias, A_log, B_in, C_out, D):
 def test_ssd_equals_the_recurrence_forward_and_backward(length, piece, monkeypatch):
     monkeypatch.setattr(ssd, "MIN_PIECE_TOKENS", piece)
     inputs = make_ssd(Sizes(grid=(1, length), head_dim=4, state_dim=5)).inputs
-    found, expected = (run_both_ways(scan, inputs) for scan in (ssd.bidirectional_ssd, recurrence))
-    assert_all_close(found, expected, rtol=1e-8)
+    actual, expected = (run_both_ways(scan, inputs) for scan in (ssd.bidirectional_ssd, recurrence))
+    assert_all_close(actual, expected, rtol=1e-8)
 
 
 @pytest.mark.parametrize("scan", [ssd.bidirectional_ssd, fused_bidirectional_ssd])
@@ -104,16 +104,16 @@ def test_large_decays_do_not_round_off_the_small_ones_after_them(length, scan):
     inputs[1] += torch.where(large, 30.0, -7.0) + 4.0
     inputs[3] = torch.rand_like(inputs[3]) * torch.tensor(1e3).log()
     expected = run_both_ways(recurrence, [t.requires_grad_() for t in inputs])
-    found = run_both_ways(scan, [t.detach().float().requires_grad_() for t in inputs])
-    for actual, exact in zip(found, expected, strict=True):
-        assert (actual - exact).norm() <= 1e-3 * exact.norm()
+    actual = run_both_ways(scan, [t.detach().float().requires_grad_() for t in inputs])
+    for result, exact in zip(actual, expected, strict=True):
+        assert (result - exact).norm() <= 1e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 64])
 def test_sums_by_doubling_equal_cumsum(length):
     values = torch.randn(2, 3, length, dtype=torch.float64, requires_grad=True)
-    found = run_both_ways(prefix_sums_by_doubling, [values])
-    torch.testing.assert_close(found, run_both_ways(lambda a: a.cumsum(-1), [values]))
+    actual = run_both_ways(prefix_sums_by_doubling, [values])
+    torch.testing.assert_close(actual, run_both_ways(lambda a: a.cumsum(-1), [values]))
 
 
 def test_ssd_keeps_the_dtype_of_x_and_is_close_in_bf16():

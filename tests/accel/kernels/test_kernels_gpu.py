@@ -96,8 +96,8 @@ def test_operators_compile_and_replay_in_a_graph(operator):
         with torch.cuda.graph(graph):
             captured = fused(*inputs)
         graph.replay()
-    for other in (compiled, captured):
-        for a, b in zip(as_tuple(other), as_tuple(expected), strict=True):
+    for results in (compiled, captured):
+        for a, b in zip(as_tuple(results), as_tuple(expected), strict=True):
             assert torch.equal(a, b)
 
 

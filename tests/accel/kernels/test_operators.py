@@ -168,7 +168,7 @@ def test_what_queries_and_keys_cannot_take_is_refused(head_dim, weights, rotatio
 def test_queries_and_keys_take_the_gradients_of_attention():
     """Attention returns gradients with other strides than random ones have."""
     fused, plain, inputs, _ = make_qk_rope(Sizes())
-    found, expected = (
+    actual, expected = (
         run_both_ways(lambda *t, f=function: attend(*f(*t)), inputs) for function in (fused, plain)
     )
-    assert_all_close(found, expected)
+    assert_all_close(actual, expected)

@@ -117,8 +117,8 @@ def make_block():
 @pytest.mark.parametrize("way", WRAPPED)
 def test_operators_survive_compiling_and_checkpointing(way):
     block, inputs = make_block()
-    found = run_both_ways(WRAPPED[way](block), inputs)
-    assert_all_close(found, run_both_ways(block, inputs), rtol=1e-7)
+    wrapped = run_both_ways(WRAPPED[way](block), inputs)
+    assert_all_close(wrapped, run_both_ways(block, inputs), rtol=1e-7)
 
 
 def test_a_selective_checkpoint_keeps_the_scan_and_not_the_norm():
