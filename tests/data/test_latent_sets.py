@@ -89,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 
 def read_refusal(folder: Path | None, kind: str = "resident", **settings: Any) -> str:
     """Returns the message with which a loader refuses the set."""
-    with expect_refusal("") as error:
+    with expect_refusal(".") as error:
         LOADERS[kind](folder, **settings)
     return str(error.value)
 
