@@ -146,17 +146,15 @@ def describe_range(good: list[int], worse: list[int]) -> str:
         return "does not pay, or does not fit, at any of these sizes"
     beyond = [gpus for gpus in worse if gpus > good[0]]
     stops = f"; at {min(beyond)} it is below {LEAST_EFFICIENCY:.0%}" if beyond else ""
-    return f"pays up to {max(good)} GPUs of those asked for{stops}"
+    return f"pays up to {max(good)} GPUs, among the given numbers{stops}"
 
 
 def find_bandwidth(gpus: int, card: Card) -> float:
     """Returns the bytes per second of a ring. Across machines each GPU has its own network card,
     and several rings use all cards at once."""
-    return (
-        card.intra_bandwidth
-        if gpus <= GPUS_A_MACHINE
-        else min(card.intra_bandwidth, GPUS_A_MACHINE * card.inter_bandwidth)
-    )
+    if gpus <= GPUS_A_MACHINE:
+        return card.intra_bandwidth
+    return min(card.intra_bandwidth, GPUS_A_MACHINE * card.inter_bandwidth)
 
 
 def time_gather(size: float, gpus: int, card: Card) -> float:
@@ -174,9 +172,8 @@ def time_all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> fl
     tree with 2 log2 n hops."""
     if gpus == 1:
         return 0.0
-    return (
-        2 * (gpus - 1) / gpus * size / rate + buckets * 2 * ceil(log2(gpus)) * MACHINE_HOP_SECONDS
-    )
+    transfer = 2 * (gpus - 1) / gpus * size / rate
+    return transfer + buckets * 2 * ceil(log2(gpus)) * MACHINE_HOP_SECONDS
 
 
 class Step(NamedTuple):
