@@ -78,7 +78,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(out: Path | None, **changes: Any) -> dict[str, Any]:
+def evaluate(out: Path | None, /, **changes: Any) -> dict[str, Any]:
     settings = {"count": 200, "batch_size": 16, "device": "cpu", "out": out and str(out)}
     return evaluate_run(EvaluateConfig(**settings | changes))
 
