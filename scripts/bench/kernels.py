@@ -198,12 +198,12 @@ def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
     sets = [draw_inputs(operator, sizes, device) for _ in range(INPUT_SETS)]
     figures: Figures = {"sizes": sizes}
     for name, backward in (("forward_", False), ("", True)):
-        runs = {"own": make_runner(function, sets, cfg.steps, backward)}
+        runs = {"case": make_runner(function, sets, cfg.steps, backward)}
         if way != "eager":
             runs["eager"] = make_runner(op.definition, sets, cfg.steps, backward)
         seconds = time_in_turn(runs, cfg.repeats, device)
-        figures |= summarise(f"{name}us", [1e6 * s / cfg.steps for s in seconds["own"]])
-        speed = compute_ratios(seconds.get("eager", seconds["own"]), seconds["own"])
+        figures |= summarise(f"{name}us", [1e6 * s / cfg.steps for s in seconds["case"]])
+        speed = compute_ratios(seconds.get("eager", seconds["case"]), seconds["case"])
         figures |= summarise(f"{name}speed", speed)
 
     rate = measure_rates_once(device)

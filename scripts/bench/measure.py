@@ -168,9 +168,9 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
             loop = build_loop([word for word in case.overrides if word not in refused])
         loss = loop.measure_loss(cfg.loss_steps)
 
-    loops = {"base": base} if loop is base else {"base": base, "own": loop}
+    loops = {"base": base} if loop is base else {"base": base, "case": loop}
     times = time_steps(loops, cfg.steps, cfg.repeats)
-    step_ms = times.get("own", times["base"])
+    step_ms = times.get("case", times["base"])
     batch_ratio = loop.cfg.batch_size / base.cfg.batch_size
     return {
         **summarise("baseline_step_ms", times["base"]),
@@ -201,7 +201,7 @@ def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:
         late_losses = torch.stack([output.loss for output in outputs[cfg.steps // 2 :]])
         losses["loss"].append(late_losses.mean().item())
         losses["eval_loss"].append(evaluate(workload.training)["eval_loss"])
-        step_ms += time_steps({"own": workload}, max(1, cfg.steps // 10), cfg.repeats)["own"]
+        step_ms += time_steps({"case": workload}, max(1, cfg.steps // 10), cfg.repeats)["case"]
         figures |= workload.describe_steps(step_ms)
         for kind, size in count_lasting_bytes(workload.training)._asdict().items():
             figures[f"{kind}_bytes_a_parameter"] = size / figures["parameters"]
@@ -219,7 +219,7 @@ def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
     driver's context.
     """
     workload = Workload(case.overrides)
-    step_ms = time_steps({"own": workload}, cfg.steps, cfg.repeats)["own"]
+    step_ms = time_steps({"case": workload}, cfg.steps, cfg.repeats)["case"]
     memory = memory_of(workload.device)
     plan = forecast(make_question(workload.cfg, memory, gpu=workload.device.type == "cuda"))
     predicted = plan.needs.total - plan.needs.context
@@ -251,7 +251,7 @@ def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
             workload.run(cfg.steps)
 
         save_and_run()
-        runs = {"own": save_and_run, "base": partial(workload.run, cfg.steps)}
+        runs = {"case": save_and_run, "base": partial(workload.run, cfg.steps)}
         seconds = time_in_turn(
             runs, cfg.repeats, workload.device, prepare=lambda name: checkpoints.finish()
         )
@@ -260,7 +260,7 @@ def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
     return {
         **summarise("stall_ms", stall_ms[1:]),
         **summarise("step_ms_without", [1e3 * s / cfg.steps for s in seconds["base"]]),
-        **summarise("speed", compute_ratios(seconds["base"], seconds["own"])),
+        **summarise("speed", compute_ratios(seconds["base"], seconds["case"])),
         "bytes": size,
     }
 

@@ -128,7 +128,7 @@ def fixed_times(monkeypatch):
         for name, run in runs.items():
             prepare(name)
             run()
-        return {name: [3.0 if name == "own" else 1.0] * repeats for name in runs}
+        return {name: [3.0 if name == "case" else 1.0] * repeats for name in runs}
 
     for module in (kernels, measure):
         monkeypatch.setattr(module, "time_in_turn", take_fixed_times)
