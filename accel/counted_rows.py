@@ -155,7 +155,7 @@ class AdapterGradients(Technique):
             self.taken.append(taken)
             update(grads, norm, taken)
 
-        self.step.update_parameters = looking
+        self.step.update_parameters = record_and_update
         return step
 
     def iterate_parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
