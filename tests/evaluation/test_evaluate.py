@@ -372,7 +372,7 @@ def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
         ({"reference_count": 2}, "reference_count=2 must be at least 8"),
     ):
         with expect_refusal(sentence):
-            evaluate(**{"out": tmp_path / "out", "run_dir": str(trained)} | changes)
+            evaluate(tmp_path / "out", **{"run_dir": str(trained)} | changes)
 
 
 def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
