@@ -93,7 +93,8 @@ def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[
         loss, t = training.step.compute_losses(batch)
         columns = (batch.position, batch.ids, batch.labels, t, loss)
         rows += zip(*(column.tolist() for column in columns), strict=True)
-    shares = training.ranks.gather_objects(rows)
+    rank_rows = training.ranks.gather_objects(rows)
+    all_rows = sorted(row for rows in rank_rows for row in rows)
     return [
         {
             "id": i,
@@ -102,7 +103,7 @@ def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[
             "t": to_json_number(t),
             "loss": to_json_number(loss),
         }
-        for position, i, label, t, loss in sorted(row for share in shares for row in share)
+        for position, i, label, t, loss in all_rows
     ]
 
 

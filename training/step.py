@@ -62,12 +62,12 @@ class EMA:
         """Averages, sharded like the parameters: the update is elementwise, so each rank updates
         its shard."""
         average_by_parameter = dict(zip(self.parameters, self.averages, strict=True))
-        self.parts = [
-            [(p, average_by_parameter[p]) for group in part for p in group["params"]]
-            for part in split_parts([{"params": self.parameters}])
-        ]
+        self.parts: list[list[tuple[nn.Parameter, Tensor]]] = []
         """Pairs of a parameter and its average, in parts: an update needs temporary memory for one
         part, while the gradients still exist."""
+        for part in split_parts([{"params": self.parameters}]):
+            parameters = [p for group in part for p in group["params"]]
+            self.parts.append([(p, average_by_parameter[p]) for p in parameters])
 
     def compute_weight(self, samples: int, batch_size: int) -> float:
         """Returns w for the step that ends at `samples` samples."""

@@ -129,11 +129,13 @@ def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> Non
                 "images with that one."
             )
         return
-    keys = ("_target_", "path", "revision")
-    first, second = (
-        " ".join(str(spec.encoder[key]) for key in keys if spec.encoder.get(key))
-        for spec in (then, now)
-    )
+
+    def name_encoder(spec: LatentSpec) -> str:
+        values = [spec.encoder.get(key) for key in ("_target_", "path", "revision")]
+        return " ".join(str(value) for value in values if value)
+
+    first = name_encoder(then)
+    second = name_encoder(now)
     if first != second:
         raise UserError(
             f"{setting} was trained on latents of {first}, and the data is of {second}; encode the "

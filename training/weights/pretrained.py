@@ -248,10 +248,11 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
             continue
         table = to_full(model_table).detach()
         tensors[name], kept = reorder_labels(table, tensors[name], old_names, new_names)
-        examples = f" ({', '.join(kept[:3])}{', …' if kept[3:] else ''})" if kept else ""
+        examples = ", ".join(kept[:3]) + ", …" * (len(kept) > 3)
         note = (
             f"; kept {len(kept)} of {len(old_names)} rows of the label table by the names of their "
-            f"classes{examples}, and the null row; new rows: {len(new_names) - len(kept)}"
+            f"classes{f' ({examples})' if kept else ''}, and the null row; new rows: "
+            f"{len(new_names) - len(kept)}"
         )
     hint = "" if description else ", and the file names no classes"
     refuse_misfit(file, "this model", tensors, model_tensors, hint)
