@@ -1,1 +1,1 @@
-"""One acceleration a file, behind the contract of accel/technique.py."""
+"""Accelerations: one technique a file, on the contract of accel/technique.py."""

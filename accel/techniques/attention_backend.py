@@ -1,10 +1,10 @@
-"""Which kernel computes softmax attention.
+"""Chooses the kernel that computes softmax attention.
 
 `auto` leaves the choice to PyTorch (flash, cuDNN, efficient, math: the first that takes the
-inputs); a name asks for that one only. `flex` is FlexAttention, compiled by itself where the model
-is not. `flash3` and `flash4` put kernels of FlashAttention-3 and -4, packages of their own, in the
-place of PyTorch's `flash` for the whole process (a prototype of PyTorch's); any other value takes
-them out again. The ledger shows the one that ran.
+inputs); a name allows only that one. `flex` is FlexAttention, which is compiled even where the
+model is not. `flash3` and `flash4` replace PyTorch's `flash` by the kernels of FlashAttention-3 and
+-4, separate packages, for the whole process (a prototype in PyTorch); any other value restores
+PyTorch's kernels. The ledger shows the backend that ran.
 
 What it costs: nothing; `math` stores all L² scores. Speed on a GPU: not measured yet. `flash3` and
 `flash4` have never run on a GPU: the tests use a registry without their kernels.
@@ -46,24 +46,24 @@ BACKEND_OF = {
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_attention_math": "math",
 }
-"""Operation -> the backend that alone runs it."""
+"""Operation -> the only backend that runs it."""
 REFUSALS = (
     "No available kernel",
     "No viable backend",
     "forward unsupported: ",
     "backward unsupported: ",
 )
-"""How scaled_dot_product_attention says that no allowed backend takes the inputs; the last two are
-FA3's and FA4's."""
+"""Parts of error messages by which scaled_dot_product_attention says that no allowed backend takes
+the inputs; the last two come from FA3 and FA4."""
 
 
 class Implementation(NamedTuple):
-    """Kernels that take the place of PyTorch's own flash attention."""
+    """Kernels that replace PyTorch's own flash attention."""
 
     name: str
-    """PyTorch's."""
+    """The backend's name in `torch.nn.attention`."""
     majors: tuple[int, ...]
-    """Of compute capabilities."""
+    """Supported major compute capabilities, e.g. (9,) for Hopper."""
     module: str
     install: str
 
@@ -75,7 +75,7 @@ IMPLEMENTATIONS = {
         "FA4", (9, 10), "flash_attn.cute.interface", "pip install flash-attn-4"
     ),
 }
-"""What torch/nn/attention/_fa3.py and _fa4.py import and ask of a GPU."""
+"""Packages and GPUs that torch/nn/attention/_fa3.py and _fa4.py need."""
 
 
 class AttentionBackend(Technique):
@@ -130,9 +130,9 @@ class AttentionBackend(Technique):
         try:
             activate_flash_attention_impl(self.implementation.name)
         except (ImportError, OSError, RuntimeError) as error:
-            what = f"{self.implementation.module} does not load ({shorten_error(error)})"
+            fault = f"{self.implementation.module} does not load ({shorten_error(error)})"
             raise UserError(
-                f"runtime.attention={self.value}: {what}; reinstall it or use "
+                f"runtime.attention={self.value}: {fault}; reinstall it or use "
                 "runtime.attention=flash."
             ) from error
 
@@ -142,6 +142,7 @@ class AttentionBackend(Technique):
         return model
 
     def set_backend(self, backend: str) -> None:
+        """Sets the backend of all attention layers."""
         for module in chain(*self.layers):
             module.attention_backend = backend  # pyright: ignore[reportArgumentType]
 
@@ -163,10 +164,11 @@ class AttentionBackend(Technique):
         count = sum(map(len, self.layers))
         if not count:
             return Observation(UNUSED, "the model has no softmax attention")
-        named = current_flash_attention_impl()
-        ran = self.count_layers_by_backend(evidence, named)
+        implementation = current_flash_attention_impl()
+        ran = self.count_layers_by_backend(evidence, implementation)
+
         note = ", ".join(f"{name} in {n} of {count} layers" for name, n in ran.items())
-        note += f"; PyTorch says that {named} is active" * bool(named)
+        note += f"; PyTorch says that {implementation} is active" * bool(implementation)
         note = note or "no attention ran"
         note += " (in an uncompiled step)" * evidence.blocks_uncompiled
         active = False
@@ -179,23 +181,29 @@ class AttentionBackend(Technique):
             active = next(iter(ran))
         return Observation(active, f"{self.failure}; {note}" if self.failure else note)
 
-    def count_layers_by_backend(self, evidence: Evidence, named: str | None) -> Counter[str]:
-        """Backend -> number of attention layers whose forward pass it computed in every
-        micro-batch. `named` is PyTorch's name of the kernels behind flash attention on a GPU, if
-        they are not its own.
+    def count_layers_by_backend(
+        self, evidence: Evidence, implementation: str | None
+    ) -> Counter[str]:
+        """Counts by backend the attention layers whose forward pass it computed in every
+        micro-batch.
 
-        Compiling leaves no event of `flex` or `math` on the host, so where no kernel was seen they
-        are `UNSEEN`.
+        `implementation` is PyTorch's name of the kernels that replace its flash attention, or None.
+        A compiled step has no event of `flex` or `math` on the host, so without events of kernels
+        they are `UNSEEN`.
         """
-        ours = {found.name: key for key, found in IMPLEMENTATIONS.items()}
-        backend_of = BACKEND_OF | ({FLASH: ours.get(named, named)} if named else {})
+        values = {found.name: value for value, found in IMPLEMENTATIONS.items()}
+        backend_of = BACKEND_OF
+        if implementation:
+            backend_of = BACKEND_OF | {FLASH: values.get(implementation, implementation)}
         flex_on_device = any("flex_attention" in op for op in evidence.ops)
         total: Counter[str] = Counter()
         for layers, calls in zip(map(len, self.layers), evidence.blocks, strict=False):
-            found = [count_backends(call.ops, backend_of) for call in calls]
-            ran = functools.reduce(Counter.__and__, found) if found else Counter()
+            counts = [count_backends(call.ops, backend_of) for call in calls]
+            ran = functools.reduce(Counter.__and__, counts) if counts else Counter()
             ran = Counter({name: min(n, layers) for name, n in ran.items()})
-            if calls and not ran and flex_on_device:  # its kernel has no event on the host
+
+            # A compiled flex kernel has no event on the host.
+            if calls and not ran and flex_on_device:
                 ran["flex"] = layers
             elif calls and all(may_be_decomposed(call.ops) for call in calls):
                 ran[UNSEEN if evidence.kernels_unseen else "math"] += max(0, layers - ran.total())
@@ -204,7 +212,7 @@ class AttentionBackend(Technique):
 
 
 def count_backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[str]:
-    """Backend -> its calls among these operations."""
+    """Counts the calls of each backend among these operations."""
     ran: Counter[str] = Counter()
     for op, n in ops.items():
         ran[backend_of.get(op, "flex" if "flex_attention" in op else "")] += n
@@ -213,13 +221,13 @@ def count_backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[
 
 
 def restore_flash() -> None:
-    """Puts PyTorch's own kernels in their place."""
+    """Restores PyTorch's own kernels of flash attention."""
     if current_flash_attention_impl():
         restore_flash_attention_impl()
 
 
 def find_implementation_obstacle(wanted: Implementation, device: torch.device) -> str | None:
-    """Why an implementation cannot be had on `device`, as a sentence."""
+    """Returns a sentence that says why `device` cannot run an implementation; None if it can."""
     name = f"FlashAttention-{wanted.name[-1]}"
     instead = "use runtime.attention=flash"
     if device.type != "cuda":
@@ -237,7 +245,7 @@ def find_implementation_obstacle(wanted: Implementation, device: torch.device) -
 
 
 def is_installed(module: str) -> bool:
-    """Whether there is a module of this name; looking for one in a package imports the package."""
+    """Returns whether a module is installed; imports the package that contains it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:
@@ -245,6 +253,6 @@ def is_installed(module: str) -> bool:
 
 
 def may_be_decomposed(ops: Counter[str]) -> bool:
-    """Whether attention can have run as products and a softmax, into which compiling turns
-    `math`."""
+    """Returns whether attention may have run as products and a softmax, into which a compiler
+    decomposes `math`."""
     return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION) for op in ops)

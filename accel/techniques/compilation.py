@@ -1,14 +1,14 @@
-"""torch.compile in place: state-dict keys stay as they are.
+"""Compiles with torch.compile in place, without changing state-dict keys.
 
 `compile_scope`: "blocks" compiles block by block, so one or two graphs serve all blocks and compile
-time does not grow with depth; "model" compiles the denoiser as one graph. `compile_mode` is
-`torch.compile`'s: "default"; "max-autotune-no-cudagraphs" tries more kernels for longer;
-"reduce-overhead" is Inductor's own CUDA graphs, for the whole model and one accumulation step only
-(the configuration refuses the rest; `cuda_graph` has no such limits).
+time does not grow with depth; "model" compiles the denoiser as one graph. `compile_mode` is the
+mode of `torch.compile`: "default"; "max-autotune-no-cudagraphs" tries more kernels for longer;
+"reduce-overhead" uses Inductor's own CUDA graphs, for the whole model and one accumulation step
+only (the configuration refuses the rest; `cuda_graph` has no such limits).
 
 What it costs: seconds to minutes in warm-up, reported apart from training time. Speed on a GPU: not
-measured yet. `torch.compile` is lazy, so a failure comes in warm-up: there it is undone loudly
-(`recover`), and only there.
+measured yet. `torch.compile` is lazy, so it fails in warm-up; only there `recover` switches it off,
+with a warning.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of
 from common.text import shorten_error
 
 INDUCTOR = "## Call CompiledFxGraph"
-"""The profiler begins the name of each call of a graph that Inductor compiled with this."""
+"""Prefix of the profiler's name for a call of a graph that Inductor compiled."""
 
 PARTITIONER = "aot_eager_decomp_partition"
-"""The backend that cuts a compiled block into its two passes as Inductor does, and generates no
+"""Backend that splits a compiled block into its two passes as Inductor does, but generates no
 code."""
 
 
@@ -83,7 +83,7 @@ class Compile(Technique):
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
-            # a run before this one, in the same process, would count against the limits
+            # An earlier run in the same process would count against the limits of recompilation.
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             self.compiled = [model] if self.compile_scope == "model" else list(blocks_of(model))
@@ -96,7 +96,7 @@ class Compile(Technique):
         if not self.compiled or not is_compiler_failure(error):
             return None
         for module in self.compiled:
-            # what Module.compile() set; there is no public way back
+            # Module.compile() set this attribute, and PyTorch has no public way to undo it.
             module._compiled_call_impl = None
         self.compiled = ()
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -117,43 +117,44 @@ class Compile(Technique):
         if not self.enabled:
             return Observation(regions > 0, f"{regions} compiled calls in one step")
         if self.compile_scope == "blocks" and evidence.blocks:
-            found = evidence.check_blocks(lambda call: self.is_compiled(call.ops))
-            on = all(found)
-            what = evidence.format_share(found)
-        else:  # a model as a whole, called for each micro-batch, or an encoder
-            wanted = max([1, *(len(calls) for calls in evidence.blocks)])
-            on = self.is_compiled(evidence.ops) and regions >= wanted
-            what = "the model"
+            compiled = evidence.check_blocks(lambda call: self.is_compiled(call.ops))
+            on = all(compiled)
+            scope = evidence.format_share(compiled)
+        else:
+            # An encoder, or a whole model, which the step calls once a micro-batch.
+            micro_batches = max([1, *(len(calls) for calls in evidence.blocks)])
+            on = self.is_compiled(evidence.ops) and regions >= micro_batches
+            scope = "the model"
         note = (
-            f"{what} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, "
+            f"{scope} compiled: {evidence.graphs} graphs, {evidence.graph_breaks} graph breaks, "
             f"{regions} calls"
         )
         return Observation(on, f"{note}; scope {self.compile_scope}, mode {self.compile_mode}")
 
     def is_compiled(self, ops: Counter[str]) -> bool:
-        """Whether these ops hold a call of a compiled function and, with Inductor, one of a graph
-        that it compiled."""
-        calls = (REGION, INDUCTOR) if self.uses_inductor else (REGION,)
-        return all(any(op.startswith(call) for op in ops) for call in calls)
+        """Returns whether the ops contain a call of a compiled function and, with Inductor, of a
+        graph that it compiled."""
+        prefixes = (REGION, INDUCTOR) if self.uses_inductor else (REGION,)
+        return all(any(op.startswith(prefix) for op in ops) for prefix in prefixes)
 
     @property
     def uses_inductor(self) -> bool:
-        """Whether the compiler is PyTorch's own, which generates code."""
+        """Whether the backend is Inductor, which generates code."""
         return self.backend == "inductor"
 
 
 def find_cxx_compiler() -> str | None:
-    """Path of the C++ compiler that Inductor needs on a CPU: $CXX, or the first of the usual
+    """Finds the C++ compiler that Inductor needs on a CPU: $CXX, or the first of the usual
     names."""
     names = (os.environ.get("CXX", "c++"), "g++", "clang++")
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def is_compiler_failure(error: BaseException) -> bool:
-    """True for errors of Dynamo, AOTAutograd or Inductor, False for the user's own mistakes found
-    while tracing."""
+    """Returns True for errors of Dynamo, AOTAutograd or Inductor, False for mistakes in the model
+    that tracing found."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._inductor.exc import InductorError
 
-    by_compiler = isinstance(error, TorchDynamoException | InductorError)
-    return by_compiler and not isinstance(error, TorchRuntimeError)
+    from_compiler = isinstance(error, TorchDynamoException | InductorError)
+    return from_compiler and not isinstance(error, TorchRuntimeError)

@@ -1,12 +1,11 @@
-"""The whole step as one CUDA graph: forward, backward, clipping, optimizer and averages, launched
-by one call.
+"""Captures the whole step as one CUDA graph: forward, backward, clipping, optimizer and averages,
+launched by one call.
 
-A step of small kernels is bound by launching them; replaying a graph launches all at once. Batches
-are copied into static buffers, learning rate and EMA weight are device scalars, noise is a function
-of the stream position, and the optimizer decides on the device, so nothing in the step needs the
-host.
+Launching limits a step of small kernels; replaying a graph launches them all at once. Batches are
+copied into static buffers, learning rate and EMA weight are device scalars, noise is a function of
+the stream position, and the optimizer decides on the device, so nothing in the step needs the host.
 
-What it costs: the memory of one step stays reserved, and shapes are fixed. What it buys: the gaps
+What it costs: the memory of one step stays reserved, and shapes are fixed. What it buys: no gaps
 between kernels. It needs the fused optimizer. Speed: not measured yet.
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -28,8 +27,7 @@ from common.errors import UserError
 from common.text import shorten_error
 
 SINGLE_LAUNCHES = ("cudaLaunchKernel", "__cudaLaunchKernel", "cuLaunchKernel")
-"""The profiler begins the name of each call that launches one kernel with one of these; CUDA 13
-added underscores."""
+"""Prefixes of the profiler's names for calls that launch one kernel; CUDA 13 added underscores."""
 GraphedUpdate = Callable[[Sequence[Any]], Any]
 
 
@@ -97,17 +95,17 @@ class CudaGraph(Technique):
 
 
 class CapturedUpdate:
-    """`update(batches) -> named tuple of device scalars`, run as it is until `armed`, then captured
-    and replayed.
+    """An `update(batches) -> named tuple of device scalars` that runs uncaptured until `armed`,
+    then captures and replays.
 
-    Batches are named tuples of tensors and must keep their number and shapes. Everything runs on
-    one side stream, so that what autograd keeps from the calls before belongs to the stream of the
-    capture. At least one call must come before the capture: what it makes (moments, workspaces,
-    kernels) must not be made anew by each replay.
+    Batches are named tuples of tensors and must keep their number and shapes. All calls run on one
+    side stream, so that tensors which autograd keeps from earlier calls belong to the stream of the
+    capture. At least one call must come before the capture: it creates moments, workspaces and
+    kernels, which a replay must not create again.
 
-    ValueError if the step cannot be captured. That ends a run, and what is measured after it in the
-    same process counts for nothing: some versions of PyTorch leave the memory allocator in the
-    state of a capture.
+    ValueError if the step cannot be captured. The run must then end, and later measurements in the
+    same process are invalid: some versions of PyTorch leave the memory allocator in the state of a
+    capture.
     """
 
     buffers: list[Tensor]
@@ -129,33 +127,37 @@ class CapturedUpdate:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.calls += 1
             return output
+
         graph = self.graph or self.capture(batches)
-        given = [t for batch in batches for t in batch]
-        assert [t.shape for t in given] == [t.shape for t in self.buffers], (
+        tensors = [t for batch in batches for t in batch]
+        assert [t.shape for t in tensors] == [t.shape for t in self.buffers], (
             "a captured step has one shape"
         )
-        torch._foreach_copy_(self.buffers, given, non_blocking=True)
+        torch._foreach_copy_(self.buffers, tensors, non_blocking=True)
         graph.replay()
-        return self.kind(*self.result.clone().unbind())  # the next replay overwrites the result
+        # Clone, because the next replay overwrites the result.
+        return self.kind(*self.result.clone().unbind())
 
     def capture(self, batches: Sequence[Any]) -> torch.cuda.CUDAGraph:
+        """Captures the update on copies of `batches`, which become the static buffers."""
         assert self.calls > 0
         static = [type(batch)(*(t.clone() for t in batch)) for batch in batches]
         graph = torch.cuda.CUDAGraph()
         failure = None
         current = torch.cuda.current_stream()
         try:
-            # Loaders may copy on streams of their own meanwhile: only this thread's calls can break
-            # the capture.
+            # "thread_local": loaders may copy on other streams meanwhile without breaking the
+            # capture.
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 try:
                     output = self.inner(static)
                     self.result = torch.stack([t.float() for t in output])
                 except Exception as error:
-                    failure = error  # leaving the context raises another, which says less
+                    # The exit of the context raises another error, which says less.
+                    failure = error
                     raise
         except Exception as error:
-            # PyTorch's context raises before it leaves the stream of the capture
+            # PyTorch's context raises before it restores the stream.
             torch.cuda.set_stream(current)
             cause = shorten_error(failure or error)
             raise UserError(

@@ -1,9 +1,10 @@
-"""cuDNN autotuner: tries every convolution algorithm once per shape and keeps the fastest.
+"""Switches cuDNN's autotuner: it tries every convolution algorithm once per shape and keeps the
+fastest.
 
 What it costs: a slower first step for each new shape, and run-to-run determinism. It acts on dense
-convolutions: those of a denoiser that has some, and those of the autoencoder in
-`precompute_latents.py`, where it stays off unless `same_bytes=false` lets a job that goes on end
-with other bytes. Samples are drawn without it, for the same reason. Speed: not measured yet.
+convolutions of a denoiser, and of the autoencoder in `precompute_latents.py`, where it stays off
+unless `same_bytes=false` allows a resumed job to end with other bytes. Sampling does without it for
+the same reason. Speed: not measured yet.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class CudnnBenchmark(Technique):
     plan_note = "it tries convolutions once, in warm-up"
     nondeterministic = True
     chosen: Set[str] = frozenset()
-    """Names of kernels that a step runs with the autotuner only."""
+    """Names of kernels that a step runs only with the autotuner."""
 
     def find_obstacle(self) -> str | None:
-        found = torch.backends.cudnn.is_available()
-        if self.device.type != "cuda" or not is_available("cuDNN", found):
+        has_cudnn = torch.backends.cudnn.is_available()
+        if self.device.type != "cuda" or not is_available("cuDNN", has_cudnn):
             return (
                 "The cuDNN autotuner needs cuDNN on an NVIDIA GPU; this run is on "
                 f"{self.device.type}."

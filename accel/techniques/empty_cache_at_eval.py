@@ -1,10 +1,9 @@
-"""Gives the allocator's unused memory back before and after evaluation and sampling, and at no
-other time.
+"""Returns the allocator's unused memory to the driver before and after evaluation and sampling, and
+at no other time.
 
-Their tensors have other sizes than training's, so the two leave fragments for each other. What it
-costs: training asks the driver for its memory again after each evaluation, some milliseconds. Doing
-it every step is a mistake:
-guides call that a slowdown (docs/techniques.md).
+Tensors of evaluation and of training differ in size, so each leaves fragmented memory for the
+other. What it costs: training asks the driver for its memory again after each evaluation, some
+milliseconds. Emptying the cache in every step would slow training down (docs/techniques.md).
 """
 
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ class EmptyCacheAtEval(Technique):
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no cache to empty")
-        # freed at once, so there is something to give back
+        # A tensor that is freed at once, so that there is memory to return.
         torch.empty(2**26, dtype=torch.uint8, device=self.device)
         before = torch.cuda.memory_reserved(self.device)
         with self.surround_evaluation():

@@ -1,14 +1,14 @@
-"""Products of large layers in 8 bits, for `precision=fp8`: torchao's float8 training, inside bf16
-autocast.
+"""Computes products of large layers in 8 bits, for `precision=fp8`: torchao's float8 training,
+inside bf16 autocast.
 
-Exchanged are the `nn.Linear` layers inside the model's blocks with at least 1,024 inputs and more
-than 1,024 outputs, both multiples of 16, as 8-bit products ask for. Never embeddings, the time
-conditioning or the final layer: they stand outside the blocks. Weights stay fp32 parameters under
-their own names; scales are computed on the device in each pass.
+It converts the `nn.Linear` layers in the model's blocks with at least 1,024 inputs and more than
+1,024 outputs, both multiples of 16, as 8-bit products require; not embeddings, the time
+conditioning or the final layer, which are outside the blocks. Weights stay fp32 parameters under
+their own names; each pass computes scales on the device.
 
-Where the limits come from: torchao's own filters (`_auto_filter_for_recipe`, by its measurements on
-H100). For "tensorwise" it leaves out layers with at most 1,024 outputs unless they have more than
-4,096 inputs; for "rowwise" also those with at most 2,048 outputs or 1,024 inputs; it has none for
+The limits come from torchao's own filters (`_auto_filter_for_recipe`, by its measurements on H100).
+For "tensorwise" it leaves out layers with at most 1,024 outputs unless they have more than 4,096
+inputs; for "rowwise" also those with at most 2,048 outputs or 1,024 inputs; it has none for
 "rowwise_with_gw_hp". Whether it pays for these models is not measured, and none of it has run on a
 GPU yet: the tests run the same code on a CPU, which emulates the products.
 References: https://github.com/pytorch/ao/tree/main/torchao/float8 and Micikevicius et al. 2022,
@@ -30,16 +30,16 @@ from accel.technique import blocks_of
 from common.libraries import silence_libraries
 
 MIN_FEATURES = 1024
-"""Inputs that a layer must have; of outputs it must have more."""
+"""Least number of inputs of a layer; it must have more outputs than this."""
 SIZE_MULTIPLE = 16
-"""Of inputs, outputs and tokens, in 8-bit products on a GPU."""
+"""Divisor that inputs, outputs and tokens must have for 8-bit products on a GPU."""
 BACKWARD = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}
-"""Recipe -> 8-bit products in a layer's backward pass; the last computes the weight's gradient in
-bf16."""
+"""Recipe -> number of 8-bit products in a layer's backward pass; the last recipe computes the
+weight's gradient in bf16."""
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Why 8-bit products cannot be had on `device`, as a sentence."""
+    """Returns a sentence that says why `device` cannot compute 8-bit products; None if it can."""
     instead = "use runtime.precision=bf16"
     if device.type != "cuda":
         return (
@@ -54,8 +54,8 @@ def find_obstacle(device: torch.device) -> str | None:
 
 
 def is_large(layer: nn.Module) -> bool:
-    """Whether a layer's products go to 8 bits. A class derived from `nn.Linear` computes in its own
-    way, and stays."""
+    """Returns whether a layer computes its products in 8 bits. A subclass of `nn.Linear` may
+    compute in another way, and stays unchanged."""
     if type(layer) is not nn.Linear:
         return False
     sizes = (layer.in_features, layer.out_features)
@@ -67,7 +67,7 @@ def is_large(layer: nn.Module) -> bool:
 
 
 def cast_input(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
-    """Under autocast a layer's input has its dtype. torchao sees to that on a GPU only."""
+    """Casts a layer's input to autocast's dtype, which torchao does on a GPU only."""
     kind = inputs[0].device.type
     if not torch.is_autocast_enabled(kind):
         return None
@@ -75,27 +75,29 @@ def cast_input(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None
 
 
 class Float8Layers:
-    """The layers of a model that compute in 8 bits; the constructor exchanges them."""
+    """The layers of a model that compute in 8 bits; the constructor converts them."""
 
     def __init__(self, model: nn.Module, recipe: str) -> None:
         self.recipe = recipe
-        blocks = list(blocks_of(model)) if hasattr(model, "blocks") else []  # an encoder has none
+        # An encoder has no blocks.
+        blocks = list(blocks_of(model)) if hasattr(model, "blocks") else []
         chosen = [[m for m in block.modules() if is_large(m)] for block in blocks]
         self.large = [len(layers) for layers in chosen]
-        """Of each block, how many of its layers shall compute in 8 bits; not how many were
-        exchanged."""
+        """Number of layers in each block that should compute in 8 bits, whether or not they were
+        converted."""
         self.count = sum(isinstance(m, nn.Linear) for block in blocks for m in block.modules())
         if any(chosen):
             ids = {id(m) for layers in chosen for m in layers}
             self.convert_layers(blocks_of(model), ids, getattr(model, "tokens", 1))
 
     def convert_layers(self, blocks: nn.ModuleList, chosen: set[int], tokens: int) -> None:
+        """Converts the layers whose ids are `chosen`."""
         with silence_libraries():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             config: Any = Float8LinearConfig.from_recipe_name(self.recipe)
-            # The weight's gradient sums over the tokens of a micro-batch, whose number must be a
-            # multiple too.
+            # The weight's gradient sums over the tokens of a micro-batch, which must be a multiple
+            # of 16 too, or be padded.
             config = replace(config, pad_inner_dim=tokens % SIZE_MULTIPLE != 0)
             before = set(blocks.modules())
             convert_to_float8_training(
@@ -105,33 +107,34 @@ class Float8Layers:
             layer.register_forward_pre_hook(cast_input)
 
     def observe(self, evidence: Evidence) -> tuple[bool, str]:
-        """Whether every large layer ran all its products in 8 bits, forward and backward, and what
-        was seen.
+        """Returns whether every large layer ran all its products in 8 bits, forward and backward,
+        and a note.
 
-        Recomputation repeats the forward products; a compiler leaves out the last one of a block,
-        whose result is the block's own.
+        Recomputation repeats the forward products; a compiler omits the last one of a block, whose
+        result is the block's output.
         """
         ran = evidence.count_dtypes([EIGHT_BIT]).total()
         wanted = 0
         repeated = 0
-        good = 0
+        converted = 0
         for layers, calls in zip(self.large, evidence.blocks, strict=False):
-            good += min([layers, *(call.ops[EIGHT_BIT] for call in calls)]) if calls else 0
+            converted += min([layers, *(call.ops[EIGHT_BIT] for call in calls)]) if calls else 0
             wanted += sum(layers * self.count_products(call) for call in calls)
             repeated += sum(call.trains and call.recomputes for call in calls) * bool(layers)
         compiled = any(op.startswith(REGION) for op in evidence.ops)
         complete = ran == wanted or (compiled and ran == wanted - repeated)
         note = f"{ran} of {evidence.products.total()} products in fp8 ({self.recipe})"
         note += "" if complete else f", {wanted} meant to be"
-        note += f"; {good} of {sum(self.large)} large layers ran forward in fp8"
+        note += f"; {converted} of {sum(self.large)} large layers ran forward in fp8"
         note += " (in an uncompiled step)" * evidence.blocks_uncompiled
-        return complete and good == sum(self.large), note
+        return complete and converted == sum(self.large), note
 
     def count_products(self, call: BlockEvidence) -> int:
-        """8-bit products of each layer that a call of its block brings with it."""
+        """Counts the 8-bit products of one layer for one call of its block, forward and
+        backward."""
         return 1 + (BACKWARD[self.recipe] + call.recomputes if call.trains else 0)
 
     def describe_too_small(self) -> str:
-        """Why there is none."""
+        """Returns why no layer computes in 8 bits."""
         sizes = f"{MIN_FEATURES:,} inputs, more than {MIN_FEATURES:,} outputs, both multiples of {SIZE_MULTIPLE}"
         return f"0 of {self.count} layers are large enough for fp8: {sizes}"

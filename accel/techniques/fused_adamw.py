@@ -1,11 +1,10 @@
-"""Fused AdamW: one kernel for all parameters, with gradient clipping and the skipping of bad steps
-decided on device.
+"""Fused AdamW: one kernel updates all parameters, clips gradients and skips bad steps, decided on
+the device.
 
 What it costs: nothing. What it buys: one pass over parameters, gradients and moments instead of a
-dozen, and no host
-sync: `training/step.py` hands it the clipping factor in `grad_scale` and a non-finite norm in
-`found_inf`, and then parameters and moments stay bit for bit what they were. Speed on a GPU: not
-measured yet.
+dozen, and no host sync: `training/step.py` passes the clipping factor as `grad_scale` and a flag
+for a non-finite norm as `found_inf`; a skipped step leaves parameters and moments bit for bit
+unchanged. Speed on a GPU: not measured yet.
 """
 
 from typing import Any

@@ -1,13 +1,12 @@
-"""Fused Triton kernels in the place of their PyTorch references: one key each.
+"""Fused Triton kernels that replace their PyTorch definitions, one key each.
 
-Off, the reference is called directly, so that the compiler can fuse it with what surrounds it. On,
-one operator with its own backward pass is called. `true` and `auto` launch nothing that
-accel/proof.py has not proved on the run's own
-device: `true` asks for parity with the definition alone, `auto` also for a block that is not slower
-with the kernel.
+Off, the model calls the definition directly, so that a compiler can fuse it with its neighbours.
+On, the model calls one operator with its own backward pass. `true` and `auto` launch only kernels
+that accel/proof.py has proved on the run's own device: `true` requires parity with the definition,
+`auto` also a block that is not slower with the kernel.
 
-What it costs: a trial of a minute or so for each new model, batch, GPU or version. What it buys:
-time, which the trial measures, and memory, for a kernel keeps less for the backward pass.
+What it costs: a trial of about a minute for each new model, batch, GPU or version. What it buys:
+time, which the trial measures, and memory, because a kernel saves less for the backward pass.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of, fi
 
 
 class FusedKernel(Technique):
+    """A technique that replaces a definition by a proved kernel."""
+
     op: str
-    """The op of accel/kernels that the key exchanges; its kernels are called `<op>_kernel…`."""
+    """The op of accel/kernels that it replaces; the names of its kernels start with `<op>_`."""
     other_ops: tuple[str, ...] = ()
-    """Other ops that it exchanges in models that have them in the place of `op`."""
+    """Other ops that it replaces, in models that use them instead of `op`."""
     loss_rtol = 1e-2
     in_sampling = True
     plan_note = "it is planned as on; the trial on the GPU decides"
@@ -40,11 +41,11 @@ class FusedKernel(Technique):
         cls.savings = (Saving({cls.key: AUTO}, "nothing: kernels", 0),)
 
     def asks_for_proof(self, model: torch.nn.Module) -> bool:
-        """Whether the key is wanted and the model has something that it exchanges."""
+        """Returns whether the technique is on and the model has something to replace."""
         return self.enabled and bool(find_switches(blocks_of(model), self.key))
 
     def settle(self, proof: Proof) -> None:
-        """Takes the decision that was asked for."""
+        """Takes over the decision of a trial."""
         self.value = proof.on
         self.proof = proof
 
@@ -77,13 +78,15 @@ class FusedKernel(Technique):
         if self.enabled and not self.switches:
             return Observation(UNUSED, f"the model has no {either}")
 
-        # CUDA's own compiler puts the type that a kernel returns before its name.
+        # For kernels compiled by nvcc the profiler's name starts with the return type.
         kernels = tuple(f"{op}_" for op in ops)
         launches = sum(
             n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)
         )
-        ours = tuple(f"fastlatent::{op}" for op in ops)
-        called = evidence.check_blocks(lambda call: any(op.startswith(ours) for op in call.ops))
+        operators = tuple(f"fastlatent::{op}" for op in ops)
+        called = evidence.check_blocks(
+            lambda call: any(op.startswith(operators) for op in call.ops)
+        )
         everywhere = sum(called) >= min(len(called), len(self.switches))
         active = launches > 0 and everywhere
         seen = f"{launches} launches of its kernels in one step"
@@ -99,7 +102,7 @@ class FusedKernel(Technique):
 
 
 class FusedAddNorm(FusedKernel):
-    """add + gate + norm + modulate in one pass over the residual stream."""
+    """Add, gate, norm and modulate in one pass over the residual stream."""
 
     key = "fused_add_norm"
     summary = "Triton: add, gate, norm and modulate in one pass"
@@ -125,7 +128,7 @@ class FusedConv(FusedKernel):
 
 
 class FusedSwiglu(FusedKernel):
-    """Activation and product of a SwiGLU in one kernel, and one gradient for both of its halves."""
+    """Activation and product of a SwiGLU in one kernel, with one gradient for both halves."""
 
     key = "fused_swiglu"
     summary = "Triton: activation and product of the SwiGLU"
@@ -133,7 +136,7 @@ class FusedSwiglu(FusedKernel):
 
 
 class FusedRope(FusedKernel):
-    """Norm and rotary embedding of queries and keys in one kernel, and one gradient for queries,
+    """Norm and rotary embedding of queries and keys in one kernel, with one gradient for queries,
     keys and values."""
 
     key = "fused_rope"
