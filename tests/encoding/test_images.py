@@ -171,6 +171,8 @@ def test_reasons_hold_no_addresses_and_no_paths(tmp_path: Path):
         "cut.png": whole[:2000],
         "damaged.png": whole[:60] + b"junk" * 9 + whole[100:],
     }
+
+    # the same files in two folders, as on two machines
     reasons = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()

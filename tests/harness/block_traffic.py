@@ -179,6 +179,7 @@ def main() -> None:
         cfg, words = split_words(TrafficConfig, sys.argv[1:], __doc__ or "")
         node = compose(words).cfg.model
         counted = count_block(lambda: build(node, "model", **LATENTS), tuple(cfg.off))
+
     tokens = LATENTS["height"] * LATENTS["width"] // node["patch_size"] ** 2
     rows: list[tuple[Any, ...]] = [
         ("op", "calls, forward", "bytes a token", "calls, backward", "bytes a token")

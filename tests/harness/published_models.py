@@ -68,6 +68,7 @@ def draw_weights(shape: Shape, seed: int = 0) -> Weights:
         "final_layer.linear": (values, D),
     }
     norms = ["final_layer.norm_final"]
+
     hidden = shape.hidden
     expand, contract = ("w12", "w3") if shape.lightning else ("fc1", "fc2")
     for i in range(shape.depth):
@@ -82,10 +83,13 @@ def draw_weights(shape: Shape, seed: int = 0) -> Weights:
         norms += [f"{block}.norm1", f"{block}.norm2"]
         if shape.qk_norm:
             sizes |= {f"{block}.attn.{part}_norm.weight": (D // shape.heads,) for part in "qk"}
+
     for name, size in linears.items():
         sizes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
     if shape.lightning:
         sizes |= {f"{name}.weight": (D,) for name in norms}
+
+    # norms are near one, as in trained weights
     generator = torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(size, generator=generator) * 0.15 for name, size in sizes.items()}
     for name in weights:
@@ -156,6 +160,7 @@ def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tenso
     angles = t[:, None] / 10000 ** (torch.arange(128) / 128)
     sinusoids = torch.cat((angles.cos(), angles.sin()), 1)
     time = linear(w, "t_embedder.mlp.2", F.silu(linear(w, "t_embedder.mlp.0", sinusoids)))
+    # the condition of all blocks
     c = F.silu(time + w["y_embedder.embedding_table.weight"][y])
     for i in range(shape.depth):
         modulation = linear(w, f"blocks.{i}.adaLN_modulation.1", c)[:, None].chunk(6, -1)
@@ -166,6 +171,8 @@ def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tenso
         h = norm(w, f"blocks.{i}.norm2", tokens) * (1 + scale) + shift
         tokens = tokens + gate * mlp(w, f"blocks.{i}.mlp", h)
     shift, scale = linear(w, "final_layer.adaLN_modulation.1", c)[:, None].chunk(2, -1)
+
+    # of 2·C channels with sigma, the first C are the velocity
     h = norm(w, "final_layer.norm_final", tokens) * (1 + scale) + shift
     out = linear(w, "final_layer.linear", h)
     out = out.view(len(x), rows, rows, P, P, -1)[..., : shape.channels]

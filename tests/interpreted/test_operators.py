@@ -74,6 +74,8 @@ def test_outputs_begin_at_a_multiple_of_16_bytes_and_share_no_memory(operator, m
     with Launching() as launching:
         run_both_ways(fused, inputs)
     assert launching.calls
+
+    # fake tensors promise compiled code where outputs lie
     for name, arguments, outputs in launching.calls:
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]

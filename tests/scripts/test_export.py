@@ -123,6 +123,8 @@ def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path)
     with torch.no_grad():
         expected = DiffusersAutoencoder(str(vae)).decode(latents)
         assert torch.equal(theirs.decode(latents).sample, expected)
+
+    # the pipeline checks a decoder before it draws
     facts = read_latents(folder)
     check = load_code(folder / "pipeline.py").check_decoder
     check(theirs, facts)
@@ -132,6 +134,8 @@ def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path)
             match=r"need taef2 with its global branches. AutoencoderTiny .* wrong colours",
         ):
             check(wrong, facts)
+
+    # a folder without the autoencoder does not suggest to decode in diffusers
     export_to(tmp_path / "named", weights=weights, include_autoencoder=False)
     card = (tmp_path / "named" / "README.md").read_text()
     assert "vae=" not in card
@@ -214,11 +218,14 @@ def test_stock_diffusers_draws_the_same_images(tmp_path):
     weights = fill_zero_layers(training.model).state_dict()
     save_file(weights, file, make_header(header, "ema"))
     folder = export_to(tmp_path / "out", weights=str(file))
+
+    # Hugging Face copies the folder's code to HF_HOME; PYTHONPATH would show our packages
     environment = os.environ | {"HF_HOME": str(tmp_path / "hub")}
     environment.pop("PYTHONPATH", None)
     command = [sys.executable, "-c", STOCK, str(folder), str(tmp_path / "drawn.npz")]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
     theirs = np.load(tmp_path / "drawn.npz")
     ours = load_run(file, device="cpu")
     settings = {"guidance": 1.5, "guidance_interval": [0.1, 0.9], "steps": 3, "shift": 2.0}

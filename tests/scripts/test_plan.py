@@ -117,6 +117,8 @@ def test_the_largest_model_fits_and_one_step_more_does_not(
     fsdp = "runtime=eager runtime.parallel.mode=fsdp"
     ways = f"ways=[runtime=eager,{fsdp},runtime=eager optim=nothing]"
     main(["largest", *words, "hardware=a10", "gpus=2", ways])
+
+    # lines 1 and 2 are the ways that are available, each with its largest depth
     lines = capsys.readouterr().out.splitlines()
     sizes = [int(line.partition(" ")[0].removeprefix("depth=")) for line in lines[1:3]]
     for size, way, gpus in ((sizes[0], "runtime=eager", 1), (sizes[1], fsdp, 2)):
