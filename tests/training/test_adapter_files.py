@@ -265,7 +265,7 @@ def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):
     assert (loaded.mean, loaded.std) == (spec.mean, spec.std)
     scaled = dataclasses.replace(cfg, data=cfg.data | {"normalisation": "scale_shift"})
     with pytest.raises(
-        ValueError, match="normalised otherwise than the data's; use model=pretrained"
+        ValueError, match="with another normalisation than the data's; use model=pretrained"
     ):
         assemble(scaled, CPU)
 
