@@ -20,7 +20,6 @@ from encoding.images import (
     decode_image,
     describe_error,
 )
-from encoding.sources import list_images
 
 
 def encode(image: Image.Image, kind: str = "PNG", **settings: object) -> bytes:
@@ -200,16 +199,3 @@ def test_an_image_for_which_memory_does_not_suffice_is_not_left_out(
     monkeypatch.setattr(ImageFile.ImageFile, "load", exhaust_memory)
     item = DecodedImages([ImageEntry("a.png", 0, str(tmp_path / "a.png"), 0, 100)], 8)[0]
     assert isinstance(item, OSError)
-
-
-def test_class_folders_are_listed_by_name(tmp_path: Path):
-    for name in ("b/2.png", "b/10.PNG", "a/deep/x.jpeg", "a/notes.txt", "c/readme", "top.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"12345")
-    images = list_images(tmp_path)
-    labels = [(entry.key, entry.label) for entry in images.entries]
-    assert labels == [("a/deep/x.jpeg", 0), ("b/10.PNG", 1), ("b/2.png", 1)]
-    assert images.class_names == ["a", "b"]  # an empty folder is no class
-    before = images.sha256()
-    (tmp_path / "b" / "2.png").write_bytes(b"123456")
-    assert list_images(tmp_path).sha256() != before
