@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.digits import DigitLatents
-from tests.harness.outcomes import read_lines
+from tests.harness.outcomes import are_equal, read_lines
 from training.checkpoint.load import find_damage, list_complete
 
 pytestmark = pytest.mark.gpu
@@ -29,10 +29,6 @@ def read_tensors(run: Path, step: int, name: str = "model") -> dict[str, torch.T
     return load_file(run / "checkpoints" / f"step-{step}" / f"{name}.safetensors")
 
 
-def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_a_save_beside_captured_steps_is_of_its_step(run, tmp_path):
     """The copies are queued between two replays, which write to the same addresses."""
     words = [*MANY_STEPS, *GRAPH, "deterministic=true"]
@@ -42,7 +38,7 @@ def test_a_save_beside_captured_steps_is_of_its_step(run, tmp_path):
         assert find_damage(checkpoint) is None
         step = int(checkpoint.name.removeprefix("step-"))
         for name in ("model", "ema", "rank-0-of-1"):
-            assert_equal(*(read_tensors(tmp_path / run, step, name) for run in ("one", "two")))
+            assert are_equal(*(read_tensors(tmp_path / run, step, name) for run in ("one", "two")))
 
 
 @pytest.mark.parametrize("words", [[], GRAPH], ids=["eager", "captured"])
@@ -63,7 +59,7 @@ def test_bad_steps_are_skipped_on_the_device(words, run, tmp_path, monkeypatch):
     # The norms of a few of the 40 steps may look like spikes.
     assert len(skipped) <= 4
     for step in (20, 30):
-        assert_equal(*(read_tensors(tmp_path / "run", number) for number in (step - 1, step)))
+        assert are_equal(*(read_tensors(tmp_path / "run", number) for number in (step - 1, step)))
 
 
 def test_memory_that_runs_out_is_explained(run, tmp_path):

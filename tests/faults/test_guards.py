@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data.digits import DigitLatents
-from tests.harness.outcomes import list_checkpoints, read_columns, read_lines
+from tests.harness.outcomes import are_equal, list_checkpoints, read_columns, read_lines
 from tests.harness.zygote import HANG
 from training import failures
 from training.checkpoint.files import flatten
@@ -62,8 +62,8 @@ def states(monkeypatch) -> list[list[torch.Tensor]]:
 def assert_skipped(states: list[list[torch.Tensor]], step: int) -> None:
     """This step must leave every bit as it was, and the next one must not."""
     before, after, later = states[step - 2 : step + 1]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(after, later, strict=True))
+    assert are_equal(before, after)
+    assert not are_equal(after, later)
 
 
 @pytest.mark.fault(

@@ -16,7 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from common.files import ROOT, rename, write_atomically
-from tests.harness.outcomes import TWELVE_STEPS, list_checkpoints, read_lines, read_outcome
+from tests.harness.outcomes import (
+    TWELVE_STEPS,
+    are_equal,
+    list_checkpoints,
+    read_lines,
+    read_outcome,
+)
 from tests.harness.words import TINY_RUN
 from tests.harness.zygote import HANG
 from train import train
@@ -300,8 +306,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     for name in ("model", "ema", "rank-0-of-1"):
         file = f"checkpoints/step-7/{name}.safetensors"
         late, direct = (load_file(tmp_path / run / file) for run in ("background", "foreground"))
-        assert late.keys() == direct.keys()
-        assert all(torch.equal(late[key], direct[key]) for key in late)
+        assert are_equal(late, direct)
 
 
 @pytest.mark.fault(
@@ -360,10 +365,8 @@ def test_the_written_format_is_safetensors(tmp_path):
     file = tmp_path / "x.safetensors"
     described = write_tensors(file, tensors, {"a": "b"})
     copies = load_file(file)
-    assert copies.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert copies[name].dtype == tensor.dtype
-        assert torch.equal(copies[name], tensor)
+    assert are_equal(copies, tensors)
+    assert [copies[name].dtype for name in tensors] == [t.dtype for t in tensors.values()]
     assert hash_from_disk(file, lambda: None) == (described["bytes"], described["sha256"])
     with pytest.raises(TypeError, match="complex64"):
         write_tensors(file, {"c": torch.zeros(1, dtype=torch.complex64)}, {})

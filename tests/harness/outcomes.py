@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ TIMING = (
 )
 
 
+Tensors = Iterable[Any] | Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The part of a run that no interruption may change."""
@@ -76,6 +80,15 @@ def read_outcome(folder: Path) -> Outcome:
         for line in read_lines(folder)
     ]
     return Outcome(digest.hexdigest(), metrics)
+
+
+def are_equal(tensors: Tensors, others: Tensors) -> bool:
+    """Whether tensors, in a row or by name, have the same bits."""
+    if isinstance(tensors, Mapping) and isinstance(others, Mapping):
+        return tensors.keys() == others.keys() and are_equal(
+            tensors.values(), (others[name] for name in tensors)
+        )
+    return all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from common.files import ROOT
-from tests.harness.outcomes import FOUR_STEPS, read_columns
+from tests.harness.outcomes import FOUR_STEPS, are_equal, read_columns
 from tests.harness.sets import cover_pairs
 from tests.harness.zygote import read_output
 
@@ -93,10 +93,6 @@ def assert_same_metrics(folder: Path, expected: Path, *names: str, rtol: float =
 
 def read_weights(folder: Path, step: int, name: str = "ema") -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"step-{step}" / f"{name}.safetensors")
-
-
-def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +272,7 @@ def test_fsdp_offloads_activations_and_no_gathered_weights(words, run_ranks, tmp
 def test_an_evaluation_leaves_no_trace_where_parameters_stay_gathered(run_ranks, tmp_path):
     for every in ("0", "1"):
         run_ranks(tmp_path / every, FSDP, RESHARD, "save_every=4", f"eval_every={every}")
-    assert_equal(*(read_weights(tmp_path / every, 4, "model") for every in ("0", "1")))
+    assert are_equal(*(read_weights(tmp_path / every, 4, "model") for every in ("0", "1")))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +328,7 @@ def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode, run_ranks,
     assert sum(skipped) == 1
     bad = skipped.index(1)
     assert bad > 0
-    assert_equal(*(read_weights(folder, step, "model") for step in (bad, bad + 1)))
+    assert are_equal(*(read_weights(folder, step, "model") for step in (bad, bad + 1)))
 
 
 @pytest.mark.fault(

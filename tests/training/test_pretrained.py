@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.harness.outcomes import are_equal
 from tests.harness.sets import save_named_set
 from tests.harness.steps import tiny_training
 from training.assemble import Training, restore
@@ -22,7 +23,7 @@ def test_weights_of_another_run_start_a_new_one(run, tmp_path):
     ema = load_file(tmp_path / "run/checkpoints/step-2/ema.safetensors")
     summary = run(f"init_from={tmp_path / 'run'}", "optim.lr=0", "save_every=2", folder="second")
     weights = load_file(Path(summary["checkpoint"]) / "model.safetensors")
-    assert all(torch.equal(weights[name], value) for name, value in ema.items())
+    assert are_equal(weights, ema)
 
 
 def make_training(folder: Path, names: list[str], *words: str) -> Training:
@@ -81,7 +82,7 @@ def test_fine_tuning_keeps_the_label_rows_of_equal_names(then, now, rows, senten
         old_table = trained["label_embed.table.weight"]
         expected = [fresh[i] if row is None else old_table[row] for i, row in enumerate(rows)]
         assert torch.equal(table, torch.stack(expected))
-        assert all(torch.equal(value, trained[name]) for name, value in state.items())
+        assert are_equal(state, {name: trained[name] for name in state})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.harness.outcomes import are_equal
 from tests.harness.steps import allow_any_precision, tiny_training
 from training.checkpoint.files import flatten
 from training.distributed.ranks import Ranks
@@ -29,7 +30,7 @@ def test_warm_up_leaves_no_trace():
         training.stack.warm_up(lambda: (torch.rand(3), training.take_step()), training.model.blocks)
         assert state.samples != samples
     after = copy_tensors(state)
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert are_equal(after, before)
     assert (training.loader.state_dict(), state.samples) == (position, samples)
 
 
@@ -54,8 +55,7 @@ def test_state_is_restored_in_place_where_a_graph_may_hold_on_to_it(optimizer):
     if optimizer != "SGD":
         assert all(a is b for a, b in zip(moments, list_moments(), strict=True))
     reference.take_step()
-    pairs = zip(training.model.parameters(), reference.model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert are_equal(training.model.parameters(), reference.model.parameters())
 
 
 def test_the_loss_scale_is_part_of_the_state(monkeypatch):

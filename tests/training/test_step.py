@@ -8,7 +8,7 @@ import torch
 from accel.techniques.precision import LossScaler
 from data.digits import DigitLatents
 from tests.harness.denoisers import fill_zero_layers, make_denoiser
-from tests.harness.outcomes import read_columns
+from tests.harness.outcomes import are_equal, read_columns
 from tests.harness.steps import (
     VARIANTS,
     allow_any_precision,
@@ -53,7 +53,7 @@ def test_fp16_finds_its_loss_scale_without_counting_it_as_failure(fused):
     step.scaler.scale.fill_(2.0**40)
     output = step([next(loader)])
     assert (output.skipped, output.backed_off) == (0.0, 1.0)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert are_equal(before, model.parameters())
     assert step.scaler.scale == 2.0**39
 
     # No scale helps where the loss itself is NaN.
@@ -64,7 +64,7 @@ def test_fp16_finds_its_loss_scale_without_counting_it_as_failure(fused):
     step.scaler.scale.fill_(1024.0)
     output = step([next(loader)])
     assert (output.skipped, output.backed_off) == (0.0, 0.0)
-    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not are_equal(before, model.parameters())
 
 
 def test_the_loss_scale_cancels():
@@ -165,7 +165,7 @@ def test_an_update_in_parts_has_the_same_bits(monkeypatch):
         parameter.data.mul_(1.1)
     for ema in (whole, parts):
         ema.update(torch.tensor(0.3))
-    assert all(torch.equal(a, b) for a, b in zip(whole.averages, parts.averages, strict=True))
+    assert are_equal(whole.averages, parts.averages)
 
 
 def test_the_averages_are_applied_and_taken_back_bit_for_bit():
@@ -176,9 +176,9 @@ def test_the_averages_are_applied_and_taken_back_bit_for_bit():
     parameters = [p.detach().clone() for p in model.parameters()]
     averages = [average.clone() for average in ema.averages]
     with ema.swap_in():
-        assert all(torch.equal(p, a) for p, a in zip(model.parameters(), averages, strict=True))
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), parameters, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(ema.averages, averages, strict=True))
+        assert are_equal(model.parameters(), averages)
+    assert are_equal(model.parameters(), parameters)
+    assert are_equal(ema.averages, averages)
 
 
 @pytest.mark.gpu
