@@ -124,7 +124,7 @@ def test_help_is_quick_and_lists_groups_with_examples():
 
 
 @pytest.mark.parametrize(
-    ("program", "words"), [("precompute_latents.py", "out=x"), ("scripts.sample", "guidance")]
+    ("program", "words"), [("precompute_latents.py", "encoder=sd"), ("scripts.sample", "guidance")]
 )
 def test_other_commands_have_help(program, words):
     output = run_command("--help", program=program)
@@ -177,7 +177,7 @@ def test_a_typo_inside_an_experiment_file_is_refused(content, sentence, monkeypa
     try:
         file.write_text("# @package _global_\n# A typo.\n" + content)
         with pytest.raises(ValueError, match=re.escape(sentence)):
-            compose(["experiment=typo_for_a_test"])
+            train(compose(["experiment=typo_for_a_test"]))
     finally:
         file.unlink()
 
