@@ -141,7 +141,7 @@ class Keys:
         return torch.cat([self.take(f"{name}.bias", rows)[:, None], weight], dim=1)
 
     def refuse_rest(self) -> None:
-        """ValueError if a tensor is left that nobody took."""
+        """Checks that all tensors were taken; ValueError if one is left."""
         if self.remaining:
             first, *others = self.remaining
             more = f", and {len(others)} more" if others else ""

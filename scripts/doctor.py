@@ -2,12 +2,12 @@
 
     python -m scripts.doctor             prints a table
     python -m scripts.doctor --json      prints the same for programs
-    python -m scripts.doctor --measure   with measured rates: products by precision, memory traffic
+    python -m scripts.doctor --measure   also measures rates: products by precision, memory traffic
     python -m scripts.doctor --kernels model=mamba_b data=synthetic batch_size=256
                                          tries the fused kernels as that run of train.py would, and
                                          says what it would choose
     python -m scripts.doctor --as a100 b200
-                                         what GPUs that are not here would have
+                                         lists what other GPUs support
 
 All answers come from the machine and from the techniques' own checks, none from a list.
 """

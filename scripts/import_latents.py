@@ -318,7 +318,7 @@ def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
-    """ValueError if the encoder cannot have made these latents."""
+    """Checks that the encoder can have made these latents; ValueError if not."""
     from common.text import shorten_error
 
     latents = chunk["latents"][:4]

@@ -66,7 +66,7 @@ class WeightsConfig:
     """Width of a head, for models whose sizes were never published."""
 
     def check(self) -> None:
-        """ValueError for keys that are missing or contradict each other."""
+        """Checks the keys; ValueError if some are missing or contradict each other."""
         # A run without its encoder or normalisation would draw noise, so nothing is guessed.
         hints = {
             "source": "<file>.pt or .safetensors",

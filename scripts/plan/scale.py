@@ -49,7 +49,7 @@ class ScaleConfig:
     """Model FLOPs utilisation of one GPU, from a run's summary or `bench step`."""
 
     def check(self) -> None:
-        """ValueError for values for which no prediction is possible."""
+        """Checks the keys; ValueError for values for which no prediction is possible."""
         if not self.gpus or min(self.gpus) < 1 or self.batch_per_gpu < 1:
             raise UserError(
                 f"gpus={self.gpus} and batch_per_gpu={self.batch_per_gpu} must be at least 1."
