@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def list_paths(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
         yield from list_paths(tree[key], (*above, key))
 
 
-def follow(tree: Any, path: tuple[Any, ...]) -> Any:
+def follow(tree: Any, path: Iterable[Any]) -> Any:
     for key in path:
         tree = tree[key]
     return tree

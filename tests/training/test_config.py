@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,11 +36,11 @@ from training.config.words import FOREIGN_KEYS
 from training.distributed.exit import run_app
 
 
-def run_command(*words: str, program: str = "train.py", **options: Any) -> str:
+def run_command(*words, program="train.py", cwd=ROOT, environment=None) -> str:
     """Runs an entry point as a user would; what it prints, after its exit code."""
     start = ["-m", program] if program.startswith("scripts.") else [str(ROOT / program)]
     command = [sys.executable, *start, *words]
-    done = subprocess.run(command, **{"cwd": ROOT} | options, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     return f"{done.returncode}\n{done.stdout}{done.stderr}"
 
 
@@ -116,7 +115,7 @@ def test_the_configuration_cannot_be_changed_after_it_was_composed():
 
 
 def test_help_is_quick_and_lists_groups_with_examples():
-    output = run_command("--help", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
+    output = run_command("--help", environment=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
     assert output.startswith("0\n")
     assert "model: conv_b" in output
     assert "experiment=fastrun" in output
