@@ -136,5 +136,7 @@ class Float8Layers:
 
     def describe_too_small(self) -> str:
         """Returns why no layer computes in 8 bits."""
-        sizes = f"{MIN_FEATURES:,} inputs, more than {MIN_FEATURES:,} outputs, both multiples of {SIZE_MULTIPLE}"
-        return f"0 of {self.count} layers are large enough for fp8: {sizes}"
+        return (
+            f"0 of {self.count} layers are large enough for fp8: {MIN_FEATURES:,} inputs, "
+            f"more than {MIN_FEATURES:,} outputs, both multiples of {SIZE_MULTIPLE}"
+        )

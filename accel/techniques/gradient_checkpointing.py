@@ -1,13 +1,13 @@
-"""Gradient checkpointing per block: keep a block's inputs, recompute the rest in the backward pass.
+"""Gradient checkpointing by block: saves a block's inputs and recomputes the rest in the backward
+pass.
 
-`checkpoint_policy`: "blocks" recomputes every block; "every_<n>" the first one and each n-th after
-it, for an n-th of the saving at an n-th of the cost; "selective" recomputes every block but its
-matrix products, its attention and its scan, whose results are kept.
+`checkpoint_policy`: "blocks" recomputes every block; "every_<n>" the first block and each n-th
+after it, for an n-th of the saving at an n-th of the cost; "selective" recomputes every block, but
+saves the results of its matrix products, attention and scan.
 
 What it costs: "blocks" one more forward pass, at most a third of the step; "selective" only the
-cheap part of it. What it buys: activation memory of the blocks' inputs alone ("selective": and the
-products' results). Speed and memory on a
-GPU: not measured yet.
+cheap part of one. What it buys: activation memory shrinks to the blocks' inputs ("selective": and
+the results of products). Speed and memory on a GPU: not measured yet.
 Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022,
 https://arxiv.org/abs/2205.05198
 """
@@ -32,7 +32,7 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION = ("_scaled_dot_product", "flex_attention")
-""""selective" keeps the results of these products, of ops whose names start so, and of the scan."""
+"""Prefixes of ops; "selective" saves the results of these, of `PRODUCTS` and of `SCANS`."""
 SCANS = ("fastlatent::ssd", "fastlatent::selective_scan")
 BEHAVIOURS = {"blocks": "recompute", "selective": "recompute all but products"}
 EVERY_PREFIX = "every_"
@@ -56,8 +56,8 @@ class CheckpointBlocks(Technique):
     checkpoint_policy: str
     blocks: nn.ModuleList | None = None
     uncompiled: Sequence[list[BlockEvidence]] = ()
-    """The calls of each compiled block in an uncompiled step: a compiled one has no cache to look
-    into."""
+    """The calls of each compiled block in an uncompiled step, because a compiled block has no cache
+    to inspect."""
 
     @property
     def period(self) -> int:
@@ -66,15 +66,16 @@ class CheckpointBlocks(Technique):
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
-            # Since PyTorch 2.14 it warns of hooks beside its caches; those of warm-up look into the
-            # caches themselves.
+            # Since PyTorch 2.14 it warns of other hooks on saved tensors, which do not see its
+            # caches; our counters inspect the caches directly.
             warnings.filterwarnings(
                 "ignore", message="A saved_tensors_hooks context", category=FutureWarning
             )
             self.blocks = blocks_of(model)
-            how = {"context_fn": make_contexts} if self.checkpoint_policy == "selective" else {}
+            selective = self.checkpoint_policy == "selective"
+            options = {"context_fn": make_contexts} if selective else {}
             for block in list(self.blocks)[:: self.period]:
-                block.forward = recompute(block.forward, **how)
+                block.forward = recompute(block.forward, **options)
         return model
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
@@ -91,29 +92,29 @@ class CheckpointBlocks(Technique):
         calls = [call for calls in evidence.blocks for call in calls]
         if not calls:
             return Observation(False, "no block ran")
-        found = evidence.check_blocks(lambda call: call.recomputes)
-        looked_into = self.uncompiled or evidence.blocks
+        obeys = evidence.check_blocks(lambda call: call.recomputes)
+        with_caches = self.uncompiled or evidence.blocks
         policy = self.checkpoint_policy if self.enabled else "blocks"
         if self.period > 1:
-            found = [one == (i % self.period == 0) for i, one in enumerate(found)]
+            obeys = [recomputes == (i % self.period == 0) for i, recomputes in enumerate(obeys)]
         elif policy == "selective":
-            pairs = zip(evidence.blocks, looked_into, strict=True)
-            found = [keeps_products(*pair) for pair in pairs]
+            pairs = zip(evidence.blocks, with_caches, strict=True)
+            obeys = [keeps_products(*pair) for pair in pairs]
 
-        # The note says what each block kept, and of which operations.
+        # The note says how many bytes each block saved, and of which operations.
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
         does = BEHAVIOURS.get(policy, f"do as asked (one in {self.period} recomputes)")
-        note = f"{evidence.format_share(found)} {does}; each kept {kept[0]:.2f} to "
+        note = f"{evidence.format_share(obeys)} {does}; each kept {kept[0]:.2f} to "
         note += f"{kept[-1]:.2f} MiB for backward and took in {calls[-1].input_bytes / 2**20:.2f}"
         if policy == "selective":
-            names = {name for calls in looked_into for call in calls for name in call.cached_ops}
+            names = {name for calls in with_caches for call in calls for name in call.cached_ops}
             note += f"; caches hold results of {', '.join(sorted(names)) or 'nothing'}"
             note += " (in an uncompiled step)" * bool(self.uncompiled)
-        return Observation(all(found), note)
+        return Observation(all(obeys), note)
 
 
 def make_contexts() -> tuple[Any, Any]:
-    """The contexts of the first forward pass of a block and of its repetition under "selective"."""
+    """Makes the contexts of a block's forward pass and of its recomputation under "selective"."""
     first, again = create_selective_checkpoint_contexts(decide)
     if CACHES and not torch.compiler.is_compiling():
         CACHES[-1].append(first.storage)
@@ -121,22 +122,22 @@ def make_contexts() -> tuple[Any, Any]:
 
 
 def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Decides for one operation whether "selective" saves its result."""
     kept = is_kept(op.name())
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(op: str) -> bool:
-    """Returns whether "selective" keeps the results of an operation, such as "aten::mm"."""
+    """Returns whether "selective" saves the results of an operation, such as "aten::mm"."""
     name = op.rpartition("::")[2].split(".")[0]
     return op.startswith(SCANS) or name in PRODUCTS or name.startswith(ATTENTION)
 
 
 def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:
-    """Returns whether a block's caches hold results of products only, and its calls keep as much as
-    uncompiled ones, within a quarter.
+    """Returns whether a block's caches hold results of products only, and its calls save as many
+    bytes as uncompiled ones, within a quarter.
 
-    A compiler leaves out the last result, which is the block's own (7 % of the bytes in our
-    models).
+    A compiler omits the last result, which is the block's output (7 % of the bytes in our models).
     """
     return bool(uncompiled) and all(
         other.cached_ops
@@ -146,17 +147,18 @@ def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) 
     )
 
 
-def recompute(forward: Callable, **how: Any) -> Callable:
-    """A block's forward pass that keeps its inputs and runs again in the backward pass."""
+def recompute(forward: Callable, **options: Any) -> Callable:
+    """Wraps a block's forward pass, which then saves its inputs and runs again in the backward
+    pass."""
 
-    # Our own closure, not functools.partial: a partial in place of `forward` breaks
+    # A closure, not functools.partial: a partial in place of `forward` breaks
     # compile(fullgraph=True).
     def forward_recomputed(*inputs: torch.Tensor) -> Any:
-        # Recomputation starts from the generator's state of the first pass; while a CUDA graph is
-        # being captured that cannot be read, and our blocks draw nothing from generators.
+        # Recomputation restores the generator's state of the first pass. During the capture of a
+        # CUDA graph the state cannot be read, and our blocks draw nothing from generators.
         keep = torch.compiler.is_compiling() or not (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         )
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep, **how)
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=keep, **options)
 
     return forward_recomputed

@@ -1,13 +1,12 @@
-"""What the forward pass keeps for the backward pass waits in host memory.
+"""Moves the tensors that the forward pass saves for the backward pass to host memory meanwhile.
 
-With gradient checkpointing that is the blocks' inputs alone, without it everything.
+With gradient checkpointing these are the blocks' inputs alone, otherwise all saved activations.
 
-What it costs: the bytes kept cross to the host and back in every step, through page-locked memory;
-nothing is fetched ahead of time. What it buys: their bytes on the device. Speed on a GPU: not
-measured yet. Weights stay, those too that fsdp gathers for a block: it gathers them again for the
-backward pass. By hooks on saved tensors rather than torch's `CheckpointPolicy.MUST_CPU_OFFLOAD`,
-which moves results of chosen operations but not the inputs of a block that is recomputed as a
-whole.
+What it costs: the saved bytes cross to the host and back in every step, through page-locked memory,
+without prefetching. What it buys: their bytes on the device. Speed on a GPU: not measured yet.
+Weights stay on the device, also those that fsdp gathers for a block, which it gathers again for the
+backward pass. It uses hooks on saved tensors, because torch's `CheckpointPolicy.MUST_CPU_OFFLOAD`
+moves results of chosen operations but not the inputs of a block that is recomputed as a whole.
 Reference:
 https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks
 """
@@ -43,14 +42,14 @@ class OffloadActivations(Technique):
     )
     model: nn.Module
     gathered: Set[int] | None = None
-    """Addresses of storages in which a sharded model gathers its parameters."""
-    own: Set[int] = frozenset()
-    """Those, and the addresses of the parameters and buffers themselves."""
+    """Addresses of the storages into which a sharded model gathers its parameters."""
+    model_storages: Set[int] = frozenset()
+    """Addresses in `gathered`, and of the storages of parameters and buffers."""
     moved = 0
     """Bytes that the latest forward pass copied to the host."""
     copies: dict[Any, Tensor]
-    """(storage, layout, version) -> its copy, in one forward pass. Several operations keep the same
-    tensor."""
+    """(storage, layout, version) -> copy, during one forward pass, because several operations save
+    the same tensor."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -64,7 +63,7 @@ class OffloadActivations(Technique):
             def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
                 if self.gathered is None:
                     self.gathered = find_gathered_storages(self.model)
-                self.own = self.gathered | find_storages(self.model)
+                self.model_storages = self.gathered | find_storages(self.model)
                 self.copies = {}
                 self.moved = 0
                 try:
@@ -77,12 +76,15 @@ class OffloadActivations(Technique):
         return step
 
     def pack(self, tensor: Tensor) -> Any:
+        """Returns (device, copy in host memory), or the tensor itself if it stays."""
         storage = tensor.untyped_storage()
         small = tensor.nbytes < saved_tensors.MIN_MOVED_BYTES or 0 in tensor.stride()
-        if small or tensor.device.type != self.device.type or storage._cdata in self.own:
+        elsewhere = tensor.device.type != self.device.type
+        if small or elsewhere or storage._cdata in self.model_storages:
             return tensor.detach()
-        # A reference to the storage that does not keep its memory, and whose address nothing else
-        # gets meanwhile.
+
+        # A weak reference frees the storage's memory, but no other storage gets its address
+        # meanwhile.
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (StorageWeakRef(storage), *layout, tensor._version)
         if key not in self.copies:
@@ -91,11 +93,12 @@ class OffloadActivations(Technique):
         return tensor.device, self.copies[key]
 
     def copy_to_host(self, tensor: Tensor, /) -> Tensor:
-        """A copy in host memory with the same strides, which a compiled backward pass relies on."""
-        room = torch.empty_strided(
+        """Copies a tensor to host memory, with the same strides, on which a compiled backward pass
+        relies."""
+        copy = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
         )
-        return room.copy_(tensor.detach(), non_blocking=True)
+        return copy.copy_(tensor.detach(), non_blocking=True)
 
     # What would still say "on" if this did nothing? The hooks' own count would, so the probes of
     # the blocks look at what autograd holds in the place of each tensor, and into caches that no
@@ -104,19 +107,23 @@ class OffloadActivations(Technique):
         if not self.enabled:
             return Observation(False, "what is kept stays on the device")
         calls = [call for calls in evidence.blocks for call in calls]
-        found = evidence.check_blocks(lambda call: call.trains and not call.unmoved_bytes)
-        kept = sum(call.saved_bytes for call in calls)
-        left = sum(call.unmoved_bytes for call in calls)
+        moves = evidence.check_blocks(lambda call: call.trains and not call.unmoved_bytes)
+        saved = sum(call.saved_bytes for call in calls)
+        unmoved = sum(call.unmoved_bytes for call in calls)
         least = saved_tensors.MIN_MOVED_BYTES
-        note = f"{evidence.format_share(found)} keep nothing of {least} bytes or more on the device: of "
-        note += f"{kept / 2**20:.1f} MiB kept for the backward pass {left / 2**20:.1f} stay there"
+        note = (
+            f"{evidence.format_share(moves)} keep nothing of {least} bytes or more on the device: "
+        )
+        note += f"of {saved / 2**20:.1f} MiB kept for the backward pass "
+        note += f"{unmoved / 2**20:.1f} stay there"
         note += f"; a forward pass copied {self.moved / 2**20:.3f} MiB to the host"
-        return Observation(bool(found) and all(found), note)
+        return Observation(bool(moves) and all(moves), note)
 
 
-def unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    device, held = kept
-    room = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=device)
-    return room.copy_(held, non_blocking=True)
+def unpack(packed: Any) -> Tensor:
+    """Returns the tensor of which `pack` made `packed`, on its device."""
+    if isinstance(packed, Tensor):
+        return packed
+    device, copy = packed
+    tensor = torch.empty_strided(copy.shape, copy.stride(), dtype=copy.dtype, device=device)
+    return tensor.copy_(copy, non_blocking=True)

@@ -1,8 +1,8 @@
-"""The optimizer's state in host memory: the device holds that of one part of the parameters at a
-time.
+"""Keeps the optimizer's state in host memory; the device holds the state of one part of the
+parameters at a time.
 
 What it costs: every step moves the state to the device and back, 16 bytes a parameter with AdamW (4
-with 8-bit moments), through page-locked memory, part by part and not ahead of time. What it buys:
+with 8-bit moments), through page-locked memory, part by part, without prefetching. What it buys:
 the state's bytes on the device. Speed on a GPU: not measured yet. For one process, or ddp; with
 fsdp there is `runtime.parallel.cpu_offload`.
 """
@@ -33,15 +33,15 @@ MIN_OFFLOADED_ELEMENTS = 4096
 
 
 class HostState(Members):
-    """Updates part by part; between two updates what a part keeps lies in host memory."""
+    """Updates part by part; between updates the state of a part is in host memory."""
 
     def __init__(self, groups: Groups, make: MakeOptimizer) -> None:
         super().__init__(groups, [make(part) for part in split_parts(groups)])
         self.device = self.numbered_parameters[0].device
         self.host: dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]] = {}
-        """Optimizer -> (parameter, name) -> what it keeps, in host memory."""
+        """Optimizer -> (parameter, name) -> tensor of its state, in host memory."""
         self.moved = 0
-        """Bytes that the latest step moved, both ways."""
+        """Bytes that the latest step moved, in both directions together."""
 
     def step(self, closure: Any = None) -> None:
         self.moved = 0
@@ -49,7 +49,7 @@ class HostState(Members):
 
     @contextmanager
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """The member finds its state on the device inside; after, it lies in host memory again."""
+        """Inside, the member's state is on the device; afterwards it is in host memory again."""
         for optimizer in iterate_innermost(member):
             for key, value in self.host.get(optimizer, {}).items():
                 parameter, name = key
@@ -57,6 +57,7 @@ class HostState(Members):
                 optimizer.state[parameter][name] = on_device
                 self.moved += count_bytes(on_device)
         yield
+
         for optimizer in iterate_innermost(member):
             host = self.host.setdefault(optimizer, {})
             for parameter, entries in optimizer.state.items():
@@ -68,14 +69,14 @@ class HostState(Members):
                         self.moved += count_bytes(value)
 
     def wait(self) -> None:
-        """Waits for the copies, which the step has only queued."""
+        """Waits for the copies that the step has queued."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 def make_host_tensor(value: Tensor) -> Tensor:
-    """Room in host memory, page-locked where a GPU copies to it; a library's tensor class is not
-    page-locked."""
+    """Makes a tensor in host memory, page-locked where a GPU copies to it; a library's tensor class
+    is never page-locked."""
     if value.is_cuda and not hasattr(value, "__tensor_flatten__"):
         return torch.empty_like(value, device="cpu", pin_memory=True)
     return value.detach().to("cpu", copy=True)
@@ -109,25 +110,25 @@ class OffloadOptimizer(Technique):
 
     def list_host_tensors(self) -> list[Tensor]:
         hosts = [host for state in self.states for host in state.host.values()]
-        return [held for host in hosts for held in host.values()]
+        return [tensor for host in hosts for tensor in host.values()]
 
     # What would still say "on" if this did nothing? The update's own count of moved bytes would, so
     # the row asks each tensor of the state where it lies.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:
             return Observation(False, "the state lies where the parameters are")
-        kept = [
+        tensors = [
             t
             for state in self.states
             for p in state.numbered_parameters
             for t in collect_state(state, p).values()
             if isinstance(t, Tensor) and t.numel() >= MIN_OFFLOADED_ELEMENTS
         ]
-        away = [t for t in kept if t.device.type == "cpu"]
+        away = [t for t in tensors if t.device.type == "cpu"]
         moved = sum(state.moved for state in self.states)
         size = sum(t.nbytes for t in away)
         note = (
-            f"{len(away)} of {len(kept)} tensors of the state lie in host memory, "
+            f"{len(away)} of {len(tensors)} tensors of the state lie in host memory, "
             f"{size / 2**20:.1f} MiB; the step moved {moved / 2**20:.1f} MiB there and back"
         )
-        return Observation(len(away) == len(kept) and moved >= 2 * size > 0, note)
+        return Observation(len(away) == len(tensors) and moved >= 2 * size > 0, note)

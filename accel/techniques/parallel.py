@@ -1,17 +1,18 @@
-"""Data parallelism over several processes, by torch.distributed: each takes its share of every
-batch.
+"""Data parallelism over several processes, by torch.distributed: each process takes its share of
+every batch.
 
-`ddp` (Li et al. 2020, https://arxiv.org/abs/2006.15704): every process has the whole model;
-gradients are averaged while the backward pass goes on. `fsdp` (FSDP2, `fully_shard`): parameters,
-gradients, moments and averages are cut over all processes; a block's parameters are gathered for
-its forward and backward pass. `hsdp`: cut over `shard_degree` of them, copied over the rest. What
-it costs: communication, and with fsdp two gathers a block. Speed: not measured yet.
+`ddp` (Li et al. 2020, https://arxiv.org/abs/2006.15704): every process has the whole model, and
+all-reduces average gradients during the backward pass. `fsdp` (FSDP2, `fully_shard`): all processes
+shard parameters, gradients, moments and averages; a block gathers its parameters for its forward
+and its backward pass. `hsdp`: groups of `shard_degree` processes shard, and the groups replicate.
+What it costs: communication, and with fsdp two gathers a block. Speed: not measured yet.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -33,7 +34,8 @@ SYNC_BUFFERS_ARGUMENT = (
     else "broadcast_buffers"  # before torch 2.13
 )
 REDUCTIONS = {"ddp": "allreduce", "fsdp": "reducescatter", "hsdp": "reducescatter"}
-"""What must be seen of each mode, as part of an operation's name without underscores."""
+"""Mode -> the collective that reduces its gradients, as part of an operation's name without
+underscores."""
 COLLECTIVES = {
     "allreduce": "all-reduce",
     "reducescatter": "reduce-scatter",
@@ -89,19 +91,22 @@ class DataParallel(Technique):
 
     @property
     def reduces_in_bf16(self) -> bool:
+        """Whether gradients travel in bf16."""
         return self.option["reduce_dtype"] == "bf16"
 
     @property
     def shards(self) -> bool:
+        """Whether the mode shards the model."""
         return self.enabled and self.value != "ddp"
 
     def make_mesh(self) -> DeviceMesh:
+        """Makes the mesh of all processes; hsdp shards inside a node by default."""
         world = get_world_size()
         device = self.device.type
         if self.value == "fsdp":
             return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
-        here = torch.cuda.device_count() if device == "cuda" else world
-        degree = self.option["shard_degree"] or min(world, here)
+        node_size = torch.cuda.device_count() if device == "cuda" else world
+        degree = self.option["shard_degree"] or min(world, node_size)
         names = ("replicate", "shard")
         return init_device_mesh(device, (world // degree, degree), mesh_dim_names=names)
 
@@ -111,8 +116,8 @@ class DataParallel(Technique):
             return model
         from torch.distributed import fsdp
 
-        # Autocast decides about dtypes; inputs are left alone, for the residual stream is one and
-        # stays fp32.
+        # Autocast decides about dtypes. FSDP must not cast inputs, because the residual stream is
+        # one and stays fp32.
         precision = fsdp.MixedPrecisionPolicy(
             reduce_dtype=torch.bfloat16 if self.reduces_in_bf16 else None, cast_forward_inputs=False
         )
@@ -120,7 +125,8 @@ class DataParallel(Technique):
         if self.option["cpu_offload"]:
             offload = fsdp.CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         mesh = self.make_mesh()
-        # It warns of the gate, which a block returns as a view; nothing writes to that.
+
+        # FSDP warns of the gate, which a block returns as a view; no code writes to it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         for part in (*blocks_of(model), model):
             fsdp.fully_shard(
@@ -134,11 +140,13 @@ class DataParallel(Technique):
 
     def on_step(self, step: AnyStep) -> AnyStep:
         if self.value == "ddp":
-            how = {name: self.option[name] for name in ("bucket_cap_mb", "gradient_as_bucket_view")}
-            how[SYNC_BUFFERS_ARGUMENT] = False  # our buffers never change
+            names = ("bucket_cap_mb", "gradient_as_bucket_view")
+            options = {name: self.option[name] for name in names}
+            # Our buffers never change.
+            options[SYNC_BUFFERS_ARGUMENT] = False
             devices = [torch.cuda.current_device()] if self.device.type == "cuda" else None
             self.wrapped = nn.parallel.DistributedDataParallel(
-                self.model, device_ids=devices, **how
+                self.model, device_ids=devices, **options
             )
             if self.reduces_in_bf16:
                 self.wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -149,7 +157,7 @@ class DataParallel(Technique):
 
     @contextmanager
     def synchronise(self, last: bool) -> Iterator[None]:
-        """Surrounds a micro-batch: only the last one of a step communicates its gradients."""
+        """Surrounds a micro-batch: only the last one of a step communicates gradients."""
         if self.shards:
             self.model.set_requires_gradient_sync(last)
         with nullcontext() if self.shards or last else self.wrapped.no_sync():
@@ -157,9 +165,11 @@ class DataParallel(Technique):
 
     @contextmanager
     def surround_evaluation(self) -> Iterator[None]:
-        """Cuts the parameters again afterwards: where `reshard_after_forward` is off, a forward
-        pass without a backward pass leaves those of evaluation gathered, and the next step would
-        take them for its own."""
+        """Reshards the parameters afterwards.
+
+        With `reshard_after_forward` off, a forward pass without a backward pass leaves the
+        parameters of evaluation gathered, and the next step would train with them.
+        """
         yield
         if self.shards:
             from torch.distributed import fsdp
@@ -171,14 +181,13 @@ class DataParallel(Technique):
     # What would still say "on" if this did nothing? The wrapper around the model would, so the row
     # counts the collectives that sum gradients in this mode.
     def observe(self, evidence: Evidence) -> Observation:
-        found = {
-            what: sum(
-                n for name, n in evidence.ops.items() if what in name.lower().replace("_", "")
-            )
-            for what in COLLECTIVES
-        }
-        counts = ", ".join(f"{n} {COLLECTIVES[what]}" for what, n in found.items() if n)
+        numbers: Counter[str] = Counter()
+        for name, n in evidence.ops.items():
+            for collective in COLLECTIVES:
+                numbers[collective] += n * (collective in name.lower().replace("_", ""))
+        counts = ", ".join(f"{n} {COLLECTIVES[key]}" for key, n in numbers.items() if n)
         note = f"{counts or 'no collectives'} in one step of {get_world_size()} processes"
         if not self.enabled:
             return Observation(self.off if get_world_size() == 1 else "not synchronised", note)
-        return Observation(str(self.value) if found[REDUCTIONS[str(self.value)]] else False, note)
+        reduces = numbers[REDUCTIONS[str(self.value)]] > 0
+        return Observation(str(self.value) if reduces else False, note)

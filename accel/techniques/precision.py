@@ -2,14 +2,14 @@
 the loss in fp32.
 
 `bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 and a small range, so the loss is
-scaled (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). What is stored stays fp32;
-`runtime.weights` can change that. `fp8` is `bf16`, and products of large layers in 8 bits
+scaled (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Stored tensors stay fp32,
+unless `runtime.weights` changes that. `fp8` is `bf16`, with products of large layers in 8 bits
 (accel/techniques/float8.py), by `fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a
 row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
 
-What it costs: rounding in products. On a CPU without native instructions it is slower than fp32, so
-there it counts as unavailable; `runtime.on_unavailable=emulate` takes it all the same, to see how a
-model trains in it. Speed on a GPU: not measured yet.
+What it costs: rounding in products. A CPU without native instructions computes it more slowly than
+fp32, so there it counts as unavailable; `runtime.on_unavailable=emulate` uses it nevertheless, to
+show how a model trains in it. Speed on a GPU: not measured yet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
 STEPS_TO_GROWTH = 2000
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Autocast's."""
+"""Value -> dtype of autocast."""
 DTYPE_NAMES = {
     "bf16": ("BFloat16", "torch.bfloat16"),
     "fp16": ("Half", "torch.float16"),
@@ -46,7 +46,7 @@ DTYPE_NAMES = {
     "fp8": ("Float8_e4m3fn", "Float8_e5m2"),
 }
 TEMPLATE_PREFIX = "triton_tem_fused"
-"""How kernels for a GPU begin that Inductor makes for products in the place of a library's."""
+"""Prefix of the names of Inductor's own GPU kernels for products."""
 
 
 class Precision(Technique):
@@ -72,9 +72,9 @@ class Precision(Technique):
     layers: float8.Float8Layers | None = None
     model: nn.Module | None = None
     around_forward: AbstractContextManager[object] = nullcontext()
-    """`compare` sets it, to look at the products of one step."""
+    """Context of the forward pass; `compare` sets it to inspect the products of one step."""
     wide_weights: Set[str] = frozenset()
-    """Matrices that were multiplied in fp32 in that step."""
+    """Names of weights that the inspected step multiplied in fp32."""
 
     def find_obstacle(self) -> str | None:
         if self.value == "fp8":
@@ -104,7 +104,7 @@ class Precision(Technique):
         return self.settings if self.value == "fp8" else {self.key: self.value}
 
     def autocast(self) -> torch.amp.autocast:
-        """The context in which the forward pass runs."""
+        """Returns the autocast context of the forward pass."""
         return torch.amp.autocast(
             self.device.type, AUTOCAST_DTYPES.get(str(self.value)), enabled=self.enabled
         )
@@ -127,7 +127,7 @@ class Precision(Technique):
                     return forward(*args, **kwargs)
 
             step.forward = autocast_forward
-        # an encoder's step has no backward pass
+        # An encoder's step has no backward pass, and no scaler.
         if self.value == "fp16" and hasattr(step, "scaler"):
             cast(TrainingStep, step).scaler = self.scaler = LossScaler(self.device)
         return step
@@ -145,7 +145,7 @@ class Precision(Technique):
             with torch.compiler.set_stance("force_eager"):
                 run()
             self.around_forward = nullcontext()
-            self.wide_weights = products.found
+            self.wide_weights = products.wide_weights
 
     # What would still say "on" if this did nothing? Autocast's flag would, so the row counts the
     # dtypes of products. Of those in fp32 only products of two activations may be meant so: the
@@ -157,36 +157,38 @@ class Precision(Technique):
         active, note = self.observe_autocast(replace(evidence, products=Counter(others)))
         if not any(self.layers.large):
             return Observation(active, f"{self.layers.describe_too_small()}; {note}")
-        complete, seen = self.layers.observe(evidence)
+        complete, layers_note = self.layers.observe(evidence)
         if evidence.count_dtypes([EIGHT_BIT]):
             active = "fp8" if complete and active == "bf16" else "mixed"
-        return Observation(active, f"{seen}; of the others {note}")
+        return Observation(active, f"{layers_note}; of the others {note}")
 
     def observe_autocast(self, evidence: Evidence) -> Observation:
+        """Finds the dtype of all products except 8-bit ones."""
         weights = evidence.count_dtypes(WEIGHT_PRODUCTS)
         dtypes = evidence.count_dtypes()
         calls = [call for calls in evidence.blocks for call in calls]
         branches = Counter(name_dtype(str(call.branch_dtype)) for call in calls)
-        # Whether a library computed products of each block, which the profiler sees.
-        seen = all(any(op in call.ops for op in WEIGHT_PRODUCTS) for call in calls)
+        # The profiler sees products of a library, but not those in Inductor's own kernels.
+        by_library = all(any(op in call.ops for op in WEIGHT_PRODUCTS) for call in calls)
         unseen = any(
-            op.startswith(TEMPLATE_PREFIX) or (op.startswith(INDUCTOR) and not seen)
+            op.startswith(TEMPLATE_PREFIX) or (op.startswith(INDUCTOR) and not by_library)
             for op in evidence.ops
         )
         if not weights and not (unseen and branches):
             return Observation(False, "no matrix product ran")
+
         name = (
             name_dtype(weights.most_common(1)[0][0]) if weights else branches.most_common(1)[0][0]
         )
-        right = sum(n for dtype, n in dtypes.items() if name_dtype(dtype) == name)
-        meant = 0 if name == "fp32" or self.wide_weights else dtypes["float"] - weights["float"]
-        note = f"{right} of {dtypes.total()} products in {name}"
-        if meant:
-            note += f", {meant} meant to be fp32 (of activations)"
+        in_dtype = sum(n for dtype, n in dtypes.items() if name_dtype(dtype) == name)
+        intended = 0 if name == "fp32" or self.wide_weights else dtypes["float"] - weights["float"]
+        note = f"{in_dtype} of {dtypes.total()} products in {name}"
+        if intended:
+            note += f", {intended} meant to be fp32 (of activations)"
         if self.wide_weights:
             names = sorted(self.wide_weights)
-            shown = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-            note += f"; in fp32 are products of weights: {shown}"
+            listed = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+            note += f"; in fp32 are products of weights: {listed}"
         if unseen:
             share = evidence.format_share(
                 evidence.check_blocks(lambda call: name_dtype(str(call.branch_dtype)) == name)
@@ -196,25 +198,27 @@ class Precision(Technique):
             )
         if self.scaler:
             note += "; the loss is scaled on the device"
-        complete = right + meant == dtypes.total() and (not unseen or branches.keys() == {name})
+        complete = in_dtype + intended == dtypes.total() and (
+            not unseen or branches.keys() == {name}
+        )
         complete &= not self.wide_weights
         return Observation(name if complete else "mixed", note)
 
 
 def name_dtype(dtype: str) -> str:
-    """`precision`'s name for a dtype of the profiler's or of PyTorch's; the dtype where it has
-    none."""
+    """Returns the value of `precision` for a dtype by the profiler's or PyTorch's name; the name
+    itself if there is none."""
     return next((name for name, dtypes in DTYPE_NAMES.items() if dtype in dtypes), dtype)
 
 
 class LossScaler:
-    """Dynamic loss scaling for fp16, decided on the device: the host never waits to learn whether a
-    step overflowed.
+    """Dynamic loss scaling for fp16, decided on the device, so the host never waits for the
+    overflow flag.
 
     `scale` multiplies the loss and divides the gradients. It halves after a step that overflowed
-    and doubles after 2,000 steps in a row that did not; constants as in torch.amp.GradScaler, which
-    is not used itself because it overwrites the `found_inf` that also skips steps whose gradients
-    are not finite for other reasons.
+    and doubles after 2,000 steps in a row that did not, with the constants of torch.amp.GradScaler.
+    GradScaler itself would overwrite `found_inf`, which also skips steps whose gradients are not
+    finite for other reasons.
     """
 
     def __init__(self, device: torch.device, initial: float = 65536.0) -> None:
@@ -222,7 +226,8 @@ class LossScaler:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """`found_inf` is 1.0 after a step whose scaled gradients were not finite."""
+        """Updates the scale; `found_inf` is 1.0 after a step whose scaled gradients were not
+        finite."""
         torch._amp_update_scale_(
             self.scale, self.good_steps, found_inf, SCALE_GROWTH, SCALE_BACKOFF, STEPS_TO_GROWTH
         )
@@ -232,42 +237,45 @@ class LossScaler:
 
 
 class WideWeightProducts(TorchDispatchMode):
-    """Inside, notes in `found` the names of matrices of `model` that are multiplied in fp32,
-    whatever operation computes the product: einsum makes a bmm of a weight, and attention one of
-    two activations.
+    """Inside, collects in `wide_weights` the names of matrices of `model` that a product multiplies
+    in fp32.
 
-    What an operation makes of weights alone, such as a cast or another shape, is those weights. The
-    parameters of a sharded model are gathered into other storages, and are not recognised.
+    The name of an operation does not tell: einsum computes a bmm of a weight, attention a bmm of
+    two activations. The mode follows weights through operations that take weights alone, such as a
+    cast or a reshape. It does not recognise the parameters of a sharded model, which are gathered
+    into other storages.
     """
 
-    supports_higher_order_operators = True  # FlexAttention is one
+    # FlexAttention is a higher-order operator.
+    supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.found: set[str] = set()
-        # A weak reference, so that no other tensor gets the address of a storage that is gone.
+        self.wide_weights: set[str] = set()
+        # Weak references: no other storage gets the address of one that was freed.
         self.names = {storage_of(p): name for name, p in model.named_parameters() if p.ndim >= 2}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = find_plain_tensors((args, kwargs))
-        named = [self.names.get(storage_of(tensor)) for tensor in given]
+        result = func(*args, **(kwargs or {}))
+        outputs = find_plain_tensors(result)
+        names = [self.names.get(storage_of(t)) for t in find_plain_tensors((args, kwargs))]
         if str(func).startswith(DISPATCHED_PRODUCTS):
-            wide = all(tensor.dtype is torch.float32 for tensor in find_plain_tensors(made))
-            self.found |= {name for name in named if name and wide}
-        elif named and None not in named:
-            self.names |= {storage_of(tensor): str(named[0]) for tensor in find_plain_tensors(made)}
-        return made
+            wide = all(tensor.dtype is torch.float32 for tensor in outputs)
+            self.wide_weights |= {name for name in names if name and wide}
+        elif names and None not in names:
+            self.names |= {storage_of(tensor): str(names[0]) for tensor in outputs}
+        return result
 
 
 DISPATCHED_PRODUCTS = tuple(f"{name.replace('::', '.')}." for name in PRODUCTS)
-"""How PyTorch calls products where they are dispatched: aten.mm.default."""
+"""Prefixes of the products' names in a dispatch mode, such as aten.mm.default."""
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Returns a weak reference to the storage of a tensor."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def find_plain_tensors(tree: Any) -> list[Tensor]:
-    """The tensors in a tree that are no subclass: others may have no storage."""
+    """Finds the tensors in a tree, except subclasses, which may have no storage."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]

@@ -1,7 +1,7 @@
-"""TF32: fp32 matrix products and convolutions on tensor cores, with a 10-bit mantissa.
+"""TF32: tensor cores compute fp32 matrix products and convolutions with a 10-bit mantissa.
 
-What it costs: about three decimal digits of the inputs to fp32 products; accumulation stays fp32.
-It changes nothing for products that already run in 16 bits. Speed: not measured yet.
+What it costs: inputs of fp32 products keep about three decimal digits; accumulation stays fp32. It
+changes nothing for products that already run in 16 bits. Speed: not measured yet.
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 """
 
@@ -39,8 +39,8 @@ class Tf32(Technique):
         return self.settings
 
     def on_process(self) -> None:
-        # These two, never the newer `fp32_precision` setters: up to torch 2.14 mixing both makes
-        # Inductor raise.
+        # Set only these two flags, not the newer `fp32_precision`: up to torch 2.14 Inductor raises
+        # if both are set.
         torch.set_float32_matmul_precision("high" if self.enabled else "highest")
         torch.backends.cudnn.allow_tf32 = self.enabled
 
@@ -68,8 +68,8 @@ class Tf32(Technique):
 
 @torch.no_grad()
 def rounds_to_tf32(device: torch.device) -> tuple[bool, bool]:
-    """Whether a matrix product and a convolution that multiply 1 + 2⁻¹², which TF32 does not have,
-    by 1 give 1."""
+    """Returns whether a matrix product and a convolution round to TF32: whether they multiply 1 +
+    2⁻¹², which TF32 cannot represent, by 1 and return 1."""
     value = 1.0 + 2.0**-12
     with torch.amp.autocast(device.type, enabled=False):
         product = torch.full((512, 512), value, device=device) @ torch.eye(512, device=device)

@@ -1,11 +1,11 @@
-"""Weights of linear layers stored in bf16: half their bytes, and half the bytes of their gradients.
+"""Stores weights of linear layers in bf16: half their bytes, and half the bytes of their gradients.
 
-A plain bf16 weight loses updates below 2⁻⁹ of it: they round away. `rounding=stochastic` rounds the
-updated weight up or down at random, right on average; the random bits are a hash of (seed, part of
-the weights, samples seen), so that a resumed run and any number of processes draw the same.
-`rounding=kahan` keeps what was rounded off in a second bf16 tensor (2 bytes a weight, so that only
-gradients and casts get smaller). The update itself is computed in fp32, a part of the weights at a
-time; averages (EMA) stay fp32, and so do all parameters that are no matrix of a linear layer.
+A plain bf16 weight loses updates below 2⁻⁹ of its value, because they round away.
+`rounding=stochastic` rounds the updated weight up or down at random, right on average; the random
+bits are a hash of (seed, part of the weights, samples seen), so that a resumed run and any number
+of processes draw the same bits. `rounding=kahan` keeps the rounding error in a second bf16 tensor
+(2 bytes a weight, so that only gradients and casts get smaller). The update computes in fp32, a
+part of the weights at a time; averages (EMA) and all other parameters stay fp32.
 
 What it costs: an fp32 copy of one part's weights and gradients (64 MiB, or the largest parameter)
 during the update, and rounding: a published model lost 3.7 FID points with weights in plain bf16.
@@ -39,15 +39,14 @@ from accel.kernels.counter_noise import Purpose, draw
 from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 DRAW_BYTES = 19.0
-"""Bytes an element that drawing the bits of stochastic rounding takes; as counted."""
+"""Bytes an element that drawing random bits takes, as counted."""
 MAX_COUNTED_DRAW = 2**18
-"""Elements drawn at a time where bytes are counted on few blocks: what random bits take does not
-grow with the model, so `count_part_bytes` reckons it."""
+"""Elements per draw while a plan counts bytes on few blocks; the memory for random bits does not
+grow with the model, so `count_part_bytes` computes it."""
 
 
 class NarrowLinear(nn.Linear):
-    """A linear layer whose weight is bf16; where autocast is off, products are in the dtype of the
-    input."""
+    """A linear layer with a bf16 weight; without autocast it computes in the dtype of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
@@ -56,10 +55,10 @@ class NarrowLinear(nn.Linear):
 
 
 class RoundedUpdate(Members):
-    """Updates bf16 parameters in fp32, part by part, and rounds the results back.
+    """Updates bf16 parameters in fp32, part by part, and rounds the results to bf16.
 
-    `position` (1,) int64 on the device is the number of samples seen: it makes the random bits of
-    one step.
+    `position` (1,) int64 on the device is the number of samples seen; with `seed` it determines the
+    random bits of a step.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class RoundedUpdate(Members):
         elements_per_draw: int = PART_ELEMENTS,
     ) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
-        # Not the parameters' own data exchanged for the while: that would lose the hooks by which
-        # ddp sees gradients.
+        # Exchanging the parameters' own data instead would lose the hooks by which ddp reduces
+        # gradients.
         stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}
         parts = [
             [group | {"params": [stand_ins.get(p, p) for p in group["params"]]} for group in part]
@@ -80,13 +79,13 @@ class RoundedUpdate(Members):
         super().__init__(groups, [make(part) for part in parts], stand_ins)
         self.narrow: dict[Tensor, Any] = {stand_in: p for p, stand_in in stand_ins.items()}
         self.elements_per_draw = elements_per_draw
-        """Elements whose random bits are drawn at a time."""
+        """Elements for which one draw makes random bits."""
         self.seed = 0
         self.position = torch.zeros(1, dtype=torch.int64, device=self.numbered_parameters[0].device)
         self.counting = True
-        """Whether somebody looks at `counts`."""
+        """Whether steps count in `counts`; only warm-up needs it."""
         self.counts: Counter[str] = Counter()
-        """Elements of the latest step, by what was found of them, on the device."""
+        """Counts of elements in the latest step, on the device."""
         self.draws = 0
         if rounding == "kahan":
             for parameter in narrow:
@@ -99,27 +98,27 @@ class RoundedUpdate(Members):
         super().step(closure)
 
     def get_compensation(self, parameter: Tensor) -> Tensor | None:
-        """What was rounded off a parameter, where that is kept."""
+        """Returns the rounding error of a parameter that Kahan's rounding keeps, or None."""
         return self.state[parameter].get(COMPENSATION)
 
     def widen(self, parameter: Tensor) -> Tensor:
-        """A parameter in fp32, with what was rounded off before."""
+        """Returns a parameter in fp32, with its rounding error added."""
         wide = parameter.detach().float()
-        rest = self.get_compensation(parameter)
-        return wide if rest is None else wide + rest
+        error = self.get_compensation(parameter)
+        return wide if error is None else wide + error
 
     @contextmanager
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """The member finds fp32 weights and gradients in its stand-ins inside; what it made of them
-        is rounded."""
-        known = [(p, self.narrow[p]) for p in parameters_of(member) if p in self.narrow]
-        pairs = [(stand_in, p) for stand_in, p in known if p.grad is not None]
+        """Inside, the stand-ins of the member have fp32 weights and gradients; afterwards it rounds
+        the updated weights into the parameters."""
+        members = [p for p in parameters_of(member) if p in self.narrow]
+        pairs = [(p, self.narrow[p]) for p in members if self.narrow[p].grad is not None]
         for stand_in, parameter in pairs:
             stand_in.data = self.widen(parameter)
             stand_in.grad = parameter.grad.float()
-            rest = self.get_compensation(parameter)
-            if rest is not None:
-                self.count("rests", rest != 0.0)
+            error = self.get_compensation(parameter)
+            if error is not None:
+                self.count("rests", error != 0.0)
                 self.count("used", stand_in.data != parameter)
         yield
 
@@ -134,69 +133,70 @@ class RoundedUpdate(Members):
         for parameter, wide in updated:
             self.count_rounding(parameter, wide)
 
-    def count(self, what: str, found: Tensor) -> None:
-        """Adds the sum of `found` to a count of this step."""
+    def count(self, name: str, values: Tensor) -> None:
+        """Adds the sum of `values` to a count of this step."""
         if self.counting:
-            self.counts[what] += found.sum(dtype=torch.float64)  # pyright: ignore[reportArgumentType]
+            self.counts[name] += values.sum(dtype=torch.float64)  # pyright: ignore[reportArgumentType]
 
     def count_rounding(self, parameter: Tensor, wide: Tensor) -> None:
-        """Counts what rounding the values `wide` into a parameter did."""
+        """Counts how the values `wide` were rounded into a parameter."""
         if not self.counting:
             return
         nearest = wide.bfloat16()
-        # of the way from the lower value to the upper one
-        part = (wide.view(torch.int32) & 0xFFFF) / 2.0**16
+        # The position between the lower and the upper bf16 neighbour, in [0, 1).
+        fraction = (wide.view(torch.int32) & 0xFFFF) / 2.0**16
         self.count("rounded", torch.ones_like(wide))
         self.count("inexact", nearest.float() != wide)
         self.count("unlike nearest", parameter.detach() != nearest)
-        self.count("expected", torch.minimum(part, 1.0 - part))
-        rest = self.get_compensation(parameter)
-        if rest is not None:
-            self.count("kept", rest != 0.0)
+        self.count("expected", torch.minimum(fraction, 1.0 - fraction))
+        error = self.get_compensation(parameter)
+        if error is not None:
+            self.count("kept", error != 0.0)
 
     def round_with_compensation(self, updated: list[tuple[Any, Tensor]]) -> None:
-        """Rounds to the nearest values, and keeps what that leaves out."""
+        """Rounds to the nearest values, and keeps the rounding errors."""
         skipped = getattr(self, "found_inf", None)
         for parameter, wide in updated:
-            rest = self.state[parameter][COMPENSATION]
+            error = self.state[parameter][COMPENSATION]
             rounded = wide.bfloat16()
-            lost = (wide - rounded.float()).bfloat16()
-            # a sum of both is not exact, and a skipped step changes nothing
+            new_error = (wide - rounded.float()).bfloat16()
+            # A skipped step must change nothing, but weight + error in fp32 may round.
             if skipped is not None:
                 rounded = torch.where(skipped > 0, parameter.data, rounded)
-                lost = torch.where(skipped > 0, rest, lost)
+                new_error = torch.where(skipped > 0, error, new_error)
             parameter.data.copy_(rounded)
-            rest.copy_(lost)
+            error.copy_(new_error)
 
     def round_randomly(self, updated: list[tuple[Any, Tensor]]) -> None:
-        """Rounds at random, as many tensors at a time as one draw serves."""
+        """Rounds at random, with one draw for as many tensors as it can serve."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for tensors in updated:
             pairs += zip(
                 *(t.detach().view(-1).split(self.elements_per_draw) for t in tensors), strict=True
             )
         while pairs:
-            taken: list[tuple[Tensor, Tensor]] = []
+            served: list[tuple[Tensor, Tensor]] = []
             size = 0
             while pairs and size + len(pairs[0][0]) <= self.elements_per_draw:
-                taken.append(pairs.pop(0))
-                size += len(taken[-1][0])
+                served.append(pairs.pop(0))
+                size += len(served[-1][0])
 
-            # A draw of 32 bits serves two elements.
+            # A word of 32 random bits serves two elements.
             self.draws += 1
             key = self.seed ^ (self.draws << 32)
             words = draw("bits", key, Purpose.ROUNDING, self.position, -(-size // 2)).view(-1)
             halves = torch.stack((words & 0xFFFF, words >> 16), dim=1).view(-1)[:size].int()
-            parts = halves.split([len(narrow) for narrow, _ in taken])
-            for (narrow, wide), bits in zip(taken, parts, strict=True):
+            parts = halves.split([len(narrow) for narrow, _ in served])
+            for (narrow, wide), bits in zip(served, parts, strict=True):
                 narrow.copy_(round_stochastically(wide, bits))
 
 
 def round_stochastically(wide: Tensor, bits: Tensor) -> Tensor:
-    """fp32 rounded to bf16, up with the probability of its distance from below; `bits` int32 in [0,
-    2¹⁶), same shape.
+    """Rounds fp32 to bf16 at random, up with the probability of the value's distance from its lower
+    neighbour.
 
-    A value that bf16 holds, an infinity included, stays what it is.
+    `bits` are int32 in [0, 2¹⁶), of the same shape. A value that bf16 represents, also an infinity,
+    stays unchanged.
     """
     raised = (wide.view(torch.int32) + bits) & -0x10000
     return torch.where(wide.isfinite(), raised.view(torch.float32), wide).bfloat16()
@@ -225,8 +225,9 @@ class Weights(Technique):
     def count_part_bytes(self, part: int) -> float | None:
         if not self.enabled:
             return None
-        drawn = self.rounding == "stochastic"
-        return 4.0 * part + DRAW_BYTES * min(part, PART_ELEMENTS) if drawn else 0.0
+        if self.rounding != "stochastic":
+            return 0.0
+        return 4.0 * part + DRAW_BYTES * min(part, PART_ELEMENTS)
 
     def on_model(self, model: Model) -> Model:
         self.linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -277,17 +278,20 @@ class Weights(Technique):
         if self.update is None:
             return Observation(active, note)
 
-        seen = Counter({what: round(float(n)) for what, n in self.update.counts.items()})
+        counts = Counter({name: round(float(n)) for name, n in self.update.counts.items()})
         if self.rounding == "stochastic":
-            other = seen["unlike nearest"]
-            expected = seen["expected"]
+            other = counts["unlike nearest"]
+            expected = counts["expected"]
+            # Six standard deviations, and a margin for small counts.
             right = abs(other - expected) <= 10 + 6 * math.sqrt(expected)
-            found = f"at random: {other} not to the nearest value, {expected} expected"
+            how = f"at random: {other} not to the nearest value, {expected} expected"
         else:
-            kept = f"{seen['kept']} of {seen['inexact']} rests kept"
-            found = f"with compensation: {kept}, {seen['used']} of {seen['rests']} from before used"
-            right = seen["kept"] >= 0.99 * seen["inexact"] and seen["used"] >= 0.99 * seen["rests"]
-        meant = sum(w.numel() for w in narrow if w.requires_grad)
-        if len(narrow) == len(self.linears) and seen["rounded"] == meant and right:
+            kept = f"{counts['kept']} of {counts['inexact']} rests kept"
+            used = f"{counts['used']} of {counts['rests']} from before used"
+            how = f"with compensation: {kept}, {used}"
+            keeps = counts["kept"] >= 0.99 * counts["inexact"]
+            right = keeps and counts["used"] >= 0.99 * counts["rests"]
+        trainable = sum(w.numel() for w in narrow if w.requires_grad)
+        if len(narrow) == len(self.linears) and counts["rounded"] == trainable and right:
             active = "bf16"
-        return Observation(active, f"{note}; the update rounded {seen['rounded']} of them {found}")
+        return Observation(active, f"{note}; the update rounded {counts['rounded']} of them {how}")
