@@ -61,7 +61,7 @@ def test_the_layers_of_the_blocks_are_exchanged_and_nothing_else():
 
 
 def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
-    """By the true limits; sizes are (outputs, inputs)."""
+    """The test takes the true limit; sizes are (outputs, inputs)."""
     monkeypatch.setattr(float8, "MIN_FEATURES", 1024)
     expected = {
         "dit_b": set(),
@@ -114,7 +114,7 @@ def test_products_are_counted_whatever_recomputes_and_compiles_them(policy, valu
     assert [key for key, row in rows.items() if row.missing] == []
     products_per_layer = 2 if "fp8_recipe" in values else 3
     recomputed = {"blocks": 8, "every_2": 4}.get(policy, 0)
-    # A compiler leaves out what nobody needs.
+    # A compiler leaves out products without a use.
     if scope is None:
         assert rows["precision"].evidence.startswith(f"{8 * products_per_layer + recomputed} of ")
     assert "8 of 8 large layers" in rows["precision"].evidence

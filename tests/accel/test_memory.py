@@ -153,8 +153,8 @@ def assert_equal(tensors, expected) -> None:
 
 
 def test_the_bytes_are_those_of_the_tensors():
-    """By hand: two 8-bit moments, and two fp32 scales for each 256 parameters; two fp32 moments for
-    a small tensor."""
+    """Counted by hand: two 8-bit moments, and two fp32 scales for each 256 parameters; a small
+    tensor has two fp32 moments."""
     pytest.importorskip("bitsandbytes")
     training = training_of("optim=adamw_8bit", "runtime.weights=bf16")
     training.take_step()
@@ -281,7 +281,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
 @pytest.mark.usefixtures("quick_compiler", "any_precision")
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_all_of_it_together(precision):
-    """With checkpointing, compiled blocks, accumulation and clipping."""
+    """The run also checkpoints, compiles blocks, accumulates and clips."""
     pytest.importorskip("bitsandbytes")
     if precision == "fp8":
         pytest.importorskip("torchao")

@@ -283,7 +283,7 @@ def fail_assertion(*_):
 # Inductor imports torch.utils.mkldnn.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_failed_assertion_of_the_autotuner_falls_back_loudly(inductor, monkeypatch):
-    """As Inductor has with mamba in `max-autotune-no-cudagraphs` on a CPU."""
+    """Inductor fails so with mamba in `max-autotune-no-cudagraphs` on a CPU."""
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.run", fail_assertion)
     place = r"\(in test_techniques.py, fail_assertion\)"
     with pytest.warns(UserWarning, match=rf"AssertionError.*{place}.*max-autotune"):

@@ -255,7 +255,7 @@ class Generated:
     def __init__(self):
         self.kernels: list[str] = []
         self.codes: list[tuple[bool, str]] = []
-        """For each graph whether it is a backward pass, and its wrapper's code."""
+        """(is a backward pass, code of the wrapper) of each graph."""
 
     def add_kernel(self, name: str, source: str, **_):
         compile(source, name, "exec")

@@ -21,7 +21,7 @@ from training.step import EMA, SpikeGuard, StepOutput, TrainStep
 
 CPU = torch.device("cpu")
 BF16 = 2.0**-9
-"""What rounding a weight to bf16 changes at most, relative to it."""
+"""The largest relative error of rounding to bf16."""
 
 
 def relative_error(value, exact) -> float:
@@ -132,7 +132,7 @@ def average(weight: float, walk: torch.Tensor) -> torch.Tensor:
 
 
 def average_exactly(weight: float, walk: torch.Tensor) -> torch.Tensor:
-    """The same average in fp64 and in closed form, not kept from step to step."""
+    """The average of `average` in fp64 and in closed form, not kept from step to step."""
     shares = weight * (1.0 - weight) ** torch.arange(len(walk) - 1, -1, -1, dtype=torch.float64)
     shares[0] /= weight
     return shares @ walk.double()

@@ -1,4 +1,4 @@
-"""What the benchmarks measure, at their tiny size."""
+"""Measurements of the benchmarks, at their tiny size."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_an_operator_that_takes_three_times_as_long_has_a_third_of_the_speed(
 
 
 def causal_scan(x, dt, A, B_in, C_out, *, chunk_size, D, dt_bias, dt_softplus):
-    """What mamba-ssm's function of these arguments computes."""
+    """Computes the same as mamba-ssm's function of these arguments."""
     assert dt_softplus
     step = torch.nn.functional.softplus(dt + dt_bias)
     log_decay = (step * A).cumsum(1)
