@@ -1,2 +1,2 @@
-"""Denoisers and what surrounds them: blocks, mixers, conditioning, samplers, autoencoders. No Hydra
+"""Denoisers and their parts: blocks, mixers, conditioning, samplers, autoencoders. No Hydra
 here."""

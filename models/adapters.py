@@ -1,6 +1,7 @@
-"""Adapters: small trained parts on a frozen model, and how they are merged into it.
+"""Adapters: small trained parts on a frozen model, and merging them into it.
 
-An adapted layer holds the layer that it stands for as `base_layer`, whose weights it never changes.
+An adapted layer contains the layer that it replaces as `base_layer`, whose weights training never
+changes.
 Letters: B samples, I inputs and O outputs of a layer, R rank, K classes, D width, H hidden width.
 """
 
@@ -22,22 +23,22 @@ from models.layers import LabelEmbedding
 
 
 class Adapted(nn.Module, ABC):
-    """A layer with an adapter on it."""
+    """A layer with an adapter."""
 
     base_layer: Any
 
     @abstractmethod
     def merge(self) -> nn.Module:
-        """The layer alone with weights that compute the same, in fp32; it is `base_layer`, changed
-        in place."""
+        """Adds the adapter to the weights of `base_layer` in place, in fp32, and returns
+        `base_layer`."""
 
 
 class LoraLinear(Adapted):
-    """A linear layer with a trained product of low rank beside it: `W x + b + alpha/rank · B A x`.
+    """A linear layer with a trained product of low rank: `W x + b + alpha/rank · B A x`.
 
-    Hu et al. 2021, https://arxiv.org/abs/2106.09685. A (R, I) starts as PEFT starts it, B (O, R) at
-    zero, so the layer starts as it was. Both are fp32 parameters, whatever `base_layer` is stored
-    in.
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685. A (R, I) starts as in PEFT and B (O, R) at
+    zero, so the layer starts unchanged. Both are fp32 parameters, whatever the dtype of
+    `base_layer`.
     """
 
     base_layer: nn.Linear
@@ -54,7 +55,7 @@ class LoraLinear(Adapted):
 
     @property
     def weight(self) -> Tensor:
-        """Of `base_layer`, for code that asks a linear layer for its size."""
+        """Weight of `base_layer`, for code that reads a linear layer's size."""
         return self.base_layer.weight
 
     def forward(self, x: Float[Tensor, "B L I"]) -> Float[Tensor, "B L O"]:
@@ -67,10 +68,10 @@ class LoraLinear(Adapted):
 
 
 class PromptedLabels(Adapted):
-    """A label embedding with a trained vector added for each class and for the null label.
+    """A label embedding that adds a trained vector for each class and for the null label.
 
-    `hidden` > 0 sends the vectors through a small MLP first: P-tuning, Liu et al. 2021,
-    https://arxiv.org/abs/2103.10385. Either way what is added starts at zero.
+    With `hidden` > 0 a small MLP computes the vectors: P-tuning, Liu et al. 2021,
+    https://arxiv.org/abs/2103.10385. The added vectors start at zero either way.
     """
 
     base_layer: LabelEmbedding
@@ -82,9 +83,8 @@ class PromptedLabels(Adapted):
         self.prompt = nn.Parameter(torch.zeros(table.shape, device=table.device))
         self.mlp = None
         if hidden:
-            sizes: dict[str, Any] = {"device": table.device}
-            down = nn.Linear(table.shape[1], hidden, **sizes)
-            up = nn.Linear(hidden, table.shape[1], **sizes)
+            down = nn.Linear(table.shape[1], hidden, device=table.device)
+            up = nn.Linear(hidden, table.shape[1], device=table.device)
             self.mlp = nn.Sequential(down, nn.GELU(), up)
             if not table.is_meta:
                 nn.init.normal_(self.prompt)
@@ -92,7 +92,7 @@ class PromptedLabels(Adapted):
                 nn.init.zeros_(up.bias)
 
     def compute_vectors(self) -> Float[Tensor, "K+1 D"]:
-        """What is added to the embedding of each label."""
+        """Computes the vector that is added to the embedding of each label."""
         return self.prompt if self.mlp is None else self.mlp(self.prompt)
 
     def forward(self, y: Int[Tensor, "B"]) -> Float[Tensor, "B D"]:
@@ -108,11 +108,12 @@ class Adapter(ABC):
     """An adapter as the configuration describes it."""
 
     no_layer_message: str
-    """The sentence for a model that has no layer to adapt."""
+    """Error message for a model without a layer to adapt."""
 
     @abstractmethod
     def adapt(self, name: str, layer: nn.Module) -> Adapted | None:
-        """The layer called `name` with the adapter on it; None where it stays as it is."""
+        """Returns the layer called `name` with the adapter on it; None if the layer stays
+        unchanged."""
 
 
 class Lora(Adapter):
@@ -146,8 +147,8 @@ class Lora(Adapter):
 
 
 class Prompt(Adapter):
-    """Trained vectors added to the condition, one for each label; with `hidden` > 0 from an MLP of
-    that width."""
+    """Adds a trained vector to the condition, one for each label; with `hidden` > 0 an MLP of that
+    width computes it."""
 
     no_layer_message = (
         "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
@@ -163,52 +164,55 @@ class Prompt(Adapter):
 
 
 def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> None:
-    """Freezes the model and puts the adapter on; `train_labels`: the label table is trained too.
+    """Freezes the model and attaches the adapter; `train_labels`: the label table trains too.
 
-    ValueError if the model has no layer that the adapter goes on.
+    ValueError if the model has no layer that the adapter fits.
     """
     model.requires_grad_(False)
     for table in [m.table for m in model.modules() if isinstance(m, LabelEmbedding)]:
         table.weight.requires_grad_(train_labels)
-    found = {
-        name: adapted for name, m in model.named_modules() if (adapted := adapter.adapt(name, m))
-    }
-    if not found:
+    layers = {name: adapter.adapt(name, layer) for name, layer in model.named_modules()}
+    adapted = {name: layer for name, layer in layers.items() if layer}
+    if not adapted:
         raise UserError(adapter.no_layer_message)
-    for name, adapted in found.items():
-        replace_layer(model, name, adapted)
+    for name, layer in adapted.items():
+        replace_layer(model, name, layer)
 
 
 def find_adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """The adapted layers of a model, by name; none of a model without an adapter."""
+    """Returns the adapted layers of a model by name; {} without an adapter."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Adapted)}
 
 
 def find_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, and that a checkpoint keeps: all, or those that an
-    adapter brought."""
+    """Returns the parameters that training changes and a checkpoint keeps: all, or those of an
+    adapter."""
     adapted = bool(find_adapted_layers(model))
     return {name: p for name, p in model.named_parameters() if p.requires_grad or not adapted}
 
 
 def count_passes(model: nn.Module) -> float:
-    """What a training step costs, in forward passes: three; with frozen weights, one and the share
-    of the blocks, taken as alike, that the gradients come through, which is from the first one on
-    that trains."""
+    """Returns the cost of a training step in forward passes.
+
+    Without an adapter 3. With frozen weights the backward pass costs only its products for
+    activations, from the last block to the first one with a trained parameter, all blocks taken as
+    alike.
+    """
     if not find_adapted_layers(model):
         return 3.0
-    blocks = [re.match(r"blocks\.(\d+)\.", name) for name in find_trained_parameters(model)]
-    depth = len(cast("Any", model).blocks)
-    return 2.0 - min(int(found[1]) if found else 0 for found in blocks) / depth
+    matches = [re.match(r"blocks\.(\d+)\.", name) for name in find_trained_parameters(model)]
+    first_block = min(int(match[1]) if match else 0 for match in matches)
+    return 2.0 - first_block / len(cast("Any", model).blocks)
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Adds the adapter to the weights, for good: the model computes the same to rounding, as fast
+    """Merges the adapter into the weights: the model then computes the same up to rounding, as fast
     as without it."""
     for name, layer in find_adapted_layers(model).items():
         replace_layer(model, name, layer.merge())
 
 
 def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    cast("Any", model.get_submodule(parent)).register_module(own, layer)
+    """Replaces the submodule called `name`, a path with dots."""
+    parent, _, child = name.rpartition(".")
+    cast("Any", model.get_submodule(parent)).register_module(child, layer)

@@ -1,8 +1,7 @@
-"""Frozen autoencoders behind one interface: images in [-1, 1] to raw latents (mean and std) and
-back.
+"""Frozen autoencoders with one interface: images in [-1, 1] to raw latents (mean and std) and back.
 
-"Raw" means as the encoder gives them: scaling, shifting and normalising are data of the latent
-set's manifest.
+"Raw" means unchanged outputs of the encoder: the latent set's manifest holds scaling, shift and
+normalisation.
 Letters: B samples, C latent channels, h w latent size, H W image size.
 """
 
@@ -26,11 +25,9 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 class PixelAutoencoder(Autoencoder):
-    """The identity: pixels are the latents. For data small enough to be modelled directly, and for
-    synthetic data.
+    """The identity: pixels are the latents, for small images and for synthetic data.
 
-    Decoding keeps one or three channels as they are and shows the first of any other number as
-    grey.
+    Decoding keeps one or three channels; of any other number it shows the first as grey.
     """
 
     kind = "PixelAutoencoder"
@@ -49,9 +46,9 @@ class DiffusersAutoencoder(Autoencoder):
     """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny
     or AutoencoderDC.
 
-    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. Only safetensors are
-    read, no code is, and the weights must fit exactly: a tensor that is missing, left over or of
-    another shape is a ValueError.
+    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. It reads only
+    safetensors and no code. ValueError if the weights do not fit exactly: a tensor is missing,
+    unknown or of another shape.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class DiffusersAutoencoder(Autoencoder):
             revision,
         )
         folder = repository / (subfolder or "")
-        # the hub's cache names commits
+        # The hub's cache names its folders by commit.
         self.revision = None if is_folder(path) else repository.name
         weights = folder / WEIGHTS_FILE
         config_file = folder / "config.json"
@@ -92,7 +89,7 @@ class DiffusersAutoencoder(Autoencoder):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """What `runtime.compile` compiles, in place."""
+        """The encoder, which `runtime.compile` compiles in place."""
         return nn.ModuleList([self.vae.get_submodule("encoder")])
 
     @torch.no_grad()
@@ -100,7 +97,8 @@ class DiffusersAutoencoder(Autoencoder):
         self, images: Float[Tensor, "B 3 H W"]
     ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
         encoded = self.vae.encode(images)[0]  # pyright: ignore[reportCallIssue]
-        if self.kind == "AutoencoderKL":  # a distribution
+        # AutoencoderKL returns a distribution.
+        if self.kind == "AutoencoderKL":
             return encoded.mean.float(), encoded.std.float()
         return encoded.float(), None
 
@@ -110,15 +108,17 @@ class DiffusersAutoencoder(Autoencoder):
 
 
 def is_folder(path: str) -> bool:
-    """Whether `path` is a folder here; False also for what can be no path at all."""
+    """Returns whether `path` is an existing local folder."""
     return os.path.isdir(os.path.expanduser(path))
 
 
 def find_folder(
     key: str, path: str, files: list[str], example: str, revision: str | None = None
 ) -> Path:
-    """The folder itself, or the cache folder of a hub commit with these of its files (nothing
-    else); ValueError names the `key` that the path is from, and an `example` of a hub id."""
+    """Returns the local folder, or downloads `files` of a hub id and returns its cache folder.
+
+    `key` is the configuration key of the path; an error names it, and `example`, a hub id.
+    """
     folder = Path(os.path.expanduser(path))
     if not is_folder(path):
         if path.count("/") != 1 or path.startswith((".", "/", "~")) or os.path.exists(path):
@@ -131,7 +131,7 @@ def find_folder(
             folder = Path(snapshot_download(path, revision=revision, allow_patterns=files))
         except Exception as error:
             raise UserError(
-                f"{key}={path} is no local folder and could not be downloaded from the hub "
+                f"{key}={path} is no local folder, and the download from the hub failed "
                 f"({type(error).__name__}); check the id, the network, or give a local folder."
             ) from error
     return folder
@@ -153,11 +153,9 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
         raise UserError(
             f"{folder / WEIGHTS_FILE} is damaged ({error}); download it again."
         ) from error
-    pools = (
-        sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
-        if kind == "AutoencoderTiny"
-        else []
-    )
+    pools: list[str] = []
+    if kind == "AutoencoderTiny":
+        pools = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
     if config.get("mid_block_global_branch") and not pools:
         raise UserError(
             f"{folder / WEIGHTS_FILE} lacks the global branches that its config.json promises."
@@ -178,7 +176,7 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
             return model
         # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
         arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-        # True needs accelerate, and is for models much larger than these
+        # True would need accelerate; it is for models much larger than these.
         arguments["low_cpu_mem_usage"] = False
         model, info = cls.from_pretrained(folder, **arguments)
     except RuntimeError as error:  # a shape
@@ -192,7 +190,7 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
 
 
 def add_global_branch(block: nn.Module, hidden: int, channels: int) -> None:
-    """The branch of TAEF2's middle blocks that diffusers' AutoencoderTiny lacks: `block(x +
+    """Adds the branch of TAEF2's middle blocks that diffusers' AutoencoderTiny lacks: `block(x +
     pool(x))`.
 
     As published in https://github.com/madebyollin/taesd: 1×1 convolution, GroupNorm of 4 groups,

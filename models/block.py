@@ -20,10 +20,10 @@ Norm = Literal["rms", "layer"]
 
 
 class SwiGLU(Layer):
-    """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; w1 and w3 are one
-    product.
+    """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; one product computes
+    w1 and w3.
 
-    `bias`: each product has one, as in LightningDiT's weights.
+    `bias`: both products have a bias, as in LightningDiT's weights.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool = False) -> None:
@@ -53,16 +53,16 @@ class GeluMLP(Layer):
 
 
 class Block(nn.Module):
-    """`(branch, gate, residual, cond) -> (branch, gate, residual)`, the contract that every block
-    keeps.
+    """Maps `(branch, gate, residual, cond) -> (branch, gate, residual)`, the contract of all
+    blocks.
 
     The stream is `residual + gate·branch`. A block adds the *previous* branch inside the pass that
-    also normalises, and returns its own last branch with its gate, unadded. It never returns a
-    normalised residual: with gate 0 a block leaves the stream as it was.
+    also normalises, and returns its last branch with its gate, not yet added. It never returns a
+    normalised residual: with gate 0 a block leaves the stream unchanged.
 
-    A layer with an `order` (L,) works on tokens in that order: `order[m]` is its m-th. The norm
-    before it puts them so, and the sum after it puts its branch back, both on the way. `arriving`
-    is the order of the branch that comes in.
+    A layer with an `order` (L,) works on tokens in that order: `order[m]` is its m-th token. The
+    norm before the layer permutes the tokens, and the sum after it permutes the branch back, inside
+    their own passes. `arriving` is the order of the incoming branch.
 
     `norm` is "rms", or "layer" for weights that were trained with LayerNorm.
     """
@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.eps = eps
         self.orders = [arriving, *(getattr(layer, "order", None) for layer in layers)]
-        # Where each token stands in an order is a buffer: an integer would recompile every block.
+        # The inverse orders are buffers: integer attributes would recompile every block.
         for i, order in enumerate(self.orders):
             rows = None if order is None else torch.empty(len(order), dtype=torch.int32)
             self.register_buffer(f"rows_{i}", rows, persistent=False)
@@ -112,11 +112,11 @@ class Block(nn.Module):
         layers: int,
         h_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`add_norm` in the way of this block, after so many of its layers."""
+        """Applies `add_norm` with this block's settings, after `layers` of its layers."""
         normalise = fused_add_norm if self.fused_add_norm else add_norm
-        how: dict[str, Any] = {"eps": self.eps, "residual_in_fp32": self.residual_in_fp32}
-        how |= {"branch_rows": getattr(self, f"rows_{layers}"), "h_rows": h_rows}
-        return normalise(branch, gate, residual, scale, shift, centred=self.centred, **how)
+        options: dict[str, Any] = {"eps": self.eps, "residual_in_fp32": self.residual_in_fp32}
+        options |= {"branch_rows": getattr(self, f"rows_{layers}"), "h_rows": h_rows}
+        return normalise(branch, gate, residual, scale, shift, centred=self.centred, **options)
 
     def init_weights(self) -> None:
         for layer in self.layers:
@@ -129,5 +129,5 @@ class Block(nn.Module):
                 getattr(self, f"rows_{i}").copy_(order.argsort())
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens."""
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""
         return sum(layer.flops(tokens) for layer in self.layers)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""The denoiser: patches of a latent through a stack of blocks to a velocity.
+"""The denoiser: maps patches of a latent through a stack of blocks to a velocity.
 
 Letters: B samples, C channels, H W latent height and width, L tokens, D width.
 """
@@ -28,15 +28,15 @@ from models.layers import (
 class Denoiser(nn.Module):
     """A velocity model `v(x, t, y)` for latents of any size, with any mixer.
 
-    channels, height, width, num_classes describe the data; `dim`, `depth`, `head_dim`,
-    `patch_size`, `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer,
-    with `layer=` where it takes that. `mlp_ratio` 0 gives blocks of the mixer alone (the Mamba
+    `channels`, `height`, `width` and `num_classes` describe the data; `dim`, `depth`, `head_dim`,
+    `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer,
+    with `layer=` if it has that parameter. With `mlp_ratio` 0 a block is the mixer alone (the Mamba
     recipe), otherwise `mlp(dim, hidden)` of that hidden width follows the mixer (the transformer
-    recipe). `mlp`, `norm` and `time_scale` (what t is multiplied by before its sinusoids) are for
-    weights that were trained elsewhere: scripts/import_weights.py.
+    recipe). `mlp`, `norm` and `time_scale` (the factor of t before its sinusoids) are for weights
+    trained elsewhere: scripts/import_weights.py.
 
-    What training needs of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the
-    contract of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none),
+    Training needs from any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the contract
+    of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none),
     `init_weights()`, `flops_per_sample()` and `no_weight_decay()`.
 
     Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. y is int64; `num_classes` is
@@ -77,31 +77,31 @@ class Denoiser(nn.Module):
         self.depth = depth
         self.dim = dim
         self.drop_path = drop_path
-        values = channels * patch_size**2  # of a patch
-        self.patch_embed = nn.Linear(values, dim)
+        patch_values = channels * patch_size**2
+        self.patch_embed = nn.Linear(patch_values, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
         self.label_embed = LabelEmbedding(dim, num_classes)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        numbered = "layer" in inspect.signature(mixer).parameters
+        takes_layer = "layer" in inspect.signature(mixer).parameters
 
-        # Each block knows the order in which the block before it leaves the tokens.
+        # Each block gets the order in which the block before it leaves the tokens.
         self.blocks = nn.ModuleList()
         leaving = None
         for number in range(depth):
-            own = {"layer": number} if numbered else {}
-            layers = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **own)]
+            options = {"layer": number} if takes_layer else {}
+            layers = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **options)]
             if hidden:
                 layers.append(mlp(dim=dim, hidden=hidden))
             block = Block(layers, eps, leaving, norm)
             self.blocks.append(block)
             leaving = block.orders[-1]
 
-        # One product makes the modulations of all blocks, and the last norm's two.
+        # One product computes the modulations of all blocks, and the two of the final norm.
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
-        self.head = nn.Linear(dim, values)
+        self.head = nn.Linear(dim, patch_values)
         if not self.pos_embed.is_meta:
             self.init_weights()
 
@@ -109,8 +109,8 @@ class Denoiser(nn.Module):
         """Initialises every parameter and buffer. The constructor calls it, except on the meta
         device: then call it after `to_empty()`.
 
-        Modulations start at zero, so each block starts as the identity, and so does the head: v =
-        0.
+        Modulations start at zero, so each block starts as the identity. The head starts at zero, so
+        v = 0.
         """
         init_linear(self.patch_embed)
         with torch.no_grad():
@@ -125,7 +125,7 @@ class Denoiser(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fills the buffers of the layers, which no weights file holds."""
+        """Fills the buffers of the layers, which weights files do not hold."""
         for part in self.blocks.modules():
             if hasattr(part, "init_buffers"):
                 part.init_buffers()  # pyright: ignore[reportCallIssue]
@@ -137,8 +137,8 @@ class Denoiser(nn.Module):
         y: Int[Tensor, "B"],
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
     ) -> Float[Tensor, "B C H W"]:
-        """Velocity at (x, t) for labels y; `drop_uniforms` in (0, 1) decide which blocks are
-        dropped."""
+        """Computes the velocity at (x, t) for labels y; `drop_uniforms` in (0, 1) decide which
+        blocks are dropped."""
         cond = self.modulation(nn.functional.silu(self.time_embed(t) + self.label_embed(y)))
         cond, last = cond.unflatten(1, (-1, self.dim)).split(
             (self.depth * self.modulations, 2), dim=1
@@ -146,16 +146,18 @@ class Denoiser(nn.Module):
         cond = cond.unflatten(1, (self.depth, self.modulations))
         if drop_uniforms is not None:
             cond = self.drop_blocks(cond, drop_uniforms)
+        # The stream starts as the position embedding, and the first branch is the tokens, so the
+        # fp32 sum begins here.
         branch = self.patch_embed(self.patchify(x))
         gate = torch.ones_like(branch[:, 0])
-        # The stream starts as the position embedding and the first "branch" is the tokens, so the
-        # fp32 sum begins here.
         residual = self.pos_embed.expand_as(branch).contiguous()
-        # unbind, whose backward pass is one copy: that of cond[:, i] writes a gradient as large as
+        # unbind has one copy as its backward pass; cond[:, i] would write a gradient as large as
         # cond for each block.
-        for block, own in zip(self.blocks, cond.unbind(1), strict=True):
-            branch, gate, residual = block(branch, gate, residual, own)
-        final = cast("Block", self.blocks[-1])  # the last norm is done in the way of the last block
+        for block, modulations in zip(self.blocks, cond.unbind(1), strict=True):
+            branch, gate, residual = block(branch, gate, residual, modulations)
+
+        # The final norm uses the last block's fused kernel.
+        final = cast("Block", self.blocks[-1])
         h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], len(final.layers))
         return self.unpatchify(self.head(h))
 
@@ -167,23 +169,25 @@ class Denoiser(nn.Module):
         """
         rate = torch.linspace(0.0, self.drop_path, self.depth, device=cond.device)
         keep = ((uniforms >= rate) / (1.0 - rate))[:, :, None, None]
-        # every third modulation is a gate
-        shape = torch.arange(self.modulations, device=cond.device) % 3 == 2
-        return torch.where(shape[:, None], cond * keep.to(cond.dtype), cond)
+        # Every third modulation is a gate.
+        is_gate = torch.arange(self.modulations, device=cond.device) % 3 == 2
+        return torch.where(is_gate[:, None], cond * keep.to(cond.dtype), cond)
 
     def patchify(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B L E"]:
+        """Cuts latents into patches of E = C · patch_size² values."""
         p = self.patch_size
         patches = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # (B, C, rows, p, columns, p)
         return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def unpatchify(self, tokens: Float[Tensor, "B L E"]) -> Float[Tensor, "B C H W"]:
+        """Joins patches; the inverse of `patchify`."""
         p = self.patch_size
         patches = tokens.unflatten(2, (self.channels, p, p)).unflatten(1, self.grid)
         return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters that weight decay must leave alone: vectors, embeddings, and the
-        scan's A and dt."""
+        """Returns the names of parameters without weight decay: vectors, embeddings, and the scan's
+        A and dt."""
         exempt = ("A_log", "dt_bias", "D", "norm_weight", "pos_embed", "conv_weight")
         return {
             name
@@ -192,11 +196,11 @@ class Denoiser(nn.Module):
         }
 
     def flops_per_sample(self) -> int:
-        """FLOPs of one forward pass of one sample, in closed form: products, scan or attention,
-        convolution, adaLN.
+        """Returns the FLOPs of one forward pass of one sample, in closed form: products, scan or
+        attention, convolution, adaLN.
 
-        A training step costs three times as much (the backward pass has two products for each of
-        the forward's). Elementwise work is left out, recomputation is never counted.
+        A training step costs three times as much (the backward pass has two products for each
+        product of the forward pass). Elementwise work and recomputation do not count.
         """
         linears = (self.patch_embed, self.head)
         per_token = sum(layer.weight.numel() for layer in linears)
@@ -210,7 +214,7 @@ class Denoiser(nn.Module):
 def refuse_shape(
     sizes: dict[str, int], latents: tuple[int, int], mlp_ratio: float, drop_path: float
 ) -> None:
-    """ValueError for a size below 1, patches that do not fit, and shares that no model has."""
+    """Raises a ValueError for a size below 1, patches that do not fit, or a ratio out of range."""
     refuse_below_one(sizes)
     patch_size = sizes["patch_size"]
     if any(side % patch_size for side in latents):

@@ -1,2 +1,2 @@
-"""Mixers: modules (B, L, D) -> (B, L, D) over the tokens of a grid; any of them fits into any
+"""Mixers: modules (B, L, D) -> (B, L, D) over the tokens of a grid; every mixer fits every
 block."""
