@@ -304,7 +304,7 @@ def use_images(source: Path, contents: set[bytes]) -> None:
         assert Path(entry.file).read_bytes()[entry.offset :][: entry.size] not in contents
 
 
-SUBJECTS = {break_set: 24, break_weights: 24, break_command: 24, break_images: 16}
+SUBJECTS = {break_set: 40, break_weights: 24, break_command: 24, break_images: 16}
 """Examples of each in `make test`; many more are slow."""
 MANY = pytest.param(300, marks=pytest.mark.slow)
 
