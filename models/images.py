@@ -1,4 +1,4 @@
-"""Images: what makes them from latents, as arrays, and as PNG grids.
+"""Images: the interface of autoencoders, images as arrays, and PNG grids.
 
 Letters: B images, H W height and width in pixels, C latent channels, h w latent size.
 """
@@ -19,43 +19,47 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LONGEST_NAME = 24
-"""Characters of a class's name beside its row."""
+"""Characters of a class's name that fit beside its row."""
 SMALLEST_TILE = 32
-LINE = 14
-"""Pixels that a line of text takes."""
+"""Pixels to which a grid enlarges smaller images."""
+LINE_HEIGHT = 14
+"""Pixels of a line of text."""
 
 
 class Autoencoder(nn.Module, ABC):
-    """What precompute and sampling need of an autoencoder."""
+    """The interface of autoencoders for precompute and sampling."""
 
     kind: str
     scaling_factor: float | None = None
-    """What the config of the weights recommends; None if it does not."""
+    """Scaling factor that the config of the weights recommends, or None."""
     shift_factor: float | None = None
     weights_sha256: str | None = None
     revision: str | None = None
-    """The commit that a hub id was resolved to."""
+    """Commit to which a hub id was resolved."""
 
     @abstractmethod
     def encode(
         self, images: Float[Tensor, "B c H W"]
     ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
-        """Mean of the posterior in fp32, and its std where the autoencoder is variational."""
+        """Returns the mean of the posterior in fp32, and its std if the autoencoder is
+        variational."""
 
     @abstractmethod
     def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B c H W"]:
-        """Images, about in [-1, 1], from raw latents."""
+        """Decodes raw latents to images, about in [-1, 1]."""
 
 
 def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
-    """Images in [-1, 1] with 1 or 3 channels as 8-bit RGB, rounded to the nearest value."""
+    """Converts images in [-1, 1] with 1 or 3 channels to 8-bit RGB, rounded to the nearest
+    value."""
     rgb = images.expand(-1, 3, -1, -1)
     scaled = ((rgb.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
     return scaled.permute(0, 2, 3, 1).cpu().numpy()
 
 
 def select_rgb(latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B c H W"]:
-    """Latents that are pixels: one or three channels as they are, of any other number the first."""
+    """Selects the channels to show of latents that are pixels: one or three; of any other number
+    the first."""
     return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
 
@@ -73,16 +77,16 @@ def write_grid(
     names: Sequence[str] = (),
     note: str = "",
 ) -> None:
-    """Writes the images row by row as one PNG; tiles smaller than `SMALLEST_TILE` pixels are
-    enlarged by whole factors.
+    """Writes the images row by row as one PNG, and enlarges images below `SMALLEST_TILE` pixels by
+    a whole factor.
 
-    `names`, one a row, stand in a margin on the left, and `note` in a line below.
+    `names`, one a row, go into a margin on the left, `note` into a line below.
     """
     from PIL import Image, ImageOps
 
     count, height, width, _ = images.shape
     rows = -(-count // columns)
-    # Each tile has a white frame, and tiles that lack an image are white.
+    # Each tile has a white frame, and tiles without an image are white.
     missing = rows * columns - count
     tiles = np.pad(images, ((0, missing), (1, 1), (1, 1), (0, 0)), constant_values=255)
     grid = tiles.reshape(rows, columns, height + 2, width + 2, 3).swapaxes(1, 2)
@@ -90,25 +94,31 @@ def write_grid(
     factor = max(1, -(-SMALLEST_TILE // height))
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = ImageOps.scale(picture, factor, Image.Resampling.NEAREST)
-    (add_captions(picture, names, note) if names else picture).save(path)
+    if names:
+        picture = add_captions(picture, names, note)
+    picture.save(path)
 
 
 def add_captions(picture: Image, names: Sequence[str], note: str) -> Image:
-    """The picture with the name of each of its rows on the left, and a note below."""
+    """Returns the picture with the names of its rows on the left, and a note below."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default()
-    # Pillow's own font has the characters of Latin-1.
-    shown = [name[:LONGEST_NAME].encode("latin-1", "replace").decode("latin-1") for name in names]
-    margin = round(max(font.getlength(name) for name in shown)) + 8
-    found = Image.new(
-        "RGB", (margin + picture.width, picture.height + (LINE if note else 0)), "white"
+    # Pillow's default font has only the characters of Latin-1.
+    captions = [
+        name[:LONGEST_NAME].encode("latin-1", "replace").decode("latin-1") for name in names
+    ]
+    margin = round(max(font.getlength(name) for name in captions)) + 8
+    result = Image.new(
+        "RGB", (margin + picture.width, picture.height + (LINE_HEIGHT if note else 0)), "white"
     )
-    found.paste(picture, (margin, 0))
+    result.paste(picture, (margin, 0))
 
-    draw = ImageDraw.Draw(found)
-    for row, name in enumerate(shown):
-        middle = (row + 0.5) * picture.height / len(shown)
-        draw.text((margin - 4 - font.getlength(name), middle - LINE / 2), name, "black", font)
+    draw = ImageDraw.Draw(result)
+    for row, name in enumerate(captions):
+        middle = (row + 0.5) * picture.height / len(captions)
+        draw.text(
+            (margin - 4 - font.getlength(name), middle - LINE_HEIGHT / 2), name, "black", font
+        )
     draw.text((margin, picture.height), note, "black", font)
-    return found
+    return result

@@ -1,5 +1,5 @@
-"""What all models are made of: layers of blocks, embeddings of time and class, and how linear
-layers start.
+"""Parts that all models share: the base class of layers, embeddings of time and class, and the
+initialisation of linear layers.
 
 Letters: B samples, D width, F frequencies, L tokens.
 """
@@ -17,45 +17,47 @@ from torch import Tensor, nn
 from common.errors import UserError
 
 
-def count_heads(width: int, head_dim: int, what: str) -> int:
-    """Number of heads of `head_dim` in `width`; ValueError if they do not fit."""
+def count_heads(width: int, head_dim: int, name: str) -> int:
+    """Counts the heads of `head_dim` in `width`; ValueError, which calls the width `name`, if they
+    do not fit."""
     if width % head_dim:
         raise UserError(
-            f"model.head_dim={head_dim} does not divide {what}={width}; choose a divisor of "
+            f"model.head_dim={head_dim} does not divide {name}={width}; choose a divisor of "
             f"{width}."
         )
     return width // head_dim
 
 
 def refuse_below_one(sizes: dict[str, int]) -> None:
-    """UserError if a size, named by its key below `model`, is not at least 1."""
+    """Raises a UserError if a size, named by its key below `model`, is not at least 1."""
     for key, value in sizes.items():
         if value < 1:
             raise UserError(f"model.{key}={value} must be at least 1.")
 
 
 def init_linear(layer: nn.Linear) -> None:
-    """Xavier's uniform weights (Glorot & Bengio 2010), and a bias of zero where there is one."""
+    """Initialises a layer with Xavier's uniform weights (Glorot & Bengio 2010) and zero bias."""
     nn.init.xavier_uniform_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
 
 
 class Layer(nn.Module):
-    """What mixers and MLPs have in common: their children are linear layers."""
+    """Base class of mixers and MLPs, whose children are linear layers."""
 
     def init_weights(self) -> None:
         for layer in self.children():
             init_linear(cast("nn.Linear", layer))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of the products in one forward pass of one sample of `tokens` tokens."""
+        """Returns the FLOPs of the products in one forward pass of one sample of `tokens`
+        tokens."""
         return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
 
 
 class TimestepEmbedding(nn.Module):
-    """Sinusoids of scale·t through a two-layer MLP (Nichol & Dhariwal 2021), in fp32 up to the
-    MLP."""
+    """Embeds t by sinusoids of scale·t and a two-layer MLP (Nichol & Dhariwal 2021), in fp32 up to
+    the MLP."""
 
     def __init__(self, dim: int, frequencies: int = 128, scale: float = 1000.0) -> None:
         super().__init__()
@@ -78,8 +80,8 @@ class TimestepEmbedding(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """One vector a class, and one for the null label `num_classes` that classifier-free guidance
-    needs."""
+    """One vector for each class, and one for the null label `num_classes`, which classifier-free
+    guidance needs."""
 
     def __init__(self, dim: int, num_classes: int) -> None:
         super().__init__()
@@ -93,8 +95,8 @@ class LabelEmbedding(nn.Module):
 
 
 def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]:
-    """Row and column of each token times `count` frequencies from 1 to nearly 1 / base; both (L,
-    count), in fp64."""
+    """Returns row and column of each token times `count` frequencies from 1 to nearly 1 / base;
+    both (L, count), in fp64."""
     frequencies = base ** -(torch.arange(count, dtype=torch.float64) / count)
     sides = [torch.arange(side, dtype=torch.float64) for side in grid]
     axes = torch.meshgrid(*sides, indexing="ij")
@@ -102,7 +104,7 @@ def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]
 
 
 def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 L D"]:
-    """Fixed 2-D sinusoids: half of the channels follow the row, half the column."""
+    """Returns fixed 2-D sinusoids: half of the channels encode the row, half the column."""
     angles = axial_angles(grid, -(-dim // 4), 10_000.0)
     waves = [wave(angle) for angle in angles for wave in (torch.sin, torch.cos)]
     return torch.cat(waves, dim=1)[:, :dim].float().unsqueeze(0)

@@ -1,5 +1,5 @@
-"""From noise to latents: ODE and SDE solvers for a velocity model, with classifier-free guidance.
-No training code.
+"""Samples latents from noise: ODE and SDE solvers for a velocity model, with classifier-free
+guidance. No training code.
 
 Letters: B samples, C channels, H W latent height and width.
 """
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 Velocity = Callable[[Tensor, float], Tensor]
 SOLVERS = ("euler", "heun", "ab2", "sde")
 STEP_STRIDE = 1 << 40
-"""Positions of samples lie below it: the step of a solver that adds noise is counted above."""
+"""Offset of stream positions between steps of a solver that adds noise; positions of samples are
+below it."""
 
 
 def shift_times(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
-    """Timestep shift `t' = s·t / (1 + (s - 1)·t)`: s > 1 spends more of [0, 1] on noise (Esser et
+    """Shifts timesteps by `t' = s·t / (1 + (s - 1)·t)`: s > 1 spends more steps on noise (Esser et
     al. 2024, eq. 23)."""
     return shift * t / (1.0 + (shift - 1.0) * t)
 
@@ -41,12 +42,12 @@ def make_guided_velocity(
     guidance: float = 1.0,
     guidance_interval: tuple[float, float] = (0.0, 1.0),
 ) -> Velocity:
-    """v = v_null + guidance·(v_label - v_null) for t inside the interval, v_label outside it, in
-    fp32.
+    """Returns v = v_null + guidance·(v_label - v_null) for t inside the interval, v_label outside
+    it, in fp32.
 
     Guidance: Ho & Salimans 2022; limited to an interval: Kynkäänniemi et al. 2024,
-    https://arxiv.org/abs/2404.07724. Where guidance is 1 or t outside the interval, the model runs
-    once per step instead of on a doubled batch.
+    https://arxiv.org/abs/2404.07724. If guidance is 1 or t is outside the interval, the model runs
+    on the batch itself instead of a doubled batch.
     """
     nulls = torch.full_like(labels, null_label)
 
@@ -55,8 +56,8 @@ def make_guided_velocity(
         if guidance == 1.0 or not guidance_interval[0] <= t <= guidance_interval[1]:
             return model(x, time, labels).float()
         both = model(torch.cat((x, x)), torch.cat((time, time)), torch.cat((labels, nulls))).float()
-        with_label, without = both.chunk(2)
-        return without + guidance * (with_label - without)
+        with_label, with_null = both.chunk(2)
+        return with_null + guidance * (with_label - with_null)
 
     return velocity
 
@@ -94,14 +95,14 @@ def sample(
         raise UserError("solver=sde needs noise for its steps; give `fresh`.")
     times = shift_times(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
-    before: tuple[float, Tensor] | None = None
+    previous: tuple[float, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(times)):
         dt = t_next - t
         v = velocity(x, t)
         slope = v
-        if solver == "ab2" and before is not None:
-            earlier_dt, earlier_v = before
-            slope = v + 0.5 * dt / earlier_dt * (v - earlier_v)
+        if solver == "ab2" and previous is not None:
+            previous_dt, previous_v = previous
+            slope = v + 0.5 * dt / previous_dt * (v - previous_v)
         elif solver == "sde":
             slope = v + 0.5 * (x + (1.0 - t) * v)
         x_next = x + dt * slope
@@ -110,12 +111,12 @@ def sample(
         elif solver == "sde" and fresh is not None and t_next > 0.0:
             x_next = x_next + math.sqrt(-dt * t) * fresh(i)
         x = x_next
-        before = (dt, v)
+        previous = (dt, v)
     return x
 
 
 def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
-    """ValueError if samples cannot be guided, because the data has no classes."""
+    """Raises a ValueError if guidance is on but the data has no classes."""
     if not spec.num_classes and guidance != 1.0:
         raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
 
@@ -128,8 +129,8 @@ def draw_latents(
     seed: int,
     sampling: SamplingConfig,
 ) -> Float[Tensor, "B C H W"]:
-    """Latents as the autoencoder decodes them; the noise of a sample depends on `seed` and its
-    `position` only."""
+    """Samples raw latents, ready to decode; the noise of a sample depends only on `seed` and its
+    `position`."""
     shape = (spec.channels, spec.height, spec.width)
 
     def fresh(step: int) -> Tensor:

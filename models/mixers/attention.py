@@ -21,8 +21,8 @@ from models.layers import Layer, axial_angles, count_heads
 def axial_rotations(
     grid: tuple[int, int], head_dim: int, base: float = 100.0
 ) -> Float[Tensor, "2 L P"]:
-    """Cosines and sines of 2-D RoPE: the first half of a head turns with the row, the second with
-    the column.
+    """Returns cosines and sines of 2-D RoPE: the row rotates the first half of a head, the column
+    the second half.
 
     Su et al. 2021, https://arxiv.org/abs/2104.09864; axial form as in EVA-02,
     https://arxiv.org/abs/2303.11331.
@@ -33,8 +33,8 @@ def axial_rotations(
 
 
 def split_into_windows(side: int, window: int, offset: int) -> list[int]:
-    """Tokens of each window along a side of the grid. The first window holds `window - offset` of
-    them, and the last what is left."""
+    """Returns the number of tokens of each window along a side of the grid: the first window has
+    `window - offset`, the last the remainder."""
     edges = [0, *range(window - offset, side, window), side]
     return [end - start for start, end in pairwise(edges)]
 
@@ -42,20 +42,19 @@ def split_into_windows(side: int, window: int, offset: int) -> list[int]:
 class Attention(Layer):
     """Multi-head self-attention through `scaled_dot_product_attention`.
 
-    `qk_norm` puts a learned RMSNorm on queries and keys: it prevents the divergence that 16-bit
-    training of large models met, at some cost in quality at equal steps (LightningDiT issue 68).
-    `rope_base` null: no rotary embedding.
-    `bias`: both products have one. These two are for weights that were trained elsewhere.
-    `window` null: each token attends to all. An integer: only to those of its window of
-    `window` × `window` tokens. The windows of odd layers lie `shift` tokens further up and left
-    (null: half a window), so that what neighbours know crosses their edges. Unlike in Swin (Liu et
+    `qk_norm` puts a learned RMSNorm on queries and keys: it prevents divergence in 16-bit training
+    of large models, at some cost in quality at equal steps (LightningDiT issue 68). `rope_base`
+    null: no rotary embedding. `bias`: both products have a bias. These two are for weights trained
+    elsewhere. `window` null: each token attends to all tokens; an integer: only to its window of
+    `window` × `window` tokens. Windows of odd layers are shifted by `shift` tokens up and left
+    (null: half a window), so that information crosses the edges of windows. Unlike in Swin (Liu et
     al. 2021, https://arxiv.org/abs/2103.14030) nothing wraps around: windows at the edges are
     smaller.
     """
 
     rotations: Tensor | None
     windows: Int[Tensor, "L"] | None
-    """Number of each token's window."""
+    """Index of each token's window."""
     fused_rope: bool
 
     def __init__(
@@ -83,7 +82,7 @@ class Attention(Layer):
                 f"model.mixer.shift={shift} must be at least 0 and below model.mixer.window="
                 f"{window}; null moves the windows of odd layers by half of that."
             )
-        self.heads = count_heads(dim, head_dim, what="dim")
+        self.heads = count_heads(dim, head_dim, name="dim")
         self.rope_base = rope_base
         if rope_base is not None and head_dim % 4:
             raise UserError(f"model.head_dim={head_dim} must be a multiple of 4 for 2-D RoPE.")
@@ -100,11 +99,11 @@ class Attention(Layer):
         angles = None if rope_base is None else torch.empty(2, grid[0] * grid[1], head_dim)
         self.register_buffer("rotations", angles, persistent=False)
 
-        # The sides of this layer's windows; without windows the whole grid is one.
+        # The sides of this layer's windows; without windows the whole grid is one window.
         self.spans = [[side] for side in grid]
         if window is not None:
-            moved = window // 2 if shift is None else shift
-            offset = moved if layer % 2 else 0
+            odd_shift = window // 2 if shift is None else shift
+            offset = odd_shift if layer % 2 else 0
             self.spans = [split_into_windows(side, window, offset) for side in grid]
         numbers = None if window is None else torch.empty(grid[0] * grid[1], dtype=torch.int32)
         self.register_buffer("windows", numbers, persistent=False)
@@ -131,13 +130,13 @@ class Attention(Layer):
         if self.q_weight is None and self.rotations is None:
             q, k, v = qkv.permute(2, 0, 3, 1, 4)
         else:
-            place = fused_qk_rope if self.fused_rope else qk_rope
-            q, k, v = place(qkv, self.q_weight, self.k_weight, self.rotations, self.eps)
+            norm_and_rotate = fused_qk_rope if self.fused_rope else qk_rope
+            q, k, v = norm_and_rotate(qkv, self.q_weight, self.k_weight, self.rotations, self.eps)
         y = attend(q, k, v, self.attention_backend, self.windows)
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens; scores that windows mask do
-        not count."""
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens, without scores
+        that windows mask."""
         rows, columns = (sum(span * span for span in spans) for spans in self.spans)
         return super().flops(tokens) + 4 * rows * columns * self.heads * self.head_dim

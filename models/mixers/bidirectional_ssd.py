@@ -1,4 +1,4 @@
-"""The flagship mixer: local mixing, then Mamba-2's state-space scan in both directions, gated.
+"""The main mixer: local mixing, then Mamba-2's state-space scan in both directions, gated.
 
 Letters: B samples, L tokens, D width, K heads, P head dim, N state size, E = K·P inner width.
 """
@@ -25,7 +25,8 @@ from models.layers import Layer, count_heads, refuse_below_one
 def init_steps(dt_bias: Tensor) -> None:
     """Draws biases whose softplus is log-uniform in [0.001, 0.1], as both Mambas start."""
     dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+    # The inverse of softplus.
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 class BidirectionalSSD(Layer):
@@ -38,7 +39,7 @@ class BidirectionalSSD(Layer):
     """
 
     taps = (3, 3)
-    """Of the convolution."""
+    """Rows and columns of the convolution's kernel."""
 
     def __init__(
         self,
@@ -52,13 +53,15 @@ class BidirectionalSSD(Layer):
         super().__init__()
         refuse_below_one({"mixer.expand": expand, "mixer.state_dim": state_dim})
         self.inner = expand * dim
-        self.heads = count_heads(self.inner, head_dim, what="expand·dim")
+        self.heads = count_heads(self.inner, head_dim, name="expand·dim")
         self.head_dim = head_dim
         self.state_dim = state_dim
         self.grid = grid
         self.eps = eps
-        self.fused_scan = self.fused_conv = False
-        self.mixed = self.inner + 4 * state_dim  # x, and B and C of both directions
+        self.fused_scan = False
+        self.fused_conv = False
+        # The convolution mixes x, and B and C of both directions.
+        self.mixed = self.inner + 4 * state_dim
         self.in_proj = nn.Linear(dim, self.inner + self.mixed + 2 * self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(self.mixed, 1, *self.taps))
         self.conv_bias = nn.Parameter(torch.empty(self.mixed))
@@ -80,18 +83,18 @@ class BidirectionalSSD(Layer):
 
     def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
         projected = self.in_proj(h)
-        mixing = (projected, self.conv_weight, self.conv_bias, self.grid)
-        scanning = (self.dt_bias, self.A_log, self.D, self.norm_weight, self.eps)
+        mix_inputs = (projected, self.conv_weight, self.conv_bias, self.grid)
+        scan_inputs = (self.dt_bias, self.A_log, self.D, self.norm_weight, self.eps)
         if self.fused_scan and self.fused_conv and h.shape[1] <= MAX_QUADRATIC_TOKENS:
-            y = fused_mixed_ssd(*mixing, *scanning)
+            y = fused_mixed_ssd(*mix_inputs, *scan_inputs)
         else:
             mix = fused_local_mix if self.fused_conv else local_mix
             scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
-            y = mixed_ssd(*mixing, *scanning, mix, scan)
+            y = mixed_ssd(*mix_inputs, *scan_inputs, mix, scan)
         return self.out_proj(y.flatten(2))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens."""
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""
         scan = count_bidirectional_ssd_flops(tokens, self.heads, self.head_dim, self.state_dim)
         return (
             super().flops(tokens)

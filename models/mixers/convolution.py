@@ -1,4 +1,4 @@
-"""Convolution as the only mixing of tokens: the baseline of the other mixers.
+"""Convolution as the only mixing of tokens: the baseline for the other mixers.
 
 DiCo (Ai et al. 2025, https://arxiv.org/abs/2505.11196) reports that it does most of the work at 256
 tokens.
@@ -18,12 +18,11 @@ from models.layers import Layer
 
 
 class Convolution(Layer):
-    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`, which starts as the
-    identity inside.
+    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`; the convolution starts
+    as the identity.
 
-    `expand` is E / D, rounded to a multiple of 32; at 4/3 the parameters are those of attention.
-    There are no heads:
-    `head_dim` is taken because every mixer takes it, and ignored.
+    `expand` is E / D, rounded to a multiple of 32; at 4/3 it has as many parameters as attention.
+    It has no heads: it ignores `head_dim`, which every mixer takes.
     """
 
     def __init__(
@@ -51,5 +50,5 @@ class Convolution(Layer):
         return self.out_proj(silu_product(z, mix(x, self.conv_weight, self.conv_bias, self.grid)))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens."""
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""
         return super().flops(tokens) + count_local_mix_flops(tokens, self.inner)

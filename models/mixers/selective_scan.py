@@ -25,14 +25,15 @@ TAPS = 4
 class SelectiveScan(Layer):
     """Gated selective scan along a zigzag path: `out_proj(silu(z)·scan(silu(conv(x))))`.
 
-    The eight paths are the four of models/mixers/zigzag_ssd.py, each followed by its reverse in the
-    next layer, so that a token sees what comes before it on the path in one layer and what comes
-    after it in the next. `order` tells the block which token comes at each step.
+    The eight paths are the four of models/mixers/zigzag_ssd.py and their reverses, each path
+    followed by its reverse in the next layer, so that a token sees its predecessors on the path in
+    one layer and its successors in the next. `order` is the token at each step of the path, for the
+    block.
 
-    Steps, B and C come from the mixed x, the steps through a bottleneck of rank D / 16. `expand`
-    is E / D. Starts: -A is 1 … N in each channel, dt log-uniform in [0.001, 0.1], the convolution
-    the identity, as in all mixers here. There are no heads: `head_dim` is taken because every mixer
-    takes it, and ignored.
+    The convolved x determines steps, B and C, the steps through a bottleneck of rank D / 16.
+    `expand` is E / D. Initially -A is 1 … N in each channel, dt is log-uniform in [0.001, 0.1], and
+    the convolution is the identity, as in all mixers here. It has no heads: it ignores `head_dim`,
+    which every mixer takes.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class SelectiveScan(Layer):
         return self.out_proj(silu_product(z, y))
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one forward pass of one sample of `tokens` tokens: products, a multiply-add a
-        tap of the convolution, and three a number of a state, two to update it and one to read."""
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens: products, one
+        multiply-add for each tap of the convolution, and three for each number of a state, two to
+        update and one to read it."""
         multiply_adds = tokens * self.inner * (TAPS + 3 * self.state_dim)
         return super().flops(tokens) + 2 * multiply_adds

@@ -1,4 +1,4 @@
-"""The scan along a zigzag path, another one in each layer (ZigMa, Hu et al. 2024,
+"""The scan along a zigzag path, a different one in each layer (ZigMa, Hu et al. 2024,
 https://arxiv.org/abs/2403.13802).
 
 Letters: L tokens, D width.
@@ -13,14 +13,17 @@ from torch import Tensor
 from models.mixers.bidirectional_ssd import BidirectionalSSD
 
 PATHS = 4
-"""A path and its reverse are one to a scan in both directions, so the eight of the paper are four
-here."""
+"""Number of paths. The paper has eight, but a scan in both directions covers a path and its
+reverse."""
 
 
 def make_zigzag_path(grid: tuple[int, int], layer: int) -> Int[Tensor, "L"]:
-    """Token at each step of the path of `layer`: by rows and by columns in turn, first from the one
-    and then from the other end of its first row, each row of the path running against the one
-    before, so that neighbours on the path are neighbours on the grid."""
+    """Returns the token at each step of the path of `layer`.
+
+    Odd layers run by columns, even ones by rows. The first two of four paths start at one end of
+    the first line, the last two at the other end. Each line runs against the line before, so
+    neighbours on the path are neighbours on the grid.
+    """
     path = torch.arange(grid[0] * grid[1], device="cpu").view(grid)
     path = path.T if layer % 2 else path
     path = path.flip(1) if layer // 2 % 2 else path
@@ -30,12 +33,12 @@ def make_zigzag_path(grid: tuple[int, int], layer: int) -> Int[Tensor, "L"]:
 
 
 class ZigzagSSD(BidirectionalSSD):
-    """`BidirectionalSSD` over tokens in the order of path number `layer` modulo 4, mixing locally
-    along the path.
+    """`BidirectionalSSD` over tokens in the order of path `layer` modulo 4, with local mixing along
+    the path.
 
-    `order` tells the block which token comes at each step; the norm before it and the sum after it
-    apply the order, so nothing is gathered here (models/block.py). No parameters more than the
-    plain scan has; fewer, with 1-D taps.
+    `order` is the token at each step of the path; the block's norm before and sum after this layer
+    apply it, so the layer gathers nothing (models/block.py). With 1-D taps it has fewer parameters
+    than the plain scan.
     """
 
     taps = (1, 7)
