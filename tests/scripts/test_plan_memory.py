@@ -70,7 +70,7 @@ def test_a_fused_optimizer_needs_less_workspace():
 CHECKPOINTS = ["runtime.gradient_checkpointing=true"]
 
 
-@pytest.mark.parametrize(("n", "recomputed"), [(2, 3), (4, 2), (5, 2), (6, 1), (9, 1)])
+@pytest.mark.parametrize(("n", "recomputed"), [(2, 3), (5, 2), (9, 1)])
 def test_recomputing_one_block_in_n_saves_its_share(n: int, recomputed: int):
     """Recomputes the first of six blocks and each n-th after it; neighbours share some tensors."""
     none, all_blocks, every_nth = (
@@ -106,19 +106,18 @@ def test_sharding_cuts_the_state():
     assert on_64["fsdp"].phases["start"].weights == alone.needs.weights
 
 
-def forecast_parallel(mode: str, *words: str, gpus: int = 2) -> Forecast:
-    options = [f"runtime.parallel.{word}" for word in (f"mode={mode}", *words)]
-    return forecast_words(*options, gpus=gpus)
+def forecast_parallel(*words: str) -> Forecast:
+    return forecast_words(*(f"runtime.parallel.{word}" for word in words), gpus=2)
 
 
 def test_options_of_parallelism_move_the_forecast():
-    copied = forecast_parallel("ddp", "gradient_as_bucket_view=false")
+    copied = forecast_parallel("mode=ddp", "gradient_as_bucket_view=false")
     assert copied.buckets == copied.lasting["gradients"] > 0.0
     assert forecast_words(gpus=2).buckets == 0.0
-    offloaded = forecast_parallel("fsdp", "cpu_offload=true")
+    offloaded = forecast_parallel("mode=fsdp", "cpu_offload=true")
     assert offloaded.lasting["weights"] == 0.0 < offloaded.lasting["on_host"]
-    whole = forecast_parallel("fsdp", "reshard_after_forward=false")
-    assert whole.gathered > forecast_parallel("fsdp").gathered > 0.0
+    whole = forecast_parallel("mode=fsdp", "reshard_after_forward=false")
+    assert whole.gathered > forecast_parallel("mode=fsdp").gathered > 0.0
     # gradients are whole until the last micro-batch
     once, four_times = (
         forecast_words("runtime.parallel.mode=fsdp", f"accumulation_steps={n}", gpus=8)
