@@ -49,12 +49,12 @@ def add_norm(
     `centred`: norm is LayerNorm (Ba et al. 2016): RMSNorm of z minus its mean over channels.
     """
     rows = (branch_rows, h_rows)
-    return forward_reference(
+    return compute_forward(
         branch, gate, residual, scale, shift, *rows, eps, residual_in_fp32, centred
     )[:2]
 
 
-def forward_reference(
+def compute_forward(
     branch: Tensor,
     gate: Tensor,
     residual: Tensor,
@@ -83,7 +83,7 @@ def forward_reference(
     return h if h_rows is None else torch.empty_like(h).index_copy(1, h_rows.long(), h), z, rstd
 
 
-def backward_reference(
+def compute_backward(
     dh: Tensor,
     dz: Tensor | None,
     z: Tensor,
@@ -121,14 +121,14 @@ operator = register(
     "add_norm(Tensor branch, Tensor gate, Tensor residual, Tensor scale, Tensor shift, Tensor? "
     "branch_rows, Tensor? h_rows, float eps, bool residual_in_fp32, bool centred) -> (Tensor, "
     "Tensor, Tensor)",
-    forward_reference,
+    compute_forward,
     "add_norm_triton.launch_forward",
 )
 backward_operator = register(
     "add_norm_backward(Tensor dh, Tensor? dz, Tensor z, Tensor branch, Tensor gate, Tensor "
     "scale, Tensor? branch_rows, Tensor? h_rows, Tensor rstd, ScalarType residual_dtype, bool "
     "centred) -> (Tensor, Tensor, Tensor)",
-    backward_reference,
+    compute_backward,
     "add_norm_triton.launch_backward",
 )
 

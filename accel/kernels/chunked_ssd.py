@@ -24,13 +24,13 @@ def weight_by_direction(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"
     return (upcast(x).transpose(1, 2).unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype)
 
 
-def states_reference(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+def compute_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
     """Σ_t weight_t · group_t ⊗ x_t of a chunk, (S, 2, K, N, P) in fp32, from x (S, T, K, P),
     `groups` (S, T, 2, N), which are B or C, and weights (S, 2, K, T)."""
     return upcast(groups.permute(0, 2, 3, 1).unsqueeze(2) @ weight_by_direction(x, weights))
 
 
-def read_reference(
+def read_states(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Reads group_t · state in both directions. Returns the sum of the reads times the weights,
@@ -46,7 +46,7 @@ def read_reference(
     return out.to(groups.dtype).contiguous(), dots
 
 
-def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+def compute_group_gradients(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
     """Σ over heads of weight_t · x_t · stateᵀ, (S, T, 2, N) in the dtype of x: the gradient of B or
     C."""
     products = upcast(weight_by_direction(x, weights) @ states.to(x.dtype).mT)
@@ -55,18 +55,18 @@ def groups_reference(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
 
 ssd_states = register(
     "ssd_states(Tensor x, Tensor groups, Tensor weights) -> Tensor",
-    states_reference,
+    compute_states,
     "chunked_ssd_triton.launch_states",
 )
 ssd_read = register(
     "ssd_read(Tensor states, Tensor groups, Tensor weights, Tensor? inside, Tensor? other) -> "
     "(Tensor, Tensor)",
-    read_reference,
+    read_states,
     "chunked_ssd_triton.launch_read",
 )
 ssd_groups = register(
     "ssd_groups(Tensor states, Tensor x, Tensor weights) -> Tensor",
-    groups_reference,
+    compute_group_gradients,
     "chunked_ssd_triton.launch_groups",
 )
 

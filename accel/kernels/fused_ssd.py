@@ -33,18 +33,18 @@ MATRIX_UNIT_SIZES = (16, 32, 64, 128)
 """Supported head dims and state sizes: the shapes of the matrix units."""
 
 
-def plain_reference(*inputs: Tensor) -> Tensor:
+def compute_plain(*inputs: Tensor) -> Tensor:
     """Computes y from x, steps, sums, B_in, C_out and D."""
     return definition.scan_within_pieces(*inputs).contiguous()
 
 
-def gated_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
+def compute_gated(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Computes the gated and normed y, and y, from these inputs, z, norm_weight and eps."""
-    y = plain_reference(*inputs[:6])
+    y = compute_plain(*inputs[:6])
     return gated_norm(y, *inputs[6:]), y
 
 
-def backward_reference(
+def compute_backward(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dx, dB and dC side by side (S, T, E), d(steps), d(sums) and dD."""
@@ -105,17 +105,15 @@ def write_group_gradients(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, d
 
 
 INPUTS = "Tensor x, Tensor steps, Tensor sums, Tensor B_in, Tensor C_out, Tensor D"
-ssd = register(
-    f"ssd({INPUTS}) -> Tensor", plain_reference, "bidirectional_ssd_triton.launch_forward"
-)
+ssd = register(f"ssd({INPUTS}) -> Tensor", compute_plain, "bidirectional_ssd_triton.launch_forward")
 ssd_gated = register(
     f"ssd_gated({INPUTS}, Tensor z, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
-    gated_reference,
+    compute_gated,
     "bidirectional_ssd_triton.launch_gated",
 )
 ssd_backward = register(
     f"ssd_backward(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    backward_reference,
+    compute_backward,
     "bidirectional_ssd_backward_triton.launch_backward",
 )
 

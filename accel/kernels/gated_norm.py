@@ -37,7 +37,7 @@ def gated_norm(
     return (normed * upcast(weight)).to(y.dtype)
 
 
-def backward_reference(
+def compute_backward(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of y and weight; writes the one of z to `dz`, which may be a slice."""
@@ -63,7 +63,7 @@ operator = register(
 backward_operator = register(
     "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps, Tensor(a!) dz) "
     "-> (Tensor, Tensor)",
-    backward_reference,
+    compute_backward,
     "gated_norm_triton.launch_backward",
 )
 

@@ -54,11 +54,12 @@ def count_local_mix_flops(tokens: int, channels: int, taps: int = 9) -> int:
     return 2 * taps * tokens * channels
 
 
-def forward_reference(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+def compute_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
+    """Computes `local_mix` as a contiguous tensor."""
     return local_mix(x, weight, bias, (rows, columns)).contiguous()
 
 
-def backward_reference(
+def compute_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of weight and bias; writes the one of x to `dx`, which may be a slice.
@@ -90,13 +91,13 @@ def backward_reference(
 
 operator = register(
     "local_mix(Tensor x, Tensor weight, Tensor bias, int rows, int columns) -> Tensor",
-    forward_reference,
+    compute_forward,
     "local_mix_triton.launch_forward",
 )
 backward_operator = register(
     "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns, "
     "Tensor(a!) dx) -> (Tensor, Tensor)",
-    backward_reference,
+    compute_backward,
     "local_mix_triton.launch_backward",
 )
 

@@ -59,7 +59,7 @@ def qk_rope(
     )
 
 
-def forward_reference(
+def compute_forward(
     qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -74,7 +74,7 @@ def forward_reference(
     return q, k
 
 
-def backward_reference(
+def compute_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -110,11 +110,11 @@ def backward_reference(
 
 INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? rotations, float eps"
 operator = register(
-    f"qk_rope({INPUTS}) -> (Tensor, Tensor)", forward_reference, "qk_rope_triton.launch_forward"
+    f"qk_rope({INPUTS}) -> (Tensor, Tensor)", compute_forward, "qk_rope_triton.launch_forward"
 )
 backward_operator = register(
     f"qk_rope_backward(Tensor dq, Tensor dk, Tensor dv, {INPUTS}) -> (Tensor, Tensor)",
-    backward_reference,
+    compute_backward,
     "qk_rope_triton.launch_backward",
 )
 

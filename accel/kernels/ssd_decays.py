@@ -73,7 +73,7 @@ def prefix_sums_by_doubling(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return a
 
 
-def backward_reference(
+def compute_backward(
     dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of dt_bias and A_log; writes the one of dt to `ddt`, maybe a slice."""
@@ -105,7 +105,7 @@ operator = register(
 backward_operator = register(
     "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log, "
     "Tensor(a!) ddt) -> (Tensor, Tensor)",
-    backward_reference,
+    compute_backward,
     "ssd_decays_triton.launch_backward",
 )
 

@@ -45,12 +45,13 @@ def silu_product(
     return F.silu(gate) * value if torch.compiler.is_compiling() else SiluProduct.apply(gate, value)
 
 
-def forward_reference(joined: Tensor) -> Tensor:
+def compute_forward(joined: Tensor) -> Tensor:
+    """Computes `silu_product` of both halves in fp32."""
     gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
     return (F.silu(gate) * value).to(joined.dtype)
 
 
-def backward_reference(dh: Tensor, joined: Tensor) -> Tensor:
+def compute_backward(dh: Tensor, joined: Tensor) -> Tensor:
     """Returns the gradient of both halves, joined."""
     gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
     dgate = torch.ops.aten.silu_backward(upcast(dh) * value, gate)
@@ -58,11 +59,11 @@ def backward_reference(dh: Tensor, joined: Tensor) -> Tensor:
 
 
 operator = register(
-    "swiglu(Tensor joined) -> Tensor", forward_reference, "swiglu_triton.launch_forward"
+    "swiglu(Tensor joined) -> Tensor", compute_forward, "swiglu_triton.launch_forward"
 )
 backward_operator = register(
     "swiglu_backward(Tensor dh, Tensor joined) -> Tensor",
-    backward_reference,
+    compute_backward,
     "swiglu_triton.launch_backward",
 )
 
