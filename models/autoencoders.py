@@ -143,7 +143,8 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    with silence_libraries():  # diffusers imports torchao and bitsandbytes where they are installed
+    # diffusers imports torchao and bitsandbytes if they are installed.
+    with silence_libraries():
         import diffusers
 
         cls = getattr(diffusers, kind)

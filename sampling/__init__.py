@@ -1,4 +1,4 @@
-"""Draws samples of a run, in jobs that go on where they stopped.
+"""Draws samples of a run, in jobs that resume after a stop.
 
 from sampling import load_run
 """
@@ -14,7 +14,7 @@ __all__ = ["load_run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `load_run`, and PyTorch with it, when it is first asked for."""
+    """Imports `load_run`, and PyTorch with it, at its first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sampling import load

@@ -1,7 +1,7 @@
 """Draws many samples of a trained run, chunk by chunk and in several processes.
 
-What becomes of them is the caller's: `scripts.sample` keeps the images, `scripts.evaluate` their
-features. A command that was killed goes on from the chunks that are on the disk.
+The caller decides what to keep: `scripts.sample` keeps images, `scripts.evaluate` features. A
+command that was killed resumes from the chunks on disk.
 """
 
 from __future__ import annotations
@@ -35,50 +35,54 @@ if TYPE_CHECKING:
 
 SAMPLER_KEYS = ("guidance", "guidance_interval", "solver", "steps", "shift")
 CHUNK_SAMPLES = 512
-"""Samples in a chunk, or a batch where that is larger."""
+"""Samples in a chunk; a larger batch is one chunk."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which trained model."""
+    """Configuration of the trained model."""
 
     run_dir: str | None = None
-    """A run folder, or one of its checkpoints; its averaged weights are used."""
+    """A run folder or one of its checkpoints, whose averaged weights are loaded."""
     weights: str | None = None
-    """Instead of a run: a .safetensors file of a checkpoint, wherever it lies; its header says what
-    the model is."""
+    """Instead of a run: a .safetensors file of a checkpoint, in any folder; its header describes
+    the model."""
     adapter: str | None = None
-    """Merged into the weights: a run with an adapter, a file of one, or a folder of PEFT's."""
+    """Adapter to merge into the weights: a run with an adapter, an adapter's file, or a PEFT
+    folder."""
     encoder: str | None = None
-    """Where the autoencoder lies now, if its folder was moved since the latents were made."""
+    """Path of the autoencoder, if its folder was moved since the latents were made."""
 
     @property
     def key(self) -> str:
-        """What says where the model is."""
+        """Name of the configuration key that locates the model."""
         return "weights" if self.weights else "run_dir"
 
     @property
     def path(self) -> str:
+        """Value of `key`."""
         return str(self.weights or self.run_dir)
 
-    def refuse_no_model(self, what: str) -> None:
-        """ValueError unless one model is named; `what` is to be done with it."""
+    def refuse_no_model(self, action: str) -> None:
+        """Raises a ValueError unless one model is named; `action` is what the command does with
+        it."""
         if (self.run_dir is None) == (self.weights is None):
             unset = self.run_dir is None
             fault = "run_dir is not set" if unset else "run_dir and weights are both set"
             raise UserError(
-                f"{fault}; say what to {what}: run_dir=runs/<name>, or weights=<file>.safetensors."
+                f"{fault}; say what to {action}: run_dir=runs/<name>, or "
+                "weights=<file>.safetensors."
             )
 
 
 @dataclass(frozen=True)
 class DrawConfig(ModelConfig):
-    """What to draw from which run. A setting of the sampler that is null is the run's own."""
+    """Configuration of a sampling job. A sampler setting that is null takes the run's own value."""
 
     labels: Any = "balanced"
-    """`balanced`: all classes in turn; `data`: as often as the training set has them; or a list,
-    dealt in turn, of numbers and names: [3,apple]. A name that YAML reads as something else stands
-    in quotes: ['3']."""
+    """`balanced`: all classes in turn; `data`: with the frequencies of the training set; or a list
+    of numbers and names, in turn: [3,apple]. Quote a name that YAML reads as another type:
+    ['3']."""
     count: Positive = 64
     guidance: float | None = None
     guidance_interval: list[float] | None = None
@@ -87,14 +91,14 @@ class DrawConfig(ModelConfig):
     shift: float | None = None
     seed: int = 0
     batch_size: Positive = 64
-    """Of each process. Guidance doubles it."""
+    """Samples in a batch of each process. Guidance doubles the batch of the model."""
     runtime: dict[str, Any] = field(default_factory=dict)
     """Changes to the run's own runtime keys, such as runtime.precision=fp32 or
     runtime.compile=false."""
     device: str = "auto"
 
     def check(self) -> None:
-        """ValueError for a value that nothing can be drawn with."""
+        """Raises a ValueError for invalid values."""
         self.refuse_no_model("sample")
         refuse_values(self)
 
@@ -102,37 +106,40 @@ class DrawConfig(ModelConfig):
 class SampleJob:
     """The samples of a `DrawConfig`: the model under its techniques, and the stream of its samples.
 
-    All processes build it together.
+    All ranks build it together.
     """
 
     def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
         from sampling.load import SampleStream, load_run
         from training.environment import pick_device
 
-        ranks.wait_for_all()  # connects them
+        # The first wait connects the processes.
+        ranks.wait_for_all()
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
         self.ranks = ranks
         self.trained = load_run(
             cfg.path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
-        given = {
+        changes = {
             name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None
         }
-        sampling = self.trained.change_sampling(**given)
-        self.labels, dealt = self.choose_labels()
+        sampling = self.trained.change_sampling(**changes)
+        self.labels, labels_of = self.choose_labels()
         """`balanced`, `data`, or numbers of classes."""
         forward = self.trained.forward
         spec = self.trained.spec
-        self.stream = SampleStream(forward, spec, sampling, dealt, cfg.seed, cfg.batch_size, device)
+        self.stream = SampleStream(
+            forward, spec, sampling, labels_of, cfg.seed, cfg.batch_size, device
+        )
         self.ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
         self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
         """Samples in a chunk."""
 
     def choose_labels(self) -> tuple[Any, Labels]:
-        """Returns the labels that the configuration asks for, and how they are dealt.
+        """Returns the labels that the configuration requests, and the map from samples to labels.
 
-        ValueError where they cannot be had.
+        ValueError for labels that the model or the data lacks.
         """
         from sampling.load import deal_labels_in_turn, deal_labels_of_data, find_class_numbers
 
@@ -143,8 +150,8 @@ class SampleJob:
                 raise UserError(
                     "labels=data needs the run's data, which weights= does not name; use run_dir=."
                 )
-            dealt = deal_labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
-            return cfg.labels, dealt
+            labels_of = deal_labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
+            return cfg.labels, labels_of
         if cfg.labels == "balanced":
             return cfg.labels, deal_labels_in_turn(trained.spec.labels, trained.device)
         if isinstance(cfg.labels, list) and cfg.labels:
@@ -156,13 +163,13 @@ class SampleJob:
         )
 
     def list_classes(self) -> dict[str, str]:
-        """Returns number -> name of each class that is drawn."""
+        """Returns number -> name of each class that the job draws."""
         spec = self.trained.spec
         drawn = sorted(set(self.labels)) if isinstance(self.labels, list) else spec.labels
         return {str(number): spec.names[number] for number in drawn} if spec.num_classes else {}
 
     def describe_protocol(self) -> dict[str, Any]:
-        """Returns all that a figure of these samples depends on."""
+        """Returns all settings on which a figure of these samples depends."""
         settings = self.stream.describe_protocol(self.trained.stack, self.cfg.count, self.labels)
         return settings | {"weights": self.trained.weights}
 
@@ -172,11 +179,11 @@ class SampleJob:
         job: Mapping[str, Any],
         content: Callable[[Tensor, Tensor], dict[str, Tensor]],
     ) -> ResumableChunks:
-        """Draws all samples into chunks in `folder`, of which some may be there, and returns them.
+        """Draws the samples whose chunks `folder` lacks, and returns all chunks.
 
-        First it prints what it draws, and the ledger. `content(labels, latents)` makes the tensors
-        to keep of a batch; `job` says what else they depend on. ValueError for latents that are not
-        finite.
+        First prints the number of samples and the ledger. `content(labels, latents)` makes the
+        tensors to keep of a batch; `job` holds what else they depend on. ValueError for latents
+        that are not finite.
         """
         import torch
 
@@ -189,7 +196,7 @@ class SampleJob:
         )
         whole_job = {
             **self.describe_protocol(),
-            # the same file by another path is the same job
+            # By hash: the same file at another path is the same job.
             "weights": self.trained.weights["sha256"],
             **job,
             "batch_size": cfg.batch_size,
@@ -197,14 +204,15 @@ class SampleJob:
         }
         chunks = ResumableChunks(folder, whole_job, -(-cfg.count // self.size), self.ranks)
         missing = chunks.list_missing_chunks()
-        mine = len(chunks.list_rank_chunks())
-        if len(missing) < mine:
-            print(f"{mine - len(missing)} of {mine} pieces are already there", flush=True)
+        total_chunks = len(chunks.list_rank_chunks())
+        finished = total_chunks - len(missing)
+        if finished:
+            print(f"{finished} of {total_chunks} pieces are already there", flush=True)
 
         total = sum(min(self.size, cfg.count - number * self.size) for number in missing)
         progress = Progress(total, "samples", silent=not self.ranks.first)
         for number in missing:
-            found = []
+            batches = []
             last = min((number + 1) * self.size, cfg.count)
             for first in range(number * self.size, last, cfg.batch_size):
                 labels, latents = self.stream.draw_batch(first // cfg.batch_size)
@@ -214,10 +222,11 @@ class SampleJob:
                         "checkpoint of the run, or runtime.precision=fp32."
                     )
                 wanted = min(cfg.batch_size, last - first)
-                found.append(content(labels[:wanted], latents[:wanted]))
+                batches.append(content(labels[:wanted], latents[:wanted]))
                 progress.advance(wanted)
             chunks.write(
-                number, {name: torch.cat([kept[name].cpu() for kept in found]) for name in found[0]}
+                number,
+                {name: torch.cat([batch[name].cpu() for batch in batches]) for name in batches[0]},
             )
         progress.close()
         self.ranks.wait_for_all()
@@ -225,15 +234,15 @@ class SampleJob:
 
 
 class ResumableChunks:
-    """The chunks of one job in one folder, dealt to the processes in turn.
+    """The chunks of one job in one folder, assigned to the ranks in turn.
 
-    A chunk is one safetensors file named `<number>-<first half of its sha256>.safetensors`. It is
-    written under another name, flushed and renamed: what has the name of a chunk is whole, and its
-    name tells whether it still is.
+    A chunk is one safetensors file named `<number>-<first half of its sha256>.safetensors`. The
+    writer renames a complete, flushed file to this name, and the hash in the name detects later
+    damage.
 
-    `job` is everything that their content depends on. The folder is locked until `close` or the end
-    of the process. ValueError if another command works in it and this one does not wait, or if it
-    holds the chunks of another job.
+    `job` holds all values on which the chunks' content depends. The folder is locked until `close`
+    or the end of the process. ValueError if another command works in the folder and this one does
+    not wait, or if the folder holds the chunks of another job.
     """
 
     def __init__(
@@ -245,7 +254,7 @@ class ResumableChunks:
         self.waits = waits
         self.lock: FolderLock | None = None
 
-        # asked anew, so that no process waits long for another's answer
+        # Poll, so that no rank waits long for the answer of another.
         if not ranks.broadcast_result(self.claim):
             ranks.say(f"waiting for another process that works on {folder}")
             while not ranks.broadcast_result(self.claim):
@@ -270,54 +279,52 @@ class ResumableChunks:
         return self.lock is not None
 
     def refuse_another(self, job: dict[str, Any]) -> None:
-        """Writes down which job the folder is for; ValueError if it is for another one."""
+        """Records the job of the folder; ValueError if the folder holds another job."""
         file = self.folder / "job.json"
         if not file.is_file():
             write_json(file, job)
         earlier = read_object(file)
         keys = sorted(key for key in earlier | job if earlier.get(key) != job.get(key))
         if keys:
-            told = "; ".join(f"{key} was {earlier.get(key)}, is {job.get(key)}" for key in keys)
+            changes = "; ".join(f"{key} was {earlier.get(key)}, is {job.get(key)}" for key in keys)
             raise UserError(
-                f"{self.folder} holds the unfinished work of another command ({told}); delete it "
-                "or use another out."
+                f"{self.folder} holds the unfinished work of another command ({changes}); delete "
+                "it or use another out."
             )
 
     def list_rank_chunks(self) -> list[int]:
-        """Returns the numbers of this process's chunks."""
+        """Returns the numbers of this rank's chunks."""
         return list(range(self.ranks.rank, self.count, self.ranks.world_size))
 
     def list_missing_chunks(self) -> list[int]:
-        """Returns those of this process's chunks that are absent or damaged."""
+        """Returns the numbers of this rank's chunks that are absent or damaged."""
         return [number for number in self.list_rank_chunks() if self.find(number) is None]
 
     def find(self, number: int) -> Path | None:
-        """Finds the file of a chunk whose content has the hash of its name.
-
-        Any other file of that number is deleted.
-        """
+        """Finds the undamaged file of a chunk, and deletes other files of that number."""
         for file in self.folder.glob(f"{number:06d}-*"):
-            if file.name == self.name(number, hash_file(file)):
+            if file.name == self.name_file(number, hash_file(file)):
                 return file
             file.unlink()
         return None
 
-    def name(self, number: int, sha256: str) -> str:
+    def name_file(self, number: int, sha256: str) -> str:
+        """Returns the file name of a chunk with this hash."""
         return f"{number:06d}-{sha256[:32]}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a chunk of tensors of the host; ValueError where the disk does not take it."""
+        """Writes a chunk of host tensors; ValueError if the disk refuses it."""
         from training.checkpoint.files import write_tensors
 
         temporary = self.folder / f"{number:06d}-tmp"
         try:
             written = write_tensors(temporary, tensors, {})
-            rename(temporary, self.folder / self.name(number, written["sha256"]))
+            rename(temporary, self.folder / self.name_file(number, written["sha256"]))
             sync_folder(self.folder)
         except OSError as error:
             raise UserError(
-                f"{self.folder}: piece {number} cannot be written ({error.strerror}); what is "
-                "finished is kept. Mend that and run the same command again."
+                f"{self.folder}: piece {number} cannot be written ({error.strerror}); finished "
+                "pieces are kept. Mend that and run the same command again."
             ) from error
 
     def read(self, number: int) -> dict[str, Tensor]:
@@ -332,13 +339,13 @@ class ResumableChunks:
         return load(file.read_bytes())
 
     def close(self) -> None:
-        """Waits for the other processes and lets go of the folder; the chunks stay."""
+        """Waits for the other ranks and releases the lock of the folder; the chunks stay."""
         self.ranks.wait_for_all()
         if self.lock is not None:
             self.lock.close()
 
     def remove(self) -> None:
-        """Deletes the chunks, once all processes need them no more."""
+        """Deletes the chunks after all ranks have closed them."""
         self.close()
         if self.ranks.first:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Opens a trained run, or a copied weights file, and draws samples of it.
+"""Loads a trained run, or a copied weights file, and draws samples of it.
 
 Letters: N and B samples, C channels, H W height and width.
 """
@@ -36,34 +36,33 @@ from training.weights.pretrained import build_autoencoder
 QUICK_START_RUNTIME = MappingProxyType(
     {kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start}
 )
-"""Runtime values that spare a few samples a long first step."""
+"""Runtime values that switch off techniques with a long first step, which few samples would not
+repay."""
 
 
 def find_class_numbers(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
-    """Returns classes as numbers: text is a name, also where it reads "3".
+    """Returns classes as numbers; a str is a name, even "3".
 
-    ValueError for a class that the data does not have, and for a name that several of its classes
-    have.
+    ValueError for a class that the data lacks, and for a name of several classes.
     """
-    found: list[int] = []
+    numbers: list[int] = []
     for label in labels:
         if isinstance(label, str):
-            fits = [number for number, name in enumerate(spec.names) if name == label]
+            matches = [number for number, name in enumerate(spec.names) if name == label]
         else:
             whole = isinstance(label, Integral) and not isinstance(label, bool)
-            fits = [int(label)] if whole and label in spec.labels else []
-        if len(fits) != 1:
-            raise UserError(
-                f"labels: {repr(label)[:80]} is {explain_unclear_label(label, fits, spec.names)}"
-            )
-        found += fits
-    return found
+            matches = [int(label)] if whole and label in spec.labels else []
+        if len(matches) != 1:
+            fault = explain_unclear_label(label, matches, spec.names)
+            raise UserError(f"labels: {repr(label)[:80]} is {fault}")
+        numbers += matches
+    return numbers
 
 
-def explain_unclear_label(label: object, fits: list[int], names: list[str]) -> str:
-    """Ends the sentence that says why a label is not one class."""
-    if fits:
-        return f"the name of {len(fits)} classes, {fits[:5]}; give their numbers."
+def explain_unclear_label(label: object, matches: list[int], names: list[str]) -> str:
+    """Returns the end of a sentence that says why a label is not one class."""
+    if matches:
+        return f"the name of {len(matches)} classes, {matches[:5]}; give their numbers."
     if not names:
         return "no class of this run, whose data has none; leave labels out."
     close = difflib.get_close_matches(label[:80], set(names)) if isinstance(label, str) else []
@@ -85,14 +84,14 @@ class TrainedModel:
     """The model under the techniques of `stack`."""
     stack: AccelerationStack
     opened: OpenedModel
-    """The file of the weights, and what it says of them."""
+    """File of the weights, and its description of them."""
     autoencoder: Autoencoder
     sampling: SamplingConfig
-    """How the run drew its own samples; the defaults where the weights came without their run."""
+    """The run's own settings of sampling; the defaults for weights without their run."""
     device: torch.device
     runtime: RuntimeConfig
     data: dict[str, Any] | None
-    """The run's data configuration; None where the weights came without their run."""
+    """The run's data configuration; None for weights without their run."""
 
     @property
     def spec(self) -> LatentSpec:
@@ -105,16 +104,16 @@ class TrainedModel:
     @property
     def weights(self) -> dict[str, Any]:
         """File, sha256, kind ("ema" or "model") and step of the weights."""
-        told = self.opened.description
+        description = self.opened.description
         return {
             "file": str(self.file),
             "sha256": self.opened.sha256,
-            "kind": told.weights,
-            "step": told.step,
+            "kind": description.weights,
+            "step": description.step,
         }
 
     def change_sampling(self, **changes: Any) -> SamplingConfig:
-        """Returns the run's own `sampling` with changes; ValueError for those that cannot be."""
+        """Returns the run's own `sampling` with changes; ValueError for invalid changes."""
         found = apply_schema(
             SamplingConfig,
             asdict(self.sampling) | changes,
@@ -130,7 +129,7 @@ class TrainedModel:
         """Draws one image for each label, the number or the name of a class.
 
         `changes` replace values of `sampling`, such as steps=50 or guidance=2.0. Equal arguments
-        give equal images. ValueError for a label or a value that there is not.
+        give equal images. ValueError for an unknown label or an invalid value.
         """
         if batch_size < 1 or not labels:
             raise UserError(
@@ -138,28 +137,29 @@ class TrainedModel:
                 "least 1."
             )
         sampling = self.change_sampling(**changes)
-        wanted = torch.tensor(find_class_numbers(labels, self.spec), device=self.device)
+        numbers = torch.tensor(find_class_numbers(labels, self.spec), device=self.device)
         images = []
         for position in torch.arange(len(labels), device=self.device).split(batch_size):
             latents = draw_latents(
-                self.forward, self.spec, wanted[position], position, seed, sampling
+                self.forward, self.spec, numbers[position], position, seed, sampling
             )
             images.append(to_uint8(self.autoencoder.decode(latents)))
         return np.concatenate(images)
 
     @torch.no_grad()
     def warm_up(self, batch_size: int, guidance: float) -> Ledger:
-        """Evaluates the model once as sampling will; returns which techniques are on."""
+        """Runs the model once as sampling will; returns the ledger."""
         spec = self.spec
         count = batch_size * (1 if guidance == 1.0 else 2)
         x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
         t = torch.full((count,), 0.5, device=self.device)
         labels = torch.zeros(count, dtype=torch.int64).to(self.device)
         ledger = self.stack.warm_up(lambda: self.forward(x, t, labels), self.model.blocks)
-        asked = self.runtime.values()
+        requested = self.runtime.values()
         for kind in TECHNIQUES:
-            if why := kind.absent_from_sampling:
-                ledger.append(LedgerRow(kind.key, asked[kind.key], False, why))
+            why = kind.absent_from_sampling
+            if why:
+                ledger.append(LedgerRow(kind.key, requested[kind.key], False, why))
         return ledger
 
 
@@ -171,7 +171,8 @@ Labels = Callable[[Int[Tensor, "B"]], Int[Tensor, "B"]]
 class SampleStream:
     """Endless samples, numbered from 0: label and noise of sample i depend on (seed, i) alone.
 
-    A batch is always whole, so equal batch sizes give equal bits at any count and in any process.
+    All batches have the full size, so equal batch sizes give equal bits at any count and on any
+    rank.
     """
 
     forward: Callable[..., Tensor]
@@ -194,9 +195,9 @@ class SampleStream:
     def describe_protocol(
         self, stack: AccelerationStack, count: int, labels: Any
     ) -> dict[str, Any]:
-        """Returns what a figure of `count` samples depends on beside the weights.
+        """Returns the values on which a figure of `count` samples depends, except the weights.
 
-        This is the settings, the data, and how the model under `stack` computes.
+        They are the settings, the data, and how the model under `stack` rounds.
         """
         sampling = to_kwargs(self.sampling)
         del sampling["per_class"]
@@ -213,8 +214,8 @@ class SampleStream:
 
 def deal_labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
     """Gives sample i the label labels[i mod len(labels)]."""
-    dealt = torch.tensor(labels, device=device)
-    return lambda position: dealt[position % len(dealt)]
+    table = torch.tensor(labels, device=device)
+    return lambda position: table[position % len(table)]
 
 
 def deal_labels_of_data(
@@ -222,7 +223,7 @@ def deal_labels_of_data(
 ) -> Labels:
     """Gives sample i the label of the i-th training sample in the order of `seed`.
 
-    The set is read into host memory for it.
+    Reads the latent set into host memory.
     """
     loader = build_loader(node, seed, batch_size, torch.device("cpu"))
 
@@ -246,13 +247,13 @@ def load_run(
 ) -> TrainedModel:
     """Loads the averaged weights of a run, a checkpoint or a .safetensors file, ready to sample.
 
-    `encoder` says where the autoencoder lies now, if it was moved; `key` is what messages call the
-    path; `adapter` is merged into the weights, and so is that of a run with one, whose base has to
-    lie where it was. The model computes under the run's own runtime keys with the changes in
-    `runtime`, and says in its ledger what could not be had; a choice of kernels is made for batches
-    of `batch_size`, doubled by guidance. This sets process-wide flags (TF32, deterministic cuDNN),
-    as training does. ValueError if there are no such weights, if they are damaged, or if the
-    autoencoder is another one.
+    `encoder` is the path of the autoencoder, if it was moved; `key` is the name of the path in
+    messages. `adapter` is merged into the weights, and so is the adapter of a run that has one,
+    whose base must still exist at its path. The model computes under the run's own runtime keys
+    with the changes in `runtime`; its ledger names what this machine cannot run. Kernels are chosen
+    for batches of `batch_size`, doubled by guidance. This sets process-wide flags (TF32,
+    deterministic cuDNN), as training does. ValueError if the weights are absent or damaged, or if
+    the autoencoder is another one.
     """
     chosen = pick_device(device) if isinstance(device, str) else device
     opened = read_newest(
@@ -262,7 +263,7 @@ def load_run(
     spec = opened.description.spec
     autoencoder = build_autoencoder(spec, chosen, encoder)
 
-    # how the run sampled and computed, where the weights lie in a run
+    # If the weights are in a run folder, read how the run sampled and computed.
     folder = find_run_folder(opened.file)
     config = folder / "config.yaml" if folder else None
     found = read_config(config) if config and config.is_file() else {}
@@ -294,5 +295,5 @@ def load_run(
 
 
 def find_run_folder(weights: Path) -> Path | None:
-    """Returns the run folder that a weights file lies in, or None."""
+    """Returns the run folder that contains a weights file, or None."""
     return weights.parents[2] if weights.parent.parent.name == "checkpoints" else None

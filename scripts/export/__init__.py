@@ -1,1 +1,1 @@
-"""Trained models in formats that other tools open: `python -m scripts.export`."""
+"""Exports trained models to formats that other tools open: `python -m scripts.export`."""

@@ -7,11 +7,11 @@
     python -m scripts.export run_dir=runs/mine out=exported/merged.safetensors format=weights
 
 `diffusers`: a folder with one file of model code, weights, the pipeline, the autoencoder
-(include_autoencoder=false names it only) and a model card; diffusers opens it with
-trust_remote_code=True. `torch_export`: one call of the denoiser at any batch size, and <out>.json
-beside it, which says what goes in and comes out. `peft`: the adapter of a run with one, in PEFT's
-format. `weights`: a weights file of ours, with the adapter merged. `push` uploads the folder under
-the login of `huggingface-cli login`, or HF_TOKEN; dry_run=true says what would go where.
+(include_autoencoder=false: only its name) and a model card; diffusers opens it with
+trust_remote_code=True. `torch_export`: one call of the denoiser at any batch size, and <out>.json,
+which describes inputs and outputs. `peft`: the run's adapter in PEFT's format. `weights`: a weights
+file of fastlatent with the adapter merged. `push` uploads the folder with the login of
+`huggingface-cli login`, or HF_TOKEN; dry_run=true prints which files it would upload, and where.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sampling.load import TrainedModel
 
 PLAIN_RUNTIME = asdict(RuntimeConfig())
-"""Runtime keys of a model that is written down: the defaults."""
+"""Runtime keys of an exported model: the defaults."""
 
 
 class Format(str, Enum):
@@ -48,21 +48,22 @@ SUFFIXES = {Format.torch_export: ".pt2", Format.weights: ".safetensors"}
 
 @dataclass(frozen=True)
 class ExportConfig(ModelConfig):
-    """Which model, and what becomes of it."""
+    """Configuration of an export: the model, the format and the place."""
 
     out: str | None = None
     format: Format = Format.diffusers
     include_autoencoder: bool = True
     push: str | None = None
-    """owner/name on the Hugging Face hub."""
+    """Repository on the Hugging Face hub, as owner/name."""
     dry_run: bool = False
 
     def check(self) -> None:
-        """ValueError for settings that contradict each other, or name nothing."""
+        """Raises a ValueError for missing or contradictory settings."""
         self.refuse_no_model("export")
         if self.out is None:
             raise UserError("out is not set; say where to write: out=exported/<name>.")
-        if (suffix := SUFFIXES.get(self.format, "")) and not self.out.endswith(suffix):
+        suffix = SUFFIXES.get(self.format, "")
+        if not self.out.endswith(suffix):
             raise UserError(f"out={self.out} must end in {suffix} with format={self.format.value}.")
         if self.push is not None and (
             self.format is not Format.diffusers or self.push.count("/") != 1
@@ -76,12 +77,13 @@ class ExportConfig(ModelConfig):
 
 
 def export(cfg: ExportConfig) -> Path:
-    """Writes what `cfg` says and returns its path. ValueError if it is there already or the model
-    does not allow it."""
+    """Exports a model as `cfg` says and returns the path. ValueError if the path exists already, or
+    the format cannot hold the model."""
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
-    if cfg.push is not None and (out / "model_index.json").is_file():  # as dry_run=true left it
+    # An earlier dry_run=true has written the folder.
+    if cfg.push is not None and (out / "model_index.json").is_file():
         push(out, cfg.push, cfg.dry_run)
         return out
     for path in (out, temporary, out.with_name(f"{out.name}.json")):
@@ -105,13 +107,14 @@ def export(cfg: ExportConfig) -> Path:
 
 
 def load_trained(cfg: ExportConfig) -> TrainedModel:
-    """The model on the CPU in fp32."""
+    """Loads the model on the CPU in fp32."""
     from sampling.load import load_run
 
     return load_run(cfg.path, cfg.encoder, "cpu", cfg.key, PLAIN_RUNTIME, adapter=cfg.adapter)
 
 
 def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
+    """Writes a folder for diffusers."""
     from scripts.export.folder import can_be_included, write_folder
 
     trained = load_trained(cfg)
@@ -125,6 +128,7 @@ def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
 
 
 def write_program(cfg: ExportConfig, file: Path) -> None:
+    """Writes the denoiser as a torch.export program, and a description beside it."""
     import torch
 
     trained = load_trained(cfg)
@@ -138,7 +142,8 @@ def write_program(cfg: ExportConfig, file: Path) -> None:
     batch = torch.export.Dim("batch", min=1)
     program = torch.export.export(model, inputs, dynamic_shapes=({0: batch},) * 3)
     torch.export.save(program, file)
-    told = {
+
+    description = {
         "inputs": {
             "x": ["batch", spec.channels, spec.height, spec.width],
             "t": ["batch"],
@@ -156,11 +161,12 @@ def write_program(cfg: ExportConfig, file: Path) -> None:
         "torch": torch.__version__,
     }
     Path(f"{cfg.out}.json").expanduser().write_text(
-        json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+        json.dumps(description, indent=1, ensure_ascii=False) + "\n"
     )
 
 
 def write_adapter(cfg: ExportConfig, folder: Path) -> None:
+    """Writes the adapter in PEFT's format."""
     from training.checkpoint.load import find_weights_file, read_newest
     from training.weights.adapter_file import write_peft
 
@@ -168,12 +174,17 @@ def write_adapter(cfg: ExportConfig, folder: Path) -> None:
 
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:
+    """Writes a weights file of fastlatent, with the adapter merged."""
     from training.checkpoint.files import make_header, write_tensors
 
     trained = load_trained(cfg)
-    told = trained.opened.description
-    described = {"model": told.model, "spec": told.spec.as_dict(), "step": told.step}
-    write_tensors(file, trained.model.state_dict(), make_header(described, "ema"))
+    description = trained.opened.description
+    content = {
+        "model": description.model,
+        "spec": description.spec.as_dict(),
+        "step": description.step,
+    }
+    write_tensors(file, trained.model.state_dict(), make_header(content, "ema"))
 
 
 WRITERS = {
@@ -185,34 +196,34 @@ WRITERS = {
 
 
 def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
-    """Code that opens the folder and draws; only latents where no class of diffusers decodes them
-    rightly."""
+    """Returns Markdown with code that opens the folder and samples: only latents, if no class of
+    diffusers decodes them correctly."""
     from scripts.export.folder import can_be_included, find_branches, name_autoencoder
 
     labels = json.dumps(trained.spec.names[:2] or [0], ensure_ascii=False)
     call = f"pipe({labels}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
     vae = ""
-    told = ""
+    note = ""
     if not include and can_be_included(trained) and not find_branches(trained):
         vae = ", vae=<the autoencoder, opened by diffusers>"
     elif not include:
         last = f'latents = {call}, output_type="latent").images'
-        told = (
-            f"\n\nNo class of diffusers computes what the autoencoder ({name_autoencoder(trained)}) "
-            "does, and one that opens its files gives wrong colours. `python -m scripts.sample` "
-            "draws images with the run."
+        note = (
+            "\n\nNo class of diffusers computes what the autoencoder "
+            f"({name_autoencoder(trained)}) does, and one that opens its files gives wrong "
+            "colours. `python -m scripts.sample` draws images with the run."
         )
     place = cfg.push or str(cfg.out)
     code = (
         "from diffusers import DiffusionPipeline\n\n"
         f'pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True{vae})\n{last}'
     )
-    return f"```python\n{code}\n```{told}"
+    return f"```python\n{code}\n```{note}"
 
 
 def make_card(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
-    """The model card: that of the run where there is one, with code for this folder."""
+    """Returns the model card: the run's card if there is a run, with code for this folder."""
     from sampling.load import find_run_folder
     from scripts.report.history import History
     from scripts.report.pages import render_card
@@ -226,7 +237,7 @@ def make_card(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
 
 
 def push(folder: Path, repository: str, dry_run: bool) -> None:
-    """Uploads the folder; huggingface_hub finds the token itself, and nobody writes it down."""
+    """Uploads the folder; huggingface_hub reads the token itself, and no file of ours holds it."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in files) / 2**20
     if dry_run:

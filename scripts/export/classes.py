@@ -1,6 +1,6 @@
-"""What diffusers opens: the denoiser and the autoencoder as models, and sampling as a pipeline.
+"""Classes for diffusers: the denoiser and the autoencoder as models, and sampling as a pipeline.
 
-`scripts.export` copies each class, with all that it needs, into the exported folder.
+`scripts.export` copies each class, with all definitions that it needs, into the exported folder.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from models.sampler import STEP_STRIDE, make_guided_velocity, sample
 
 
 class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
-    """The velocity ε - z of x = (1-t)·z + t·ε, from latents x (B, C, H, W), times t (B,) and labels
-    y (B,).
+    """Computes the velocity ε - z of x = (1-t)·z + t·ε, from latents x (B, C, H, W), times t (B,)
+    and labels y (B,).
 
-    t = 1 is noise; y is int64, and `num_classes` is the label of no class. `mixer` and `mlp` say
+    t = 1 is noise; y is int64, and `num_classes` is the label of no class. `mixer` and `mlp` hold
     the class of a layer, as "name", and its arguments. `latents` is for the pipeline: statistics,
-    names of classes, how samples were drawn.
+    class names, settings of the sampler.
     """
 
     @register_to_config
@@ -73,13 +73,13 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             **({"mlp": make_layer(mlp)} if mlp else {}),
         )
         with torch.no_grad():
-            self.init_buffers()  # which no file holds
+            self.init_buffers()
 
     def forward(
         self, x: Tensor, t: Tensor, y: Tensor, drop_uniforms: Tensor | None = None
     ) -> Tensor:
-        """The velocity. Weights in 16 bits compute products in that type, and all else in fp32; it
-        is fp32 then."""
+        """Computes the velocity. With weights in 16 bits products run in that dtype, and all else,
+        also the result, is fp32."""
         if self.dtype == torch.float32:
             return super().forward(x, t, y, drop_uniforms)
         with torch.autocast(x.device.type, self.dtype):
@@ -87,14 +87,14 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
 
 
 def make_layer(node: dict[str, Any]) -> Callable[..., nn.Module]:
-    """What builds a layer: the class called "name", which stands in the same exported file, with
-    the other values as arguments."""
+    """Returns a function that builds a layer: the class called "name" in the same exported file,
+    with the other values as arguments."""
     arguments = {key: value for key, value in node.items() if key != "name"}
     return partial(globals()[node["name"]], **arguments)
 
 
 class FastlatentAutoencoder(AutoencoderTiny):
-    """AutoencoderTiny with the global branches of TAEF2, without which diffusers' own class decodes
+    """AutoencoderTiny with the global branches of TAEF2; without them diffusers' own class decodes
     wrong colours.
 
     `sizes` are the arguments of AutoencoderTiny. `branches` names the blocks that have a branch,
@@ -111,7 +111,7 @@ class FastlatentAutoencoder(AutoencoderTiny):
 class FastlatentPipeline(DiffusionPipeline):
     """Draws images of classes. Equal seeds, labels and settings give equal images.
 
-    Without `vae` the latents are shown as they are where they are pixels; other latents need
+    Without `vae` it shows latents that are pixels directly; other latents need
     output_type="latent".
     """
 
@@ -134,29 +134,30 @@ class FastlatentPipeline(DiffusionPipeline):
         latents: Tensor | None = None,
         output_type: str = "pil",
     ) -> ImagePipelineOutput:
-        """One image for each label, the number or the name of a class.
+        """Draws one image for each label, the number or the name of a class.
 
-        What is None is as the model itself was sampled in training: steps, guidance (1: none), the
-        times in which it is on, the solver (euler, heun, ab2, sde), and the timestep shift.
+        Settings that are None take their values from training: steps, guidance (1: none), the
+        interval of times with guidance, the solver (euler, heun, ab2, sde), and the timestep shift.
         `latents` (N, C, H, W) replaces the noise of `seed`. `output_type` is "pil", "np" (uint8, N
-        × H × W × 3) or "latent" (as the autoencoder decodes them). ValueError for a class or a
-        value that there is not.
+        × H × W × 3) or "latent" (raw, ready to decode). ValueError for an unknown class or value.
         """
         facts = self.transformer.config.latents
-        given = {
+        settings = {
             "steps": num_inference_steps,
             "guidance": guidance_scale,
             "guidance_interval": guidance_interval,
             "solver": solver,
             "shift": shift,
         }
-        how = facts["sampling"] | {key: value for key, value in given.items() if value is not None}
+        changes = {key: value for key, value in settings.items() if value is not None}
+        settings = facts["sampling"] | changes
         if output_type not in ("pil", "np", "latent"):
             raise UserError(f"output_type={output_type} is unknown; choose pil, np or latent.")
         if output_type != "latent":
             check_decoder(self.vae, facts)
-        asked = [class_labels] if isinstance(class_labels, int | str) else class_labels
-        drawn = self.draw(find_class_numbers(asked, facts["class_names"]), how, seed, latents)
+        labels = [class_labels] if isinstance(class_labels, int | str) else class_labels
+        numbers = find_class_numbers(labels, facts["class_names"])
+        drawn = self.draw(numbers, settings, seed, latents)
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
         if self.vae is None:
@@ -169,9 +170,9 @@ class FastlatentPipeline(DiffusionPipeline):
         return ImagePipelineOutput(images=images)
 
     def draw(
-        self, labels: list[int], how: dict[str, Any], seed: int, latents: Tensor | None
+        self, labels: list[int], settings: dict[str, Any], seed: int, latents: Tensor | None
     ) -> Tensor:
-        """Latents as the autoencoder decodes them, from the noise of `seed` or from `latents`."""
+        """Samples raw latents, ready to decode, from the noise of `seed` or from `latents`."""
         model = self.transformer
         device = self._execution_device
         shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
@@ -185,18 +186,20 @@ class FastlatentPipeline(DiffusionPipeline):
             noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
         else:
             noise = latents.to(device)
-        low, high = how["guidance_interval"]
+        low, high = settings["guidance_interval"]
         velocity = make_guided_velocity(
-            model, label, model.num_classes, how["guidance"], (low, high)
+            model, label, model.num_classes, settings["guidance"], (low, high)
         )
-        found = sample(velocity, noise, how["steps"], how["solver"], how["shift"], fresh)
+        normalised = sample(
+            velocity, noise, settings["steps"], settings["solver"], settings["shift"], fresh
+        )
         facts = model.config.latents
         std = torch.tensor(facts["std"], device=device).view(-1, 1, 1)
-        return found.float() * std + torch.tensor(facts["mean"], device=device).view(-1, 1, 1)
+        return normalised.float() * std + torch.tensor(facts["mean"], device=device).view(-1, 1, 1)
 
 
 def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
-    """ValueError where there is no `vae` for latents that are no pixels, or one that decodes them
+    """Raises a ValueError if latents that are not pixels have no `vae`, or one that decodes them
     wrongly."""
     needed = facts["autoencoder"]
     parameters = () if vae is None else vae.named_parameters()
@@ -212,11 +215,11 @@ def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
 
 
 def find_class_numbers(labels: Sequence[int | str], names: list[str]) -> list[int]:
-    """Classes as their numbers; ValueError for one that the model does not know. Without classes
-    every label is 0."""
+    """Returns classes as numbers; ValueError for an unknown class. A model without classes has only
+    label 0."""
     count = max(1, len(names))
     for label in labels:
         if (label not in names) if isinstance(label, str) else not 0 <= label < count:
-            told = ", ".join(names[:20]) or "none, use 0"
-            raise UserError(f"class_labels: {label!r} is no class; there are {told}.")
+            known = ", ".join(names[:20]) or "none, use 0"
+            raise UserError(f"class_labels: {label!r} is no class; there are {known}.")
     return [names.index(label) if isinstance(label, str) else int(label) for label in labels]

@@ -1,5 +1,5 @@
-"""The folder that diffusers opens: `transformer/`, `vae/`, `pipeline.py`, `model_index.json` and a
-model card."""
+"""Writes the folder that diffusers opens: `transformer/`, `vae/`, `pipeline.py`, `model_index.json`
+and a model card."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ AUTO_MAP = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
 
 
 def refuse_own_code(node: Mapping[str, Any]) -> None:
-    """ValueError for a model with code of somebody's own, which cannot be copied into one file."""
+    """Raises a ValueError for a model with the user's own code, which cannot be copied into one
+    file."""
     for target in list_targets(node):
         known = "models." if target != node["_target_"] else "models.denoiser.Denoiser"
         if not str(target).startswith(known):
@@ -49,17 +50,19 @@ def refuse_own_code(node: Mapping[str, Any]) -> None:
 def write_folder(
     folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool
 ) -> None:
-    """Writes all files of the folder. `include`: the autoencoder's too."""
+    """Writes all files of the folder; `include`: also the autoencoder's."""
     refuse_own_code(node)
     write_transformer(folder / "transformer", trained, node)
-    # AutoModel looks into the index first.
+
+    # AutoModel reads this index first.
     index = {"_class_name": ["pipeline", PIPELINE], **VERSION, **AUTO_MAP}
     index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]}
     vae = getattr(trained.autoencoder, "vae", None)
     if vae is not None and include:
         vae.save_pretrained(folder / "vae")
         index["vae"] = ["diffusers", trained.autoencoder.kind]
-        if branches := find_branches(trained):
+        branches = find_branches(trained)
+        if branches:
             write_branches(folder / "vae", vae.config, branches)
             index["vae"] = [AUTOENCODING, AUTOENCODER]
     source = join_sources(
@@ -71,6 +74,7 @@ def write_folder(
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file."""
     file.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -78,15 +82,15 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     """Writes the denoiser: code, configuration and weights."""
     spec = trained.spec
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
-    told = {key: value for key, value in node.items() if key != "_target_"}
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
 
-    # The configuration names the class of a layer, which stands in the file of code.
+    # The configuration names the class of a layer, which the file of code contains.
     kinds = []
     for key in [key for key in ("mixer", "mlp") if key in node]:
         layer = dict(node[key])
         kind = resolve_target(layer.pop("_target_"), f"model.{key}")
         layer.pop("_partial_", None)
-        told[key] = {"name": kind.__name__, **layer}
+        arguments[key] = {"name": kind.__name__, **layer}
         kinds.append(f"{kind.__module__}.{kind.__name__}")
     source = join_sources(f"A denoiser of latents{ORIGIN}", *kinds, CLASSES_MODULE + TRANSFORMER)
     latents = {
@@ -97,7 +101,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         "autoencoder": name_autoencoder(trained),
         "global_branches": bool(find_branches(trained)),
     }
-    config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **told, **AUTO_MAP}
+    config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **arguments, **AUTO_MAP}
     part.mkdir()
     (part / f"{MODELLING}.py").write_text(source)
     write_json(part / "config.json", config | {"latents": latents})
@@ -106,16 +110,17 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
 
 def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, list[int]]) -> None:
     """Writes code and configuration of an autoencoder with global branches."""
-    added = "block_out_channels"  # by diffusers itself
+    # diffusers adds block_out_channels itself.
+    added = "block_out_channels"
     sizes = {key: value for key, value in config.items() if key != added and key[0] != "_"}
-    told = {"_class_name": AUTOENCODER, **VERSION, "sizes": sizes, "branches": branches}
-    write_json(part / "config.json", told)
+    content = {"_class_name": AUTOENCODER, **VERSION, "sizes": sizes, "branches": branches}
+    write_json(part / "config.json", content)
     source = join_sources(f"An autoencoder{ORIGIN}", CLASSES_MODULE + AUTOENCODER)
     (part / f"{AUTOENCODING}.py").write_text(source)
 
 
 def name_autoencoder(trained: TrainedModel) -> str:
-    """What decodes the latents, for whoever has to find it; "" where they are pixels."""
+    """Names the autoencoder for people who must find it; "" if latents are pixels."""
     if isinstance(trained.autoencoder, PixelAutoencoder):
         return ""
     path, revision = (trained.spec.encoder.get(key) for key in ("path", "revision"))
@@ -125,8 +130,8 @@ def name_autoencoder(trained: TrainedModel) -> str:
 
 
 def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
-    """Blocks of the autoencoder with a global branch of TAEF2 -> (hidden channels, channels) of it.
-    diffusers' own classes have none."""
+    """Returns the blocks of the autoencoder with a global branch of TAEF2 -> [hidden channels,
+    channels]; diffusers' own classes have none."""
     vae = getattr(trained.autoencoder, "vae", nn.Identity())
     end = ".pool.0.weight"
     return {
@@ -137,5 +142,6 @@ def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
 
 
 def can_be_included(trained: TrainedModel) -> bool:
-    """Whether the autoencoder can be written into the folder; one of the user's own cannot."""
+    """Returns whether the folder can contain the autoencoder; a class of the user's own cannot be
+    written."""
     return isinstance(trained.autoencoder, PixelAutoencoder) or hasattr(trained.autoencoder, "vae")

@@ -1,13 +1,13 @@
-"""One file of source from many: the definitions that a class needs, copied from our modules as they
-stand there.
+"""Joins one source file from many: copies the definitions that a class needs, unchanged, from our
+modules.
 
-What an exported model never does is cut out: branches on fused kernels (`self.fused_…`,
-`HAS_TRITON`), and methods that only training calls. What is left is definitions and imports of
-other packages, so that it runs where this project is not installed; and because it is cut from the
-sources at every export, it cannot drift from them.
+It cuts code that an exported model never runs: branches on fused kernels (`self.fused_…`,
+`HAS_TRITON`), and methods that only training calls. The rest is definitions and imports of other
+packages, so that the file runs where this project is not installed. Every export copies the present
+sources, so the file cannot drift from them.
 
-It is one file, and no folder of copied modules, because diffusers downloads one file of code for
-each part of a pipeline, and loads a module that such a file imports once for all folders.
+It is one file, not a folder of modules, because diffusers downloads one file of code for each part
+of a pipeline, and loads a module that such a file imports once for all folders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ TRAINING_METHODS = ("flops", "flops_per_sample", "no_weight_decay")
 
 
 def is_off(node: ast.expr) -> bool:
-    """Whether an expression is false in every exported model: a switch of a fused kernel is."""
+    """Returns whether an expression is false in every exported model, as a switch of a fused kernel
+    is."""
     if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
         return any(is_off(value) for value in node.values)
     name = getattr(node, "attr", getattr(node, "id", ""))
@@ -33,7 +34,7 @@ def is_off(node: ast.expr) -> bool:
 
 
 class Cut(ast.NodeTransformer):
-    """Removes what an exported model never does, and the statements that set or declare
+    """Removes code that an exported model never runs, and statements that set or declare
     switches."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
@@ -55,9 +56,10 @@ class Cut(ast.NodeTransformer):
 
 
 def keep_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
-    """The lines of a statement without what is cut, and the lines from `start` on before it.
+    """Returns the lines of a statement without the code that `Cut` removes, after the lines from
+    `start` up to it.
 
-    They are as they stand in `lines`; only a statement that itself changes is written anew.
+    Copies the lines unchanged; only a statement that itself changes is unparsed.
     """
     kept = Cut().visit(copy.deepcopy(node))
     if not kept:
@@ -67,20 +69,21 @@ def keep_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
     if not isinstance(node, ast.FunctionDef | ast.ClassDef):
         return textwrap.indent(ast.unparse(kept), " " * node.col_offset).splitlines()
     end = node.body[0].lineno - 1
-    found = lines[start:end]
+    result = lines[start:end]
     for statement in node.body:
-        found += keep_lines(lines, statement, end)
+        result += keep_lines(lines, statement, end)
         end = statement.end_lineno or end
-    return found
+    return result
 
 
 @cache
 def read_statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
-    """The lines of a module, and its statements at the top by the names that they define."""
+    """Reads a module; returns its lines, and its top-level statements by the names that they
+    define."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     text = Path(str(spec.origin)).read_text()
-    found: dict[str, ast.stmt] = {}
+    definitions: dict[str, ast.stmt] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names = [node.name]
@@ -89,23 +92,23 @@ def read_statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
         else:
             parts = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
             names = [part.id for part in parts if isinstance(part.ctx, ast.Store)]
-        found |= dict.fromkeys(names, node)
-    return text.splitlines(), found
+        definitions |= dict.fromkeys(names, node)
+    return text.splitlines(), definitions
 
 
 class File:
-    """A file that grows by definitions and all that they need."""
+    """A source file that grows by definitions and all definitions that they need."""
 
     def __init__(self) -> None:
         self.imports: set[str] = set()
         self.parts: list[str] = []
         self.modules: dict[str, str] = {}
-        """Name of a definition -> the module that it is from."""
+        """Name of a definition -> its module."""
 
     def add(self, module: str, name: str) -> None:
-        """Adds what a name stands for in a module, after all that it needs."""
-        lines, found = read_statements(module)
-        node = found.get(name)
+        """Adds the definition of a name in a module, after all definitions that it needs."""
+        lines, definitions = read_statements(module)
+        node = definitions.get(name)
         if isinstance(node, ast.Import | ast.ImportFrom):
             self.add_import(node, name)
         elif node is not None and self.modules.get(name) != module:
@@ -121,20 +124,25 @@ class File:
             self.parts.append(f"# From {module.replace('.', '/')}.py\n{text}")
 
     def add_import(self, node: ast.Import | ast.ImportFrom, name: str) -> None:
-        """Adds the definition that is imported, or, from another package, the import itself."""
+        """Adds the imported definition, or, for another package, the import itself."""
         alias = next(alias for alias in node.names if name in (alias.asname, alias.name))
         if isinstance(node, ast.Import):
             self.imports.add(ast.unparse(ast.Import([alias])))
-        elif (package := str(node.module)).split(".")[0] in OWN_PACKAGES:
+            return
+
+        package = str(node.module)
+        if package.split(".")[0] in OWN_PACKAGES:
             self.add(package, alias.name)
-        elif package == "jaxtyping":  # which the reader need not have
+        # The exported file must not need jaxtyping.
+        elif package == "jaxtyping":
             self.imports.add(f"from typing import Annotated as {name}")
         else:
             self.imports.add(ast.unparse(ast.ImportFrom(package, [alias], 0)))
 
 
 def join_sources(docstring: str, *kinds: str) -> str:
-    """The source of classes of this package, each as <module>.<name>, with all that they need."""
+    """Returns the source of classes, given as <module>.<name>, with all definitions that they
+    need."""
     file = File()
     for kind in kinds:
         module, _, name = kind.rpartition(".")

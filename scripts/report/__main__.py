@@ -3,9 +3,9 @@
     python -m scripts.report run_dir=runs/mine
     python -m scripts.report run_dir=runs/mine other=runs/theirs out=mine_and_theirs.html
 
-Writes <run_dir>/report.html and <run_dir>/model_card.md, or <out>.html and <out>.md. `other` puts a
-second run beside the first, and says what differs between them: configuration, ledger, versions,
-speed, loss. Needs matplotlib: pip install 'fastlatent[report]'.
+Writes <run_dir>/report.html and <run_dir>/model_card.md, or <out>.html and <out>.md. `other` adds a
+second run and lists the differences: configuration, ledger, versions, speed, loss. Needs
+matplotlib: pip install 'fastlatent[report]'.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from training.config.compose import parse_words, refuse_missing, report_user_err
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Which run to report on."""
+    """Configuration of a report: one run or two, and the place."""
 
     run_dir: str | None = None
     other: str | None = None
@@ -29,11 +29,11 @@ class ReportConfig:
 
 
 def report(cfg: ReportConfig) -> tuple[Path, Path]:
-    """Writes page and card, and returns their paths; ValueError for a folder of no run."""
+    """Writes page and card, and returns their paths; ValueError if a folder is no run folder."""
     if cfg.run_dir is None:
         raise UserError("run_dir is not set; say which run: run_dir=runs/<name>.")
-    given = {"run_dir": cfg.run_dir, "other": cfg.other}
-    for key, path in given.items():
+    paths = {"run_dir": cfg.run_dir, "other": cfg.other}
+    for key, path in paths.items():
         refuse_missing(key, path, "name the run_dir of a run", "config.yaml")
     if find_spec("matplotlib") is None:
         raise UserError(
@@ -43,7 +43,7 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
     from scripts.report.history import History
     from scripts.report.pages import render_card, render_page
 
-    folders = [Path(path).expanduser() for path in given.values() if path]
+    folders = [Path(path).expanduser() for path in paths.values() if path]
     alike = len({folder.resolve().name for folder in folders}) < len(folders)
     runs = [History(folder, str(folder) if alike else "") for folder in folders]
     if cfg.out:
@@ -56,7 +56,7 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            # JSON may hold half a character
+            # A JSON file may hold half of a surrogate pair, which UTF-8 cannot encode.
             write_atomically(file, text.encode(errors="backslashreplace").decode())
     except OSError as error:
         raise UserError(

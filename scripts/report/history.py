@@ -1,4 +1,4 @@
-"""Reads a run folder, finished or not: what is missing is empty, and a sentence says so."""
+"""Reads a run folder, finished or not; missing content is empty, and a sentence reports it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ UNFINISHED = "no: there is no summary.json, and figures are the last logged ones
 
 
 class Evaluation(NamedTuple):
-    """One file of `python -m scripts.evaluate`."""
+    """Content of one file of `python -m scripts.evaluate`."""
 
     rows: list[list[Any]]
-    """A row under HEADS for each feature space."""
+    """One row for each feature space, under `HEADS`."""
     protocol: dict[str, Any]
 
 
 class History:
     """The content of a run folder, finished or not. Mappings are flat, with dotted keys.
 
-    `name` is what the pages call it. ValueError where `folder` is no run folder.
+    `name` is the run's name on the pages. ValueError if `folder` is no run folder.
     """
 
     def __init__(self, folder: Path, name: str = "") -> None:
@@ -48,7 +48,7 @@ class History:
         self.config = dict(flatten(read_config(folder / "config.yaml")))
         self.environment = dict(flatten(self.read("environment.json")))
         self.protocol = dict(flatten(self.read("fd_protocol.json")))
-        """What the distances measured during training depend on."""
+        """Protocol of the distances measured during training."""
         try:
             self.ledger = [LedgerRow(key, **row) for key, row in self.read("ledger.json").items()]
         except TypeError as error:
@@ -59,39 +59,40 @@ class History:
         steps = {int(f.stem.removeprefix("step-")): f for f in folder.glob("samples/step-*.png")}
         self.grids = sorted(steps.items())
 
-        # a summary counts unless the run went on after it
+        # A summary counts unless the run continued after it.
         self.summary = self.read("summary.json")
         last = self.lines[-1]["step"] if self.lines else 0
         outrun = bool(self.summary) and last > (self.summary.get("steps") or 0)
         self.latest = {key: y for line in self.lines for key, y in line.items()}
-        """What was logged last, under every key that was ever logged."""
+        """Last logged value of every key that was ever logged."""
         if outrun:
             self.summary = {}
         self.figures = {k: y for k, y in (self.summary or self.latest).items() if is_figure(y)}
-        """The figures of the summary; an unfinished run has the last that were logged."""
+        """Figures of the summary; for an unfinished run the last logged ones."""
 
-        found = [self.read_evaluation(file) for file in sorted(folder.glob("evaluation/*.json"))]
-        self.evaluations = [evaluation for evaluation in found if evaluation]
-        wrong = sum(math.isnan(y) for _, y in self.list_points("loss"))
+        results = [self.read_evaluation(file) for file in sorted(folder.glob("evaluation/*.json"))]
+        self.evaluations = [evaluation for evaluation in results if evaluation]
+        nans = sum(math.isnan(y) for _, y in self.list_points("loss"))
         problems = {
             "There is no environment.json: what ran where is unknown.": not self.environment,
             "There is no logged step (metrics.jsonl), so nothing is drawn.": not self.lines,
             f"Lines of metrics.jsonl that cannot be read, and are left out: {damaged}.": damaged,
-            f"At {wrong} of {len(self.lines)} logged steps the loss is no finite number.": wrong,
-            f"{found.count(None)} files in evaluation/ are no results of scripts.evaluate.": (
-                None in found
+            f"At {nans} of {len(self.lines)} logged steps the loss is no finite number.": nans,
+            f"{results.count(None)} files in evaluation/ are no results of scripts.evaluate.": (
+                None in results
             ),
             "summary.json is of an earlier end of the run, which went on; it is left out.": outrun,
         }
-        self.problems = [sentence for sentence, true in problems.items() if true]
+        self.problems = [sentence for sentence, applies in problems.items() if applies]
 
     def read(self, name: str) -> dict[str, Any]:
-        """Reads a JSON object of the folder; empty where there is none."""
+        """Reads a JSON object of the folder; {} without the file."""
         file = self.folder / name
         return read_object(file) if file.is_file() else {}
 
     def read_checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reads the newest checkpoint's state, and what its averages are; both may be empty."""
+        """Reads the newest checkpoint's state, and size and hash of its averages; both may be
+        empty."""
         found = list_complete(self.folder / "checkpoints")
         if not found:
             return {}, {}
@@ -101,21 +102,21 @@ class History:
         return dict(flatten(read_state_file(found[-1]))), weights
 
     def read_evaluation(self, file: Path) -> Evaluation | None:
-        """Reads a file of `scripts.evaluate`; None for another file."""
+        """Reads a file of `scripts.evaluate`; returns None for another file."""
         content = read_object(file)
         try:
             settings = dict(flatten(content["protocol"]))
             weights = f"{settings['weights.kind']} step {format_cell(settings['weights.step'])}"
             rows = [
-                [self.name, file.name, weights, space, *(found.get(key, "") for key in FIGURES)]
-                for space, found in content["features"].items()
+                [self.name, file.name, weights, space, *(figures.get(key, "") for key in FIGURES)]
+                for space, figures in content["features"].items()
             ]
         except (KeyError, AttributeError):
             return None
         return Evaluation(rows, settings)
 
     def list_points(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
-        """Returns (x, y) of the lines that have both; y is NaN where it is no finite number."""
+        """Returns (x, y) of the lines that have both; y is NaN if it is not finite."""
         return [
             (line[over], math.nan if line[key] is None else line[key])
             for line in self.lines
@@ -132,12 +133,12 @@ class History:
         }
 
     def format_figures(self) -> dict[str, Any]:
-        """Returns the figures as they are shown."""
+        """Returns the figures, with memory in GiB."""
         peak = self.figures.get("memory_reserved_peak")
         return self.figures | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
 
     def select_environment(self, name: str) -> dict[str, Any]:
-        """Returns what the environment says below a key, such as versions."""
+        """Returns the entries of the environment below a key, such as versions."""
         return {
             key.removeprefix(f"{name}."): value
             for key, value in self.environment.items()
@@ -145,7 +146,7 @@ class History:
         }
 
     def list_comparable(self) -> dict[str, dict[str, Any]]:
-        """Returns what a difference between two runs may come from."""
+        """Returns the content of a run that may explain a difference from another run."""
         return {
             "configuration": self.config,
             "ledger": {
@@ -155,7 +156,7 @@ class History:
         }
 
     def collect_facts(self) -> dict[str, Any]:
-        """Returns what ran where, with which versions."""
+        """Returns facts about the run: choices, data, hardware, versions, command, time."""
         get = self.environment.get
         changed = " with uncommitted changes" if get("git.uncommitted_changes") else ""
         argv = get("argv")
@@ -164,7 +165,7 @@ class History:
         versions = [
             f"{name} {value}" for name, value in self.select_environment("versions").items()
         ]
-        found = {
+        facts = {
             **{key: get(f"choices.{key}") for key in ("model", "data", "runtime")},
             "data fingerprint": self.state.get("spec.fingerprint"),
             "batch (global)": self.config.get("batch_size"),
@@ -178,11 +179,11 @@ class History:
             "last written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
             "finished": "yes" if self.summary else UNFINISHED,
         }
-        return {key: value for key, value in found.items() if value not in (None, "")}
+        return {key: value for key, value in facts.items() if value not in (None, "")}
 
 
 def format_cell(value: Any) -> str:
-    """Returns a value as the report shows it."""
+    """Formats a value for the report."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -191,61 +192,64 @@ def format_cell(value: Any) -> str:
 
 
 def align_values(*trees: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Returns (key, its value in each flat mapping…) for all keys."""
+    """Returns a row (key, value in each flat mapping…) for every key."""
     keys = dict.fromkeys(key for tree in trees for key in tree)
     return [(key, *(tree.get(key) for tree in trees)) for key in keys]
 
 
 def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Returns (key, both values) for the keys but run_dir in which two flat mappings differ."""
+    """Returns a row (key, both values) for each key, except run_dir, in which two flat mappings
+    differ."""
     return [row for row in align_values(first, second) if row[1] != row[2] and row[0] != "run_dir"]
 
 
 def compare_figures(first: History, second: History) -> list[tuple[Any, ...]]:
-    """Returns (key, both figures, second / first) where the figures of two runs differ."""
+    """Returns a row (key, both figures, second / first) for each figure in which two runs
+    differ."""
     rows = []
     for row in find_differences(first.format_figures(), second.format_figures()):
-        one = first.figures.get(row[0])
+        figure = first.figures.get(row[0])
         other = second.figures.get(row[0])
-        rows.append((*row, f"×{other / one:.3f}" if one and other else "–"))
+        rows.append((*row, f"×{other / figure:.3f}" if figure and other else "–"))
     return rows
 
 
 class Group(NamedTuple):
-    """Evaluations or runs that share a protocol, and so can be compared."""
+    """Evaluations or runs that share a protocol, and are comparable."""
 
     members: list[Any]
     protocol: dict[str, Any]
     apart: str
-    """Why they stand apart from the first group."""
+    """Why they are not comparable with the first group; "" for the first group."""
 
 
 def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
-    """Groups what was measured by one protocol.
+    """Groups evaluations or runs by protocol.
 
-    Weights, floors and the folder of the reference may differ. A member without a protocol stands
-    alone.
+    Weights, floors and the folder of the reference may differ. A member without a protocol is its
+    own group.
     """
     groups: list[Group] = []
     for member in members:
-        kept = {
+        protocol = {
             key: value
             for key, value in member.protocol.items()
             if key.split(".")[0] not in ("weights", "floors") and key != "reference.name"
         }
-        same = [group for group in groups if kept and group.protocol == kept]
-        if same:
-            same[0].members.append(member)
+        matches = [group for group in groups if protocol and group.protocol == protocol]
+        if matches:
+            matches[0].members.append(member)
             continue
         apart = ""
         if groups:
-            rows = find_differences(groups[0].protocol, kept)
+            rows = find_differences(groups[0].protocol, protocol)
             words = [
-                f"{key} ({format_cell(first)} or {format_cell(here)})" for key, first, here in rows
+                f"{key} ({format_cell(first)} or {format_cell(other)})"
+                for key, first, other in rows
             ]
             apart = (
                 "Another protocol, not to be compared with the first: "
                 f"{', '.join(words) or 'neither is recorded'}."
             )
-        groups.append(Group([member], kept, apart))
+        groups.append(Group([member], protocol, apart))
     return groups

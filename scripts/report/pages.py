@@ -1,7 +1,8 @@
-"""The two pages of a report: HTML of one run or of two with plots, and a model card in Markdown.
+"""Renders the two pages of a report: HTML of one or two runs with plots, and a model card in
+Markdown.
 
-Their texts are in page.html and card.md. Run folders are not trusted: whatever stands in them is
-escaped. The plots are SVG that is the same whenever it is drawn.
+The templates are page.html and card.md. Run folders are not trusted: the pages escape all their
+content. Equal runs give equal SVG plots.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ RUN_STYLES = (
     ("-", ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")),
     ("--", ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309")),
 )
-"""The line of the first run and of the second, and its shades, light to dark."""
+"""Line style and shades, light to dark, of the first and of the second run."""
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
-    "path.simplify_threshold": 0.5,  # pixels; a curve of 100,000 points takes 65 kB
+    # In pixels; a curve of 100,000 points then takes 65 kB.
+    "path.simplify_threshold": 0.5,
     "text.parse_math": False,
     "font.size": 9.5,
     "axes.grid": True,
@@ -50,14 +52,15 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def fill_template(template: str, shown: Callable[[Any], Any], **content: Any) -> str:
-    """Fills a template of this folder; `shown` makes text of what it puts in, which is escaped."""
+def fill_template(template: str, format_content: Callable[[Any], Any], **content: Any) -> str:
+    """Fills a template of this folder; `format_content` formats each inserted value, which is then
+    escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else shown(value),
+        finalize=lambda value: value if isinstance(value, Markup) else format_content(value),
     )
     environment.filters["astuple"] = astuple
     return environment.get_template(template).render(content, history=history)
@@ -81,37 +84,40 @@ def render_page(runs: Sequence[History]) -> str:
 
 
 def encode_grids(run: History) -> Iterator[tuple[str, str]]:
-    """Yields picture and caption of at most MAX_GRIDS grids: the first, the last, some between."""
+    """Yields image and caption of at most MAX_GRIDS grids, evenly spread from the first to the
+    last."""
     last = len(run.grids) - 1
     samples = {line["step"]: line.get("samples") for line in run.lines}
     for place in sorted({round(i * last / (MAX_GRIDS - 1)) for i in range(MAX_GRIDS)}):
         step, file = run.grids[place]
         picture = Image.open(file).convert("RGB")
-        picture.thumbnail((GRID_WIDTH, picture.height))  # wide ones are shrunk
+        # Shrinks wide pictures only.
+        picture.thumbnail((GRID_WIDTH, picture.height))
         stream = io.BytesIO()
         picture.save(stream, "webp", quality=90)
         seen = samples.get(step)
-        told = "" if seen is None else f", {format_cell(seen)} samples seen"
-        yield make_data_uri("webp", stream), f"step {format_cell(step)}{told}"
+        suffix = "" if seen is None else f", {format_cell(seen)} samples seen"
+        yield make_data_uri("webp", stream), f"step {format_cell(step)}{suffix}"
 
 
 def make_data_uri(kind: str, stream: io.BytesIO) -> str:
-    """Returns an image as an address that holds it whole."""
+    """Returns a data URI that contains the image."""
     return f"data:image/{kind};base64,{b64encode(stream.getvalue()).decode()}"
 
 
 def render_card(run: History, how: str = "") -> str:
     """Returns the model card of a run, which begins with the front matter of the Hugging Face hub.
 
-    `how` to sample stands there instead of a command with its weights file.
+    `how` is Markdown about sampling; "": a command with the run's weights file.
     """
-    given = [key for key in SAMPLER_KEYS if f"sampling.{key}" in run.config]
-    words = [f"{key}={run.config[f'sampling.{key}']}" for key in given]
+    settings = [key for key in SAMPLER_KEYS if f"sampling.{key}" in run.config]
+    words = [f"{key}={run.config[f'sampling.{key}']}" for key in settings]
     command = ["python", "-m", "scripts.sample", "weights=ema.safetensors", *words]
     model = run.environment.get("choices.model", "model")
     objective = run.config["objective._target_"].rpartition(".")[2]
     tags = ["fastlatent", "latent-generative-model", model, objective]
-    shares = [row[HEADS.index("copied")] for found in run.evaluations for row in found.rows]
+    rows = [row for evaluation in run.evaluations for row in evaluation.rows]
+    shares = [row[HEADS.index("copied")] for row in rows]
     return fill_template(
         "card.md",
         escape_markdown,
@@ -126,16 +132,16 @@ def render_card(run: History, how: str = "") -> str:
 
 
 def escape_markdown(value: Any) -> Markup:
-    """Returns a value as one line of Markdown that is neither markup nor the end of a cell."""
+    """Returns a value as one line of Markdown, escaped so that it is no markup and ends no cell."""
     line = escape(" ".join(format_cell(value).split()), quote=False)
     return Markup(line.translate(MARKUP))
 
 
 class Plot(NamedTuple):
-    """One plot: a curve for each run and each key of metrics.jsonl that `keys` matches.
+    """A plot with a curve for each run and each key of metrics.jsonl that matches `keys`.
 
-    `scale` multiplies the values. With `log`, a span of more than ten is logarithmic; other axes
-    start at 0.
+    `scale` multiplies the values. With `log` the axis is logarithmic if values span more than a
+    factor of ten; other axes start at 0.
     """
 
     title: str
@@ -145,17 +151,17 @@ class Plot(NamedTuple):
     log: bool = False
     over: str = "samples"
     floor: float | None = None
-    """Where a line is drawn."""
+    """Value at which the plot draws a line, or None."""
 
 
 class Curve(NamedTuple):
-    """The points of one key of one run, of which one is finite, and how they look."""
+    """Points of one key of one run, at least one of them finite, and their style."""
 
     label: str
     points: list[tuple[float, float]]
     values: list[float]
-    """The finite ones."""
-    look: dict[str, Any]
+    """Finite y values."""
+    style: dict[str, Any]
 
 
 TRAINING = (
@@ -171,7 +177,8 @@ TRAINING = (
 
 
 def list_distance_plots(runs: Sequence[History]) -> list[Plot]:
-    """Plots each distance over samples and over seconds, with the floor that the protocol tells."""
+    """Lists plots of each distance over samples and over seconds, with the floor in the
+    protocol."""
     plots = []
     for key in dict.fromkeys(key for run in runs for key in run.distances):
         kind, space = key.split("_", 1)
@@ -184,10 +191,8 @@ def list_distance_plots(runs: Sequence[History]) -> list[Plot]:
 
 
 def draw_plots(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str, str]]:
-    """Returns what each plot shows, in words, and the image as a data URI.
-
-    The URI is empty where there is nothing to see.
-    """
+    """Returns for each plot its content in words and the image as a data URI, "" if there is
+    nothing to draw."""
     drawn = []
     for plot in plots:
         curves = collect_curves(plot, runs)
@@ -204,7 +209,7 @@ def draw_plots(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str
 
 
 def collect_curves(plot: Plot, runs: Sequence[History]) -> list[Curve]:
-    """Returns the curves that have a finite point."""
+    """Returns the curves of a plot that have a finite point."""
     logged = dict.fromkeys(key for run in runs for key in run.latest)
     keys = [key for key in logged if re.fullmatch(plot.keys, key)]
     curves = []
@@ -215,20 +220,22 @@ def collect_curves(plot: Plot, runs: Sequence[History]) -> list[Curve]:
             names = [run.name] * (len(runs) > 1)
             names += [name_curve(key)] * (len(keys) > 1 or len(runs) == 1)
             shade = shades[max(round(i * len(shades) / len(keys)), 1) - 1]
-            look = {"linestyle": line, "color": shade, "marker": "o" if len(points) <= 30 else ""}
+            style = {"linestyle": line, "color": shade, "marker": "o" if len(points) <= 30 else ""}
             if values:
-                curves.append(Curve(": ".join(names), points, values, look))
+                curves.append(Curve(": ".join(names), points, values, style))
     return curves
 
 
 def name_curve(key: str) -> str:
+    """Returns the label of a key of metrics.jsonl."""
     part = re.sub(r"^eval_loss_t([\d.]+)_([\d.]+)$", r"t \1 to \2", key)
     return {"eval_loss": "held-out loss", "loss": "training loss"}.get(key, part.replace("_", " "))
 
 
 def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
     """Draws the plot as a data URI."""
-    from matplotlib import rc_context  # the card needs none
+    # The card needs no matplotlib.
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator
 
@@ -240,12 +247,13 @@ def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
         axes = figure.add_axes((0.13, 0.15, 0.84, 0.75))
         for curve in curves:
             xs, ys = zip(*curve.points, strict=True)
-            axes.plot(xs, ys, label=curve.label, markersize=3, **curve.look)
+            axes.plot(xs, ys, label=curve.label, markersize=3, **curve.style)
         if plot.floor is not None:
             axes.axhline(plot.floor, color="#5c636b", linestyle=":", label="the reference's floor")
             values.append(plot.floor)
 
-        lowest = min(values)  # a kernel distance can be negative
+        # A kernel distance can be negative, which a logarithmic axis cannot show.
+        lowest = min(values)
         if plot.log and lowest > 0.0 and highest > 10.0 * lowest:
             axes.set_yscale("log")
             subs = (1.0, 2.0, 5.0) if highest < 1000.0 * lowest else (1.0,)
