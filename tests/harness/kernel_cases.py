@@ -6,11 +6,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+TYPES = {
+    **dict.fromkeys(("X", "Y", "Z", "H", "DY", "DX", "DZ", "DH"), "*bf16"),
+    **dict.fromkeys(("B_IN", "C_OUT", "DS", "DT", "DDT"), "*bf16"),
+    **dict.fromkeys(("GROUPS", "INSIDE", "OTHER", "OUT"), "*bf16"),
+    **dict.fromkeys(("BRANCH", "DBRANCH", "GATE", "SCALE", "SHIFT", "DU"), "*bf16"),
+    **dict.fromkeys(("JOINED", "DJOINED"), "*bf16"),
+    **dict.fromkeys(("QKV", "Q", "KEYS", "DQ", "DK", "DV", "DQKV"), "*bf16"),
+    **dict.fromkeys(("STEPS", "SUMS", "D", "DD", "DSTEPS", "DSUMS", "TOTALS"), "*fp32"),
+    **dict.fromkeys(("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND"), "*fp32"),
+    **dict.fromkeys(("STATES", "WEIGHTS", "DOTS"), "*fp32"),
+    **dict.fromkeys(("RESIDUAL", "DRESIDUAL", "RSTD"), "*fp32"),
+    **dict.fromkeys(("BIAS", "A_LOG", "NORM", "WEIGHT", "Q_WEIGHT", "K_WEIGHT"), "*fp32"),
+    "ROTATIONS": "*fp32",
+    **dict.fromkeys(("BRANCH_ROWS", "H_ROWS"), "*i32"),
+    **dict.fromkeys(("L", "K", "rows", "gate_stride", "scale_stride", "shift_stride"), "i32"),
+    **dict.fromkeys(("dt_batch", "dt_token", "ddt_batch", "ddt_token"), "i32"),
+}
+"""Argument of a kernel -> Triton's type, where one kernel does not say otherwise."""
 NO_GATE = {"Z": None, "NORM": None, "H": None, "EPS": 0.0}
 """Constants of the scan's forward kernel without its epilogue."""
-WHOLE = (("", {}),)
-PARTS_OF = {"ds": ((", diagonal", {"DIAGONAL": True}), ("", {"DIAGONAL": False}))}
-"""The launches of one kernel of the scan."""
+SCAN_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "forward": {", gated": {"EPS": 1e-6}, "": NO_GATE},
+    "dx": {"": {}},
+    "ds": {", diagonal": {"DIAGONAL": True}, "": {"DIAGONAL": False}},
+}
+"""Kernel of the scan -> suffixes and constants of its launches."""
 
 
 class Case(NamedTuple):
@@ -47,6 +68,11 @@ def make_strides(length: int, **tokens: int) -> dict[str, int]:
     return strides | {f"{name}_batch": n * length for name, n in tokens.items()}
 
 
+def widen(types: dict[str, str]) -> dict[str, str]:
+    """Types of a run in fp32."""
+    return {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
+
+
 def cases(architecture: int) -> Iterator[Case]:
     """Every kernel in every configuration that is shipped for an architecture."""
     yield from add_norm_cases()
@@ -64,11 +90,8 @@ def add_norm_cases() -> Iterator[Case]:
     its own; and with LayerNorm, as in SiT's weights."""
     from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, choose_tile
 
-    maps = {"BRANCH_ROWS": "*i32", "H_ROWS": "*i32"}
-    types = dict.fromkeys(("L", "gate_stride", "scale_stride", "shift_stride"), "i32") | maps
-    types |= dict.fromkeys(("BRANCH", "GATE", "SCALE", "SHIFT", "H", "DH", "DBRANCH"), "*bf16")
-    types |= dict.fromkeys(("RESIDUAL", "Z", "RSTD", "DZ", "DRESIDUAL", "SUMS"), "*fp32")
-    absent = dict.fromkeys(maps)
+    types = TYPES | {"Z": "*fp32", "DZ": "*fp32"}
+    absent = {"BRANCH_ROWS": None, "H_ROWS": None}
     variants = {"": absent, ", row maps": {}, ", centred": absent | {"CENTRED": True}}
     for dim in (96, 384, 768, 1024, 1152):
         forward = choose_tile(dim)
@@ -95,65 +118,40 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     from accel.kernels import ssd_decays_triton as prelude
     from accel.kernels.fused_ssd import LN2
 
-    narrow = {
-        name: "*bf16"
-        for name in ("X", "B_IN", "C_OUT", "Y", "DY", "DX", "DS", "Z", "H", "DT", "DDT")
-    }
-    wide = {
-        name: "*fp32"
-        for name in ("STEPS", "SUMS", "D", "DD", "BIAS", "A_LOG", "DSTEPS", "DSUMS", "TOTALS")
-    }
-    wide |= {name: "*fp32" for name in ("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND", "NORM")}
-    strides = {f"{name}_{stride}": "i32" for name in ("dt", "ddt") for stride in ("batch", "token")}
-    types = narrow | wide | strides | {"L": "i32"}
     kernels = {
         "forward": ssd.ssd_kernel,
         "dx": backward.ssd_dx_kernel,
         "ds": backward.ssd_ds_kernel,
     }
-    corners = ((256, 128, 128), (256, 32, 16), (256, 128, 16), (256, 16, 128))
-    for length, head_dim, state_dim in ((256, 64, 64), (300, 64, 64), *corners):
-        quick = (length, head_dim) == (256, 64)
-        sizes = choose_scan_sizes(length, head_dim, state_dim) | {"PRECISION": "tf32"}
+    sizes = [(256, 64, 64), (300, 64, 64)]
+    sizes += [(256, 128, 128), (256, 32, 16), (256, 128, 16), (256, 16, 128)]
+    wide = [(256, 64, 64), (256, 128, 128)]
+    for shape, fp32 in (*((shape, False) for shape in sizes), *((shape, True) for shape in wide)):
+        name = "L={} P={} N={}".format(*shape) + (" fp32" if fp32 else "")
         for part, kernel in kernels.items():
-            name = f"ssd {part} L={length} P={head_dim} N={state_dim}"
-            block, warps, most = ssd.choose_configuration(
-                part, length, head_dim, state_dim, architecture
-            )
-            constants = sizes | {"BLOCK": block}
+            block, warps, most = ssd.choose_configuration(part, *shape, architecture, fp32=fp32)
+            constants = choose_scan_sizes(*shape) | {"BLOCK": block}
+            constants["PRECISION"] = "ieee" if fp32 else "tf32"
             case = Case(
-                name,
+                "",
                 kernel,
-                types,
+                widen(TYPES) if fp32 else TYPES,
                 constants,
                 warps,
-                2,
-                multiplies=True,
-                quick=quick,
+                stages=2,
+                multiplies=not fp32,
+                quick=shape == (256, 64, 64) and not fp32,
                 most_registers=most,
             )
-            if part == "forward":
-                yield case._replace(name=f"{name}, gated", constants=constants | {"EPS": 1e-6})
-                constants |= NO_GATE
-            for where, more in PARTS_OF.get(part, WHOLE):
-                yield case._replace(name=f"{name}{where}", constants=constants | more)
-    full = {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
-    for size in (64, 128):
-        for part, kernel in kernels.items():
-            block, warps, most = ssd.choose_configuration(
-                part, 256, size, size, architecture, fp32=True
-            )
-            sizes = choose_scan_sizes(256, size, size) | {"PRECISION": "ieee", "BLOCK": block}
-            constants = sizes | (NO_GATE if part == "forward" else {})
-            for where, more in PARTS_OF.get(part, WHOLE):
-                name = f"ssd {part} L=256 P={size} N={size} fp32{where}"
-                yield Case(
-                    name, kernel, full, constants | more, warps, stages=2, most_registers=most
-                )
+            for suffix, more in SCAN_VARIANTS[part].items():
+                if not (fp32 and suffix == ", gated"):
+                    yield case._replace(
+                        name=f"ssd {part} {name}{suffix}", constants=constants | more
+                    )
     decays = Case(
         "ssd decays L=256",
         prelude.ssd_decays_kernel,
-        types,
+        TYPES,
         prelude.choose_constants(24, 256),
         prelude.WARPS,
         narrow_loads=True,
@@ -169,31 +167,30 @@ def chunked_ssd_cases() -> Iterator[Case]:
     """Chunks of 256 tokens; forward reads into y, backward takes products with its gradient."""
     from accel.kernels import chunked_ssd_triton as between
 
-    types: dict[str, str] = dict.fromkeys(("X", "GROUPS", "INSIDE", "OTHER"), "*bf16")
-    types |= dict.fromkeys(("STATES", "WEIGHTS", "DOTS"), "*fp32") | {"OUT": "*bf16"}
-    full = {name: "*fp32" for name in types}
     read = between.ssd_read_kernel
-    kernels = (
-        ("states", between.ssd_states_kernel, {}),
-        ("read", read, {"OTHER": None, "DOTS": None}),
-    )
-    kernels += (
-        ("read, products", read, {"INSIDE": None}),
-        ("groups", between.ssd_groups_kernel, {}),
-    )
+    kernels: dict[str, tuple[Any, dict[str, None]]] = {
+        "states": (between.ssd_states_kernel, {}),
+        "read": (read, {"OTHER": None, "DOTS": None}),
+        "read, products": (read, {"INSIDE": None}),
+        "groups": (between.ssd_groups_kernel, {}),
+    }
     for size, fp32 in ((64, False), (128, False), (64, True), (128, True)):
         sizes: dict[str, Any] = choose_scan_sizes(256, size, size)
         sizes |= {"g_token": sizes["x_token"], "g_batch": sizes["x_batch"], "o_token": 24 * size}
         block, block_n, warps = between.choose_configuration(size, size, fp32)
         sizes |= {"o_batch": 256 * 24 * size, "T": 256, "BLOCK": block, "BLOCK_N": block_n}
         sizes["PRECISION"] = "ieee" if fp32 else "tf32"
-        for part, kernel, more in kernels:
-            name = f"ssd {part} T=256 P={size} N={size}{' fp32' if fp32 else ''}"
-            quick = size == 64 and not fp32
-            case = Case(
-                name, kernel, full if fp32 else types, sizes | more, warps, stages=2, quick=quick
+        for part, (kernel, absent) in kernels.items():
+            yield Case(
+                f"ssd {part} T=256 P={size} N={size}{' fp32' if fp32 else ''}",
+                kernel,
+                widen(TYPES) if fp32 else TYPES,
+                sizes | absent,
+                warps,
+                stages=2,
+                multiplies=not fp32,
+                quick=size == 64 and not fp32,
             )
-            yield case._replace(multiplies=not fp32)
 
 
 def choose_scan_sizes(length: int, head_dim: int, state_dim: int) -> dict[str, int]:
@@ -209,8 +206,7 @@ def local_mix_cases() -> Iterator[Case]:
     """3 × 3 taps on a 16 × 16 grid, and 7 taps along 1,024 tokens."""
     from accel.kernels import local_mix_triton as mix
 
-    types = dict.fromkeys(("X", "Y", "DY", "DU"), "*bf16")
-    types |= dict.fromkeys(("WEIGHT", "BIAS", "SUMS"), "*fp32") | {"D": "i32"}
+    types = TYPES | {"D": "i32"}
     blocks = {"BLOCK_L": mix.BLOCK_L, "BLOCK_C": mix.BLOCK_C}
     for rows, columns, r, c in ((16, 16, 3, 3), (1, 1024, 1, 7)):
         sizes = blocks | {"ROWS": rows, "COLUMNS": columns, "R": r, "C": c}
@@ -230,23 +226,20 @@ def local_mix_cases() -> Iterator[Case]:
 def gated_norm_cases() -> Iterator[Case]:
     from accel.kernels import gated_norm_triton as norm
 
-    types = dict.fromkeys(("Y", "Z", "H", "DH", "DY", "DZ"), "*bf16")
-    types |= {"WEIGHT": "*fp32", "SUMS": "*fp32", "L": "i32", "K": "i32"}
     strides = make_strides(256, z=1816, dz=1816)
     for head_dim in (32, 64, 128):
         sizes = {"EPS": 1e-6, "P": head_dim, "BLOCK_L": norm.BLOCK_L, "BLOCK_P": head_dim} | strides
         name = f"gated_norm P={head_dim}"
         kernel = norm.gated_norm_kernel
-        case = Case(name, kernel, types, sizes, norm.WARPS, quick=head_dim == 64)
+        case = Case(name, kernel, TYPES, sizes, norm.WARPS, quick=head_dim == 64)
         yield from add_backward(case, norm.gated_norm_backward_kernel)
 
 
 def swiglu_cases() -> Iterator[Case]:
     from accel.kernels import swiglu_triton as swiglu
 
-    types = dict.fromkeys(("JOINED", "OUT", "DH", "DJOINED"), "*bf16") | {"rows": "i32"}
     sizes = {"H": 2048, "BLOCK_R": swiglu.BLOCK_R, "BLOCK_H": swiglu.BLOCK_H}
-    case = Case("swiglu", swiglu.swiglu_kernel, types, sizes, swiglu.WARPS, quick=True)
+    case = Case("swiglu", swiglu.swiglu_kernel, TYPES, sizes, swiglu.WARPS, quick=True)
     yield from add_backward(case, swiglu.swiglu_backward_kernel)
 
 
@@ -254,8 +247,6 @@ def qk_rope_cases() -> Iterator[Case]:
     """Gradients as attention returns them, each in its own tensor."""
     from accel.kernels import qk_rope_triton as rope
 
-    types = dict.fromkeys(("QKV", "Q", "KEYS", "DQ", "DK", "DV", "DQKV"), "*bf16")
-    types |= dict.fromkeys(("Q_WEIGHT", "K_WEIGHT", "ROTATIONS", "SUMS"), "*fp32")
     for head_dim in (32, 64, 128):
         width = 12 * head_dim
         sizes = {"L": 256, "K": 12, "P": head_dim, "EPS": 1e-6}
@@ -264,7 +255,7 @@ def qk_rope_cases() -> Iterator[Case]:
         case = Case(
             f"qk_rope P={head_dim}",
             rope.qk_rope_kernel,
-            types,
+            TYPES,
             sizes,
             rope.WARPS,
             pipelined=True,
