@@ -83,15 +83,19 @@ def test_windows_of_every_other_block_are_shifted():
     assert mixer.spans == even.layers[0].spans
 
 
-@pytest.mark.parametrize("window", [0, 1, 4, -2])
-def test_impossible_windows_are_refused(window):
-    with pytest.raises(ValueError, match=f"model.mixer.window={window} must be .*below 4"):
-        Attention(64, 32, (4, 4), window=window)
-
-
-@pytest.mark.parametrize(("window", "shift"), [(3, 3), (3, -1), (None, 0)])
-def test_impossible_shifts_are_refused(window, shift):
-    with pytest.raises(ValueError, match=f"model.mixer.shift={shift} must be .*window={window};"):
+@pytest.mark.parametrize(
+    ("window", "shift", "sentence"),
+    [
+        (1, None, "window=1 must be .*below 4"),
+        (4, None, "window=4 must be .*below 4"),
+        (-2, None, "window=-2 must be .*below 4"),
+        (3, 3, "shift=3 must be .*window=3;"),
+        (3, -1, "shift=-1 must be .*window=3;"),
+        (None, 0, "shift=0 must be .*window=None;"),
+    ],
+)
+def test_impossible_windows_and_shifts_are_refused(window, shift, sentence):
+    with pytest.raises(ValueError, match=f"model.mixer.{sentence}"):
         Attention(64, 32, (4, 4), window=window, shift=shift)
 
 
