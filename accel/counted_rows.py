@@ -172,8 +172,8 @@ class AdapterGradients(Technique):
         vars(self.step).pop("update_parameters", None)
         return False
 
-    # What would still say "on" if this did nothing? Layers that were attached would, so the row
-    # counts the gradients other than zero that arrive in them.
+    # What would still say "on" if this did nothing? Attached layers would, so the row counts the
+    # non-zero gradients that reach them.
     def observe(self, evidence: Evidence) -> Observation:
         kinds = {name: kind for name, _, kind in self.iterate_parameters()}
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}

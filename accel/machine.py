@@ -47,11 +47,11 @@ def capability_of(device: torch.device) -> Capability:
     return pretended.capability if pretended else torch.cuda.get_device_capability(device)
 
 
-def is_available(need: str, found: bool) -> bool:
-    """Returns `found`, whether this machine has `need`, such as a package; on a pretended machine
+def is_available(need: str, present: bool) -> bool:
+    """Returns `present`, whether this machine has `need`, such as a package; on a pretended machine
     notes `need` and returns True."""
     pretended = PRETENDED.get()
     if not pretended:
-        return found
+        return present
     pretended.needs.append(need)
     return True

@@ -70,8 +70,7 @@ TECHNIQUES: tuple[type[Technique], ...] = (
 
 FAILED_ELSEWHERE = "another process failed in warm-up; its message says why"
 SAME_BYTES = (
-    "off here: it chooses algorithms by their time, and work that goes on after a stop must end "
-    "with the same bytes"
+    "off here: it chooses algorithms by their time, and resumed work must end with the same bytes"
 )
 
 

@@ -114,14 +114,14 @@ class TrainedModel:
 
     def change_sampling(self, **changes: Any) -> SamplingConfig:
         """Returns the run's own `sampling` with changes; ValueError for invalid changes."""
-        found = apply_schema(
+        sampling = apply_schema(
             SamplingConfig,
             asdict(self.sampling) | changes,
             [f"{key}={value}" for key, value in changes.items()],
         )
-        found.check()
-        check_guidance(self.spec, found.guidance)
-        return found
+        sampling.check()
+        check_guidance(self.spec, sampling.guidance)
+        return sampling
 
     def sample(
         self, labels: Sequence[int | str], seed: int = 0, batch_size: int = 64, **changes: Any
@@ -266,14 +266,14 @@ def load_run(
     # If the weights are in a run folder, read how the run sampled and computed.
     folder = find_run_folder(opened.file)
     config = folder / "config.yaml" if folder else None
-    found = read_config(config) if config and config.is_file() else {}
+    run = read_config(config) if config and config.is_file() else {}
     for name in ("sampling", "runtime"):
-        if not isinstance(found.get(name, {}), dict):
+        if not isinstance(run.get(name, {}), dict):
             raise UserError(f"{config}: {name} has no keys; restore it.")
-    sampling = apply_schema(SamplingConfig, found.get("sampling", {}), [])
-    asked = found.get("runtime", {}) | {"on_unavailable": "degrade", "parallel": {}} | dict(runtime)
+    sampling = apply_schema(SamplingConfig, run.get("sampling", {}), [])
+    values = run.get("runtime", {}) | {"on_unavailable": "degrade", "parallel": {}} | dict(runtime)
     settings = apply_schema(
-        RuntimeConfig, asked, [f"runtime.{name}={value}" for name, value in runtime.items()]
+        RuntimeConfig, values, [f"runtime.{name}={value}" for name, value in runtime.items()]
     )
     settings.check()
 
@@ -290,7 +290,7 @@ def load_run(
     step: Any = SimpleNamespace(forward=model)
     forward = stack.on_step(step).forward
     return TrainedModel(
-        model, forward, stack, opened, autoencoder, sampling, chosen, settings, found.get("data")
+        model, forward, stack, opened, autoencoder, sampling, chosen, settings, run.get("data")
     )
 
 

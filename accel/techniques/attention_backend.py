@@ -158,8 +158,8 @@ class AttentionBackend(Technique):
         )
         return self.failure
 
-    # What would still say "on" if this did nothing? The backend that was asked for would, so the
-    # row counts the operations and kernels that ran in each layer.
+    # What would still say "on" if this did nothing? The requested backend would, so the row counts
+    # the operations and kernels that ran in each layer.
     def observe(self, evidence: Evidence) -> Observation:
         count = sum(map(len, self.layers))
         if not count:

@@ -77,8 +77,8 @@ class CudaGraph(Technique):
         self.update.armed = True
         return True
 
-    # What would still say "on" if this did nothing? A graph that was captured would, so the row
-    # counts launches of graphs in a warm step.
+    # What would still say "on" if this did nothing? A captured graph would, so the row counts
+    # launches of graphs in a warm step.
     def observe(self, evidence: Evidence) -> Observation:
         if self.failure:
             return Observation(False, self.failure)

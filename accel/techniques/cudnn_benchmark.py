@@ -59,7 +59,7 @@ class CudnnBenchmark(Technique):
             torch.backends.cudnn.benchmark = True
 
     # What would still say "on" if this did nothing? PyTorch's flag would, so the row compares the
-    # kernels of a step with the autotuner and of one without.
+    # kernels of a step with the autotuner and a step without.
     def observe(self, evidence: Evidence) -> Observation:
         calls = evidence.ops[CONVOLUTION]
         note = f"{calls} cuDNN convolutions in one step"

@@ -29,7 +29,7 @@ class FusedAdamW(Technique):
         return {"fused": True} if self.enabled else {}
 
     # What would still say "on" if this did nothing? The optimizer's argument would, so the row
-    # counts calls of the fused operation and of those in its place.
+    # counts calls of the fused operation and of its replacements.
     def observe(self, evidence: Evidence) -> Observation:
         fused, foreach, loop = (
             evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")

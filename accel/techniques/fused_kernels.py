@@ -97,7 +97,7 @@ class FusedKernel(Technique):
         if self.proof:
             note = f"{self.proof.why}; {note}"
         elif self.enabled:
-            note = f"nobody proved it, so nothing may launch it; {note}"
+            note = f"not proved on this device, so it stays off; {note}"
         return Observation(active, note)
 
 

@@ -50,7 +50,7 @@ class CheckpointBlocks(Technique):
     loss_rtol = 0.0
     changes_kernels = "time"
     savings = (
-        Saving(examples[1], "recomputes what is cheap", 30),
+        Saving(examples[1], "recomputes cheap operations", 30),
         Saving(examples[0], "one more forward pass", 40),
     )
     checkpoint_policy: str
@@ -86,8 +86,8 @@ class CheckpointBlocks(Technique):
                 run()
 
     # What would still say "on" if this did nothing? The wrapped forward would, so the row compares
-    # what the blocks keep with what they take in, and with "selective" looks into their caches,
-    # which may hold results of no other operation than those meant.
+    # the bytes that blocks save with the bytes of their inputs, and with "selective" inspects their
+    # caches, which may hold results of the intended operations only.
     def observe(self, evidence: Evidence) -> Observation:
         calls = [call for calls in evidence.blocks for call in calls]
         if not calls:

@@ -29,14 +29,14 @@ from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 class OffloadActivations(Technique):
     key = "offload_activations"
-    summary = "what is kept for the backward pass waits in host memory"
+    summary = "tensors saved for the backward pass wait in host memory"
     loss_rtol = 0.0
 
     without_gpu = "This run is on {device}, whose memory is the host's."
     savings = (
         Saving(
             {"offload_activations": True},
-            "what is kept crosses to the host and back in each step",
+            "saved tensors cross to the host and back in each step",
             90,
         ),
     )
@@ -101,11 +101,11 @@ class OffloadActivations(Technique):
         return copy.copy_(tensor.detach(), non_blocking=True)
 
     # What would still say "on" if this did nothing? The hooks' own count would, so the probes of
-    # the blocks look at what autograd holds in the place of each tensor, and into caches that no
-    # hook sees.
+    # the blocks inspect the object that autograd keeps for each tensor, and caches that no hook
+    # sees.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.enabled:
-            return Observation(False, "what is kept stays on the device")
+            return Observation(False, "saved tensors stay on the device")
         calls = [call for calls in evidence.blocks for call in calls]
         moves = evidence.check_blocks(lambda call: call.trains and not call.unmoved_bytes)
         saved = sum(call.saved_bytes for call in calls)

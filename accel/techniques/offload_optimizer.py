@@ -113,7 +113,7 @@ class OffloadOptimizer(Technique):
         return [tensor for host in hosts for tensor in host.values()]
 
     # What would still say "on" if this did nothing? The update's own count of moved bytes would, so
-    # the row asks each tensor of the state where it lies.
+    # the row reads the device of each tensor of the state.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:
             return Observation(False, "the state lies where the parameters are")

@@ -148,8 +148,8 @@ class Precision(Technique):
             self.wide_weights = products.wide_weights
 
     # What would still say "on" if this did nothing? Autocast's flag would, so the row counts the
-    # dtypes of products. Of those in fp32 only products of two activations may be meant so: the
-    # names of operations would not tell, so their operands are looked at.
+    # dtypes of products. In fp32 only products of two activations may be intended; names of
+    # operations do not tell, so `compare` inspects their operands.
     def observe(self, evidence: Evidence) -> Observation:
         if self.layers is None:
             return self.observe_autocast(evidence)

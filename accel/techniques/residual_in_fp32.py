@@ -23,8 +23,8 @@ class ResidualInFp32(Technique):
             setattr(block, self.key, self.enabled)
         return model
 
-    # What would still say "on" if this did nothing? The dtype would, where the stream was rounded
-    # to 16 bits on its way, so the row asks for finer bits.
+    # What would still say "on" if this did nothing? The dtype would, even if the stream had been
+    # rounded to 16 bits before, so the row looks for bits that 16-bit formats lack.
     def observe(self, evidence: Evidence) -> Observation:
         wide = evidence.check_blocks(lambda call: call.residual_dtype == torch.float32)
         whole = find_unrounded(evidence)

@@ -44,8 +44,8 @@ class Tf32(Technique):
         torch.set_float32_matmul_precision("high" if self.enabled else "highest")
         torch.backends.cudnn.allow_tf32 = self.enabled
 
-    # What would still say "on" if this did nothing? PyTorch's flags would, so a product and a
-    # convolution are tried on this device, and the row tells how they round.
+    # What would still say "on" if this did nothing? PyTorch's flags would, so the row tries a
+    # product and a convolution on this device and shows how they round.
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no product here rounds to TF32")

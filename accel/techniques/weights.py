@@ -260,9 +260,9 @@ class Weights(Technique):
             self.update.counting = False
 
     # What would still say "on" if this did nothing? The dtype of the weights would, and so would
-    # the number of elements that the update goes over. Rounding at random shows in elements that
-    # are not the nearest value, as many as chance leaves, and compensation in rests that are kept
-    # and used.
+    # the number of elements that the update visits. The row checks random rounding by the number of
+    # elements that are not the nearest value, against its expectation, and compensation by rounding
+    # errors that were kept and used.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.linears:
             return Observation(False, "the model has no linear layer")

@@ -1,1 +1,1 @@
-"""A report of a run: one HTML page that needs no network, and a model card beside it."""
+"""Reports a run: one HTML page that needs no network, and a model card."""

@@ -93,13 +93,13 @@ class History:
     def read_checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reads the newest checkpoint's state, and size and hash of its averages; both may be
         empty."""
-        found = list_complete(self.folder / "checkpoints")
-        if not found:
+        checkpoints = list_complete(self.folder / "checkpoints")
+        if not checkpoints:
             return {}, {}
-        file = found[-1] / "ema.safetensors"
+        file = checkpoints[-1] / "ema.safetensors"
         parameters = sum(tensor.numel() for tensor in read_tensors(file).values())
         weights = {"parameters": parameters, "sha256": hash_file(file)}
-        return dict(flatten(read_state_file(found[-1]))), weights
+        return dict(flatten(read_state_file(checkpoints[-1]))), weights
 
     def read_evaluation(self, file: Path) -> Evaluation | None:
         """Reads a file of `scripts.evaluate`; returns None for another file."""
