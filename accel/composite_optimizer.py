@@ -140,6 +140,7 @@ class Members(torch.optim.Optimizer):
         owner, key, _ = locate_state(self, self.numbered_parameters[0])
         if saved and not owner.state.get(key):
             self.make_state()
+
         for i, parameter in enumerate(self.numbered_parameters):
             entries = saved.get(i, {})
             owner, key, outer_state = locate_state(self, parameter)

@@ -205,6 +205,7 @@ class AccelerationStack:
         ]
         if not kernels:
             return {}
+
         acting = [t for t in self.techniques if t.changes_kernels]
         question = Question(
             requested={t.key: t.value for t in kernels},
@@ -219,6 +220,7 @@ class AccelerationStack:
         )
         with self.autocast(), torch.no_grad():
             proofs, record = prove(question, model, forward, folder)
+
         for technique in kernels:
             technique.settle(proofs[technique.key])
         self.refuse(
@@ -324,7 +326,8 @@ class AccelerationStack:
         ledger = Ledger()
         for technique in self.techniques:
             active, note = technique.observe(evidence)
-            if reason := self.reasons.get(technique.key):
+            reason = self.reasons.get(technique.key)
+            if reason:
                 note = f"{reason.rstrip('.')}; {note}"
             ledger.append(LedgerRow(technique.key, self.requested[technique.key], active, note))
 

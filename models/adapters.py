@@ -105,7 +105,7 @@ class PromptedLabels(Adapted):
 
 
 class Adapter(ABC):
-    """An adapter as the configuration describes it."""
+    """Base class of adapters in the configuration."""
 
     no_layer_message: str
     """Error message for a model without a layer to adapt."""
@@ -117,7 +117,7 @@ class Adapter(ABC):
 
 
 class Lora(Adapter):
-    """LoRA on the linear layers whose names match one of `targets`: patterns such as
+    """LoRA on the linear layers whose names match one of `targets`, patterns such as
     `blocks.*.qkv`."""
 
     def __init__(

@@ -138,8 +138,7 @@ def find_folder(
 
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
-    """Builds the diffusers class and loads its weights; ValueError if a single tensor does not
-    fit."""
+    """Builds the diffusers class and loads its weights; ValueError if a tensor does not fit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -180,7 +179,8 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
         # True would need accelerate; it is for models much larger than these.
         arguments["low_cpu_mem_usage"] = False
         model, info = cls.from_pretrained(folder, **arguments)
-    except RuntimeError as error:  # a shape
+    # A tensor has another shape.
+    except RuntimeError as error:
         raise UserError(f"{folder / WEIGHTS_FILE} does not fit {kind}: {error}") from error
     problems = [
         f"{k}: {info[k]}" for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]

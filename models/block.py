@@ -1,4 +1,4 @@
-"""The block: one or two branches on a residual stream that stays in fp32.
+"""The block: one or two layers, whose branches go to a residual stream that stays fp32.
 
 Letters: B samples, L tokens, D width, M = 3 modulations a branch.
 """

@@ -162,7 +162,8 @@ class Denoiser(nn.Module):
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
-        """Zeroes the gates of dropped blocks and scales the others up: stochastic depth at no cost.
+        """Zeroes the gates of dropped blocks and scales up the gates of the others: stochastic
+        depth at no cost.
 
         Huang et al. 2016, https://arxiv.org/abs/1603.09382. Rates grow linearly with depth up to
         `drop_path`.

@@ -95,6 +95,8 @@ def sample(
         raise UserError("solver=sde needs noise for its steps; give `fresh`.")
     times = shift_times(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
+
+    # Step size and velocity of the previous step, for ab2.
     previous: tuple[float, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(times)):
         dt = t_next - t

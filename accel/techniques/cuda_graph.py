@@ -64,7 +64,8 @@ class CudaGraph(Technique):
         if self.enabled:
             training = cast(TrainingStep, step)
             if is_fused(training.optimizer):
-                training.update = self.update = CapturedUpdate(training.update, self.device)
+                self.update = CapturedUpdate(training.update, self.device)
+                training.update = self.update
                 return step
             self.failure = (
                 "the optimizer is not fused and decides on the host, which a graph cannot do"

@@ -81,7 +81,8 @@ class CheckpointBlocks(Technique):
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         hidden = evidence.compiled_calls and not evidence.blocks_uncompiled
         if self.blocks and self.checkpoint_policy == "selective" and hidden:
-            self.uncompiled = calls = []
+            calls: list[list[BlockEvidence]] = []
+            self.uncompiled = calls
             with torch.compiler.set_stance("force_eager"), probe_blocks(self.blocks, calls):
                 run()
 

@@ -28,10 +28,11 @@ from accel.machine import is_available
 from accel.sharding import get_world_size
 from accel.technique import AnyStep, Model, Observation, Saving, Technique, blocks_of
 
+# The argument had another name before torch 2.13.
 SYNC_BUFFERS_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    else "broadcast_buffers"  # before torch 2.13
+    else "broadcast_buffers"
 )
 REDUCTIONS = {"ddp": "allreduce", "fsdp": "reducescatter", "hsdp": "reducescatter"}
 """Mode -> the collective that reduces its gradients, as part of an operation's name without
@@ -65,7 +66,8 @@ class DataParallel(Technique):
     off = "none"
     model: Any
     wrapped: Any
-    loss_rtol = 1e-4  # sums over a batch in another order
+    # Processes sum over a batch in another order.
+    loss_rtol = 1e-4
 
     def __init__(self, value: Any, device: torch.device, **options: Any) -> None:
         if value == "auto":

@@ -87,6 +87,7 @@ class Precision(Technique):
                 f"{self.value} needs compute capability {major}.0 or newer; use "
                 "runtime.precision=fp32 on this GPU."
             )
+
         if self.value == "fp16":
             native = torch.cpu._is_amx_fp16_supported()
             instructions = "AMX-FP16"
@@ -129,7 +130,8 @@ class Precision(Technique):
             step.forward = autocast_forward
         # An encoder's step has no backward pass, and no scaler.
         if self.value == "fp16" and hasattr(step, "scaler"):
-            cast(TrainingStep, step).scaler = self.scaler = LossScaler(self.device)
+            self.scaler = LossScaler(self.device)
+            cast(TrainingStep, step).scaler = self.scaler
         return step
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -141,7 +143,8 @@ class Precision(Technique):
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
         if self.enabled and self.model is not None and evidence.count_dtypes()["float"]:
-            self.around_forward = products = WideWeightProducts(self.model)
+            products = WideWeightProducts(self.model)
+            self.around_forward = products
             with torch.compiler.set_stance("force_eager"):
                 run()
             self.around_forward = nullcontext()

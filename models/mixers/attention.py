@@ -90,7 +90,8 @@ class Attention(Layer):
         self.grid = grid
         self.eps = eps
         self.attention_backend = "auto"
-        if qk_norm or rope_base is not None:  # without the attribute there is nothing to switch
+        # Without the attribute `runtime.fused_rope` finds no kernel to switch.
+        if qk_norm or rope_base is not None:
             self.fused_rope = False
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
         self.q_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None

@@ -23,7 +23,7 @@ from models.layers import Layer, count_heads, refuse_below_one
 
 
 def init_steps(dt_bias: Tensor) -> None:
-    """Draws biases whose softplus is log-uniform in [0.001, 0.1], as both Mambas start."""
+    """Draws biases whose softplus is log-uniform in [0.001, 0.1], as in Mamba-1 and Mamba-2."""
     dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
     # The inverse of softplus.
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))

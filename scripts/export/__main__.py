@@ -253,7 +253,8 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
         api = HfApi()
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # of the network, the hub, or a missing login
+    # The network, the hub or a missing login.
+    except Exception as error:
         raise UserError(
             f"push={repository} failed ({type(error).__name__}); {folder} is complete. Log in "
             f"with `huggingface-cli login`, and upload it: `huggingface-cli upload {repository} "

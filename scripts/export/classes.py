@@ -155,6 +155,7 @@ class FastlatentPipeline(DiffusionPipeline):
             raise UserError(f"output_type={output_type} is unknown; choose pil, np or latent.")
         if output_type != "latent":
             check_decoder(self.vae, facts)
+
         labels = [class_labels] if isinstance(class_labels, int | str) else class_labels
         numbers = find_class_numbers(labels, facts["class_names"])
         drawn = self.draw(numbers, settings, seed, latents)
@@ -164,6 +165,7 @@ class FastlatentPipeline(DiffusionPipeline):
             decoded = select_rgb(drawn)
         else:
             decoded = self.vae.decode(drawn.to(self.vae.dtype)).sample.float()
+
         images = to_uint8(decoded)
         if output_type == "pil":
             images = [Image.fromarray(image) for image in images]

@@ -165,6 +165,7 @@ class History:
         versions = [
             f"{name} {value}" for name, value in self.select_environment("versions").items()
         ]
+
         facts = {
             **{key: get(f"choices.{key}") for key in ("model", "data", "runtime")},
             "data fingerprint": self.state.get("spec.fingerprint"),
@@ -240,6 +241,7 @@ def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list
         if matches:
             matches[0].members.append(member)
             continue
+
         apart = ""
         if groups:
             rows = find_differences(groups[0].protocol, protocol)
