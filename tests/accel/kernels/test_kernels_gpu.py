@@ -41,14 +41,14 @@ CHOICES = {
         "head_dim": [16, 64, 128, 192],
     },
     "ssd": {
-        "grid": [*GRIDS, (8, 8), (1, 100), (1, 300), (1, 512), (32, 32)],
+        "grid": [(7, 9), (8, 8), (1, 100), (16, 16), (1, 300), (1, 512), (32, 32)],
         "batch": [1, 3],
         "heads": HEADS,
         "head_dim": [32, 64, 128],
         "state_dim": [16, 64, 128],
     },
     "ssd_decays": {"heads": HEADS},
-    "ssd_mixed": {"heads": [1, 6, 12], "head_dim": [32, 64]},
+    "ssd_mixed": {"grid": GRIDS[1:], "heads": [1, 6, 12], "head_dim": [32, 64]},
     "gated_norm": {"heads": HEADS, "head_dim": [32, 64, 128]},
     "local_mix": {
         "grid": [(16, 16), (7, 5), (1, 300)],
