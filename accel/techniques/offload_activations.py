@@ -83,8 +83,7 @@ class OffloadActivations(Technique):
         if small or elsewhere or storage._cdata in self.model_storages:
             return tensor.detach()
 
-        # A weak reference frees the storage's memory, but no other storage gets its address
-        # meanwhile.
+        # A weak reference does not keep the storage's memory, but reserves its address meanwhile.
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (StorageWeakRef(storage), *layout, tensor._version)
         if key not in self.copies:

@@ -111,8 +111,8 @@ class RoundedUpdate(Members):
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
         """Inside, the stand-ins of the member have fp32 weights and gradients; afterwards it rounds
         the updated weights into the parameters."""
-        members = [p for p in parameters_of(member) if p in self.narrow]
-        pairs = [(p, self.narrow[p]) for p in members if self.narrow[p].grad is not None]
+        stand_ins = [p for p in parameters_of(member) if p in self.narrow]
+        pairs = [(p, self.narrow[p]) for p in stand_ins if self.narrow[p].grad is not None]
         for stand_in, parameter in pairs:
             stand_in.data = self.widen(parameter)
             stand_in.grad = parameter.grad.float()

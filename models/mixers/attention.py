@@ -46,10 +46,9 @@ class Attention(Layer):
     of large models, at some cost in quality at equal steps (LightningDiT issue 68). `rope_base`
     null: no rotary embedding. `bias`: both products have a bias. These two are for weights trained
     elsewhere. `window` null: each token attends to all tokens; an integer: only to its window of
-    `window` × `window` tokens. Windows of odd layers are shifted by `shift` tokens up and left
-    (null: half a window), so that information crosses the edges of windows. Unlike in Swin (Liu et
-    al. 2021, https://arxiv.org/abs/2103.14030) nothing wraps around: windows at the edges are
-    smaller.
+    `window` × `window` tokens. Odd layers shift their windows by `shift` tokens up and left (null:
+    half a window), so that information crosses the edges of windows. Unlike in Swin (Liu et al.
+    2021, https://arxiv.org/abs/2103.14030) nothing wraps around: windows at the edges are smaller.
     """
 
     rotations: Tensor | None
