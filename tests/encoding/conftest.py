@@ -62,6 +62,7 @@ def import_files(vae: Path, samples: tuple[Tensor, Tensor], tmp_path: Path) -> I
         write: Write = npy,
         latents: Tensor = samples[0],
         labels: Tensor = samples[1],
+        /,
         **settings: Any,
     ) -> Path:
         (tmp_path / "in").mkdir(exist_ok=True)
