@@ -326,14 +326,16 @@ def draw_examples(test: Callable[[Draw], None], count: int) -> None:
 )
 @pytest.mark.parametrize("count", [None, MANY])
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_mutants(subject, count, tmp_path):
+def test_mutants(subject, count, tmp_path, record_property):
     def test(draw):
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
         ending = run_limited(subject(draw, tmp_path))
         assert ending.right, f"{ending.kind}: {ending.text}"
 
-    draw_examples(test, count or SUBJECTS[subject])
+    count = count or SUBJECTS[subject]
+    record_property("struck", count)
+    draw_examples(test, count)
 
 
 RUN_FILES = (
@@ -347,8 +349,9 @@ RUN_FILES = (
     "a mutant of a finished run at random", "goes on, or refused in one sentence, within 1 GiB"
 )
 @pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.slow)])
-def test_mutants_of_a_finished_run(count, zygote, run_whole, tmp_path):
+def test_mutants_of_a_finished_run(count, zygote, run_whole, tmp_path, record_property):
     """The same command goes on from them, or says why not; a report reads them."""
+    record_property("struck", count)
     folder = tmp_path / "run"
 
     def test(draw):
