@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from accel.techniques.fused_kernels import FusedAddNorm
 from sampling.load import SampleStream, deal_labels_in_turn, load_run
-from scripts.import_weights import WeightsChoice, WeightsConfig
+from scripts.import_weights import Kind, WeightsChoice, WeightsConfig, import_weights
 from tests.harness.published_models import SHAPES, Shape, draw_weights, import_published, velocity
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder
@@ -151,9 +151,13 @@ def test_a_checkpoint_of_something_else_is_refused(content, sentence, publish, t
     assert "unpickled" not in capfd.readouterr().out
 
 
-def test_sit_without_an_encoder_has_the_channels_of_stable_diffusion(publish):
+def test_sit_without_an_encoder_has_the_channels_of_stable_diffusion(tmp_path):
+    source = tmp_path / "sit.pt"
+    torch.save(SIT, source)
+    out = str(tmp_path / "x.safetensors")
+    cfg = WeightsConfig(source=str(source), kind=Kind.sit, out=out, head_dim=12)
     with expect_refusal("draws latents of 3 channels, and Stable Diffusion's VAE.*makes 4"):
-        publish(encoder=WeightsConfig.encoder)
+        import_weights(cfg)
 
 
 def test_no_path_is_written_over_and_classes_have_names(publish, tmp_path):

@@ -146,6 +146,9 @@ def test_a_sample_is_one_standard_normal_draw_from_the_posterior(encoded):
     assert noise.mean().abs() < 5 / noise.numel() ** 0.5
     assert (noise.var() - 1.0).abs() < 5 * (2 / noise.numel()) ** 0.5
 
+    # each image has a draw of its own
+    assert (noise[1:] - noise[:-1]).flatten(1).abs().amax(1).min() > 0.1
+
 
 def test_samples_are_the_same_each_time_and_at_any_batch_size(encoded, job):
     first = read_set(encoded("kind=sample", EXACT))["latents"]
