@@ -23,13 +23,7 @@ from data.streamed import StreamDataset
 from encoding.images import DecodedImages, make_decoding_loader
 from tests.harness.batches import LOADERS, assert_same
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import (
-    draw_random_samples,
-    flip_byte,
-    save_latent_set,
-    save_random_set,
-    write_shard,
-)
+from tests.harness.sets import draw_random_samples, flip_byte, save_latent_set, save_random_set
 from tests.harness.words import CPU
 from training.assemble import assemble
 from training.config.build import build
@@ -258,10 +252,3 @@ def test_readers_that_stop_are_not_waited_for(folder, monkeypatch):
 def test_the_patience_of_a_loader_is_that_of_the_run():
     cfg = compose(["runtime=eager", "runtime.parallel.timeout_minutes=0.5"]).cfg
     assert assemble(cfg, CPU).loader.wait_for_batch_seconds == 30.0
-
-
-def test_a_shard_of_another_set_is_not_taken(folder):
-    """It has the same name and length, and other content."""
-    write_shard(folder / SHARD, draw_random_samples(20, seed=7))
-    with expect_refusal(rf"{SHARD} \(samples \d+–\d+ of train\) is damaged: its"):
-        list(islice(load("webdataset", folder), 10))
