@@ -1,4 +1,4 @@
-"""A technique reads from the evidence of a step whether it is on; here it reads made-up evidence."""
+"""A technique reads from the evidence of a step whether it is on; here the evidence is made up."""
 
 from __future__ import annotations
 
