@@ -24,7 +24,7 @@ from accel.technique import AnyStep, Model, Observation, Technique, find_switche
 
 MIN_NARROW_ELEMENTS = 4096
 """Elements of a parameter below which libraries keep its moments in fp32."""
-NARROW = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
+NARROW_DTYPES = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
 
 class Promise(NamedTuple):
@@ -56,7 +56,7 @@ def find_promise(kind: type, momentum: float = 0.0) -> Promise:
 def name_form(state: Mapping[str, Any], size: int) -> str:
     """Names the form of the state of one parameter of `size` elements."""
     tensors = [t for name, t in state.items() if isinstance(t, Tensor) and name != COMPENSATION]
-    for dtype, name in NARROW.items():
+    for dtype, name in NARROW_DTYPES.items():
         if any(t.dtype is dtype for t in tensors):
             packed = sum(t.numel() for t in tensors if t.dtype is dtype) == size
             return "4bit" if packed else name

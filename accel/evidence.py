@@ -30,14 +30,14 @@ ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 weight. Under autocast, one in fp32 is intended: only a layer that switches autocast off computes
 it."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
-UPDATE = "Optimizer.step#"
+UPDATE_PREFIX = "Optimizer.step#"
 """Prefix of the profiler's name for a step of an optimizer; the class follows."""
-REGION = "Torch-Compiled Region"
+REGION_PREFIX = "Torch-Compiled Region"
 """Prefix of the profiler's name for a call of a compiled function."""
-FLEX = "fastlatent flex"
+FLEX_NAME = "fastlatent flex"
 """`accel.kernels.attend.attend_by_flex` gives this name to its calls of FlexAttention, which
 compiles itself."""
-BLOCK = "fastlatent block"
+BLOCK_PREFIX = "fastlatent block"
 """Prefix of the profiler's name for a call of a probed block; the block's index follows."""
 NO_KERNEL_SEEN = (
     "the profiler saw no kernel of this GPU, so this cannot be known (another profiler, the "
@@ -152,7 +152,7 @@ class BlockProbe(nn.Module):
         for tensor in inputs:
             input_bytes[tensor.untyped_storage()._cdata] += tensor.nbytes
         with (
-            torch.profiler.record_function(f"{BLOCK} {self.index}"),
+            torch.profiler.record_function(f"{BLOCK_PREFIX} {self.index}"),
             count_saved(self.block, input_bytes) as saved,
         ):
             outputs = self.block(*inputs)
@@ -192,10 +192,10 @@ def probe_blocks(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Ite
 
 def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
     """Counts for each call of a block the host's events that began during the call."""
-    calls = [event for event in events if event.name().startswith(BLOCK)]
+    calls = [event for event in events if event.name().startswith(BLOCK_PREFIX)]
     starts = [call.start_ns() for call in calls]
     waiting = [iter(notes) for notes in blocks]
-    notes = [next(waiting[int(call.name().removeprefix(BLOCK))]) for call in calls]
+    notes = [next(waiting[int(call.name().removeprefix(BLOCK_PREFIX))]) for call in calls]
     for event in events:
         i = bisect_right(starts, event.start_ns()) - 1
         if i >= 0 and event is not calls[i] and contains(calls[i], event):
@@ -247,7 +247,7 @@ def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
     they say nothing about the step's precision. The dtype is the one of the second tensor argument,
     which is never a bias.
     """
-    updates = [event for event in events if event.name().startswith(UPDATE)]
+    updates = [event for event in events if event.name().startswith(UPDATE_PREFIX)]
     # Entries are [event, whether it counts]; `around` holds those that contain the present event.
     around: list[list[Any]] = []
     entries: list[list[Any]] = []
@@ -328,8 +328,8 @@ def observe_kernels(run: Callable[[], object], device: torch.device) -> set[str]
 def count_compiled_calls(host: list[Any]) -> int:
     """Counts calls of compiled functions among the host's events, except those inside an
     optimizer's step or FlexAttention."""
-    others = [event for event in host if event.name().startswith((UPDATE, FLEX))]
-    regions = [event for event in host if event.name().startswith(REGION)]
+    others = [event for event in host if event.name().startswith((UPDATE_PREFIX, FLEX_NAME))]
+    regions = [event for event in host if event.name().startswith(REGION_PREFIX)]
     return sum(not any(contains(other, region) for other in others) for region in regions)
 
 

@@ -36,7 +36,7 @@ more."""
 MAX_SLOWDOWN = 1.03
 """A kernel may take this multiple of its definition's time and still be chosen, because it saves
 less for backward."""
-TIMES_KEYS = {False: "times", True: "replayed"}
+TIME_KEYS = {False: "times", True: "replayed"}
 """Whether the run captures its step as a CUDA graph -> key of the times in a finding that then
 count."""
 KERNELS_FILE = "kernels.json"
@@ -157,8 +157,8 @@ def judge(finding: Mapping[str, Any] | None, timed: bool, captured: bool = False
     if not timed:
         return Proof(True, why)
 
-    on = finding[TIMES_KEYS[captured]]["on"]
-    off = finding[TIMES_KEYS[captured]]["off"]
+    on = finding[TIME_KEYS[captured]]["on"]
+    off = finding[TIME_KEYS[captured]]["off"]
     if on is None:
         both = " and without it" if off is None else ""
         return Proof(off is None, f"{why}, memory ran out with it{both}")
@@ -332,7 +332,7 @@ def merge_findings(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         for name in ("error", "definition_error"):
             merged[key][name] = max(finding[name] for finding in findings)
 
-        for kind in TIMES_KEYS.values():
+        for kind in TIME_KEYS.values():
             if refused or kind not in first:
                 continue
             for name in ("on", "off"):
@@ -348,7 +348,7 @@ def read_findings(file: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         content = json.loads(file.read_text())
         for result in content["found"].values():
-            for captured in TIMES_KEYS:
+            for captured in TIME_KEYS:
                 judge(result, "times" in result, captured)
         if all(type(on) is bool for on in content.get("chosen", {}).values()):
             return content

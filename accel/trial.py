@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from accel.evidence import BlockEvidence, BlockProbe
 from accel.parity import ComparingMode
-from accel.proof import TIMES_KEYS, make_outcome
+from accel.proof import TIME_KEYS, make_outcome
 from accel.stack import AccelerationStack
 from accel.technique import blocks_of, find_switches
 from common.files import write_atomically
@@ -162,14 +162,14 @@ class Trial:
         for key in self.job["keys"]:
             if key not in self.findings:
                 self.write("its parity test", key)
-                self.findings[key] = self.test_parity(key)
+                self.findings[key] = self.check_parity(key)
         for key in self.job["timed"]:
             if self.findings[key]["refusal"] is None and "times" not in self.findings[key]:
                 self.write("being timed", key, COMPILE_TIMEOUT_SECONDS)
                 self.findings[key] |= self.measure_times(key)
         self.write("nothing more")
 
-    def test_parity(self, key: str) -> dict[str, Any]:
+    def check_parity(self, key: str) -> dict[str, Any]:
         """Compares the kernels of `key` with their definitions; returns the worst comparison as a
         finding."""
         comparing = ComparingMode()
@@ -204,7 +204,7 @@ class Trial:
         launched = race(ready, inputs, replayed=False)
         replayed = race(ready, inputs, replayed=True) if self.device.type == "cuda" else launched
         saved = {name: variant.saved_bytes / (1e6 * samples) for name, variant in variants.items()}
-        return {TIMES_KEYS[False]: launched, TIMES_KEYS[True]: replayed, "kept_mb": saved}
+        return {TIME_KEYS[False]: launched, TIME_KEYS[True]: replayed, "kept_mb": saved}
 
 
 def race(

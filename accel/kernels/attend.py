@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from accel.evidence import FLEX
+from accel.evidence import FLEX_NAME
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -59,7 +59,7 @@ def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Te
     """
     if torch.compiler.is_compiling():
         return attend_in_groups(q, k, v, groups)
-    with torch.profiler.record_function(FLEX), torch.compiler.set_stance("default"):
+    with torch.profiler.record_function(FLEX_NAME), torch.compiler.set_stance("default"):
         return compile_flex()(q, k, v, groups)
 
 

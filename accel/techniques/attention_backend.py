@@ -31,7 +31,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, REGION, Evidence
+from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, REGION_PREFIX, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.machine import capability_of, is_available
 from accel.technique import Model, Observation, Technique, blocks_of, find_switches
@@ -255,4 +255,4 @@ def is_installed(module: str) -> bool:
 def may_be_decomposed(ops: Counter[str]) -> bool:
     """Returns whether attention may have run as products and a softmax, into which a compiler
     decomposes `math`."""
-    return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION) for op in ops)
+    return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION_PREFIX) for op in ops)

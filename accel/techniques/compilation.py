@@ -25,15 +25,15 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from accel.evidence import REGION, Evidence
+from accel.evidence import REGION_PREFIX, Evidence
 from accel.machine import capability_of, is_available
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
 from common.text import shorten_error
 
-INDUCTOR = "## Call CompiledFxGraph"
+INDUCTOR_PREFIX = "## Call CompiledFxGraph"
 """Prefix of the profiler's name for a call of a graph that Inductor compiled."""
 
-PARTITIONER = "aot_eager_decomp_partition"
+PARTITION_BACKEND = "aot_eager_decomp_partition"
 """Backend that splits a compiled block into its two passes as Inductor does, but generates no
 code."""
 
@@ -77,7 +77,7 @@ class Compile(Technique):
         return ({}, *self.examples)
 
     def on_fake_device(self) -> None:
-        self.backend = PARTITIONER
+        self.backend = PARTITION_BACKEND
 
     def hides_blocks(self) -> bool:
         return self.compile_scope == "model" and bool(self.compiled)
@@ -135,7 +135,7 @@ class Compile(Technique):
     def is_compiled(self, ops: Counter[str]) -> bool:
         """Returns whether the ops contain a call of a compiled function and, with Inductor, of a
         graph that it compiled."""
-        prefixes = (REGION, INDUCTOR) if self.uses_inductor else (REGION,)
+        prefixes = (REGION_PREFIX, INDUCTOR_PREFIX) if self.uses_inductor else (REGION_PREFIX,)
         return all(any(op.startswith(prefix) for op in ops) for prefix in prefixes)
 
     @property

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel.evidence import EIGHT_BIT, REGION, BlockEvidence, Evidence
+from accel.evidence import EIGHT_BIT, REGION_PREFIX, BlockEvidence, Evidence
 from accel.machine import capability_of, is_available
 from accel.technique import blocks_of
 from common.libraries import silence_libraries
@@ -33,7 +33,7 @@ MIN_FEATURES = 1024
 """Least number of inputs of a layer; it must have more outputs than this."""
 SIZE_MULTIPLE = 16
 """Divisor that inputs, outputs and tokens must have for 8-bit products on a GPU."""
-BACKWARD = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}
+BACKWARD_PRODUCTS = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}
 """Recipe -> number of 8-bit products in a layer's backward pass; the last recipe computes the
 weight's gradient in bf16."""
 
@@ -121,7 +121,7 @@ class Float8Layers:
             converted += min([layers, *(call.ops[EIGHT_BIT] for call in calls)]) if calls else 0
             wanted += sum(layers * self.count_products(call) for call in calls)
             repeated += sum(call.trains and call.recomputes for call in calls) * bool(layers)
-        compiled = any(op.startswith(REGION) for op in evidence.ops)
+        compiled = any(op.startswith(REGION_PREFIX) for op in evidence.ops)
         complete = ran == wanted or (compiled and ran == wanted - repeated)
         note = f"{ran} of {evidence.products.total()} products in fp8 ({self.recipe})"
         note += "" if complete else f", {wanted} meant to be"
@@ -132,7 +132,7 @@ class Float8Layers:
     def count_products(self, call: BlockEvidence) -> int:
         """Counts the 8-bit products of one layer for one call of its block, forward and
         backward."""
-        return 1 + (BACKWARD[self.recipe] + call.recomputes if call.trains else 0)
+        return 1 + (BACKWARD_PRODUCTS[self.recipe] + call.recomputes if call.trains else 0)
 
     def describe_too_small(self) -> str:
         """Returns why no layer computes in 8 bits."""

@@ -31,9 +31,9 @@ from accel.saved_tensors import CACHES
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
-ATTENTION = ("_scaled_dot_product", "flex_attention")
-"""Prefixes of ops; "selective" saves the results of these, of `PRODUCTS` and of `SCANS`."""
-SCANS = ("fastlatent::ssd", "fastlatent::selective_scan")
+ATTENTION_PREFIXES = ("_scaled_dot_product", "flex_attention")
+"""Prefixes of ops; "selective" saves the results of these, of `PRODUCTS` and of `SCAN_PREFIXES`."""
+SCAN_PREFIXES = ("fastlatent::ssd", "fastlatent::selective_scan")
 BEHAVIOURS = {"blocks": "recompute", "selective": "recompute all but products"}
 EVERY_PREFIX = "every_"
 """The prefix of policies that recompute one block in n; n follows it."""
@@ -75,7 +75,7 @@ class CheckpointBlocks(Technique):
             selective = self.checkpoint_policy == "selective"
             options = {"context_fn": make_contexts} if selective else {}
             for block in list(self.blocks)[:: self.period]:
-                block.forward = recompute(block.forward, **options)
+                block.forward = make_recomputed(block.forward, **options)
         return model
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:
@@ -131,7 +131,7 @@ def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPol
 def is_kept(op: str) -> bool:
     """Returns whether "selective" saves the results of an operation, such as "aten::mm"."""
     name = op.rpartition("::")[2].split(".")[0]
-    return op.startswith(SCANS) or name in PRODUCTS or name.startswith(ATTENTION)
+    return op.startswith(SCAN_PREFIXES) or name in PRODUCTS or name.startswith(ATTENTION_PREFIXES)
 
 
 def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:
@@ -148,7 +148,7 @@ def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) 
     )
 
 
-def recompute(forward: Callable, **options: Any) -> Callable:
+def make_recomputed(forward: Callable, **options: Any) -> Callable:
     """Wraps a block's forward pass, which then saves its inputs and runs again in the backward
     pass."""
 

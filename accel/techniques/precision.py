@@ -31,7 +31,7 @@ from accel.evidence import EIGHT_BIT, PRODUCTS, WEIGHT_PRODUCTS, Evidence
 from accel.machine import capability_of
 from accel.technique import AnyStep, Model, Observation, Saving, Technique, TrainingStep
 from accel.techniques import float8
-from accel.techniques.compilation import INDUCTOR
+from accel.techniques.compilation import INDUCTOR_PREFIX
 
 SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
@@ -58,7 +58,7 @@ class Precision(Technique):
     options: ClassVar = {"fp8_recipe": "tensorwise"}
     examples = (
         *({"precision": name} for name in ("bf16", "fp16")),
-        *({"precision": "fp8", "fp8_recipe": recipe} for recipe in float8.BACKWARD),
+        *({"precision": "fp8", "fp8_recipe": recipe} for recipe in float8.BACKWARD_PRODUCTS),
     )
     off = "fp32"
     emulated = ("bf16", "fp16")
@@ -174,7 +174,7 @@ class Precision(Technique):
         # The profiler sees products of a library, but not those in Inductor's own kernels.
         by_library = all(any(op in call.ops for op in WEIGHT_PRODUCTS) for call in calls)
         unseen = any(
-            op.startswith(TEMPLATE_PREFIX) or (op.startswith(INDUCTOR) and not by_library)
+            op.startswith(TEMPLATE_PREFIX) or (op.startswith(INDUCTOR_PREFIX) and not by_library)
             for op in evidence.ops
         )
         if not weights and not (unseen and branches):

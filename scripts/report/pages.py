@@ -33,13 +33,13 @@ from training.config.compose import compose, parse_yaml, to_yaml
 
 MAX_GRIDS = 6
 GRID_WIDTH = 960
-MARKUP = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"})
+MARKUP_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"})
 RUN_STYLES = (
     ("-", ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")),
     ("--", ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309")),
 )
 """Line style and shades, light to dark, of the first and of the second run."""
-STYLE: dict[Any, Any] = {
+PLOT_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
     # In pixels; a curve of 100,000 points then takes 65 kB.
     "path.simplify_threshold": 0.5,
@@ -75,7 +75,7 @@ def render_page(runs: Sequence[History]) -> str:
         facts=[run.collect_facts() for run in runs],
         numbers=[run.format_figures() for run in runs],
         defaults=dict(flatten(parse_yaml(to_yaml(compose([]).source)))),
-        training=TRAINING,
+        training=TRAINING_PLOTS,
         distance_plots=list_distance_plots,
         draw=draw_plots,
         columns=COLUMNS,
@@ -134,7 +134,7 @@ def render_card(run: History, how: str = "") -> str:
 def escape_markdown(value: Any) -> Markup:
     """Returns a value as one line of Markdown, escaped so that it is no markup and ends no cell."""
     line = escape(" ".join(format_cell(value).split()), quote=False)
-    return Markup(line.translate(MARKUP))
+    return Markup(line.translate(MARKUP_ESCAPES))
 
 
 class Plot(NamedTuple):
@@ -164,7 +164,7 @@ class Curve(NamedTuple):
     style: dict[str, Any]
 
 
-TRAINING = (
+TRAINING_PLOTS = (
     Plot("Loss", "loss", "loss|eval_loss", log=True),
     Plot("Held-out loss by time t", "held-out loss", r"eval_loss_t[\d.]+_[\d.]+", log=True),
     Plot("Gradient norm", "norm before clipping", "grad_norm", log=True),
@@ -242,7 +242,7 @@ def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
     values = [y for curve in curves for y in curve.values]
     highest = max(values)
     stream = io.BytesIO()
-    with rc_context(STYLE):
+    with rc_context(PLOT_STYLE):
         figure = Figure(figsize=(6.4, 3.6))
         axes = figure.add_axes((0.13, 0.15, 0.84, 0.75))
         for curve in curves:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.evidence import (
     EIGHT_BIT,
-    FLEX,
+    FLEX_NAME,
     BlockProbe,
     Evidence,
     observe_ops,
@@ -201,7 +201,7 @@ def test_what_compiles_itself_is_no_compiled_block(blocks, monkeypatch):
     regions = [
         ("Optimizer.step#AdamW4bit.step", 10, 30),
         ("Torch-Compiled Region: 0/0", 15, 20),
-        (FLEX, 50, 20),
+        (FLEX_NAME, 50, 20),
         ("Torch-Compiled Region: 1/0", 55, 10),
         ("Torch-Compiled Region: 2/0", 80, 5),
     ]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import collect_state
-from accel.techniques.compilation import PARTITIONER, Compile
+from accel.techniques.compilation import PARTITION_BACKEND, Compile
 from data.loader import Batch
 from scripts.plan.memory import Question, forecast
 from tests.harness.words import CPU
@@ -118,7 +118,7 @@ def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.Mo
     words = draw_words(seed)
     if "optim=adamw_8bit" in words:
         pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(Compile, "backend", PARTITIONER)
+    monkeypatch.setattr(Compile, "backend", PARTITION_BACKEND)
     cfg = compose(words).cfg
     spec = assemble(cfg, CPU).loader.spec
     plan = forecast(Question(cfg, spec, gpu=False))

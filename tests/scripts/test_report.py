@@ -21,7 +21,7 @@ from common.files import hash_file
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
-from scripts.report.pages import TRAINING, draw_plots, list_distance_plots, render_card, render_page
+from scripts.report.pages import TRAINING_PLOTS, draw_plots, list_distance_plots, render_card, render_page
 from training.config.compose import compose, to_yaml
 from training.weights.pretrained import read_tensors
 
@@ -224,7 +224,7 @@ def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant: Plant):
     assert draw_plots(plots, [run]) == drawn
     assert draw_plots([plots[0]._replace(floor=None)], [run]) != drawn
     run.lines = [{"samples": i, "loss": 2.0 + math.sin(1.7 * i)} for i in range(20_000)]
-    assert len(draw_plots(TRAINING[:1], [run])[0][1]) < 200_000
+    assert len(draw_plots(TRAINING_PLOTS[:1], [run])[0][1]) < 200_000
 
 
 TORN = """Lines of metrics.jsonl that cannot be read, and are left out: 1.

@@ -88,7 +88,7 @@ def test_sharded_parameters_reach_the_operators_whole():
 
 def select(function):
     """Recomputes a function under the policy that keeps the outputs of products and scans."""
-    return gradient_checkpointing.recompute(
+    return gradient_checkpointing.make_recomputed(
         function, context_fn=gradient_checkpointing.make_contexts
     )
 

@@ -17,7 +17,7 @@ from accel.kernels import selective_scan_cuda
 from accel.kernels.selective_scan import fused_selective_scan, selective_scan
 from accel.parity import ComparingMode
 from accel.proof import Proof
-from accel.techniques.compilation import PARTITIONER
+from accel.techniques.compilation import PARTITION_BACKEND
 from accel.techniques.fused_kernels import FusedScan
 from common.errors import UserError
 from models.mixers.selective_scan import SelectiveScan
@@ -74,7 +74,7 @@ def test_no_state_is_kept_for_the_backward_pass(fused, compiled):
     mixer = SelectiveScan(16, 8, (4, 4), 0, state_dim=8)
     mixer.init_weights()
     mixer.fused_scan = fused
-    forward = torch.compile(mixer, fullgraph=True, backend=PARTITIONER) if compiled else mixer
+    forward = torch.compile(mixer, fullgraph=True, backend=PARTITION_BACKEND) if compiled else mixer
     kept: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
