@@ -21,7 +21,13 @@ from common.files import hash_file
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
-from scripts.report.pages import TRAINING_PLOTS, draw_plots, list_distance_plots, render_card, render_page
+from scripts.report.pages import (
+    TRAINING_PLOTS,
+    draw_plots,
+    list_distance_plots,
+    render_card,
+    render_page,
+)
 from training.config.compose import compose, to_yaml
 from training.weights.pretrained import read_tensors
 
