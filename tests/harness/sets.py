@@ -53,8 +53,6 @@ TINY = {
     },
 }
 """Arguments of diffusers' classes for the smallest model of each; all of them halve the side."""
-
-
 Job = Callable[..., Path]
 
 
@@ -70,18 +68,17 @@ def save_tiny_autoencoder(kind: str, folder: Path) -> Path:
 
 
 def save_tiny_taef2(folder: Path) -> Path:
-    """The same of AutoencoderTiny with a global branch in every block, as TAEF2 has them in the
-    middle ones."""
+    """Saves an AutoencoderTiny with a global branch in every block; TAEF2 has them in its middle
+    blocks."""
     import diffusers
     from diffusers.models.autoencoders.vae import AutoencoderTinyBlock
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = diffusers.AutoencoderTiny(**TINY["AutoencoderTiny"])
-        for block in [
-            module for module in model.modules() if isinstance(module, AutoencoderTinyBlock)
-        ]:
-            add_global_branch(block, 4, 8)
+        for block in list(model.modules()):
+            if isinstance(block, AutoencoderTinyBlock):
+                add_global_branch(block, 4, 8)
         model.register_to_config(mid_block_global_branch=True)
         model.save_pretrained(folder)
     return folder
@@ -282,8 +279,8 @@ def wait_until_dead(process: int) -> None:
 
 
 def measure_kept_bytes(training: Training, samples: int) -> int:
-    """Bytes that really stay on the device for the backward pass, of the loss on `samples` samples
-    of zeros. Nothing runs compiled."""
+    """Counts the bytes that stay on the device for the backward pass of the loss on `samples`
+    samples of zeros; nothing runs compiled."""
     spec = training.loader.spec
     device = training.device
     latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)

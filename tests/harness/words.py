@@ -30,7 +30,7 @@ TINY_JOB = [
     "num_workers=0",
     "min_psnr=-100",
 ]
-"""Of 20 images, 4 are held out in one shard and 16 are trained on, in shards of 6, 6 and 4."""
+"""A job that holds 4 of 20 images out in one shard, and trains on 16 in shards of 6, 6 and 4."""
 
 TINY_SYNTHETIC = [
     "data=synthetic",
