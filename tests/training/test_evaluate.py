@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from models.autoencoders import PixelAutoencoder
-from models.images import LINE
+from models.images import LINE_HEIGHT
 from tests.harness.steps import tiny_training
 from training.distributed.ranks import Ranks
 from training.evaluate import draw_sample_grid, evaluate, share_work
@@ -61,7 +61,7 @@ def test_a_grid_of_many_classes_names_its_rows_and_says_what_it_leaves_out(tmp_p
     monkeypatch.setattr(training.loader, "spec", spec)
     with Image.open(draw_sample_grid(training, PixelAutoencoder(), tmp_path / "grid.png")) as grid:
         pixels = np.asarray(grid)
-    assert len(pixels) == 400 + LINE
+    assert len(pixels) == 400 + LINE_HEIGHT
     assert (pixels[400:] < 128).any(), "no line says that 10 of 12 classes are shown"
     margin = pixels[:, :-120, 0]
     assert 80 < margin.shape[1] < 200
