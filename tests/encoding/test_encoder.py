@@ -101,7 +101,7 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(job, tmp_path, capsys):
 
 
 def test_one_hundred_images_a_batch_need_few_file_descriptors(photos):
-    """A worker sends one tensor a batch, for each takes a file descriptor."""
+    """A worker sends one tensor a batch, since each tensor takes a file descriptor."""
     images = DecodedImages(list_images(photos).entries, 16)
     batch = collate([images[i] for i in range(20)])
     assert batch.pixels.shape == (20, 3, 16, 16)
