@@ -79,9 +79,11 @@ def test_a_cache_that_is_not_emptied_is_seen(freed, monkeypatch):
     [
         ((True, True), 0, 0, UNUSED),
         ((True, False), 3, 0, True),
-        ((True, False), 3, 1, False),  # its convolution keeps fp32
+        # The convolution keeps fp32.
+        ((True, False), 3, 1, False),
         ((False, True), 0, 1, True),
         ((False, True), 3, 1, False),
+        ((False, False), 3, 1, False),
     ],
 )
 def test_tf32_is_what_a_product_shows(rounded, products, convolutions, active, monkeypatch):
