@@ -306,7 +306,7 @@ def use_images(source: Path, contents: set[bytes]) -> None:
 
 SUBJECTS = {break_set: 40, break_weights: 24, break_command: 24, break_images: 16}
 """Examples of each in `make test`; many more are slow."""
-MANY = pytest.param(300, marks=pytest.mark.slow)
+MANY = pytest.param(100, marks=pytest.mark.slow)
 
 
 def draw_examples(test: Callable[[Draw], None], count: int) -> None:
