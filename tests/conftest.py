@@ -1,14 +1,10 @@
 """Fixtures of all tests: tiny runs, and the real assets where they are at hand."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from precompute_latents import precompute
 from tests.harness.own_code import forget_package
-from tests.harness.sets import Job, save_images, save_tiny_autoencoder
+from tests.harness.sets import save_images, save_tiny_autoencoder
 from tests.harness.steps import allow_any_precision
 from tests.harness.words import TINY_JOB, TINY_RUN
 from tests.harness.zygote import Zygote
@@ -68,11 +64,11 @@ def clean_process():
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def run(tmp_path):
     """`run("key=value", …)` trains in a temporary folder and returns the summary; two tiny steps
     unless overridden."""
 
-    def start(*overrides: str, folder: str = "run") -> dict[str, Any]:
+    def start(*overrides, folder="run"):
         return train(compose([*TINY_RUN, f"run_dir={tmp_path / folder}", *overrides]))
 
     return start
@@ -101,21 +97,21 @@ def any_precision(monkeypatch):
 
 
 @pytest.fixture
-def kernels_on_a_cpu(monkeypatch, tmp_path: Path):
+def kernels_on_a_cpu(monkeypatch, tmp_path):
     """Makes fused kernels available on a CPU, with an empty cache of their proofs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(FusedKernel, "find_obstacle", lambda self: None)
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
+def zygote():
     started = Zygote()
     yield started
     started.stop()
 
 
 @pytest.fixture
-def assets() -> Path:
+def assets():
     """Folder of real photos and a real autoencoder: $FASTLATENT_ASSETS, or `<folder>/assets` beside
     the checkout."""
     path = os.environ.get("FASTLATENT_ASSETS")
@@ -130,27 +126,27 @@ def assets() -> Path:
 
 
 @pytest.fixture(scope="module")
-def vae(tmp_path_factory) -> Path:
+def vae(tmp_path_factory):
     return save_tiny_autoencoder("AutoencoderKL", tmp_path_factory.mktemp("vae"))
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory) -> Path:
+def photos(tmp_path_factory):
     """20 images in 2 classes. Read only."""
     return save_images(tmp_path_factory.mktemp("photos"), ("cat", "dog"), per_class=10)
 
 
 @pytest.fixture
-def more_photos(photos: Path, tmp_path: Path) -> Path:
+def more_photos(photos, tmp_path):
     """A copy of the photos that a test may change."""
     return Path(shutil.copytree(photos, tmp_path / "photos"))
 
 
 @pytest.fixture
-def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
+def job(vae, photos, tmp_path):
     """`job("key=value", …)` encodes the photos and returns the folder of latents."""
 
-    def start(*overrides: str, source: Path = photos, out: str = "out") -> Path:
+    def start(*overrides, source=photos, out="out"):
         settings = [
             *TINY_JOB,
             f"encoder.path={vae}",
@@ -164,7 +160,7 @@ def job(vae: Path, photos: Path, tmp_path: Path) -> Job:
 
 
 @pytest.fixture
-def own_code(monkeypatch) -> Iterator[None]:
+def own_code(monkeypatch):
     """Starts with no admitted package; the next test may have another package `myproj`."""
     monkeypatch.setattr(build, "admitted_packages", set())
     yield

@@ -1,7 +1,5 @@
 """Evidence of one step: what the probe and the profiler note of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -142,7 +140,7 @@ def test_the_profiler_is_asked_for_a_gpus_kernels(monkeypatch):
     assert requested == [activities, {torch.profiler.ProfilerActivity.CPU}]
 
 
-def observe_events(events, monkeypatch, device=CUDA) -> Evidence:
+def observe_events(events, monkeypatch, device=CUDA):
     """The evidence of a step of which the profiler recorded `events`."""
     monkeypatch.setattr("accel.evidence.record_events", lambda run, device: events)
     return observe_step(lambda: None, None, device)

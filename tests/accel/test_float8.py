@@ -5,8 +5,6 @@ A CPU emulates 8-bit products, so all of torchao's code runs here; the sizes tha
 lowered.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import warnings
@@ -34,7 +32,7 @@ from tests.harness.steps import (
     tiny_training,
 )
 from tests.harness.words import CPU, TINY_RUN
-from tests.harness.zygote import Zygote, read_output
+from tests.harness.zygote import read_output
 from train import train
 from training.config.build import build
 from training.config.compose import compose
@@ -278,7 +276,7 @@ def test_samples_are_drawn_in_8_bits_too(whole):
 @HERE
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_two_processes_train_in_8_bits(mode, zygote: Zygote, whole, tmp_path):
+def test_two_processes_train_in_8_bits(mode, zygote, whole, tmp_path):
     """Each process has its own scales, so losses differ from one process's within rounding to 8
     bits."""
     folder = tmp_path / "run"

@@ -1,7 +1,5 @@
 """The ledger says what one real step shows, and notices when a technique does nothing."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Small optimizer states, bf16 weights and offload: what they compute, exact resume, their ledger
 rows."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 
@@ -59,7 +57,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(saved_tensors, "MIN_MOVED_BYTES", 1024)
 
 
-def split_way(way: str) -> list[str]:
+def split_way(way):
     """The words of a way; skips the test if the library of its optimizer is not here."""
     words = way.split()
     if words[0] in LIBRARIES:
@@ -68,12 +66,12 @@ def split_way(way: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plain_losses() -> list[float]:
+def plain_losses():
     training = training_of()
     return [training.take_step().loss.item() for _ in range(4)]
 
 
-def training_of(*words: str, **how):
+def training_of(*words, **how):
     return tiny_training("dit", *words, **how)
 
 
@@ -133,11 +131,11 @@ def test_each_is_counted_learns_and_leaves_a_skipped_step_alone(way, plain_losse
     assert_equal(read_state(training), before[1])
 
 
-def copy_weights(training) -> dict[str, torch.Tensor]:
+def copy_weights(training):
     return {name: p.detach().clone() for name, p in training.model.named_parameters()}
 
 
-def read_state(training) -> dict[str, torch.Tensor]:
+def read_state(training):
     """Copies of the optimizer's state, by parameter and name."""
     state = training.state.optimizer.state_dict()["state"]
     return {
@@ -147,7 +145,7 @@ def read_state(training) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_equal(tensors, expected) -> None:
+def assert_equal(tensors, expected):
     assert tensors.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
 

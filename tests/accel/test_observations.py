@@ -1,7 +1,5 @@
 """A technique reads from the evidence of a step whether it is on; here the evidence is made up."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -6,15 +6,12 @@ tests/harness/pretended_cuda_worker.py holds the cases and runs them in processe
 shows their results.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,12 +34,12 @@ pytestmark = [
 ]
 
 
-def compile_library(compiler: str, source: str, library: Path) -> Path:
+def compile_library(compiler, source, library):
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, SOURCES / source], check=True)
     return library
 
 
-def run_worker(kind: str, folder: Path) -> Results:
+def run_worker(kind, folder):
     """Runs all cases of a kind in a process that pretends; prints a line for each."""
     shim = compile_library("g++", "shim.cpp", folder / "libpretended.so")
     compile_library("gcc", "libcuda.c", folder / "libcuda.so.1")
@@ -69,19 +66,19 @@ def run_worker(kind: str, folder: Path) -> Results:
     return defaultdict(lambda: failure, {result["case"]: result for result in results})
 
 
-def get_result(results: Results, name: str) -> dict[str, Any]:
+def get_result(results, name):
     result = results[name]
     assert "failed" not in result, result["failed"]
     return result
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory) -> Results:
+def steps(tmp_path_factory):
     return run_worker("steps", tmp_path_factory.mktemp("steps"))
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> Results:
+def compiled(tmp_path_factory):
     return run_worker("compiled", tmp_path_factory.mktemp("compiled"))
 
 

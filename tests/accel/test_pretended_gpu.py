@@ -1,7 +1,5 @@
 """Faults that only a GPU would show, found on a CPU: captured steps and grids."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from copy import deepcopy
@@ -121,7 +119,7 @@ def grids(monkeypatch):
     return launches
 
 
-def launch(names: list[str], samples: int, length: int) -> Launching:
+def launch(names, samples, length):
     """Records the calls while operators run forward and backward, on tensors without memory."""
     sizes = Sizes((1, length), samples, heads=2, dtype=torch.float32, device="meta")
     launching = Launching()

@@ -154,7 +154,7 @@ def test_a_cache_counts_only_if_all_ranks_have_the_same_facts(monkeypatch, trial
 # What the cache and the run folder remember.
 
 
-def write_choice(folder: Path, choice: dict) -> Path:
+def write_choice(folder, choice):
     folder.mkdir(exist_ok=True)
     (folder / proof.KERNELS_FILE).write_text(json.dumps(choice))
     return folder

@@ -1,7 +1,5 @@
 """Kernels prove themselves on a GPU; `pytest -m gpu` runs these tests."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

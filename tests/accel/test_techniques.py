@@ -1,7 +1,5 @@
 """Every technique keeps the contract; tests enrol by walking the stack's own tuple."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 
@@ -205,7 +203,7 @@ def test_pairs_of_techniques_take_two_steps(row, any_precision):
     assert missing == (CUDA_ONLY if refused else set())
 
 
-def assert_near_eager(training, steps: int, rtol: float, **how):
+def assert_near_eager(training, steps, rtol, **how):
     plain = tiny_training("dit", **how)
     for _ in range(steps):
         expected = plain.take_step().loss

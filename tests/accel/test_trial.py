@@ -1,10 +1,7 @@
 """Kernels prove themselves in a separate process before a run launches them; here, operators with
 faults."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -72,7 +69,7 @@ def test_what_happens_in_the_trial_decides(fault, on, word, monkeypatch):
     if fault == "hang":
         read = proof.read_findings
 
-        def read_impatiently(file: Path) -> dict:
+        def read_impatiently(file):
             state = read(file)
             return state | ({"patience": 2.0} if state.get("doing") == "its parity test" else {})
 

@@ -1,7 +1,5 @@
 """Weights in bf16: rounding, updates, products and averages."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -32,7 +30,7 @@ def test_what_bf16_holds_stays(bits):
     assert torch.equal(rounded.float().nan_to_num(7.0), exact.nan_to_num(7.0))
 
 
-def take_sgd_steps(weight, rounding, lr, positions, seed=0) -> RoundedUpdate:
+def take_sgd_steps(weight, rounding, lr, positions, seed=0):
     """Updates a weight with gradients of 1, once for each position in the data."""
     optimizer = RoundedUpdate(
         [{"params": [weight]}], lambda groups: torch.optim.SGD(groups, lr=lr), rounding

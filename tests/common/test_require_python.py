@@ -1,7 +1,5 @@
 """Which Pythons the commands accept, and what they say to others."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from data.digits import DigitLatents
-from data.loader import LatentLoader
 from data.manifest import read_manifest
 from data.streamed import StreamDataset
 from encoding.images import DecodedImages, make_decoding_loader
@@ -33,43 +32,43 @@ KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
 SHARD = "train-00001.tar"
 
 
-def load(kind: str, path: str | Path, **changes: object) -> LatentLoader:
+def load(kind, path, **changes):
     return LOADERS[kind](path, **{"batch_size": 7} | changes)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Three training shards of 20, in blocks of four, and a held-out one."""
     return save_random_set(tmp_path / "set", 20, 20, 20, held_out=8)
 
 
-def find_block(folder: Path, shard: int, block: int) -> tuple[Path, int, int]:
+def find_block(folder, shard, block):
     """Finds the file, the offset and the size of a block."""
     about = read_manifest(folder).shards[shard]
     return folder / about.file, about.blocks[block].offset, about.blocks[block].size
 
 
-def cut_shard(folder: Path) -> None:
+def cut_shard(folder):
     file, offset, size = find_block(folder, 1, 2)
     file.write_bytes(file.read_bytes()[: offset + size // 2])
 
 
-def flip_bit(folder: Path) -> None:
+def flip_bit(folder):
     file, offset, size = find_block(folder, 1, 2)
     flip_byte(file, offset + size - 3)
 
 
-def zero_bytes(folder: Path) -> None:
+def zero_bytes(folder):
     file, offset, _ = find_block(folder, 1, 2)
     content = file.read_bytes()
     file.write_bytes(content[: offset + 100] + bytes(500) + content[offset + 600 :])
 
 
-def delete_shard(folder: Path) -> None:
+def delete_shard(folder):
     (folder / SHARD).unlink()
 
 
-def write_nan(folder: Path) -> None:
+def write_nan(folder):
     """Another tool wrote it: the hash is right, the content is not."""
     samples = [draw_random_samples(20, seed) for seed in range(3)]
     samples[1]["latents"][9, 0, 0, 0] = float("nan")
@@ -153,7 +152,7 @@ def test_a_loader_that_fails_leaves_no_worker_behind(folder, monkeypatch):
     workers = []
     start = BaseProcess.start
 
-    def start_and_note(worker: BaseProcess) -> None:
+    def start_and_note(worker):
         workers.append(worker)
         start(worker)
 

@@ -1,14 +1,10 @@
 """Loaders give a GPU the batches that they give a CPU, even while the GPU is busy; run by
 `pytest -m gpu`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
-from data.loader import Batch, LatentLoader
+from data.loader import Batch
 from tests.harness.batches import LOADERS
 from tests.harness.sets import save_random_set
 from tests.harness.words import CPU
@@ -19,16 +15,16 @@ every_kind = pytest.mark.parametrize("kind", LOADERS)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_random_set(tmp_path_factory.mktemp("set"), 400, 400, 400, held_out=9)
 
 
-def load(kind: str, folder: Path, device: torch.device) -> LatentLoader:
+def load(kind, folder, device):
     settings = {"samples": 100} if kind == "chunks" else {}
     return LOADERS[kind](folder, batch_size=32, device=device, **settings)
 
 
-def assert_close(on_gpu: Batch, on_cpu: Batch) -> None:
+def assert_close(on_gpu, on_cpu):
     for name in ("ids", "labels", "position"):
         assert torch.equal(getattr(on_gpu, name).cpu(), getattr(on_cpu, name)), name
     torch.testing.assert_close(on_gpu.latents.cpu(), on_cpu.latents, rtol=1e-5, atol=1e-5)

@@ -1,13 +1,9 @@
 """Shards and manifests: the manifest describes what the writer wrote, and a reader refuses every
 other set by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -82,19 +78,19 @@ AGAIN = "precompute_latents.py again"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Nine training samples and three held-out ones, of shape (3, 4, 2)."""
     return save_random_set(tmp_path, 9, held_out=3)
 
 
-def read_refusal(folder: Path | None, kind: str = "resident", **settings: Any) -> str:
+def read_refusal(folder, kind="resident", **settings):
     """Returns the message with which a loader refuses the set."""
     with expect_refusal(".") as error:
         LOADERS[kind](folder, **settings)
     return str(error.value)
 
 
-def assert_says(message: str, *parts: object) -> None:
+def assert_says(message, *parts):
     for part in parts:
         assert str(part) in message
 
@@ -229,7 +225,7 @@ def test_a_block_with_a_right_hash_and_wrong_content_is_refused(tmp_path, names,
     assert any(sentence in problem for problem in problems)
 
 
-def rewrite_block(folder: Path, shard: int, payload: bytes) -> None:
+def rewrite_block(folder, shard, payload):
     """Replaces a shard by one block, with its true length and hash in the manifest."""
     shards = json.loads((folder / "manifest.json").read_text())["shards"]
     entry = shards[shard]

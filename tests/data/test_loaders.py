@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from data.digits import DigitLatents
 from data.loader import LatentLoader, LatentSpec, LatentTensors, draw_samples
@@ -45,17 +43,17 @@ LOADERS: dict[str, Callable[..., LatentLoader]] = {
 
 
 @pytest.fixture(scope="module")
-def latent_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def latent_folder(tmp_path_factory):
     """A set of 29 + 16 training samples in two shards and 7 held-out ones, with posteriors and
     mirrored latents."""
     return save_random_set(tmp_path_factory.mktemp("latents"), 29, 16, held_out=7)
 
 
 @pytest.fixture(params=LOADERS)
-def make(request: pytest.FixtureRequest, latent_folder: Path) -> Make:
+def make(request, latent_folder):
     """`make(batch_size=…, …)` builds the loader under test."""
 
-    def start(**changes: int) -> LatentLoader:
+    def start(**changes):
         return LOADERS[request.param](latent_folder, **{"batch_size": 10, "seed": 0} | changes)
 
     return start
@@ -195,7 +193,7 @@ STEPS = torch.arange(1.0, 17.0).view(16, 1, 1, 1)
 ONE = torch.ones(1, 1, 1, 1)
 
 
-def in_memory(seed: int = 0, **tensors: Tensor) -> InMemoryLatents:
+def in_memory(seed=0, **tensors):
     """Makes a loader of `tensors` that normalises nothing."""
     split = LatentTensors(labels=torch.zeros(len(tensors["latents"]), dtype=torch.long), **tensors)
     channels, height, width = tensors["latents"].shape[1:]
@@ -204,12 +202,12 @@ def in_memory(seed: int = 0, **tensors: Tensor) -> InMemoryLatents:
     return InMemoryLatents(spec, split, split, batch_size=8, seed=seed, device=CPU)
 
 
-def draw(loader: InMemoryLatents, ids: Tensor, position: Tensor) -> Tensor:
+def draw(loader, ids, position):
     """Draws any samples at any positions, raw."""
     return draw_samples(loader.train.gather(ids), loader.seed, position)
 
 
-def draw_often(loader: InMemoryLatents, sample: int, count: int) -> Tensor:
+def draw_often(loader, sample, count):
     return draw(loader, torch.full((count,), sample), torch.arange(count))
 
 
@@ -287,7 +285,7 @@ def test_the_thread_that_fills_the_next_window_ends_before_the_process(latent_fo
     released = threading.Event()
     numbers = []
 
-    def read_slowly(number: int):
+    def read_slowly(number):
         numbers.append(number)
         reading.set()
         released.wait()

@@ -8,11 +8,9 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,20 +21,20 @@ from data.manifest import read_manifest
 from data.source import open_source
 from tests.harness.batches import assert_same, join, resident, streamed, take
 from tests.harness.refusals import expect_refusal
-from tests.harness.server import Handler, Server, reply
+from tests.harness.server import Server, reply
 from tests.harness.sets import save_random_set
 
 FIRST = "train-00000.tar"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Three training shards of 20, in blocks of four, and a held-out one. Read only."""
     return save_random_set(tmp_path_factory.mktemp("set"), 20, 20, 20, held_out=8)
 
 
 @pytest.fixture
-def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(folder, monkeypatch):
     monkeypatch.setattr(source, "FIRST_PAUSE_SECONDS", 0.001)
     with Server(folder) as running:
         threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
@@ -45,16 +43,16 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         running.shutdown()
 
 
-def read_part(server: Server, offset: int = 10, size: int = 10, **settings: Any) -> bytes:
+def read_part(server, offset=10, size=10, **settings):
     return open_source(server.url, **settings).read(FIRST, offset, size)
 
 
-def fail_shards(verdict: object) -> Callable[[int, str], object]:
+def fail_shards(verdict):
     """Makes a server that sends only the manifest and answers other requests with `verdict`."""
     return lambda number, path: None if "manifest" in path else verdict
 
 
-def find_copies(cache: Path) -> list[Path]:
+def find_copies(cache):
     return [file for file in cache.rglob("*") if file.is_file()]
 
 
@@ -74,7 +72,7 @@ def test_resident_reads_a_url_too(folder, server):
 def test_what_fails_for_a_moment_is_tried_again(folder, server, failure):
     attempts: Counter[str] = Counter()
 
-    def fail_twice(number: int, request: str) -> object:
+    def fail_twice(number, request):
         attempts[request] += 1
         return failure if attempts[request] <= 2 else None
 
@@ -159,7 +157,7 @@ def test_a_web_page_for_a_manifest_names_the_set(server):
 def test_an_endless_reply_does_not_fill_memory(server):
     pieces = []
 
-    def send_forever(handler: Handler) -> None:
+    def send_forever(handler):
         handler.send_response(206)
         handler.end_headers()
         handler.close_connection = True
@@ -174,7 +172,7 @@ def test_an_endless_reply_does_not_fill_memory(server):
 
 
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def pauses(monkeypatch):
     """Seconds of the pauses that a reader makes; none is waited for."""
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
@@ -265,7 +263,7 @@ def test_a_server_without_parts_needs_a_cache(folder, server, tmp_path):
     assert len(find_copies(tmp_path)) == 3
 
 
-def open_reader(server: Server, cache: Path, on_corrupt: str = "error") -> BlockReader:
+def open_reader(server, cache, on_corrupt="error"):
     opened = open_source(server.url, cache=str(cache))
     return BlockReader(opened, read_manifest(opened), "train", on_corrupt)
 
@@ -298,7 +296,7 @@ def test_many_threads_and_processes_share_a_cache(folder, server, tmp_path):
 def test_a_full_cache_says_so(server, tmp_path, monkeypatch):
     reader = open_reader(server, tmp_path, "skip")
 
-    def fail(self: Path, target: Path) -> None:
+    def fail(self, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fail)

@@ -7,7 +7,6 @@ import pickle
 import random
 import re
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,13 +28,13 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, save_random_set
 
 
-def draw_set(draw: random.Random) -> tuple[list[int], list[int]]:
+def draw_set(draw):
     """Draws the number of blocks in each shard and of samples in each block."""
     blocks = [draw.randint(1, 4) for _ in range(draw.randint(1, 7))]
     return blocks, [draw.randint(1, 9) for _ in range(sum(blocks))]
 
 
-def find_sample(order: StreamOrder, position: int) -> tuple[int, int]:
+def find_sample(order, position):
     """Finds (block, row) of the sample at a position, from the definition alone."""
     window, offset = order.locate(position)
     rows = [
@@ -137,7 +136,7 @@ SIZES = (29, 16, 3, 41, 12)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Five shards of unequal size: nothing divides anything."""
     return save_random_set(tmp_path_factory.mktemp("set"), *SIZES, held_out=5)
 
@@ -174,7 +173,7 @@ def test_workers_live_for_the_run_or_for_an_epoch(folder, monkeypatch, persisten
     actual_starts: list[int] = []
     start_reading = StreamedLatents.start_reading
 
-    def start_and_note(self: StreamedLatents):
+    def start_and_note(self):
         actual_starts.append(self.samples_seen)
         return start_reading(self)
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from precompute_latents import precompute
 from scripts.import_latents import ImportConfig, check_config, import_latents
-from tests.harness.foreign import COUNT, Write, npy
-from tests.harness.sets import Job
+from tests.harness.foreign import COUNT, npy
 from tests.harness.words import TINY_JOB
 from training.config.compose import compose
 
@@ -23,12 +21,12 @@ Import = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def encoded(vae: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def encoded(vae, photos, tmp_path_factory):
     """`encoded("key=value", …)` returns the folder of the photos' latents, which it encodes once in
     a module for each set of overrides. Read only."""
 
     @cache
-    def start(*overrides: str) -> Path:
+    def start(*overrides):
         out = tmp_path_factory.mktemp("latents") / "out"
         words = [*TINY_JOB, f"encoder.path={vae}", f"source={photos}", f"out={out}", *overrides]
         return precompute(compose(words, "precompute_latents")).parent
@@ -37,34 +35,28 @@ def encoded(vae: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def done(encoded: Job, tmp_path: Path) -> Job:
+def done(encoded, tmp_path):
     """`done("key=value", …)` copies such a folder to where `job` writes by default."""
 
-    def start(*overrides: str) -> Path:
+    def start(*overrides):
         return Path(shutil.copytree(encoded(*overrides), tmp_path / "out"))
 
     return start
 
 
 @pytest.fixture(scope="module")
-def samples() -> tuple[Tensor, Tensor]:
+def samples():
     """Raw latents about 2 in size, as the tiny autoencoder gives them, and labels."""
     generator = torch.Generator().manual_seed(0)
     return 2.0 * torch.randn(COUNT, 2, 8, 8, generator=generator), torch.arange(COUNT) % 3
 
 
 @pytest.fixture
-def import_files(vae: Path, samples: tuple[Tensor, Tensor], tmp_path: Path) -> Import:
+def import_files(vae, samples, tmp_path):
     """`import_files(write, latents, labels, key=value, …)` writes files below `in`, the raw samples
     unless others are given, imports them to `out`, and returns that folder."""
 
-    def start(
-        write: Write = npy,
-        latents: Tensor = samples[0],
-        labels: Tensor = samples[1],
-        /,
-        **settings: Any,
-    ) -> Path:
+    def start(write=npy, latents=samples[0], labels=samples[1], /, **settings):
         (tmp_path / "in").mkdir(exist_ok=True)
         given = write(tmp_path / "in", latents, labels)
         defaults: dict[str, Any] = {

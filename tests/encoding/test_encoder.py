@@ -1,14 +1,10 @@
 """ShardEncoder: images that it leaves out, latents that it refuses to store, and its estimate."""
 
-from __future__ import annotations
-
 import gc
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from data.manifest import read_manifest
 from encoding.images import DecodedImages, collate
@@ -19,7 +15,7 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import match, read_contents
 
 
-def damage_photos(photos: Path) -> list[str]:
+def damage_photos(photos):
     """Adds three files that are no whole images and a large one, and returns their names."""
     image = (photos / "dog" / "001.png").read_bytes()
     (photos / "cat" / "cut.png").write_bytes(image[: len(image) // 2])
@@ -76,7 +72,7 @@ def test_latents_that_overflow_float16_are_refused(job, more_photos, monkeypatch
     Image.new("RGB", (16, 16), "white").save(more_photos / "dog" / "white.png")
     encode = DiffusersAutoencoder.encode
 
-    def enlarge_white(self: DiffusersAutoencoder, images: Tensor) -> tuple[Tensor, Tensor | None]:
+    def enlarge_white(self, images):
         mean, std = encode(self, images)
         return torch.where((images > 0.99).all((1, 2, 3), keepdim=True), 1e6, mean), std
 

@@ -1,11 +1,7 @@
 """Files of other tools that are broken, do not pair, or hold no latents or labels: each ends in one
 sentence, and nothing is written."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,21 +30,21 @@ LABEL = "imagenet256_labels/0003.npy"
 ZEROS = torch.zeros(COUNT, 2, 8, 8)
 
 
-def save_pt(latents: Any, labels: Any) -> Callable[[Path], object]:
+def save_pt(latents, labels):
     return lambda path: torch.save({"z": latents, "y": labels}, path / "all.pt")
 
 
-def cut_between_members(path: Path) -> None:
+def cut_between_members(path):
     content = (path / "0.tar").read_bytes()
     cut("0.tar", content.index(b"0003.latent.npy"))(path)  # its header begins with its name
 
 
-def double_members(path: Path) -> None:
+def double_members(path):
     """Appends a tar to itself, as `cat` does."""
     (path / "0.tar").write_bytes((path / "0.tar").read_bytes() * 2)
 
 
-def link_nowhere(path: Path) -> None:
+def link_nowhere(path):
     (path / FEATURE).unlink()
     (path / FEATURE).symlink_to("nowhere")
 

@@ -1,12 +1,9 @@
 """Decoding images to squares of pixels."""
 
-from __future__ import annotations
-
 import io
 import re
 import struct
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from encoding.images import (
 )
 
 
-def encode(image: Image.Image, kind: str = "PNG", **settings: object) -> bytes:
+def encode(image, kind="PNG", **settings):
     stream = io.BytesIO()
     image.save(stream, kind, **settings)
     return stream.getvalue()
@@ -30,7 +27,7 @@ def encode(image: Image.Image, kind: str = "PNG", **settings: object) -> bytes:
 
 @pytest.mark.parametrize("size", [(64, 64), (200, 64), (64, 333), (5, 9), (1000, 20)])
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK"])
-def test_any_image_becomes_a_square(size: tuple[int, int], mode: str):
+def test_any_image_becomes_a_square(size, mode):
     image = Image.new("RGB", size, (255, 0, 0)).convert(mode)
     pixels = decode_image(encode(image, "TIFF" if mode == "CMYK" else "PNG"), 32)
     assert pixels.shape == (3, 32, 32)
@@ -60,7 +57,7 @@ SETTINGS = {"JPEG": {"quality": 95}, "AVIF": {"quality": 95}, "WEBP": {"lossless
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_decoded_and_of_several_frames_the_first(name: str):
+def test_every_format_is_decoded_and_of_several_frames_the_first(name):
     settings = dict(SETTINGS.get(name, {}))
     if name in ("GIF", "TIFF", "WEBP"):
         settings |= {"save_all": True, "append_images": [Image.new("RGB", (32, 32), "red")]}
@@ -75,7 +72,7 @@ def test_a_format_that_is_not_listed_is_not_decoded():
         decode_image(encode(Image.new("RGB", (8, 8)), "EPS"), 8)
 
 
-def encode_with_alpha(mode: str) -> bytes:
+def encode_with_alpha(mode):
     """32 × 16 pixels: the left half transparent, the right half opaque and of the same colour."""
     if mode == "P":
         palette = Image.new("P", (32, 16), 1)
@@ -91,9 +88,7 @@ def encode_with_alpha(mode: str) -> bytes:
 @pytest.mark.parametrize(
     ("background", "colour"), [("white", [255, 255, 255]), ("#102030", [16, 32, 48])]
 )
-def test_transparent_pixels_show_the_background_and_not_their_own_colour(
-    mode: str, background: str, colour: list[int]
-):
+def test_transparent_pixels_show_the_background_and_not_their_own_colour(mode, background, colour):
     pixels = decode_image(encode_with_alpha(mode), 16, background)
     assert pixels[:, 8, 1].tolist() == colour
     assert pixels[:, 8, -2].tolist() != colour
@@ -104,7 +99,7 @@ def test_half_transparent_pixels_are_mixed():
     assert decode_image(encode(image), 8, "blue")[:, 0, 0].tolist() == [128, 0, 127]
 
 
-def make_png(size: tuple[int, int], bits: int, colour: int, rows: bytes, key: bytes) -> bytes:
+def make_png(size, bits, colour, rows, key):
     """A PNG of a kind that Pillow does not write, with the transparent colour `key`."""
     head = struct.pack(">IIBBBBB", *size, bits, colour, 0, 0, 0)
     png = b"\x89PNG\r\n\x1a\n"
@@ -129,28 +124,26 @@ def make_png(size: tuple[int, int], bits: int, colour: int, rows: bytes, key: by
     ],
     ids=["16 bits a colour", "16 bits of grey", "2 bits", "4 bits"],
 )
-def test_a_transparent_colour_of_any_depth_shows_the_background(
-    bits: int, colour: int, row: bytes, key: bytes
-):
+def test_a_transparent_colour_of_any_depth_shows_the_background(bits, colour, row, key):
     content = make_png((1, 1), bits, colour, b"\0" + row, key)
     assert decode_image(content, 1, "#0000ff").flatten().tolist() == [0, 0, 255]
 
 
-def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch):
+def test_too_many_pixels_are_refused_before_they_are_decoded(monkeypatch):
     huge = make_png((13_000, 13_000), 8, 0, b"", b"\0\0")
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
     with pytest.raises(UnusableError, match=r"^13000×13000 pixels are above max_megapixels=80$"):
         decode_image(huge, 8)
 
 
-def test_max_megapixels_is_the_only_limit(monkeypatch: pytest.MonkeyPatch):
+def test_max_megapixels_is_the_only_limit(monkeypatch):
     # Pillow warns above its own limit, and raises above twice of it
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
     assert decode_image(encode(Image.new("RGB", (8, 8))), 8).shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_grey_of_unknown_range_is_refused_and_not_clipped(mode: str):
+def test_grey_of_unknown_range_is_refused_and_not_clipped(mode):
     with pytest.raises(UnusableError, match=f"grey of mode {mode} has no known range"):
         decode_image(encode(Image.new(mode, (8, 8), 1000), "TIFF"), 8)
 
@@ -158,11 +151,11 @@ def test_grey_of_unknown_range_is_refused_and_not_clipped(mode: str):
 @pytest.mark.parametrize(
     "content", [b"P5 1 1 65535\n\x40\x00", encode(Image.new("I;16", (8, 8), 0x4000))]
 )
-def test_16_bit_grey_is_scaled_and_not_clipped(content: bytes):
+def test_16_bit_grey_is_scaled_and_not_clipped(content):
     assert (decode_image(content, 1) == 0x40).all()
 
 
-def test_reasons_hold_no_addresses_and_no_paths(tmp_path: Path):
+def test_reasons_hold_no_addresses_and_no_paths(tmp_path):
     """Reasons are part of the manifest, which two runs must write alike."""
     whole = encode(Image.effect_noise((64, 64), 50))
     contents = {
@@ -188,12 +181,10 @@ def test_reasons_hold_no_addresses_and_no_paths(tmp_path: Path):
         assert not re.search("0x|object at", text)
 
 
-def test_an_image_for_which_memory_does_not_suffice_is_not_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_image_for_which_memory_does_not_suffice_is_not_left_out(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(encode(Image.new("RGB", (8, 8))))
 
-    def exhaust_memory(self: object) -> None:
+    def exhaust_memory(self):
         raise MemoryError
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", exhaust_memory)

@@ -1,8 +1,6 @@
 """scripts.import_latents: latents of other tools arrive unchanged but for their scale, and the
 command guesses nothing."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -1,23 +1,17 @@
 """Published weights, imported, compute what the papers' equations compute, and can be sampled from
 and trained on."""
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.techniques.fused_kernels import FusedAddNorm
 from sampling.load import SampleStream, deal_labels_in_turn, load_run
 from scripts.import_weights import Kind, WeightsChoice, WeightsConfig, import_weights
-from tests.harness.published_models import SHAPES, Shape, draw_weights, import_published, velocity
+from tests.harness.published_models import SHAPES, draw_weights, import_published, velocity
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder
 from tests.harness.words import CPU
@@ -31,15 +25,15 @@ both_families = pytest.mark.parametrize("family", ["sit", "lightningdit"])
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def encoder(tmp_path_factory):
     return save_tiny_autoencoder("AutoencoderTiny", tmp_path_factory.mktemp("vae"))
 
 
 @pytest.fixture
-def publish(encoder: Path, tmp_path: Path) -> Callable[..., Path]:
+def publish(encoder, tmp_path):
     """`publish(content, shape, key=value, …)` imports a checkpoint; a SiT unless it is given."""
 
-    def start(content: Any = SIT, shape: Shape = SHAPE, **changes: Any) -> Path:
+    def start(content=SIT, shape=SHAPE, **changes):
         return import_published(tmp_path, content, encoder, shape, **changes)
 
     return start
@@ -71,7 +65,7 @@ def test_samples_are_those_of_the_published_model(publish):
     labels = [0, 3, 4]
     mean = torch.arange(3).view(-1, 1, 1) / 4
 
-    def draw(forward: Callable, steps: int) -> Tensor:
+    def draw(forward, steps):
         sampling = run.change_sampling(solver="euler", steps=steps, guidance=1.0)
         turns = deal_labels_in_turn(labels, CPU)
         return SampleStream(forward, run.spec, sampling, turns, 0, 3, CPU).draw_batch(0)[1]

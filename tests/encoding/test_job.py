@@ -1,8 +1,6 @@
 """Encoding as a job: after a kill, a crash or a full disk the same command continues to the same
 bytes, and no two jobs share a folder."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json
@@ -13,8 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +18,7 @@ from common.files import ROOT, write_json
 from data.manifest import read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
-from encoding.job import Plan, ShardWriter, claim_folder, describe_job, read_finished
+from encoding.job import ShardWriter, claim_folder, describe_job, read_finished
 from encoding.sources import list_images
 from models.autoencoders import WEIGHTS_FILE
 from tests.harness.refusals import expect_refusal
@@ -34,7 +30,7 @@ from training.distributed.ranks import Ranks
 SECOND = "train-00001.tar"
 
 
-def read_times(folder: Path) -> dict[str, int]:
+def read_times(folder):
     return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.tar")}
 
 
@@ -98,19 +94,19 @@ class CrashError(Exception):
 
 
 @pytest.fixture
-def crash_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def crash_at(monkeypatch):
     """`crash_at(n)` lets the job die when it makes a file or a rename durable for the n-th time."""
     fsync = os.fsync
     remaining = 0
 
-    def sync_or_crash(descriptor: int) -> None:
+    def sync_or_crash(descriptor):
         nonlocal remaining
         remaining -= 1
         if remaining == 0:
             raise CrashError
         fsync(descriptor)
 
-    def set_crash(count: int) -> None:
+    def set_crash(count):
         nonlocal remaining
         remaining = count
 
@@ -146,7 +142,7 @@ def test_a_full_disk_leaves_nothing_half_named(job, encoded, monkeypatch, tmp_pa
     write_block = ShardWriter.write_block
     written = []
 
-    def write_until_full(self: ShardWriter) -> None:
+    def write_until_full(self):
         if len(written) == blocks:
             raise OSError(errno.ENOSPC, "No space left on device")
         written.append(self)
@@ -166,7 +162,7 @@ def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job, mon
     read_image = images.read_image
     failures = 4
 
-    def fail_at_first(entry: images.ImageEntry) -> bytes:
+    def fail_at_first(entry):
         nonlocal failures
         if entry.key.endswith("dog/009.png") and failures:
             failures -= 1
@@ -185,7 +181,7 @@ def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job, mon
 # Kills
 
 
-def start(vae: Path, source: Path, out: Path, *words: str, ranks: int = 1) -> subprocess.Popen:
+def start(vae, source, out, *words, ranks=1):
     """Starts the command in processes of its own."""
     program = ["precompute_latents.py"]
     if ranks > 1:
@@ -204,7 +200,7 @@ def start(vae: Path, source: Path, out: Path, *words: str, ranks: int = 1) -> su
 
 
 @pytest.fixture(scope="module")
-def many_photos(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def many_photos(photos, tmp_path_factory):
     source = tmp_path_factory.mktemp("many")
     for i in range(3):
         shutil.copytree(photos, source / str(i))
@@ -255,7 +251,7 @@ input()
 """
 
 
-def hold(folder: Path) -> subprocess.Popen:
+def hold(folder):
     """Locks a folder's file from another process, until that is killed."""
     return subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder / ".lock")],
@@ -267,7 +263,7 @@ def hold(folder: Path) -> subprocess.Popen:
 
 
 @pytest.fixture
-def locked(tmp_path: Path):
+def locked(tmp_path):
     """A folder that another process holds."""
     folder = tmp_path / "out"
     folder.mkdir()
@@ -296,7 +292,7 @@ def test_a_job_holds_its_folder_while_it_encodes(job, monkeypatch):
     errors = []
     run = ShardEncoder.run
 
-    def run_beside_another(self: ShardEncoder, plan: Plan) -> None:
+    def run_beside_another(self, plan):
         errors.append(hold(self.out).communicate()[1])
         run(self, plan)
 

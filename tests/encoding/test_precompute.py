@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from accel.techniques.compilation import Compile
 from accel.techniques.cudnn_benchmark import CudnnBenchmark
@@ -33,30 +31,30 @@ from training.config.compose import compose
 EXACT = "dtype=float32"
 
 
-def load_set(folder: Path) -> InMemoryLatents:
+def load_set(folder):
     loader = resident(folder, batch_size=4).loader
     assert isinstance(loader, InMemoryLatents)
     return loader
 
 
-def find_photos(photos: Path) -> list[Path]:
+def find_photos(photos):
     """The photos in the order of their classes and names."""
     return sorted(photos.rglob("*.*"))
 
 
 @pytest.fixture(scope="module")
-def pixels(photos: Path) -> Tensor:
+def pixels(photos):
     """The photos, cropped, in [-1, 1]."""
     images = [decode_image(file.read_bytes(), 16) for file in find_photos(photos)]
     return torch.stack(images).float() / 127.5 - 1.0
 
 
 @pytest.fixture(scope="module")
-def autoencoder(vae: Path) -> DiffusersAutoencoder:
+def autoencoder(vae):
     return DiffusersAutoencoder(str(vae))
 
 
-def encode(autoencoder: DiffusersAutoencoder, pixels: Tensor) -> tuple[Tensor, Tensor]:
+def encode(autoencoder, pixels):
     """Means and standard deviations, image by image."""
     posteriors = [autoencoder.encode(image[None]) for image in pixels]
     means, stds = (torch.cat(parts) for parts in zip(*posteriors, strict=True))  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -224,7 +222,7 @@ def test_photos_through_taef2(assets, tmp_path):
 # Other sources
 
 
-def save_tars(photos: Path, folder: Path) -> Path:
+def save_tars(photos, folder):
     """Saves the photos as two WebDataset tars."""
     for part in range(2):
         members = {}
@@ -236,7 +234,7 @@ def save_tars(photos: Path, folder: Path) -> Path:
     return folder
 
 
-def save_rows(photos: Path, folder: Path) -> Path:
+def save_rows(photos, folder):
     """Saves the photos as a folder of `datasets`."""
     datasets = pytest.importorskip("datasets")
     label = datasets.ClassLabel(names=["cat", "dog"])

@@ -1,8 +1,6 @@
 """Folders and `datasets` as sources of images: what a job uses, does not use, refuses, or finds
 odd."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from tests.harness.sets import PNG, label_images, read_keys, save_files, write_t
 ROW = {"bytes": PNG, "path": None}
 
 
-def save_rows(path: Path, form: str | None = None, **columns: list[object]) -> Path:
+def save_rows(path, form=None, **columns):
     """Saves rows of `datasets`; columns named image… hold PNGs."""
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict(columns)
@@ -218,7 +216,7 @@ def test_a_folder_that_cannot_be_read_is_a_sentence(tmp_path, monkeypatch):
     save_files(tmp_path, "cat/1.png", "dog/1.png")
     scan = os.scandir
 
-    def fail_on_dog(path: Path):
+    def fail_on_dog(path):
         if Path(path).name == "dog":
             raise PermissionError(13, "Permission denied", str(path))
         return scan(path)

@@ -1,8 +1,6 @@
 """WebDataset tars as sources of images: whole ones are read to their end marker, and a cut or
 damaged one is refused or used up to the damage."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import tarfile

@@ -1,10 +1,7 @@
 """scripts.verify_latents finds no problem in a good set, and names each problem of another."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import torch
 from PIL import Image
@@ -17,7 +14,7 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import edit_manifest, flip_byte, save_random_set
 
 
-def find_problems(folder: Path, **settings: object) -> list[str]:
+def find_problems(folder, **settings):
     return verify(VerifyConfig(path=str(folder), **{"count": 0} | settings))  # pyright: ignore[reportArgumentType]
 
 

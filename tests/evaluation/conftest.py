@@ -1,20 +1,17 @@
 """torch-fidelity, where it is installed."""
 
-from __future__ import annotations
-
 import sys
 import types
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 
 
 @pytest.fixture
-def forget_fidelity() -> Callable[[], None]:
+def forget_fidelity():
     """Forgets that torch-fidelity was imported."""
 
-    def forget() -> None:
+    def forget():
         for name in [name for name in sys.modules if name.startswith("torch_fidelity")]:
             del sys.modules[name]
 
@@ -22,7 +19,7 @@ def forget_fidelity() -> Callable[[], None]:
 
 
 @pytest.fixture
-def fidelity(monkeypatch: pytest.MonkeyPatch, forget_fidelity: Callable[[], None]):
+def fidelity(monkeypatch, forget_fidelity):
     """Imports torch-fidelity; the tests use no part of it that needs torchvision, so an empty
     module replaces one that is absent or broken."""
     if find_spec("torch_fidelity") is None:

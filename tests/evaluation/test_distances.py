@@ -1,11 +1,8 @@
 """Distances between sets of images agree with the published formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from evaluation import distances
 from evaluation.distances import (
@@ -22,7 +19,7 @@ Gaussian = tuple[np.ndarray, np.ndarray]
 """Mean and covariance."""
 
 
-def draw_features(count: int, dim: int = 12, mean: float = 1000.0, seed: int = 0) -> Tensor:
+def draw_features(count, dim=12, mean=1000.0, seed=0):
     """Draws features in fp64 whose covariance differs from seed to seed."""
     draw = torch.Generator().manual_seed(seed)
     noise = torch.randn(dim + count, dim, generator=draw, dtype=torch.float64)
@@ -30,25 +27,25 @@ def draw_features(count: int, dim: int = 12, mean: float = 1000.0, seed: int = 0
     return mean + 0.1 * seed + noise[dim:] @ mixing
 
 
-def collect(*pieces: Tensor) -> Moments:
+def collect(*pieces):
     moments = Moments(pieces[0].shape[1])
     for piece in pieces:
         moments.add(piece)
     return moments
 
 
-def published_distance(a: Gaussian, b: Gaussian) -> float:
+def published_distance(a, b):
     """The other form of the trace: square roots of the eigenvalues of S1 S2."""
     overlap = np.sqrt(np.linalg.eigvals(a[1] @ b[1]).astype(complex)).real.sum()
     shift = ((a[0] - b[0]) ** 2).sum()
     return float(shift + np.trace(a[1]) + np.trace(b[1]) - 2 * overlap)
 
 
-def estimate(features: Tensor, biased: bool = False) -> Gaussian:
+def estimate(features, biased=False):
     return features.numpy().mean(0), np.cov(features.numpy(), rowvar=False, bias=biased)
 
 
-def estimate_in_fp32(features: Tensor) -> Gaussian:
+def estimate_in_fp32(features):
     low = features.float().numpy()
     mean = low.sum(0) / np.float32(len(low))
     return mean, (low.T @ low - len(low) * np.outer(mean, mean)) / np.float32(len(low) - 1)
@@ -79,7 +76,7 @@ def test_frechet_is_that_of_torch_fidelity(fidelity):
     assert frechet_distance(collect(A), collect(B)) == pytest.approx(right, rel=1e-6)
 
 
-def make_gaussian(mean: list[float], variances: list[float]) -> Moments:
+def make_gaussian(mean, variances):
     moments = Moments(len(mean))
     moments.count = 1001
     moments.mean = torch.tensor(mean, dtype=torch.float64)
@@ -136,7 +133,7 @@ def test_numbers_that_are_not_finite_are_refused(bad):
 # Kernel distance
 
 
-def mmd(x: Tensor, y: Tensor) -> float:
+def mmd(x, y):
     """The squared MMD of all samples, as one subset."""
     members = [torch.ones(1, len(rows), dtype=torch.float64) for rows in (x, y)]
     return float(squared_mmd(x.double(), y.double(), *members))
@@ -161,7 +158,7 @@ def test_kernel_distance_is_that_of_torch_fidelity(fidelity):
 def test_kernel_distance_is_unbiased_and_grows_with_a_shift():
     draw = torch.Generator().manual_seed(0)
 
-    def normal(count: int) -> Tensor:
+    def normal(count):
         return torch.randn(count, 8, generator=draw)
 
     equal = torch.tensor([kernel_distance(normal(60), normal(50), seed=i)[0] for i in range(30)])
@@ -180,7 +177,7 @@ def test_kernel_distance_is_unbiased_and_grows_with_a_shift():
     ("counts", "size"), [((2000, 1500), 750), ((2000, 2500), 1000), ((4, 9), 2)]
 )
 def test_subsets_are_never_the_whole_set(counts, size, monkeypatch):
-    def check_members(a: Tensor, b: Tensor, *members: Tensor) -> Tensor:
+    def check_members(a, b, *members):
         for rows in members:
             assert set(rows.unique().tolist()) == {0.0, 1.0}
             assert rows.sum(1).tolist() == [size] * 100

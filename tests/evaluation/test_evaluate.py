@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,12 +60,12 @@ CHUNKS: dict[str, Any] = {"count": 1100, "batch_size": 64, "steps": 1, "features
 """Settings of an evaluation in three pieces."""
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """Four steps of a tiny model on digits, which measured its distances at the second and the
     fourth. Read only."""
     folder = tmp_path_factory.mktemp("trained") / "run"
@@ -78,26 +77,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(out: Path | None, /, **changes: Any) -> dict[str, Any]:
+def evaluate(out, /, **changes):
     settings = {"count": 200, "batch_size": 16, "device": "cpu", "out": out and str(out)}
     return evaluate_run(EvaluateConfig(**settings | changes))
 
 
 @pytest.fixture(scope="module")
-def result(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(trained, tmp_path_factory):
     """The evaluation of `trained`."""
     return evaluate(tmp_path_factory.mktemp("result") / "out", run_dir=str(trained))
 
 
 @pytest.fixture(scope="module")
-def whole(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(trained, tmp_path_factory):
     """The features' figures of an evaluation in three pieces that nothing interrupts."""
     out = tmp_path_factory.mktemp("whole") / "out"
     return evaluate(out, run_dir=str(trained), **CHUNKS)["features"]
 
 
 @pytest.fixture(scope="module")
-def evaluator() -> Evaluator:
+def evaluator():
     """An evaluator of the digits, without a run."""
     cfg = FdConfig(reference_count=50_000)
     spec = build_loader(DIGITS, 0, 64, CPU).spec
@@ -105,13 +104,13 @@ def evaluator() -> Evaluator:
 
 
 @pytest.fixture(scope="module")
-def digits(evaluator: Evaluator) -> np.ndarray:
+def digits(evaluator):
     """The images of the training split."""
     (batches,) = evaluator.source.images([range(evaluator.source.count)])
     return torch.cat(list(batches)).numpy()
 
 
-def compute_stats(evaluator: Evaluator, images: np.ndarray):
+def compute_stats(evaluator, images):
     return collect_stats(map(evaluator.compute_features, torch.from_numpy(images).split(300)))
 
 
@@ -244,7 +243,7 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsy
     assert not list(tmp_path.glob("*.parts"))
 
 
-def run_command(program: list[str], trained: Path, out: Path) -> subprocess.CompletedProcess:
+def run_command(program, trained, out):
     """Evaluates in pieces in a process that `program` starts."""
     settings = CHUNKS | {"features": "[encoder]", "run_dir": trained, "out": out, "device": "cpu"}
     words = [f"{key}={value}" for key, value in settings.items()]
@@ -308,7 +307,7 @@ def test_a_folder_of_images_is_a_reference_and_is_read_once(
     assert abs(distance) < 3 * compute_floor(stats)["floor_fd"]
 
 
-def save_flat(folder: Path, count: int) -> str:
+def save_flat(folder, count):
     folder.mkdir()
     for i in range(count):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / f"{i}.bmp")
@@ -380,7 +379,7 @@ def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypa
     attempts = []
     lock_folder = draw.lock_folder
 
-    def fail_twice(folder: Path, refusal: str):
+    def fail_twice(folder, refusal):
         attempts.append(folder)
         if len(attempts) < 3:
             raise ValueError(refusal)

@@ -1,15 +1,11 @@
 """Feature spaces of images agree with their definitions, and refuse files that are none."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
 from common.files import hash_file
@@ -18,7 +14,6 @@ from evaluation.distances import Moments
 from evaluation.features import (
     Dinov2Features,
     EncoderFeatures,
-    Features,
     InceptionFeatures,
     RandomFeatures,
     build_features,
@@ -30,13 +25,13 @@ from training.config import build
 from training.config.schema import FdConfig
 
 
-def build_spaces(*names: str) -> dict[str, Features]:
+def build_spaces(*names):
     """Builds feature spaces by name, for grey images whose pixels are their latents."""
     cfg = FdConfig(features=[*names])
     return build_features(cfg, PixelAutoencoder(), torch.zeros(1, 1, 8, 8))
 
 
-def make_images(count: int = 3, side: int = 16) -> Tensor:
+def make_images(count=3, side=16):
     """Images with smooth and rough parts that differ from channel to channel; nothing is
     random."""
     i = torch.arange(count * side * side * 3)
@@ -45,7 +40,7 @@ def make_images(count: int = 3, side: int = 16) -> Tensor:
 
 
 @pytest.fixture
-def dinov2(tmp_path: Path) -> Path:
+def dinov2(tmp_path):
     """The folder of a tiny DINOv2 with random weights."""
     reason = "pip install 'fastlatent[evaluation]'"
     transformers = pytest.importorskip("transformers", reason=reason)
@@ -58,7 +53,7 @@ def dinov2(tmp_path: Path) -> Path:
     return tmp_path / "dino"
 
 
-def check_space(space: Features, images: Tensor) -> Tensor:
+def check_space(space, images):
     """Checks what holds for every space, and returns the features."""
     rows = space(images)
     assert rows.shape == (len(images), space.dim)
@@ -80,14 +75,14 @@ def check_space(space: Features, images: Tensor) -> Tensor:
 def test_features_are_exact_whatever_the_process_has_set(monkeypatch):
     actual = []
 
-    def read_flags() -> tuple:
+    def read_flags():
         cudnn = torch.backends.cudnn
         precision = torch.get_float32_matmul_precision()
         flags = (cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark)
         return precision, *flags, torch.is_grad_enabled()
 
     class WatchedFeatures(RandomFeatures):
-        def forward(self, images: Tensor) -> Tensor:
+        def forward(self, images):
             actual.append(read_flags())
             return super().forward(images)
 
@@ -182,7 +177,7 @@ def test_dinov2_features(dinov2):
 
 
 def test_dinov2_that_is_none(dinov2, tmp_path, monkeypatch):
-    def drop_tensor() -> None:
+    def drop_tensor():
         tensors = load_file(dinov2 / "model.safetensors")
         tensors.popitem()
         save_file(tensors, dinov2 / "model.safetensors", metadata={"format": "pt"})

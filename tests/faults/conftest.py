@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.harness.outcomes import TWELVE_STEPS
-from tests.harness.zygote import Start, read_output
+from tests.harness.zygote import read_output
 
 
 @pytest.fixture(scope="session")
-def zygote(zygote) -> Start:
+def zygote(zygote):
     """Starts runs of twelve steps."""
     return lambda folder, *words, **how: zygote(folder, *TWELVE_STEPS, *words, **how)
 
 
 @pytest.fixture(scope="session")
-def run_whole(zygote, tmp_path_factory) -> Callable[..., Path]:
+def run_whole(zygote, tmp_path_factory):
     """`run_whole(*words)`: the folder of an undisturbed run, made once for each choice of words."""
     folders: dict[tuple, Path] = {}
 
@@ -34,7 +33,7 @@ def run_whole(zygote, tmp_path_factory) -> Callable[..., Path]:
 
 
 @pytest.fixture(autouse=True)
-def short_pauses(monkeypatch) -> None:
+def short_pauses(monkeypatch):
     """A test need not wait for a disk to recover."""
     monkeypatch.setattr("training.checkpoint.save.RETRY_PAUSES", (0.01, 0.02))
     monkeypatch.setattr("training.checkpoint.load.RETRY_PAUSES", (0.01, 0.02))

@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, left over, or in the way: what is loaded, and what is removed."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json
@@ -37,18 +35,18 @@ DAMAGES = {
 
 
 @pytest.fixture
-def checkpoints(run_whole, tmp_path) -> Path:
+def checkpoints(run_whole, tmp_path):
     """A copy of the checkpoints of a finished run: step-10 and step-12."""
     return Path(shutil.copytree(run_whole() / "checkpoints", tmp_path / "checkpoints"))
 
 
-def copy_newest(run_whole: Find, folder: Path, *steps: int) -> None:
+def copy_newest(run_whole, folder, *steps):
     """Copies the newest checkpoint of a run to these steps."""
     for step in steps:
         shutil.copytree(list_complete(run_whole() / "checkpoints")[-1], folder / f"step-{step}")
 
 
-def list_names(folder: Path) -> list[str]:
+def list_names(folder):
     return [checkpoint.name for checkpoint in list_complete(folder)]
 
 
@@ -217,7 +215,7 @@ def test_what_is_read_back_is_not_the_page_cache(tmp_path, monkeypatch):
     assert counts == [0]
 
 
-def count_cached_pages(file: Path) -> int:
+def count_cached_pages(file):
     libc = ctypes.CDLL(None, use_errno=True)
     size = file.stat().st_size
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()

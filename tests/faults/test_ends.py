@@ -1,7 +1,5 @@
 """However a run ends, it ends soon, and what can be saved is."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -13,9 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -32,7 +29,7 @@ PATIENCE = 3.0
 Work = Callable[[JointWork], object]
 
 
-def join_work(folder: Path, rank: int, work: Work) -> None:
+def join_work(folder, rank, work):
     """Does the work in the second of two processes, and writes what both get to hear of it."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -45,26 +42,26 @@ def join_work(folder: Path, rank: int, work: Work) -> None:
     os._exit(0)
 
 
-def advance_slowly(joint: JointWork) -> int:
+def advance_slowly(joint):
     for _ in range(int(3 * PATIENCE / 0.5)):
         time.sleep(0.5)
         joint.advance(1)
     return 1
 
 
-def stop(joint: JointWork) -> None:
+def stop(joint):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hang(joint: JointWork) -> None:
+def hang(joint):
     time.sleep(HANG)
 
 
-def find_no_space(joint: JointWork) -> None:
+def find_no_space(joint):
     raise OSError(errno.ENOSPC, "No space left on device", "file")
 
 
-def find_no_key(joint: JointWork) -> None:
+def find_no_key(joint):
     raise KeyError("x")
 
 
@@ -138,13 +135,13 @@ def test_a_terminal_that_is_gone(monkeypatch):
             assert request.poll()
 
 
-def open_without_reader() -> TextIO:
+def open_without_reader():
     reader, writer = os.pipe()
     os.close(reader)
     return os.fdopen(writer, "w")
 
 
-def open_full_disk() -> TextIO:
+def open_full_disk():
     # The test closes it.
     return open("/dev/full", "w")
 

@@ -1,9 +1,6 @@
 """Faults on a GPU: what a captured step, page-locked copies and real memory add."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ MANY_STEPS = [
 GRAPH = ["runtime=max", "runtime.compile=false"]
 
 
-def read_tensors(run: Path, step: int, name: str = "model") -> dict[str, torch.Tensor]:
+def read_tensors(run, step, name="model"):
     return load_file(run / "checkpoints" / f"step-{step}" / f"{name}.safetensors")
 
 

@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -52,11 +51,11 @@ Case = Callable[[], object]
 Subject = Callable[[Draw, Path], Case]
 
 
-def hash_bytes(content: bytes) -> str:
+def hash_bytes(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def break_set(draw: Draw, folder: Path) -> Case:
+def break_set(draw, folder):
     """Changes the manifest or a block of a latent set, and in half of the cases makes hashes, sizes
     and counts right, so that a reader gets to the change."""
     shards = [("train", 8, 0), ("train", 5, 1), ("held_out", 6, 2)]
@@ -82,7 +81,7 @@ def break_set(draw: Draw, folder: Path) -> Case:
     return draw(st.sampled_from(cases))
 
 
-def break_block(draw: Draw, folder: Path, shard: Any) -> None:
+def break_block(draw, folder, shard):
     """Changes a block of a shard, and the offsets and sizes in the manifest with it."""
     file = folder / shard["file"]
     content = file.read_bytes()
@@ -95,7 +94,7 @@ def break_block(draw: Draw, folder: Path, shard: Any) -> None:
         block[0] += len(payload) - size
 
 
-def settle(folder: Path, tree: Any) -> None:
+def settle(folder, tree):
     for shard in tree["shards"]:
         content = (folder / shard["file"]).read_bytes()
         shard |= {"bytes": len(content), "sha256": hash_bytes(content)}
@@ -106,11 +105,11 @@ def settle(folder: Path, tree: Any) -> None:
         tree[key] = sum(shard["count"] for shard in tree["shards"] if shard["split"] == split)
 
 
-def verify_set(folder: Path) -> None:
+def verify_set(folder):
     assert not any(map(is_unfit, verify(VerifyConfig(path=str(folder), count=0))))
 
 
-def use_loader(folder: Path, kind: Any, on_corrupt: str, **options: Any) -> None:
+def use_loader(folder, kind, on_corrupt, **options):
     """An epoch must have each sample once, with its own latents, finite, and a label of a class."""
     loader = kind(
         path=str(folder), batch_size=5, seed=0, device=CPU, on_corrupt=on_corrupt, **options
@@ -140,7 +139,7 @@ def use_loader(folder: Path, kind: Any, on_corrupt: str, **options: Any) -> None
         assert on_corrupt == "skip" or len(ids) == count
 
 
-def read_rows(folder: Path, split: str) -> dict[int, dict[str, torch.Tensor]]:
+def read_rows(folder, split):
     """Tensors by id of each sample whose block has its hash, read without the project's code."""
     rows = {}
     first = 0
@@ -165,7 +164,7 @@ MIXERS: list[tuple[str, dict[str, int]]] = [
 ]
 
 
-def break_weights(draw: Draw, folder: Path) -> Case:
+def break_weights(draw, folder):
     """Changes a weights file, or what its header says of the model."""
     name, arguments = draw(st.sampled_from(MIXERS))
     payload = make_weights(f"models.mixers.{name}", draw(st.booleans()), **arguments)
@@ -178,13 +177,13 @@ def break_weights(draw: Draw, folder: Path) -> Case:
     return partial(draw(st.sampled_from((sample_from, start_from))), file)
 
 
-def sample_from(file: Path) -> None:
+def sample_from(file):
     cfg = SampleConfig(weights=str(file), count=1, steps=2, out=f"{file}-samples")
     with patch("huggingface_hub.snapshot_download", side_effect=OSError("there is no network")):
         sample_run(cfg)
 
 
-def start_from(file: Path) -> None:
+def start_from(file):
     model, spec = load_pretrained(file, CPU)
     tensors, _ = fit_weights(model, spec, file)
     model.load_state_dict(tensors)
@@ -220,12 +219,12 @@ NUMBERS = st.sampled_from(("-1", "0", "1", "3", "7", "16", "0.5", "1.5"))
 
 
 @cache
-def list_keys() -> list[str]:
+def list_keys():
     source = compose(["data=synthetic", "model=mamba_xs"]).source
     return [key for key, _ in flatten_tree(source)]
 
 
-def break_command(draw: Draw, folder: Path) -> Case:
+def break_command(draw, folder):
     """Words of a command line that are split, lost, quoted or begin with dashes, and overrides of
     any key; of a run everything is built that comes before the first step."""
     model = draw(st.sampled_from(("dit", "conv", "mamba", "zigzag")))
@@ -258,7 +257,7 @@ def break_command(draw: Draw, folder: Path) -> Case:
     return partial(run_command, name, words)
 
 
-def run_command(name: str, words: list[str]) -> None:
+def run_command(name, words):
     module = import_module(name)
     with (
         patch.object(sys, "argv", [name, *words]),
@@ -272,7 +271,7 @@ def run_command(name: str, words: list[str]) -> None:
 NAMES = ("x.jpg", ".jpg", "a.b.png", "a\nb.jpg", "ñ漢.png", "\udcff.jpg", "x.txt", "train")
 
 
-def break_images(draw: Draw, folder: Path) -> Case:
+def break_images(draw, folder):
     """Changes the bytes or the name of an image, in a folder or in a tar."""
     source = save_images(folder / "photos", ("cat", "dog"), 3)
     files = sorted(source.rglob("*.*"))
@@ -291,7 +290,7 @@ def break_images(draw: Draw, folder: Path) -> Case:
     return partial(use_images, source, contents)
 
 
-def use_images(source: Path, contents: set[bytes]) -> None:
+def use_images(source, contents):
     """Whatever is listed must decode if it is one of the good files, or give a sentence."""
     images = list_images(source)
     plan_shards(images, PrecomputeConfig(source=str(source), held_out=0.2))
@@ -309,7 +308,7 @@ SUBJECTS = {break_set: 40, break_weights: 24, break_command: 24, break_images: 1
 MANY = pytest.param(100, marks=pytest.mark.slow)
 
 
-def draw_examples(test: Callable[[Draw], None], count: int) -> None:
+def draw_examples(test, count):
     """Calls the test with `count` series of draws, always the same."""
     options = settings(
         max_examples=count,

@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +27,11 @@ BURST = pytest.mark.fault(
 )
 
 
-def poison_latents(
-    monkeypatch: pytest.MonkeyPatch, first: int, last: int, bad: float = torch.nan
-) -> None:
+def poison_latents(monkeypatch, first, last, bad=torch.nan):
     """Multiplies the latents of these steps by `bad`."""
     draw = DigitLatents.__next__
 
-    def draw_poisoned(self: DigitLatents):
+    def draw_poisoned(self):
         batch = draw(self)
         step = int(batch.position[0]) // 8 + 1
         factor = bad if first <= step <= last else 1.0
@@ -44,7 +41,7 @@ def poison_latents(
 
 
 @pytest.fixture
-def states(monkeypatch) -> list[list[torch.Tensor]]:
+def states(monkeypatch):
     """Weights, averages and moments after each step."""
     advance = TrainState.advance
     copies: list[list[torch.Tensor]] = []
@@ -59,7 +56,7 @@ def states(monkeypatch) -> list[list[torch.Tensor]]:
     return copies
 
 
-def assert_skipped(states: list[list[torch.Tensor]], step: int) -> None:
+def assert_skipped(states, step):
     """This step must leave every bit as it was, and the next one must not."""
     before, after, later = states[step - 2 : step + 1]
     assert are_equal(before, after)
@@ -183,14 +180,14 @@ def test_before_its_window_is_full_nothing_is_a_spike():
     assert other.count == 0
 
 
-def exhaust(*_: object, **__: object) -> Any:
+def exhaust(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def fail_in_forward(monkeypatch: pytest.MonkeyPatch, in_backward: bool = False) -> None:
+def fail_in_forward(monkeypatch, in_backward=False):
     losses = TrainStep.compute_losses
 
-    def failing(self: TrainStep, batch, held_out=False):
+    def failing(self, batch, held_out=False):
         loss, t = losses(self, batch, held_out)
         if int(batch.position[0]) >= 8 * 11:
             loss.register_hook(exhaust) if in_backward else exhaust()
@@ -199,15 +196,15 @@ def fail_in_forward(monkeypatch: pytest.MonkeyPatch, in_backward: bool = False) 
     monkeypatch.setattr(TrainStep, "compute_losses", failing)
 
 
-def fail_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in_backward(monkeypatch):
     fail_in_forward(monkeypatch, in_backward=True)
 
 
-def fail_in_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in_optimizer(monkeypatch):
     update = TrainStep.update_parameters
     calls = count(1)
 
-    def failing(self: TrainStep, *arguments):
+    def failing(self, *arguments):
         # Three of the calls are those of the warm-up.
         if next(calls) > 14:
             exhaust()
@@ -216,10 +213,10 @@ def fail_in_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainStep, "update_parameters", failing)
 
 
-def fail_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in_host_memory(monkeypatch):
     draw = DigitLatents.__next__
 
-    def failing(self: DigitLatents):
+    def failing(self):
         batch = draw(self)
         if int(batch.position[0]) == 8 * 11:
             raise MemoryError

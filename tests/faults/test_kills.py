@@ -1,11 +1,9 @@
 """SIGKILL at any moment, and the same command again: the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from tests.harness.outcomes import assert_newest_loads, assert_tidy, list_checkpoints, read_outcome
 from tests.harness.sets import draw_random_samples, save_latent_set
-from tests.harness.zygote import HANG, Start, read_output
+from tests.harness.zygote import HANG, read_output
 
 # Each of the many runs has a limit of its own.
 pytestmark = pytest.mark.timeout(0)
@@ -29,9 +27,7 @@ THIRTY_STEPS = ["total_samples=240"]
 Find = Callable[..., Path]
 
 
-def kill_until_done(
-    start: Start, parent: Path, words: list[str], ranks: int, plan: Iterable[dict], kills: int
-) -> Iterator[Path]:
+def kill_until_done(start, parent, words, ranks, plan, kills):
     """Starts runs by the plan, one entry a start, until `kills` of them were killed; a run that
     ends all the same makes room for the next one. Yields the folders of the runs that ended."""
     folder = parent / "0"

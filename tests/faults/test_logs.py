@@ -1,7 +1,5 @@
 """Logs are only logs: no run depends on them, and every line can be read."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -101,7 +99,7 @@ def test_a_finished_run_is_left_alone(zygote, tmp_path):
     assert "resumed from" in read_output(folder)
 
 
-def read_files(folder: Path) -> dict[Path, tuple[bytes, int]]:
+def read_files(folder):
     """Contents and times of all files."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}

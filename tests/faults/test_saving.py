@@ -1,14 +1,12 @@
 """Saves on disks that are full, slow, broken or read-only, and two runs in one folder."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,16 +43,16 @@ BACKGROUND = pytest.mark.parametrize(
 )
 
 
-def start_run(folder: Path, *words: str) -> dict:
+def start_run(folder, *words):
     return train(compose([*TINY_RUN, *TWELVE_STEPS, *words, f"run_dir={folder}"]))
 
 
-def refuse_space(*_: object) -> None:
+def refuse_space(*_):
     raise OSError(errno.ENOSPC, "No space left on device", "ema.safetensors")
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 16 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -65,7 +63,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def fill(disk: Path, leave: int) -> Path:
+def fill(disk, leave):
     """Leaves so many bytes of the disk free."""
     filler = disk / "filler"
     filler.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - leave)))

@@ -39,10 +39,10 @@ from training.weights.pretrained import build_autoencoder, build_model, fit_weig
 class Evil:
     """Unpickled, it makes a file."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.file = file
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self):
         return (open, (str(self.file), "w"))
 
 

@@ -1,7 +1,5 @@
 """A user's package in this process."""
 
-from __future__ import annotations
-
 import sys
 
 from training.config import build

@@ -1,8 +1,6 @@
 """Every model, data set and runtime takes a step with every other, and every experiment runs with
 each, pairwise."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,15 +1,12 @@
 """A technique is its file or class, its key and its line in the stack: without them everything else
 works."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -52,7 +49,7 @@ print("all of it")
 """
 
 
-def remove_technique(tree: Path, key: str, file: str, name: str):
+def remove_technique(tree, key, file, name):
     """Removes the class (and its file, if it holds no other technique), its lines in the stack, and
     its key in the schema and the presets."""
     path = tree / file

@@ -1,7 +1,5 @@
 """The default command must learn to draw the digit that its label names."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -18,7 +16,7 @@ def train_run(folder, *words):
     return train(compose([f"run_dir={folder}", *words]))
 
 
-def measure_recognised(folder, first: int = 0) -> float:
+def measure_recognised(folder, first=0):
     """Draws samples of a run; returns the share whose digit a classifier, fitted on the real
     digits, recognises. `first` is the digit of label 0."""
     from sklearn.datasets import load_digits

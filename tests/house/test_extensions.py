@@ -1,12 +1,9 @@
 """A user's code lies outside the checkout: a command that names its package may use it, and nothing
 else may."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -65,7 +62,7 @@ SHORT = [
 
 
 @pytest.fixture
-def myproj(tmp_path, monkeypatch, own_code) -> Path:
+def myproj(tmp_path, monkeypatch, own_code):
     """A package in a temporary folder, as README shows it."""
     folder = tmp_path / "code" / "myproj"
     (folder / "conf" / "model").mkdir(parents=True)

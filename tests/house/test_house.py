@@ -6,7 +6,6 @@ import io
 import re
 import tokenize
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -37,20 +36,20 @@ FED_FROM_YAML |= {"Attention", "FastlatentTransformer", "FastlatentPipeline"}
 """Classes with a parameter for each key of their yaml, or each setting of diffusers."""
 
 
-def place(file: Path) -> str:
+def place(file):
     return file.relative_to(ROOT).as_posix()
 
 
 @functools.cache
-def parse(file: Path) -> ast.Module:
+def parse(file):
     return ast.parse(file.read_text())
 
 
-def find_functions(file: Path) -> list[ast.FunctionDef]:
+def find_functions(file):
     return [node for node in ast.walk(parse(file)) if isinstance(node, ast.FunctionDef)]
 
 
-def find_docstrings(file: Path) -> list[ast.Constant]:
+def find_docstrings(file):
     """Finds the strings that are statements: docstrings, those of constants and fields too."""
     statements = [node.value for node in ast.walk(parse(file)) if isinstance(node, ast.Expr)]
     constants = [value for value in statements if isinstance(value, ast.Constant)]
@@ -58,7 +57,7 @@ def find_docstrings(file: Path) -> list[ast.Constant]:
 
 
 @functools.cache
-def count_tokens(file: Path) -> Counter[int]:
+def count_tokens(file):
     """Maps each line to its tokens of code: no comments, docstrings or line breaks; an f-string is
     one token."""
     silent: set[int] = set()

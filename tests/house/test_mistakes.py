@@ -1,7 +1,5 @@
 """A mistake costs a newcomer one line, printed before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,7 +12,7 @@ from tests.harness.mistakes import MISTAKES
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> dict[str, list]:
+def outcomes(tmp_path_factory):
     """Status, output and whether torch was imported, of each command."""
     folder = tmp_path_factory.mktemp("empty")
     done = subprocess.run(

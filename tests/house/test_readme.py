@@ -61,13 +61,13 @@ CONFIGS = {
 }
 
 
-def find_blocks(language: str, *pages: str) -> list[str]:
+def find_blocks(language, *pages):
     """Returns the code blocks of pages."""
     text = "\n".join((ROOT / page).read_text() for page in pages)
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def find_commands(*pages: str) -> list[str]:
+def find_commands(*pages):
     """Returns the lines of the shell blocks of pages, without their comments."""
     lines = "\n".join(find_blocks("sh", *pages)).splitlines()
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
@@ -80,7 +80,7 @@ def test_make_targets_exist():
     assert {"train", "test"} <= named <= targets
 
 
-def check(line: str) -> None:
+def check(line):
     """Raises ValueError for a command whose words would be refused."""
     program, *words = shlex.split(line)
     if program in ("torchrun", "accelerate"):
@@ -115,7 +115,7 @@ def test_every_command_of_a_page_is_understood(page):
         check(line)
 
 
-def run_module(name: str, words: list[str]) -> None:
+def run_module(name, words):
     """Runs `python -m name words`, shrunk."""
     if name == "scripts.sample":
         npz = sample_run(parse_words(SampleConfig, [*words, "steps=2"], ""))
@@ -143,7 +143,7 @@ def run_module(name: str, words: list[str]) -> None:
         assert all(file.is_file() for file in report(parse_words(ReportConfig, words, "")))
 
 
-def run_training(words: list[str], number: int) -> None:
+def run_training(words, number):
     """Runs `python train.py words` for two tiny steps; in `runs/<number>` if it names no folder."""
     words = [word for word in words if not word.startswith("runtime.compile")]
     words += (

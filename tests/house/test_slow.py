@@ -1,7 +1,5 @@
 """Long proofs, run by `make test-slow`: the whole matrix, compiled by Inductor, and real photos."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

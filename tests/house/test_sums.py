@@ -1,8 +1,6 @@
 """Long sums keep their digits on long and hostile series: those of means far from 0 and small
 differences."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ BF16 = 2.0**-9
 """The largest relative error of rounding to bf16."""
 
 
-def relative_error(value, exact) -> float:
+def relative_error(value, exact):
     """The largest difference relative to the largest exact value."""
     value, exact = (torch.as_tensor(x, dtype=torch.float64) for x in (value, exact))
     return float((value - exact).abs().max() / exact.abs().max())
@@ -36,16 +34,16 @@ def draw_normal(*shape, mean=0.0, std=1.0):
     return mean + std * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def exact_mean(values: torch.Tensor) -> float:
+def exact_mean(values):
     return math.fsum(values.tolist()) / len(values)
 
 
 @pytest.fixture
-def meter() -> Meter:
+def meter():
     return Meter(batch_size=1, tokens=1, flops_per_sample=1, peak_flops=None)
 
 
-def note_losses(meter: Meter, losses: torch.Tensor) -> None:
+def note_losses(meter, losses):
     """Gives a meter one step for each loss."""
     zero = torch.zeros(())
     for loss in losses:
@@ -120,7 +118,7 @@ def test_the_limit_for_spikes():
     assert guard.passes(below.float())
 
 
-def average(weight: float, walk: torch.Tensor) -> torch.Tensor:
+def average(weight, walk):
     """The average that EMA keeps of a parameter that takes the values `walk`."""
     model = nn.ParameterDict({"p": nn.Parameter(walk[0].clone())})
     ema = EMA(model, half_life_samples=1.0)
@@ -131,7 +129,7 @@ def average(weight: float, walk: torch.Tensor) -> torch.Tensor:
     return ema.averages[0]
 
 
-def average_exactly(weight: float, walk: torch.Tensor) -> torch.Tensor:
+def average_exactly(weight, walk):
     """The average of `average` in fp64 and in closed form, not kept from step to step."""
     shares = weight * (1.0 - weight) ** torch.arange(len(walk) - 1, -1, -1, dtype=torch.float64)
     shares[0] /= weight

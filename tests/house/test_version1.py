@@ -6,8 +6,6 @@ autoencoder with random weights, eight steps of a tiny model with the checkpoint
 samples from that.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +20,7 @@ from tests.harness.words import CPU
 from train import train
 from training.checkpoint.load import find_mismatch, is_same_set, read_state_file
 from training.components import build_loader
-from training.config.compose import Composed, compose
+from training.config.compose import compose
 
 ASSETS = ROOT / "tests" / "assets" / "version1"
 COMMAND = json.loads((ASSETS / "run" / "environment.json").read_text())["argv"]
@@ -31,17 +29,17 @@ KERNELS_OFF = [f"runtime.fused_{op}=false" for op in ("add_norm", "scan", "conv"
 
 
 @pytest.fixture
-def version1(tmp_path: Path) -> Path:
+def version1(tmp_path):
     return Path(shutil.copytree(ASSETS, tmp_path / "version1"))
 
 
-def compose_run(version1: Path) -> Composed:
+def compose_run(version1):
     folders = [f"run_dir={version1 / 'run'}", f"data.path={version1 / 'set'}"]
     words = [word for word in COMMAND[1:] if not word.startswith(("run_dir=", "data.path="))]
     return compose([*words, *folders, *KERNELS_OFF])
 
 
-def read_lines(file: Path) -> list[dict]:
+def read_lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

@@ -5,15 +5,12 @@ The variable must be set before a kernel is defined, so they have a process of t
 fp16 only: the interpreter's bf16 is wrong.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Container
 
 import pytest
 import torch
 
-from tests.harness.operators import Case, assert_near, run_both_ways
+from tests.harness.operators import assert_near, run_both_ways
 from tests.harness.pretended_gpu import Launching
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
@@ -41,11 +38,11 @@ def poison(monkeypatch):
 
 
 @pytest.fixture
-def compare(poison) -> Callable[..., None]:
+def compare(poison):
     """`compare(case)` runs the kernels of an operator forward and backward, and compares outputs
     and gradients with those of its definition in fp64; `skip` numbers the ones left out."""
 
-    def run(case: Case, factor: float = 2.0, skip: Container[int] = ()) -> None:
+    def run(case, factor=2.0, skip=()):
         dtype = case.inputs[0].dtype
         exact = [t.detach().double().requires_grad_() for t in case.inputs]
         expected = run_both_ways(case.definition, exact)

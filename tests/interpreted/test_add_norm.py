@@ -1,7 +1,5 @@
 """The kernels of add_norm: LayerNorm, a residual stream in 16 bits, and how rows are split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels of the bidirectional scan against their definition in fp64, forward and backward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

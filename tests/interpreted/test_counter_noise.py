@@ -1,8 +1,6 @@
 """Draws by kernel against their definition: equal integers, equal uniforms, normals within
 rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

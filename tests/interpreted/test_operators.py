@@ -1,8 +1,6 @@
 """Every Triton kernel against the definition of its operator in fp64, and the layout of its
 outputs, which compiled code asserts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

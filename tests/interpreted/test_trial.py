@@ -1,8 +1,6 @@
 """The trial of accel/trial.py with the real kernels, on real blocks: all of them pass, with room to
 spare."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

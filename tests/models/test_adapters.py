@@ -1,9 +1,5 @@
 """Adapters: frozen and trained parameters, and their row in the ledger."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,13 +22,12 @@ from tests.harness.adapters import FAMILIES, assemble_on, save_base
 from tests.harness.denoisers import make_denoiser, make_inputs
 from tests.harness.steps import allow_any_precision
 from tests.harness.words import CPU
-from training.assemble import Training
 from training.failures import count_lasting_bytes
 from training.weights.pretrained import load_pretrained
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("base") / "base.safetensors")
 
 
@@ -107,7 +102,7 @@ def test_only_the_adapter_is_trained_averaged_and_saved(base):
     assert plan["weights"] == sizes.weights
 
 
-def find_row(training: Training):
+def find_row(training):
     return next(row for row in training.warm_up() if row.key == "adapter")
 
 

@@ -22,23 +22,23 @@ KINDS = sorted(TINY)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def saved(tmp_path_factory):
     """A folder with random weights for each class. Read only."""
     folder = tmp_path_factory.mktemp("autoencoders")
     return {kind: save_tiny_autoencoder(kind, folder / kind) for kind in KINDS}
 
 
 @pytest.fixture
-def folder(saved: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+def folder(saved, tmp_path):
     """`folder(kind)` is a copy that a test may damage."""
     return lambda kind: Path(shutil.copytree(saved[kind], tmp_path / kind))
 
 
-def images(count: int = 2, side: int = 16) -> Tensor:
+def images(count=2, side=16):
     return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
 
 
-def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+def edit_tensors(folder, edit):
     tensors = load_file(folder / WEIGHTS_FILE)
     edit(tensors)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -53,7 +53,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_to_diffusers(saved: dict[str, Path], kind: str):
+def test_equal_to_diffusers(saved, kind):
     ours = DiffusersAutoencoder(str(saved[kind]))
     theirs = getattr(diffusers, kind).from_pretrained(saved[kind]).eval().requires_grad_(False)
     mean, std = ours.encode(images())
@@ -71,7 +71,7 @@ def test_equal_to_diffusers(saved: dict[str, Path], kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frozen_and_described(saved: dict[str, Path], kind: str):
+def test_frozen_and_described(saved, kind):
     autoencoder = DiffusersAutoencoder(str(saved[kind].parent), subfolder=kind)
     assert not any(module.training for module in autoencoder.vae.modules())
     assert not any(p.requires_grad for p in autoencoder.parameters())
@@ -80,9 +80,7 @@ def test_frozen_and_described(saved: dict[str, Path], kind: str):
     assert autoencoder.weights_sha256 == hash_file(saved[kind] / WEIGHTS_FILE)
 
 
-def test_half_precision_weights_compute_in_fp32(
-    saved: dict[str, Path], folder: Callable[[str], Path]
-):
+def test_half_precision_weights_compute_in_fp32(saved, folder):
     half = folder("AutoencoderKL")
     edit_tensors(half, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items()}))
     mean, _ = DiffusersAutoencoder(str(half)).encode(images())
@@ -99,7 +97,7 @@ def test_pixels_are_their_own_latents():
     assert pixels.decode(torch.zeros(2, 4, 8, 8)).shape == (2, 1, 8, 8)
 
 
-def read_refusal(path: Path | str, **arguments: str) -> str:
+def read_refusal(path, **arguments):
     with pytest.raises(ValueError, match=r"\w") as caught:
         DiffusersAutoencoder(str(path), **arguments)
     assert Path(caught.traceback[-1].path).parent.name in ("models", "common"), (
@@ -117,7 +115,7 @@ DAMAGES: dict[str, Callable[[dict[str, Tensor], str], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_do_not_fit_are_refused(folder: Callable[[str], Path], kind: str, damage: str):
+def test_weights_that_do_not_fit_are_refused(folder, kind, damage):
     broken = folder(kind)
     name = sorted(load_file(broken / WEIGHTS_FILE))[3]
     edit_tensors(broken, lambda tensors: DAMAGES[damage](tensors, name))
@@ -126,7 +124,7 @@ def test_weights_that_do_not_fit_are_refused(folder: Callable[[str], Path], kind
     assert name in message
 
 
-def test_pickled_weights_are_not_read(folder: Callable[[str], Path]):
+def test_pickled_weights_are_not_read(folder):
     broken = folder("AutoencoderKL")
     torch.save(load_file(broken / WEIGHTS_FILE), broken / "diffusion_pytorch_model.bin")
     (broken / WEIGHTS_FILE).unlink()
@@ -135,7 +133,7 @@ def test_pickled_weights_are_not_read(folder: Callable[[str], Path]):
     assert f"{broken / WEIGHTS_FILE} does not exist" in message
 
 
-def test_truncated_weights_are_refused(folder: Callable[[str], Path]):
+def test_truncated_weights_are_refused(folder):
     broken = folder("AutoencoderKL")
     content = (broken / WEIGHTS_FILE).read_bytes()
     (broken / WEIGHTS_FILE).write_bytes(content[: len(content) // 2])
@@ -152,7 +150,7 @@ def test_truncated_weights_are_refused(folder: Callable[[str], Path]):
         ("{}", "class None is not supported"),
     ],
 )
-def test_a_broken_config_is_refused(folder: Callable[[str], Path], content: str, sentence: str):
+def test_a_broken_config_is_refused(folder, content, sentence):
     broken = folder("AutoencoderKL")
     (broken / "config.json").write_text(content)
     message = read_refusal(broken)
@@ -161,13 +159,13 @@ def test_a_broken_config_is_refused(folder: Callable[[str], Path], content: str,
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "~/no/where", "nowhere", "a/b/c"])
-def test_a_path_that_is_nowhere_is_refused(path: str):
+def test_a_path_that_is_nowhere_is_refused(path):
     sentence = f"encoder.path={path} is neither an existing folder nor a hub id"
     assert sentence in read_refusal(path)
 
 
-def test_a_hub_id_without_network_is_refused(monkeypatch: pytest.MonkeyPatch):
-    def refuse_connection(*_: object, **__: object) -> str:
+def test_a_hub_id_without_network_is_refused(monkeypatch):
+    def refuse_connection(*_, **__):
         raise ConnectionError
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse_connection)
@@ -176,12 +174,12 @@ def test_a_hub_id_without_network_is_refused(monkeypatch: pytest.MonkeyPatch):
         assert part in message
 
 
-def test_a_missing_subfolder_is_refused(saved: dict[str, Path]):
+def test_a_missing_subfolder_is_refused(saved):
     message = read_refusal(saved["AutoencoderKL"], subfolder="nowhere")
     assert "nowhere/config.json does not exist" in message
 
 
-def test_taef2_reconstructs_photos_and_plain_diffusers_does_not(assets: Path):
+def test_taef2_reconstructs_photos_and_plain_diffusers_does_not(assets):
     files = sorted((assets / "images").rglob("*.jpg"))
     pixels = [decode_image(file.read_bytes(), 128) for file in files[:: len(files) // 4][:4]]
     photos = torch.stack(pixels).float() / 127.5 - 1.0

@@ -1,7 +1,5 @@
 """Denoisers of every family: contract, identity at the start, sizes, FLOPs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

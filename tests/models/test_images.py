@@ -1,7 +1,5 @@
 """Pixels of 8 bits, and the quality of a reconstruction."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Token mixers: initial values, windows, rotary positions, and the paths of the scans."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny run to draw samples from."""
 
-from __future__ import annotations
-
 import pytest
 
 from train import train

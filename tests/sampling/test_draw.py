@@ -1,7 +1,5 @@
 """Samples by the thousand: formats, chunks that survive a kill, and shares of processes."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -15,7 +13,7 @@ from tests.harness.draws import draw_samples, make_job
 from training.distributed.ranks import SINGLE, Ranks
 
 
-def read_pixels(file) -> np.ndarray:
+def read_pixels(file):
     with Image.open(file) as image:
         return np.asarray(image)
 
@@ -93,7 +91,7 @@ def test_a_stopped_command_goes_on_to_the_same_bytes(drawn, trained, tmp_path, m
 def test_processes_draw_their_share(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(Ranks, "wait_for_all", lambda self: None)
 
-    def draw(folder: str, ranks: Ranks = SINGLE) -> ResumableChunks:
+    def draw(folder, ranks=SINGLE):
         job = make_job(trained, "count=1100", "batch_size=64", ranks=ranks)
         return job.run(tmp_path / folder, {}, lambda labels, latents: {"latents": latents})
 

@@ -1,7 +1,5 @@
 """Solvers, numbered samples, labels and the runtime of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -27,7 +25,7 @@ from training.distributed.ranks import SINGLE
 from training.weights.adapter_file import load_model
 
 
-def gaussian(mean: float, std: float):
+def gaussian(mean, std):
     """The exact velocity of data z ~ N(mean, std²): v = E[ε - z | x]. Its paths end at mean + std ·
     x(1)."""
 

@@ -1,7 +1,5 @@
 """The benchmarks' commands: settings, words, mistakes and plans."""
 
-from __future__ import annotations
-
 from multiprocessing import get_context
 
 import pytest

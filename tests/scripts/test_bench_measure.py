@@ -1,7 +1,5 @@
 """Measurements of the benchmarks, at their tiny size."""
 
-from __future__ import annotations
-
 import json
 import string
 import sys
@@ -29,7 +27,7 @@ def forget_baselines(quick_compiler):
     measure.BASELINE_CACHE.clear()
 
 
-def measure_tiny(command: str, tmp_path, *words: str) -> dict[str, dict]:
+def measure_tiny(command, tmp_path, *words):
     """Measures a command's cases; returns the entry of each. None may fail, and the table must find
     a figure for every column."""
     job = plan_job(command, [*QUICK, f"out={tmp_path}", *words])

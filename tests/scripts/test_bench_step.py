@@ -1,7 +1,5 @@
 """Steps of the benchmarks: the newcomer's loop, times, and what bounds a step."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The doctor reports for every technique whether this machine has it."""
 
-from __future__ import annotations
-
 import json
 from enum import Enum
 from types import SimpleNamespace
@@ -97,7 +95,7 @@ def plant(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def write(script: str | None) -> None:
+    def write(script):
         if script is not None:
             (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
             (tmp_path / "nvidia-smi").chmod(0o755)

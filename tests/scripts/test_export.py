@@ -10,8 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,17 +35,17 @@ from training.config.compose import compose
 from training.weights.pretrained import load_pretrained
 
 
-def export_to(out: Path, **changes: Any) -> Path:
+def export_to(out, **changes):
     return export(ExportConfig(out=str(out), **changes))
 
 
-def make_inputs(batch: int) -> tuple[torch.Tensor, ...]:
+def make_inputs(batch):
     draw = torch.Generator().manual_seed(batch)
     x = torch.randn(batch, 1, 8, 8, generator=draw)
     return x, torch.rand(batch, generator=draw), torch.arange(batch) % 6
 
 
-def open_part(part: Path, file: str, kind: str) -> Any:
+def open_part(part, file, kind):
     """Builds a model by the file of code beside it, without our packages."""
     config = json.loads((part / "config.json").read_text())
     sizes = {key: config[key] for key in config if not key.startswith("_") and key != "auto_map"}
@@ -56,11 +54,11 @@ def open_part(part: Path, file: str, kind: str) -> Any:
     return model.eval()
 
 
-def open_transformer(folder: Path) -> Any:
+def open_transformer(folder):
     return open_part(folder / "transformer", MODELLING, TRANSFORMER)
 
 
-def load_code(file: Path) -> ModuleType:
+def load_code(file):
     spec = importlib.util.spec_from_file_location(f"exported_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -105,11 +103,11 @@ def test_imported_weights_go_out_again(name, tmp_path):
     assert (folder / "vae" / "config.json").is_file()
 
 
-def import_sit(folder: Path, vae: Path) -> str:
+def import_sit(folder, vae):
     return str(import_published(folder, draw_weights(SHAPES["sit"]), vae, SHAPES["sit"]))
 
 
-def read_latents(folder: Path) -> dict[str, Any]:
+def read_latents(folder):
     return json.loads((folder / "transformer" / "config.json").read_text())["latents"]
 
 
@@ -261,10 +259,10 @@ def test_the_autoencoder_may_stay_where_it_is(changes, includable, called, tmp_p
 class FakeHub:
     calls: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012 - of all instances
 
-    def create_repo(self, repository: str, **settings: Any) -> None:
+    def create_repo(self, repository, **settings):
         self.calls.append((repository, settings))
 
-    def upload_folder(self, **settings: Any) -> None:
+    def upload_folder(self, **settings):
         self.calls.append(("upload", settings))
 
 

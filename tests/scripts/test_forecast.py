@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -38,17 +36,17 @@ CHECKPOINTING = [
 class CountLive(TorchDispatchMode):
     """After every operation, sums the bytes of the storages that are still alive."""
 
-    def __init__(self, tensors: Iterable[Any]) -> None:
+    def __init__(self, tensors):
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
         self.add(tensors)
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:
+    def ignore_compile_internals(cls):
         return True
 
-    def add(self, values: Iterable[Any]) -> None:
+    def add(self, values):
         for tensor in values:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -56,19 +54,19 @@ class CountLive(TorchDispatchMode):
         self.live = {key: pair for key, pair in self.live.items() if not pair[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.live.values()))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         self.add(tree_leaves(results))
         return results
 
 
-def count_peak(words: list[str]) -> float:
+def count_peak(words):
     """Most bytes of tensors alive at the same time in the second step of the whole model."""
     training = assemble(compose(words).cfg, CPU)
     spec = training.loader.spec
     samples = training.micro_batch
 
-    def make_batches() -> list[Batch]:
+    def make_batches():
         numbers = torch.zeros(samples, dtype=torch.int64)
         return [
             Batch(torch.zeros(samples, spec.channels, spec.height, spec.width), *[numbers] * 3)
@@ -87,7 +85,7 @@ def count_peak(words: list[str]) -> float:
     return float(counter.peak - count_lasting_bytes(training).on_host)
 
 
-def draw_words(seed: int) -> list[str]:
+def draw_words(seed):
     draw = random.Random(seed)
     family = draw.choice(["ssd_mlp", "mamba", "dit", "conv", "zigzag"])
     accumulation = draw.choice([1, 2, 4])
@@ -114,7 +112,7 @@ FAST = (3, 12, 13, 14, 29)
     [seed if seed in FAST else pytest.param(seed, marks=pytest.mark.slow) for seed in range(30)],
 )
 @pytest.mark.usefixtures("techniques_of_a_gpu")
-def test_the_predicted_peak_is_the_counted_one(seed: int, monkeypatch: pytest.MonkeyPatch):
+def test_the_predicted_peak_is_the_counted_one(seed, monkeypatch):
     words = draw_words(seed)
     if "optim=adamw_8bit" in words:
         pytest.importorskip("bitsandbytes")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from scripts.plan.report import (
 from scripts.plan.savings import list_savings
 from scripts.plan.scale import Step, time_all_reduce, time_exposed, time_gather
 from tests.harness.plans import PLANNED, PLANNED_RUN, forecast_words
-from training.environment import CARDS, GIB, Card, match_card
+from training.environment import CARDS, GIB, match_card
 
 H200 = CARDS["h200"]
 
@@ -61,12 +59,12 @@ def test_the_largest_micro_batch_is_where_the_memory_ends():
     assert find_largest_micro_batch(forecast_words(), 1e6) == 0
 
 
-def run_plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def run_plan(capsys, *words):
     main([*PLANNED_RUN, *words])
     return capsys.readouterr().out
 
 
-def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_plan_of_a_run(capsys, monkeypatch):
     """The parts add up to the peak; a run that does not fit gets the cheapest change that fits."""
     plan = json.loads(run_plan(capsys, "hardware=rtx4090", "--json"))
     assert plan["fits"] is True
@@ -92,11 +90,11 @@ def test_the_plan_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("answer", [0, 1, 7, 56, 4096])
-def test_the_largest_size_is_found_in_few_forecasts(power: int, answer: int):
+def test_the_largest_size_is_found_in_few_forecasts(power, answer):
     """Memory grows faster with the size once another phase has the peak."""
     counted: list[int] = []
 
-    def at(n: int) -> Any:
+    def at(n):
         counted.append(n)
         x = n**power
         return SimpleNamespace(needs=SimpleNamespace(total=max(5.0 + 2 * x, 3.0 * x - 40)))
@@ -107,9 +105,7 @@ def test_the_largest_size_is_found_in_few_forecasts(power: int, answer: int):
     assert len(counted) <= 7
 
 
-def test_the_largest_model_fits_and_one_step_more_does_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
     """Each way has its own line; one that is not available does not stop the others."""
     card = CARDS["a10"]._replace(memory=0.9 * GIB)
     monkeypatch.setitem(CARDS, "a10", card)
@@ -135,7 +131,7 @@ def test_the_largest_model_fits_and_one_step_more_does_not(
     assert "dim=" in capsys.readouterr().out
 
 
-def test_hours_and_cost_follow_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_hours_and_cost_follow_a_rate(tmp_path, capsys):
     """The rate of a run, a given one, or a share of the peak; without one the plan has none."""
     (tmp_path / "summary.json").write_text('{"samples_per_s": 1024.0}')
     words = ["hardware=h100", "gpus=2", "total_samples=3686400", "price_per_hour=2"]
@@ -148,9 +144,7 @@ def test_hours_and_cost_follow_a_rate(tmp_path: Path, capsys: pytest.CaptureFixt
     assert by_peak == pytest.approx(2 * 0.5 * 989e12 / flops)
 
 
-def test_the_plan_of_many_gpus_says_what_it_assumes_and_where_it_ends(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_the_plan_of_many_gpus_says_what_it_assumes_and_where_it_ends(capsys):
     main(["scale", *PLANNED, "gpus=[1,8,64]", "batch_per_gpu=2", "mfu=0.4"])
     text = capsys.readouterr().out
     assert "assumed: h200, MFU 40% on one GPU, 2 samples a GPU" in text
@@ -159,14 +153,14 @@ def test_the_plan_of_many_gpus_says_what_it_assumes_and_where_it_ends(
         assert f"{way}: " in text
 
 
-def test_a_plan_for_this_cpu_says_nothing_of_a_gpu(capsys: pytest.CaptureFixture[str]):
+def test_a_plan_for_this_cpu_says_nothing_of_a_gpu(capsys):
     text = run_plan(capsys, "runtime.fused_scan=auto", "hardware=here")
     assert "fits" in text
     for word in ("fused_scan", "context", "allocator"):
         assert word not in text
 
 
-def test_the_card_of_this_machine_has_its_own_memory(monkeypatch: pytest.MonkeyPatch):
+def test_the_card_of_this_machine_has_its_own_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("scripts.plan.report.memory_of", lambda device: 2**30)
     for name, half in (("NVIDIA H100 PCIe", 756e12), ("Abacus 9000", 0.0)):
@@ -185,7 +179,7 @@ def test_the_card_of_this_machine_has_its_own_memory(monkeypatch: pytest.MonkeyP
         ("H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_a_card_is_known_by_its_whole_name(name: str, card: Card | None):
+def test_a_card_is_known_by_its_whole_name(name, card):
     assert match_card(f"NVIDIA {name}") == card
 
 
@@ -212,6 +206,6 @@ KNOWN_CARDS = "hardware=abacus is not known; choose one of h200, h100, h100_pcie
         ([], ["rate_of=nowhere"], "rate_of=nowhere: nowhere/summary.json does not say"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(command: list[str], words: list[str], sentence: str):
+def test_what_cannot_be_planned_is_refused(command, words, sentence):
     with pytest.raises(ValueError, match=sentence):
         main([*command, *PLANNED, *words])

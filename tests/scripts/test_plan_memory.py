@@ -1,7 +1,5 @@
 """The forecast of memory: which keys save how much, and what sharding divides."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +12,7 @@ from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.parallel import DataParallel
 from scripts.plan import memory
-from scripts.plan.memory import Forecast, Question
+from scripts.plan.memory import Question
 from scripts.plan.report import PlanConfig, forecast_run
 from scripts.plan.savings import count_savings, list_savings
 from scripts.plan.scale import share_over_gpus
@@ -56,7 +54,7 @@ LESS = [
 
 
 @pytest.mark.parametrize(("base", "saving", "part"), LESS)
-def test_what_saves_memory_saves_it(base: tuple[str, ...], saving: tuple[str, ...], part: str):
+def test_what_saves_memory_saves_it(base, saving, part):
     """Keys that the counted steps of test_forecast.py do not have."""
     less = forecast_words(*base, *saving).needs
     assert getattr(less, part) < 0.95 * getattr(forecast_words(*base).needs, part)
@@ -71,7 +69,7 @@ CHECKPOINTS = ["runtime.gradient_checkpointing=true"]
 
 
 @pytest.mark.parametrize(("n", "recomputed"), [(2, 3), (5, 2), (9, 1)])
-def test_recomputing_one_block_in_n_saves_its_share(n: int, recomputed: int):
+def test_recomputing_one_block_in_n_saves_its_share(n, recomputed):
     """Recomputes the first of six blocks and each n-th after it; neighbours share some tensors."""
     none, all_blocks, every_nth = (
         forecast_words(*words).kept
@@ -106,7 +104,7 @@ def test_sharding_cuts_the_state():
     assert on_64["fsdp"].phases["start"].weights == alone.needs.weights
 
 
-def forecast_parallel(*words: str) -> Forecast:
+def forecast_parallel(*words):
     return forecast_words(*(f"runtime.parallel.{word}" for word in words), gpus=2)
 
 
@@ -127,7 +125,7 @@ def test_options_of_parallelism_move_the_forecast():
     assert four_times.phases["backward"].gradients >= 8 * gradients > 0.0
 
 
-def test_one_of_many_processes_counts_as_one_that_is_alone(monkeypatch: pytest.MonkeyPatch):
+def test_one_of_many_processes_counts_as_one_that_is_alone(monkeypatch):
     """A process group, which would wrap the model in DDP, does not change the count."""
     question = Question(compose(PLANNED_RUN).cfg, forecast_words().question.spec, gpus=2, gpu=False)
     monkeypatch.setattr(memory, "COUNT_CACHE", {})
@@ -152,9 +150,7 @@ def test_what_saves_memory_is_tried_from_the_cheapest_on():
     assert not any("optim" in values or "weights" in values for values in exact)
 
 
-def test_what_each_change_saves_is_counted_and_the_most_comes_first(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_what_each_change_saves_is_counted_and_the_most_comes_first(monkeypatch):
     """The order is that of this run; keys that are not available are left out."""
     kinds = (CheckpointBlocks, DataParallel, OffloadActivations)
     monkeypatch.setattr("scripts.plan.savings.TECHNIQUES", kinds)
@@ -179,7 +175,7 @@ def test_what_each_change_saves_is_counted_and_the_most_comes_first(
 
 
 @pytest.mark.parametrize("words", [(), ("runtime.weights=bf16", "runtime.offload_optimizer=true")])
-def test_the_updates_of_a_narrower_model_stand_for_those_of_a_wide_one(words: tuple[str, ...]):
+def test_the_updates_of_a_narrower_model_stand_for_those_of_a_wide_one(words):
     """Real tensors of a wide one might not fit the machine that plans."""
     narrow, wide = (forecast_words(f"model.dim={dim}", *words) for dim in (128, 384))
     with patch("scripts.plan.memory.count_update", side_effect=AssertionError("real tensors")):

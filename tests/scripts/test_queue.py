@@ -1,7 +1,5 @@
 """The runner of the benchmarks loses no result, whatever happens to a case, a child or a queue."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -12,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from common.files import ROOT
 from scripts.bench import TABLES, runner
@@ -60,7 +57,7 @@ def children(monkeypatch):
     return pids
 
 
-def read_results(folder: Path) -> dict[str, dict]:
+def read_results(folder):
     """Content of each file of results, by name."""
     files = sorted(folder.glob("step_tiny/*.json"))
     return {file.name: json.loads(file.read_text()) for file in files}
@@ -164,7 +161,7 @@ def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_p
 
 
 def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
-    def lose(device: torch.device):
+    def lose(device):
         raise RuntimeError("CUDA error: the device is lost")
 
     monkeypatch.setattr(runner, "describe_environment", lose)

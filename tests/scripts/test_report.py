@@ -1,7 +1,5 @@
 """The report of a run: its facts, sentences for missing parts, and its page in a browser."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -10,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,11 +66,11 @@ DEFAULTS = compose([]).source
 Plant = Callable[..., Path]
 
 
-def edit_json(file: Path, changes: dict[str, Any]) -> None:
+def edit_json(file, changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def plant_metrics(folder: Path) -> None:
+def plant_metrics(folder):
     """Ten logged steps, each with a grid; two of them with a distance."""
     (folder / "samples").mkdir()
     lines = []
@@ -90,10 +87,10 @@ def plant_metrics(folder: Path) -> None:
 
 
 @pytest.fixture
-def plant(tmp_path: Path) -> Plant:
+def plant(tmp_path):
     """Writes a run folder with everything in it; `protocol` changes its protocol."""
 
-    def write(name: str, **protocol: Any) -> Path:
+    def write(name, **protocol):
         folder = tmp_path / name
         for file, content in FILES.items():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +108,7 @@ def plant(tmp_path: Path) -> Plant:
     return write
 
 
-def read_report(**words: Any) -> tuple[str, str]:
+def read_report(**words):
     """Page and card of a report."""
     html, markdown = report(ReportConfig(**{key: str(value) for key, value in words.items()}))
     return html.read_text(), markdown.read_text()
@@ -120,11 +117,11 @@ def read_report(**words: Any) -> tuple[str, str]:
 @pytest.mark.fault(
     "a report of a run that removes its checkpoint meanwhile", "the next one is read"
 )
-def test_a_run_that_saves_while_it_is_reported(plant: Plant, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_saves_while_it_is_reported(plant, monkeypatch):
     folder = plant("live")
     checkpoint = folder / "checkpoints/step-100"
 
-    def read_while_saving(file: Path) -> dict[str, torch.Tensor]:
+    def read_while_saving(file):
         if checkpoint.exists():
             checkpoint.rename(checkpoint.with_name("step-110"))
         return read_tensors(file)
@@ -133,7 +130,7 @@ def test_a_run_that_saves_while_it_is_reported(plant: Plant, monkeypatch: pytest
     assert "1,500 parameters" in render_card(History(folder))
 
 
-def test_a_checkpoint_without_its_weights_is_one_sentence(plant: Plant):
+def test_a_checkpoint_without_its_weights_is_one_sentence(plant):
     folder = plant("damaged")
     (folder / "checkpoints/step-100/ema.safetensors").unlink()
     with pytest.raises(
@@ -142,11 +139,11 @@ def test_a_checkpoint_without_its_weights_is_one_sentence(plant: Plant):
         read_report(run_dir=folder)
 
 
-def cut_section(page: str, name: str) -> str:
+def cut_section(page, name):
     return page.partition(f'<section id="{name}">')[2].partition("</section>")[0]
 
 
-def find_alts(page: str) -> list[str]:
+def find_alts(page):
     return re.findall(r'<img src="[^"]+" alt="([^"]*)"', page)
 
 
@@ -179,9 +176,7 @@ Protocol: count 1,000
 Requested and not active in training: tf32."""
 
 
-def test_page_and_card_show_the_whole_run(
-    plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_page_and_card_show_the_whole_run(plant, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = plant("mine")
     page, card = read_report(run_dir=folder)
@@ -208,7 +203,7 @@ def test_page_and_card_show_the_whole_run(
     assert "&lt;script&gt;" in cut_section(page, "configuration")
 
 
-def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: Plant):
+def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant):
     run = History(plant("mine"))
     card = render_card(run, how="open it in diffusers")
     sha256 = hash_file(run.folder / "checkpoints/step-100/ema.safetensors")
@@ -223,7 +218,7 @@ def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant: P
     assert sentence not in render_card(History(run.folder))
 
 
-def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant: Plant):
+def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant):
     run = History(plant("mine"))
     plots = list_distance_plots([run])[:1]
     drawn = draw_plots(plots, [run])
@@ -239,7 +234,7 @@ training loss from 1.2 to 0.12
 summary.json is of an earlier end of the run"""
 
 
-def test_torn_lines_and_losses_that_are_not_finite_are_said(plant: Plant):
+def test_torn_lines_and_losses_that_are_not_finite_are_said(plant):
     run = plant("mine")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 110, "samples": 3520, "loss": NaN}\n{"step": 120, "sam')
@@ -257,7 +252,7 @@ no grids
 no ledger."""
 
 
-def test_missing_parts_are_a_sentence(plant: Plant):
+def test_missing_parts_are_a_sentence(plant):
     run = plant("mine")
     for path in run.iterdir():
         if path.is_dir():
@@ -277,7 +272,7 @@ DIFFERENCES = """<th scope="row">batch_size</th><td>32</td><td>48</td>
 <th scope="row">loss</th><td>0.125</td><td>0.0625</td><td>×0.500</td>"""
 
 
-def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Path):
+def test_two_runs_of_one_protocol_stand_side_by_side(plant, tmp_path):
     """Weights, floors and the reference's place may differ."""
     other = plant("theirs", reference={"name": "/elsewhere", "sha256": "abab"})
     (other / "config.yaml").write_text(to_yaml(DEFAULTS | {"batch_size": 48}))
@@ -299,7 +294,7 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant: Plant, tmp_path: Pat
     assert "attention" not in between
 
 
-def test_figures_of_two_protocols_stand_apart(plant: Plant):
+def test_figures_of_two_protocols_stand_apart(plant):
     page = render_page([History(plant("mine")), History(plant("theirs", steps=50))])
     sentence = "Another protocol, not to be compared with the first: steps (20 or 50)."
     for name in ("distance", "evaluations"):
@@ -325,23 +320,19 @@ def test_figures_of_two_protocols_stand_apart(plant: Plant):
         ),
     ],
 )
-def test_a_mistake_is_a_sentence(
-    words: dict[str, str], sentence: str, plant: Plant, tmp_path: Path
-):
+def test_a_mistake_is_a_sentence(words, sentence, plant, tmp_path):
     run = plant("mine")
     values = {key: value.format(run=run, tmp_path=tmp_path) for key, value in words.items()}
     with pytest.raises(ValueError, match=sentence):
         report(ReportConfig(**values))
 
 
-def test_a_folder_without_a_configuration_is_no_run(tmp_path: Path):
+def test_a_folder_without_a_configuration_is_no_run(tmp_path):
     with pytest.raises(ValueError, match=r"is no run folder: it has no config\.yaml"):
         History(tmp_path)
 
 
-def test_a_report_without_matplotlib_says_how_to_install_it(
-    plant: Plant, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_report_without_matplotlib_says_how_to_install_it(plant, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install 'fastlatent\[report\]'"):
         report(ReportConfig(run_dir=str(plant("mine"))))
@@ -361,7 +352,7 @@ WRAPPER = """<!doctype html><body><iframe src="probed.html" width="390" height="
 <script>onmessage = event => document.body.textContent = event.data</script>"""
 
 
-def test_a_browser_shows_it_on_a_telephone(plant: Plant, tmp_path: Path):
+def test_a_browser_shows_it_on_a_telephone(plant, tmp_path):
     """At 390 pixels: every image is drawn, nothing sticks out, no error, no request."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:

@@ -1,15 +1,11 @@
 """runtime=auto chooses the fastest candidate, refuses wrong or broken ones, and keeps to the budget
 and the memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +21,6 @@ from training import tune
 from training.assemble import to_json_types
 from training.components import foresee_latents
 from training.config.compose import compose
-from training.config.schema import TrainConfig
 from training.distributed.ranks import SINGLE
 
 PLANTED = [
@@ -39,18 +34,18 @@ HALVES = {"accumulation_steps": 2}
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def make_search(cfg: TrainConfig, seconds: float = 3600.0) -> tuner.Search:
+def make_search(cfg, seconds=3600.0):
     spec, resident = foresee_latents(cfg.data, cfg.seed, 1e9)
     question = {"cfg": to_json_types(asdict(cfg)), "spec": spec.as_dict(), "resident": resident}
     deadline = time.monotonic() + seconds
     return tuner.Search(question | {"device": "cpu", "processes": 1, "deadline": deadline})
 
 
-def try_only(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+def try_only(monkeypatch, *steps):
     """The tuner tries these numbers of micro-batches and nothing else, in this process."""
     candidates = [{"accumulation_steps": n} for n in steps]
     monkeypatch.setattr(tuner.Search, "list_ways", lambda _: [])
@@ -58,13 +53,13 @@ def try_only(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(tune, "measure_choice", lambda question: tuner.Search(question).run())
 
 
-def save_choice(folder: Path, changes: dict[str, Any]) -> Path:
+def save_choice(folder, changes):
     choice = {"words": tuner.describe_changes(changes), "changes": changes, "tried": []}
     (folder / tune.TUNING_FILE).write_text(json.dumps(choice))
     return folder / tune.TUNING_FILE
 
 
-def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.MonkeyPatch):
+def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch):
     """A whole batch is slow, halves are quick, quarters wrong, and eighths exhaust the memory."""
     monkeypatch.setenv("PLANT", "slow:16,wrong:4,memory:2")
     try_only(monkeypatch, 2, 4, 8)
@@ -84,7 +79,7 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch: pytest.
     assert tune.tune_config(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(choice))
 
 
-def test_the_choice_of_a_run_is_kept_where_it_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_choice_of_a_run_is_kept_where_it_fits(monkeypatch, tmp_path):
     cfg = compose(PLANTED).cfg
     file = save_choice(tmp_path, {"accumulation_steps": 8})
     assert tune.tune_config(cfg, CPU, SINGLE, tmp_path)[0].accumulation_steps == 8
@@ -119,7 +114,7 @@ file.with_suffix(".found").write_text(json.dumps(result))
 
 
 def test_a_candidate_that_hangs_crashes_or_computes_something_else_costs_itself(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch, tmp_path
 ):
     """The tuner tries the next ones; the rows of those after the budget say so."""
     (tmp_path / "actor.py").write_text(ACTOR)
@@ -154,20 +149,20 @@ sys.stdin.read()
 """
 
 
-def wait_for_child(file: Path) -> int:
+def wait_for_child(file):
     """Waits until the candidate has written the number of its process."""
     while not (file.exists() and file.read_text()):
         time.sleep(0.05)
     return int(file.read_text())
 
 
-def test_a_candidate_ends_with_all_that_it_started(tmp_path: Path):
+def test_a_candidate_ends_with_all_that_it_started(tmp_path):
     command = [sys.executable, "-c", STARTS + "time.sleep(99999)", str(tmp_path / "one")]
     assert workers.run_to_end(command, 2.0) is None
     wait_until_dead(wait_for_child(tmp_path / "one.pid"))
 
 
-def test_a_candidate_ends_with_its_parent(tmp_path: Path):
+def test_a_candidate_ends_with_its_parent(tmp_path):
     """The parent is killed, so it cannot end the candidate itself."""
     candidate = (
         f"{STARTS}from common.workers import end_with_parent;"
@@ -180,7 +175,7 @@ def test_a_candidate_ends_with_its_parent(tmp_path: Path):
     wait_until_dead(child)
 
 
-def test_memory_demands_micro_batches_before_checkpoints(monkeypatch: pytest.MonkeyPatch):
+def test_memory_demands_micro_batches_before_checkpoints(monkeypatch):
     """The tuner takes the first that fits by its forecast; where nothing fits it fails before it
     tries anything."""
     sizes = ["model.depth=6", "batch_size=16", "data.height=16", "data.width=16"]
@@ -215,15 +210,13 @@ REFUSES = (
         ("raise SystemExit(3)", r"runtime.tune=true: the process .* ended with code 3"),
     ],
 )
-def test_the_run_says_why_its_tuner_failed(
-    program: str, sentence: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_run_says_why_its_tuner_failed(program, sentence, monkeypatch):
     monkeypatch.setattr(tune, "TUNER_PROGRAM", ["-c", program])
     with pytest.raises(ValueError, match=sentence):
         tune.tune_config(compose(PLANTED).cfg, CPU, SINGLE)
 
 
-def list_candidates(*words: str, processes: int = 1) -> set[str]:
+def list_candidates(*words, processes=1):
     cfg = compose([*TINY_SYNTHETIC, "runtime=auto", *words]).cfg
     candidates = [values for way in make_search(cfg).list_ways() for values in way]
     candidates += tuner.list_micro_batches(cfg)
@@ -247,9 +240,7 @@ def test_candidates_go_with_the_rest_of_the_configuration():
     assert {"accumulation_steps=2", "accumulation_steps=8"} <= more
 
 
-def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(monkeypatch):
     """Where there is a GPU, the tuner tries kernels together, on first."""
     monkeypatch.setattr("accel.techniques.fused_kernels.FusedKernel.find_obstacle", lambda _: None)
     search = make_search(compose([*TINY_SYNTHETIC, "runtime=auto"]).cfg)
@@ -272,12 +263,12 @@ def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(
         ),
     ],
 )
-def test_a_run_that_cannot_be_tuned_is_refused(words: list[str], sentence: str):
+def test_a_run_that_cannot_be_tuned_is_refused(words, sentence):
     with pytest.raises(ValueError, match=f"runtime.tune{sentence}"):
         compose([*TINY_SYNTHETIC, "runtime=auto", *words])
 
 
-def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path: Path):
+def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path):
     run = [*TINY_SYNTHETIC, "runtime=auto", "batch_size=8", "save_every=2", f"run_dir={tmp_path}"]
     run += ["eval_every=0", "sample_every=0", "log_every=2"]
     file = save_choice(tmp_path, HALVES)
@@ -288,9 +279,7 @@ def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path: Path):
     assert json.loads(file.read_text()) == json.loads(choice)
 
 
-def test_tune_writes_a_runtime_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_tune_writes_a_runtime_file(tmp_path, monkeypatch, capsys):
     changes = {"compile": True, "compile_scope": "model"} | HALVES
     row = {"words": tuner.describe_changes(changes), "step_ms": 5.0, "steps": 8, "refusal": None}
     choice = {"words": row["words"], "changes": changes, "tried": [row]}

@@ -1,12 +1,8 @@
 """Files of adapters: resuming, sampling, exporting, PEFT's layout, and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +42,7 @@ from training.weights.pretrained import build_model, fit_weights, load_pretraine
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("base") / "base.safetensors")
 
 
@@ -54,7 +50,7 @@ SAVING = ["adapter=lora", "deterministic=true", "save_every=2", "keep_checkpoint
 
 
 @pytest.fixture(scope="module")
-def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(base, tmp_path_factory):
     """A run of four steps with an adapter. Read only."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     train_on(base, folder, 64, *SAVING, "sampling.steps=2")
@@ -204,7 +200,7 @@ def test_another_encoder_without_a_hash_is_refused(key, value, base, tmp_path):
         assemble_on(edited, "adapter=lora")
 
 
-def write_as_peft(base: Path, folder: Path, **changes: Any) -> str:
+def write_as_peft(base, folder, **changes):
     """Writes a LoRA of rank 2 as PEFT saves it, which describes neither its model nor its step;
     returns the folder."""
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w13"]}

@@ -1,7 +1,5 @@
 """The configuration: what composes, and what every mistake says."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import importlib
@@ -36,7 +34,7 @@ from training.config.words import FOREIGN_KEYS
 from training.distributed.exit import run_app
 
 
-def run_command(*words, program="train.py", cwd=ROOT, environment=None) -> str:
+def run_command(*words, program="train.py", cwd=ROOT, environment=None):
     """Runs an entry point as a user would; what it prints, after its exit code."""
     start = ["-m", program] if program.startswith("scripts.") else [str(ROOT / program)]
     command = [sys.executable, *start, *words]
@@ -44,7 +42,7 @@ def run_command(*words, program="train.py", cwd=ROOT, environment=None) -> str:
     return f"{done.returncode}\n{done.stdout}{done.stderr}"
 
 
-def list_choices(group: str) -> list[str]:
+def list_choices(group):
     return sorted(file.stem for file in (CONF_FOLDER / group).glob("*.yaml"))
 
 

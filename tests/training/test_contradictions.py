@@ -1,7 +1,5 @@
 """Keys, and variables of a launcher, that do not go together."""
 
-from __future__ import annotations
-
 import pytest
 
 from training.config.compose import compose

@@ -1,7 +1,5 @@
 """What a run finds out about its machine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

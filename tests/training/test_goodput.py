@@ -1,13 +1,9 @@
 """The account of a run's time: every second has one kind, over restarts too, and long waits are
 reported once with their cure."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,7 +55,7 @@ class FakeTime:
     STEP = 100.0
     now = 2e9
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         self.now += 1.0
         return self.now
 
@@ -70,7 +66,7 @@ FAKE_TIME = FakeTime()
 
 
 @pytest.fixture
-def fake_time(monkeypatch) -> FakeTime:
+def fake_time(monkeypatch):
     step = TrainStep.__call__
 
     def timed(self, *arguments):
@@ -85,12 +81,12 @@ def fake_time(monkeypatch) -> FakeTime:
 class Slow(SyntheticLatents):
     """Synthetic latents whose batches take time on that clock."""
 
-    def __next__(self) -> Any:
+    def __next__(self):
         FAKE_TIME.now += FAKE_TIME.BATCH
         return super().__next__()
 
 
-def run(folder: Path, *words: str) -> dict[str, Any]:
+def run(folder, *words):
     return train(compose([*RUN, f"run_dir={folder}", "save_every=20", *words]))
 
 

@@ -40,31 +40,31 @@ def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(
 class Wandb(types.ModuleType):
     """W&B as far as fastlatent uses it, down from one of four moments on."""
 
-    def __init__(self, down: str) -> None:
+    def __init__(self, down):
         super().__init__("wandb")
         self.down = down
         self.lines = []
         self.summary = {"sample_grid": "a picture"}
         self.Settings = dict
 
-    def init(self, mode: str, settings: dict, **_: object) -> Wandb:
+    def init(self, mode, settings, **_):
         self.settings = settings
         if self.down == "start" and mode == "online":
             raise ConnectionError("no route to host")
         return self
 
-    def define_metric(self, *_: object, **__: object) -> None:
+    def define_metric(self, *_, **__):
         pass
 
-    def log(self, metrics: dict) -> None:
+    def log(self, metrics):
         if self.down == "middle" and metrics["samples"] > 80:
             raise ConnectionError("broken pipe")
         self.lines.append(metrics)
 
-    def teardown(self) -> None:
+    def teardown(self):
         pass
 
-    def finish(self) -> None:
+    def finish(self):
         if self.down == "end":
             raise ConnectionError("broken pipe")
         if self.down == "hangs at the end":

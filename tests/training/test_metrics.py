@@ -1,7 +1,5 @@
 """The meter: graphs, waits, memory and the GPU's share of a window."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest
@@ -38,7 +36,7 @@ def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reaso
 
 
 @pytest.fixture
-def meter(monkeypatch) -> Meter:
+def meter(monkeypatch):
     """A meter on a pretended GPU, at the start of a run."""
     monkeypatch.setattr("training.metrics.uses_gpu", lambda: True)
     monkeypatch.setattr(CLOCK, "kind", "start")

@@ -1,7 +1,5 @@
 """Flow matching: target, times, labels that are dropped, and draws by position."""
 
-from __future__ import annotations
-
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
@@ -12,7 +10,7 @@ from tests.harness.steps import tiny_training
 from training.objective import FlowMatching
 
 
-def make_batch(size: int) -> Batch:
+def make_batch(size):
     position = torch.arange(size)
     latents = counter_normal(9, Purpose.SYNTHETIC, position, (1, 4, 4))
     return Batch(latents, position % 3, position, position)

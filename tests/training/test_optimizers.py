@@ -1,7 +1,5 @@
 """Learning rates, in samples."""
 
-from __future__ import annotations
-
 import pytest
 
 from training.optimizers import Schedule

@@ -1,8 +1,6 @@
 """Runs of several processes do what a run of one does: on gloo, forked, and started by torchrun
 where a launcher takes part."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +36,7 @@ Start = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def run_ranks(zygote) -> Start:
+def run_ranks(zygote):
     """`run_ranks(folder, *words)`: what the processes of a run print; all must end well."""
 
     def start(folder, *words, ranks=2, **environment):
@@ -51,7 +48,7 @@ def run_ranks(zygote) -> Start:
 
 
 @pytest.fixture(scope="module")
-def single(run_ranks, tmp_path_factory) -> Path:
+def single(run_ranks, tmp_path_factory):
     """A run of one process, with everything that a run can do along the way."""
     folder = tmp_path_factory.mktemp("single") / "run"
     run_ranks(folder, *EXTRAS, ranks=1)
@@ -59,11 +56,11 @@ def single(run_ranks, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     return tmp_path / "run"
 
 
-def launch(folder: Path, *words: str, **environment: str) -> subprocess.Popen[bytes]:
+def launch(folder, *words, **environment):
     """Starts two processes by torchrun, with the options of scripts/slurm/train.sbatch."""
     launcher = [
         "torch.distributed.run",
@@ -82,7 +79,7 @@ def launch(folder: Path, *words: str, **environment: str) -> subprocess.Popen[by
     )
 
 
-def assert_same_metrics(folder: Path, expected: Path, *names: str, rtol: float = 2e-5) -> None:
+def assert_same_metrics(folder, expected, *names, rtol=2e-5):
     """Rounding differs: the processes take the sum over a batch in another order."""
     columns = names or ("loss", "grad_norm")
     rows, wanted = (
@@ -91,7 +88,7 @@ def assert_same_metrics(folder: Path, expected: Path, *names: str, rtol: float =
     assert_close(rows, wanted, rtol=rtol, atol=0.0)
 
 
-def read_weights(folder: Path, step: int, name: str = "ema") -> dict[str, torch.Tensor]:
+def read_weights(folder, step, name="ema"):
     return load_file(folder / "checkpoints" / f"step-{step}" / f"{name}.safetensors")
 
 
@@ -233,7 +230,7 @@ def test_every_option_trains(words, run_ranks, single, folder):
     assert_same_metrics(folder, single, "loss", rtol=1e-2 if "bf16" in str(words) else 2e-5)
 
 
-def read_copied(folder: Path) -> str:
+def read_copied(folder):
     """MiB of activations that a forward pass copied to the host, as the ledger says."""
     row = json.loads((folder / "ledger.json").read_text())["offload_activations"]
     assert row["active"] is True, row

@@ -1,7 +1,5 @@
 """Runs that start from the weights of another one."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -13,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.harness.outcomes import are_equal
 from tests.harness.sets import save_named_set
 from tests.harness.steps import tiny_training
-from training.assemble import Training, restore
+from training.assemble import restore
 from training.checkpoint.files import make_header
 from training.checkpoint.save import Checkpoints
 
@@ -26,18 +24,18 @@ def test_weights_of_another_run_start_a_new_one(run, tmp_path):
     assert are_equal(weights, ema)
 
 
-def make_training(folder: Path, names: list[str], *words: str) -> Training:
+def make_training(folder, names, *words):
     return tiny_training("dit", *save_named_set(folder, names), "sampling.guidance=1", *words)
 
 
-def save_weights(training: Training, file: Path, described: bool = True) -> None:
+def save_weights(training, file, described=True):
     """Saves the model as a checkpoint would, or without a description, as another tool would."""
     facts = {"model": training.cfg.model, "spec": training.loader.spec.as_dict(), "step": 1}
     metadata = make_header(facts, "model") if described else None
     save_file(training.model.state_dict(), file, metadata)
 
 
-def start_from(file: Path, training: Training) -> str:
+def start_from(file, training):
     cfg = dataclasses.replace(training.cfg, init_from=str(file))
     return restore(cfg, training.state, Checkpoints(file.parent / "none"), {})
 

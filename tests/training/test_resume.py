@@ -4,15 +4,12 @@ tests/faults/test_kills.py kills runs at any moment; here a copy of a finished r
 checkpoints, which is all that a kill leaves.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,18 +37,18 @@ WORDS = [
 """Twenty-four steps."""
 
 
-def start_run(folder: Path, *words: str) -> None:
+def start_run(folder, *words):
     train(compose([*WORDS, f"run_dir={folder}", *words]))
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Path:
+def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume") / "uninterrupted"
     start_run(folder)
     return folder
 
 
-def copy_until(run: Path, folder: Path, step: int) -> Path:
+def copy_until(run, folder, step):
     """Copies a run without the checkpoints after `step`."""
     shutil.copytree(run, folder)
     for name in list_checkpoints(folder):
@@ -61,7 +58,7 @@ def copy_until(run: Path, folder: Path, step: int) -> Path:
 
 
 @pytest.fixture
-def copy(uninterrupted, tmp_path) -> Path:
+def copy(uninterrupted, tmp_path):
     return copy_until(uninterrupted, tmp_path / "copy", 24)
 
 

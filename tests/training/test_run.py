@@ -1,7 +1,5 @@
 """Whole runs: what their folders hold, and runs on data without classes."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state of a run: what warm-up and restoring leave of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,10 +8,9 @@ from tests.harness.outcomes import are_equal
 from tests.harness.steps import allow_any_precision, tiny_training
 from training.checkpoint.files import flatten
 from training.distributed.ranks import Ranks
-from training.state import TrainState
 
 
-def copy_tensors(state: TrainState) -> list[Tensor]:
+def copy_tensors(state):
     """Parameters, averages, moments and generators."""
     leaves = [leaf for _, leaf in flatten(state.state_dict())]
     return [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,7 +1,5 @@
 """The training step: what it decides, and that it decides on the device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Random inputs that are the same in every run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ The tests ask PyTorch's own registry, with planted implementations that have no 
 they run on a CPU.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,8 +1,6 @@
 """Bytes that blocks keep for their backward passes, and that adaLN's backward pass writes, counted
 on fake tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache
@@ -14,7 +12,6 @@ from torch._subclasses import FakeTensorMode
 from common.files import ROOT
 from tests.harness.block_traffic import (
     LATENTS,
-    BlockTraffic,
     Traffic,
     build_uninitialised,
     count_block,
@@ -31,7 +28,7 @@ COMMAND = re.compile(r"train\.py ((?:\S+=\S+ ?)+)")
 
 
 @cache
-def count_model(node: str) -> BlockTraffic:
+def count_model(node):
     """Counts a model from its configuration as JSON."""
     return count_block(lambda: build(json.loads(node), "model", **LATENTS))
 
@@ -55,7 +52,7 @@ def test_fake_tensors_are_kept_as_real_ones_are(family):
     assert kept[0] == kept[1] > 0
 
 
-def find_gpu_commands() -> list[str]:
+def find_gpu_commands():
     """The overrides of each command of the documents that names a model of ours."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")

@@ -1,8 +1,6 @@
 """Resources of every Triton kernel, compiled ahead of time without a GPU: no stack, no spills, no
 fp64, wide loads."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

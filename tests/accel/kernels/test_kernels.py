@@ -1,7 +1,5 @@
 """Definitions of the operators against independent ones, in fp64 where there is one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

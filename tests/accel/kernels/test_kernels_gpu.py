@@ -1,8 +1,6 @@
 """The Triton kernels on a GPU, in bf16, against their definitions in fp64; run by `pytest -m
 gpu`."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -20,7 +18,6 @@ from scripts.bench.kernels import make_mamba_scan
 from tests.harness.operators import (
     CASES,
     OF_TRITON,
-    Case,
     Sizes,
     as_tuple,
     make_selective_scan,
@@ -62,7 +59,7 @@ CHOICES = {
 """Operator -> sizes of which a seed chooses one each."""
 
 
-def make_case(operator: str, seed: int, dtype: torch.dtype) -> Case:
+def make_case(operator, seed, dtype):
     """Inputs on the GPU, of sizes that depend on the seed."""
     chooser = random.Random(seed)
     choices = {"grid": GRIDS, "batch": [3]} | CHOICES[operator.partition(",")[0]]
@@ -161,7 +158,7 @@ def test_a_small_case_passes_the_sanitizer(tool):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def run_each_once() -> None:
+def run_each_once():
     """Runs each operator on odd sizes, forward and backward."""
     for operator in OF_TRITON:
         for seed in (0, 3):

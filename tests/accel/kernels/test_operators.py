@@ -76,11 +76,11 @@ def test_row_maps_are_gathers_left_out(maps):
 class Recording(TorchDispatchMode):
     """Notes each call of an operator of ours with its arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "fastlatent":
             return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__

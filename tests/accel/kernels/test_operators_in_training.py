@@ -1,7 +1,5 @@
 """The fused operators inside of training, on a CPU: compile, checkpointing, autocast, FSDP2."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

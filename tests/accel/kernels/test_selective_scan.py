@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from accel.evidence import BlockEvidence, Evidence
 from accel.kernels import selective_scan_cuda
@@ -25,15 +23,13 @@ from tests.harness.operators import Sizes, assert_all_close, make_selective_scan
 from tests.harness.words import CPU
 
 
-def make_inputs(length: int, dtype: torch.dtype = torch.float32, **sizes: int) -> list[Tensor]:
+def make_inputs(length, dtype=torch.float32, **sizes):
     torch.manual_seed(length)
     shape = {"heads": 1, "head_dim": 6, "state_dim": 4} | sizes
     return make_selective_scan(Sizes(grid=(1, length), dtype=dtype, **shape)).inputs
 
 
-def recur(
-    x: Tensor, dt: Tensor, dt_bias: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
-) -> Tensor:
+def recur(x, dt, dt_bias, A, B, C, D):
     """The scan token by token, with A itself."""
     steps = F.softplus(dt + dt_bias)
     state = torch.zeros(len(x), *A.shape, dtype=A.dtype)
@@ -77,7 +73,7 @@ def test_no_state_is_kept_for_the_backward_pass(fused, compiled):
     forward = torch.compile(mixer, fullgraph=True, backend=PARTITION_BACKEND) if compiled else mixer
     kept: list[int] = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         kept.append(tensor.numel())
         return tensor
 
@@ -90,7 +86,7 @@ class Kernel(torch.autograd.Function):
     """Computes what mamba-ssm's kernel does, channels before tokens, with its conditions."""
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, delta: Tensor, *rest: Tensor) -> Tensor:
+    def forward(ctx, u, delta, *rest):
         A, B, C, D, bias = rest
         assert u.shape == delta.shape
         assert B.shape == C.shape == (u.shape[0], A.shape[1], u.shape[2])
@@ -101,13 +97,13 @@ class Kernel(torch.autograd.Function):
         return Kernel.compute(u, delta, *rest)
 
     @staticmethod
-    def compute(u: Tensor, delta: Tensor, *rest: Tensor) -> Tensor:
+    def compute(u, delta, *rest):
         A, B, C, D, bias = rest
         x, dt, B, C = (t.mT.float() for t in (u, delta, B, C))
         return recur(x, dt, bias, A, B, C, D).mT.to(u.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, *grads):
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
             return torch.autograd.grad(Kernel.compute(*inputs), inputs, grads)
@@ -140,7 +136,7 @@ def test_the_kernel_of_mamba_ssm_is_called_as_it_asks_and_passes_its_parity_test
 
 
 def test_a_kernel_with_one_decay_a_channel_is_refused(package, monkeypatch):
-    def per_channel(*inputs: Any) -> Tensor:
+    def per_channel(*inputs):
         return selective_scan_fn(*inputs[:2], inputs[2][:, :1].expand_as(inputs[2]), *inputs[3:])
 
     monkeypatch.setattr(package, "selective_scan_fn", per_channel)
