@@ -51,7 +51,7 @@ OTHERS = sorted(
     for page in (ROOT / "docs").rglob("*.md")
     if page.relative_to(ROOT).as_posix() not in FOLLOWED
 )
-EXTENSION = "PYTHONPATH=code "
+EXTENSION = "PYTHONPATH=../code "
 CONFIGS = {
     "scripts.sample": SampleConfig,
     "scripts.evaluate": EvaluateConfig,
@@ -193,16 +193,15 @@ def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_c
     (package / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(package.parent))
-    lines = [line for line in find_commands("README.md") if line.startswith(EXTENSION)]
-    training, sampling = (shlex.split(line)[2:] for line in lines)
-    summary = train(
-        compose(
-            [*training[1:], "total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]
-        )
-    )
+    (line,) = [line for line in find_commands("README.md") if line.startswith(EXTENSION)]
+    words = shlex.split(line)[3:]
+    small = ["total_samples=16", "batch_size=8", "save_every=1", "sample_every=0"]
+    summary = train(compose([*words, *small]))
     assert summary["ledger"]["precision"]["requested"] == "bf16"
-    npz = sample_run(parse_words(SampleConfig, [*sampling[2:], "steps=2"], ""))
-    assert np.load(npz)["arr_0"].shape == (16, 8, 8, 3)
+    words = [word for word in words if not word.startswith("model=")]
+    words += ["labels=[0,1]", "count=4", "out=samples/shift", "steps=2"]
+    npz = sample_run(parse_words(SampleConfig, words, ""))
+    assert np.load(npz)["arr_0"].shape == (4, 8, 8, 3)
 
 
 def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
