@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
-# The messages of the profiler in the warm-up help no user.
+# Silence the profiler, whose messages in the warm-up help no user.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
@@ -50,7 +50,7 @@ def precompute(composed: Composed) -> Path:
     from training.distributed.ranks import Ranks
     from training.environment import pick_device
 
-    # 1. The images, the encoder and the folder.
+    # 1. List the images, plan the shards, and load the encoder.
     cfg = composed.cfg
     ranks = Ranks.from_environment()
     device = ranks.device(pick_device(cfg.runtime.device.value))
@@ -105,7 +105,7 @@ def precompute(composed: Composed) -> Path:
         manifest = write_manifest(plan, images, cfg, autoencoder, shape, quality, precision)
     ranks.close()
 
-    # 5. Report.
+    # 5. Report the result, and the command that trains on it.
     seconds = time.perf_counter() - began
     shares = [f"{part} {spent / seconds:.0%}" for part, spent in encoder.seconds.items()]
     breakdown = f" ({', '.join(shares)})" if shares else ""
@@ -115,7 +115,7 @@ def precompute(composed: Composed) -> Path:
     )
     if manifest.skipped:
         print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
-    # Without classes there is nothing to guide towards.
+    # Guidance needs classes; without them, suggest guidance=1, which switches it off.
     guidance = "" if manifest.class_names else " sampling.guidance=1"
     print(
         f"next: python train.py data=resident data.path={out} experiment=fastrun{guidance}",

@@ -43,23 +43,25 @@ from training.config.schema import PrecomputeConfig
 from training.distributed.ranks import SINGLE, Ranks
 
 PSNR_IMAGES = 16
-"""Images whose reconstruction is measured before the job."""
+"""Number of images whose reconstruction the job measures before it encodes the set."""
 
 
 class EncodeStep:
-    """The encoder's forward pass, in a form that the acceleration stack can wrap."""
+    """Runs the encoder through the attribute `forward`, which the acceleration stack may replace by
+    a faster version."""
 
     def __init__(self, encoder: Autoencoder) -> None:
         self.forward: Callable[..., Any] = encoder.encode
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Encodes images in [-1, 1] to the posterior's mean and std (or None)."""
+        """Encodes images in [-1, 1]; returns the posterior's mean and std. The std is None if the
+        encoder has no posterior."""
         return self.forward(images)
 
 
 def to_input(pixels: Tensor, device: torch.device) -> Tensor:
-    """Scales 8-bit images to [-1, 1]."""
+    """Converts 8-bit images to fp32 in [-1, 1], on the device."""
     return pixels.to(device).float() / 127.5 - 1.0
 
 
@@ -71,8 +73,8 @@ def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> Dec
 
 
 def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
-    """Reads the first decodable images in [-1, 1], enough for a batch and for PSNR. ValueError if
-    there is none."""
+    """Returns the first images that can be decoded, in [-1, 1]: as many as a batch and the PSNR
+    need. ValueError if no image can be decoded."""
     decodable = (
         item for item in make_decoded_images(images.entries, cfg) if isinstance(item, Tensor)
     )
@@ -87,10 +89,10 @@ def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.de
 def measure_psnr(
     step: EncodeStep, autoencoder: Autoencoder, images: Tensor, cfg: PrecomputeConfig
 ) -> float:
-    """Measures the PSNR in dB of the reconstructed `images`.
+    """Encodes and decodes `images`, and returns the PSNR of the result in dB.
 
-    ValueError below `min_psnr`, which a wrong scale, range or weights file would cause, and if the
-    resolution is no multiple of the encoder's downsampling.
+    Raises ValueError if the PSNR is below `min_psnr` (a wrong scale, range or weights file causes
+    that), or if the resolution is no multiple of the encoder's downsampling.
     """
     decoded = torch.cat(
         [autoencoder.decode(step(part)[0]) for part in images.split(cfg.batch_size)]
@@ -120,7 +122,8 @@ class ShardEncoder:
     device: torch.device
     ranks: Ranks = SINGLE
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of each part; decoding counts only while the encoder waits for it."""
+    """Part of the job (decode, encode, write) -> seconds spent on it. "decode" counts only the
+    seconds in which the encoder waits for decoded images."""
 
     def run(self, plan: Plan) -> None:
         """Writes each shard of this rank, and its sidecar. Worker processes decode ahead of the
@@ -158,8 +161,8 @@ class ShardEncoder:
         batches: Iterator[tuple[list[NumberedImage], Decoded]],
         progress: Progress,
     ) -> None:
-        """Writes a shard of `remaining` images, and its sidecar. ValueError if one of them cannot
-        be read."""
+        """Encodes the next `remaining` images of `batches` into the shard `name`, and writes its
+        sidecar. ValueError if the file of an image cannot be read."""
         sums = ChannelSums()
         skipped = []
         with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
@@ -192,7 +195,7 @@ class ShardEncoder:
 
     @contextmanager
     def time_part(self, part: str) -> Iterator[None]:
-        """Adds the seconds of the block to those of a part of the job."""
+        """Adds the seconds that the `with` block takes to `seconds[part]`."""
         began = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - began
@@ -200,8 +203,8 @@ class ShardEncoder:
     def decode_batches(
         self, todo: list[list[NumberedImage]]
     ) -> Iterator[tuple[list[NumberedImage], Decoded]]:
-        """Yields the batches of several shards (numbered images, decoded images); no batch crosses
-        the end of a shard."""
+        """Yields each batch of the shards in `todo`, in order, as (its numbered images, its decoded
+        images). No batch has images of two shards."""
         size = self.cfg.batch_size
         batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
         dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
@@ -211,7 +214,8 @@ class ShardEncoder:
         return zip(batches, loader, strict=True)
 
     def encode(self, batch: list[NumberedImage], decoded: Decoded) -> dict[str, Tensor]:
-        """Encodes the decoded images of a batch into the tensors that a block holds."""
+        """Encodes the decoded images of a batch; returns the tensors that a block of a shard
+        stores, by name, such as `latents` and `labels`."""
         images = to_input(decoded.pixels, self.device)
         numbers, entries = zip(*(batch[i] for i in decoded.places), strict=True)
         tensors = self.encode_latents(images, numbers, "latents", "std")
@@ -223,8 +227,10 @@ class ShardEncoder:
     def encode_latents(
         self, images: Tensor, numbers: Sequence[int], name: str, std_name: str
     ) -> dict[str, Tensor]:
-        """Encodes images in [-1, 1] to the encoder's mean and std, or to a sample of its posterior
-        whose noise depends on the seed and the image's number alone."""
+        """Encodes images in [-1, 1]. Returns the posterior's mean as `name` and its std as
+        `std_name` if kind=mean_std, else one sample of the posterior as `name`; its noise depends
+        only on the seed and on the image's number. From an encoder without a posterior it returns
+        the latents as `name`."""
         mean, std = self.step(images)
         if std is None:
             return {name: mean}
@@ -236,7 +242,8 @@ class ShardEncoder:
 
 
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
-    """Describes the images, bytes and minutes of the job, estimated from its first batches."""
+    """Returns a text with the number of images of the job, and with its bytes and minutes as
+    estimated from the first `batches` batches."""
     cfg = encoder.cfg
     all_images = (image for _, _, shard_images in plan.shards for image in shard_images)
     first = list(islice(all_images, batches * cfg.batch_size))

@@ -1,9 +1,9 @@
-"""Reads latents that other tools wrote: tensors in files, files per sample, WebDataset tars with
-samples as members.
+"""Reads latents that other tools wrote: files with the tensors of many samples, one file per
+sample, or WebDataset tars.
 
-It unpickles nothing: `.npy` without objects, `.pt` with `weights_only=True`, safetensors, and
-`.cls` or `.json` labels. Labels and latents that do not pair one to one are refused here;
-scripts/import_latents.py checks the samples.
+It unpickles no Python objects: it reads `.npy` without objects, `.pt` with `weights_only=True`,
+safetensors, and labels in `.cls` or `.json`. It refuses labels and latents that do not pair one to
+one; scripts/import_latents.py then checks the values of each sample.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from encoding.tars import read_samples
 
 PLAIN_REMEDY = "copy it again if it is damaged, and save plain tensors, for nothing is unpickled"
 MIRRORED_NAMES = ("mirrored", "latents_flip", "flip")
-"""Names of the latents of mirrored images; the second is LightningDiT's."""
+"""Names under which a source may hold the latents of the mirrored images. LightningDiT writes
+`latents_flip`."""
 Sample = tuple[str, Mapping[str, Any]]
 """The sample's place in the source, and its unchecked values: arrays of numpy or PyTorch under
 `latents` and, where the source has it, `mirrored`; any value under `labels`."""
 
 
 class ForeignOptions(NamedTuple):
-    """Names of the tensors, a file with the labels, and the number of classes: None is unknown, 0
-    is without labels."""
+    """Names of the tensors in the source; `labels`, a file with the labels (None: there is no such
+    file); and `classes`, the number of classes (None: unknown; 0: import without labels)."""
 
     latents_key: str = "latents"
     labels_key: str = "labels"
@@ -48,7 +49,8 @@ class ForeignOptions(NamedTuple):
 
 
 class ForeignLatents(NamedTuple):
-    """Latents that another tool wrote: a description, their number and an iterator over them."""
+    """Latents that another tool wrote: a description for messages, the number of samples, and a
+    function that returns an iterator over the samples."""
 
     description: str
     total: int
@@ -82,7 +84,7 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
             f"source={source} is a latent set of ours already; use it: data.path={source}."
         )
 
-    # Every format is recognised by its files.
+    # Collect the files of each known format; exactly one format must have some.
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     tensors = [file for file in files if file == path and file.suffix in (".npy", ".pt", ".pth")]
     latents_file = path / "latents.npy"
@@ -92,7 +94,8 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
         if options.classes != 0:
             options = options._replace(labels=options.labels or str(labels_file))
     features = [file for file in files if file.name.endswith(("_features", "_labels"))]
-    # Without labels a folder of .npy files needs no dataset.json.
+    # A folder of .npy files without dataset.json has no labels, so it is accepted only with
+    # classes=none.
     is_loose = options.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
     formats = {
         read_tensors: tensors,
@@ -144,7 +147,9 @@ def is_dense(value: Any) -> bool:
 
 
 def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict[str, str]:
-    """Maps latents, labels and mirrored to the names that they have in `file`."""
+    """Finds which tensors of `file` hold the samples, among the names `keys`. Returns our names
+    (`latents`, `labels`, `mirrored`) -> the names in the file. ValueError if it has no latents, or
+    lacks the labels that `options` ask for."""
     keys = list(keys)
     if options.latents_key not in keys:
         raise UserError(
@@ -196,7 +201,7 @@ def read_tensors(files: list[Path], options: ForeignOptions) -> ForeignLatents:
     columns = {name: content[key] for name, key in find_names(content, options, path).items()}
     for name, column in columns.items():
         if is_dense(column):
-            # A file of a few bytes could claim 10^12 samples by a stride of zero.
+            # With a stride of zero a file of a few bytes can claim 10^12 samples, so refuse it.
             if 0 in column.stride():
                 raise UserError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
             columns[name] = column.detach()
@@ -227,7 +232,8 @@ def read_safetensors(files: list[Path], options: ForeignOptions) -> ForeignLaten
 
 
 def read_files(labels: Mapping[Path, Any]) -> ForeignLatents:
-    """Reads .npy files with one sample each; a label is a value, or a .npy file that holds it."""
+    """Reads .npy files with one sample each. `labels` maps each file to its label: a value, or a
+    .npy file that holds the value."""
 
     def yield_samples() -> Iterator[Sample]:
         for file, label in labels.items():
@@ -278,7 +284,8 @@ def read_listed_files(folders: list[Path], options: ForeignOptions) -> ForeignLa
 
 
 def read_listing(folder: Path) -> dict[Path, Any]:
-    """Reads the files that `folder`/dataset.json names, and their labels."""
+    """Reads `folder`/dataset.json; returns each file that it names -> the file's label,
+    unchecked."""
     file = folder / "dataset.json"
     labels = {}
     with translate_errors(file):
@@ -321,8 +328,9 @@ def read_tars(tars: list[Path], options: ForeignOptions) -> ForeignLatents:
 def pair_members(
     file: Path, options: ForeignOptions
 ) -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
-    """Yields for each sample of a tar the stream, the sample's place, and the members with latents
-    and label. ValueError for a sample without them."""
+    """Yields for each sample of a tar: the open tar, the sample's name for messages, the member
+    with its latents, and the member with its label (None with classes=none). ValueError for a
+    sample that lacks one of these members."""
     with translate_errors(file), file.open("rb") as stream:
         unused = Unused()
         samples, cut = read_samples(file, stream, unused)

@@ -40,8 +40,8 @@ FORMATS = {
     "JPEG2000": (".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc"),
     "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
 }
-"""Formats that are read: Pillow's name -> extensions. An animation or a document counts as its
-first frame or page."""
+"""Image formats that are read: Pillow's name of the format -> its file extensions. Of an animation
+or a document only the first frame or page is used."""
 EXTENSIONS = tuple(extension for extensions in FORMATS.values() for extension in extensions)
 OPTIONAL_CODECS = {
     "WEBP": "webp",
@@ -51,22 +51,24 @@ OPTIONAL_CODECS = {
     "JPEG": "jpg",
     "PNG": "zlib",
 }
-"""Codecs that a build of Pillow may lack: format -> Pillow's name of the feature."""
+"""Codecs that a build of Pillow may lack: format -> the name by which `PIL.features.check` asks for
+its codec."""
 RESIZE = "box-halving, bicubic, center crop"
 BATCHES_AHEAD = 2
-"""Batches that each process decodes ahead, PyTorch's default."""
+"""Number of batches that each worker process decodes ahead: PyTorch's default `prefetch_factor`."""
 BATCH_TIMEOUT_SECONDS = 1800.0
-"""Seconds to wait for a batch of images."""
+"""Seconds to wait for a batch of decoded images, before the loader raises an error."""
 MAX_NAMES_SHOWN = 20
-"""Names, or kinds of unused files, that a text lists before it only counts the rest."""
+"""Largest number of names, or of kinds of unused files, that a message lists; it only counts the
+rest."""
 MAX_CLASSES_SHOWN = 100
 """Largest number of classes for which the job's plan lists every class."""
 
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """One image: a whole file, `size` bytes at `offset` of a tar, or row `offset` of a folder of
-    `datasets`."""
+    """Where one image is stored: a whole file (offset 0), `size` bytes at `offset` of a tar, or row
+    `offset` of a folder that Hugging Face `datasets` saved (size 0)."""
 
     key: str
     label: int
@@ -82,7 +84,8 @@ class Unused:
         self.kinds: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, name: str) -> None:
-        """Counts one more file; the example of its kind is the first by name."""
+        """Counts one more file. As the example of its kind it keeps the file whose name sorts
+        first."""
         number, example = self.kinds.get(kind, (0, name))
         self.kinds[kind] = (number + 1, min(name, example))
 
@@ -112,7 +115,8 @@ class ImageList:
     """Sentences about what the user may not have intended."""
 
     def sha256(self) -> str:
-        """Hashes names, labels and sizes, in order."""
+        """Returns a hash of the images' keys, labels and sizes in their order, and of the class
+        names."""
         lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries] + self.class_names
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -143,7 +147,7 @@ class ImageList:
 
 
 def join_few(names: list[str]) -> str:
-    """Joins the first few names and counts the rest."""
+    """Joins the first `MAX_NAMES_SHOWN` names to one text, and says how many more there are."""
     first_names = ", ".join(names[:MAX_NAMES_SHOWN])
     if len(names) <= MAX_NAMES_SHOWN:
         return first_names
@@ -151,7 +155,8 @@ def join_few(names: list[str]) -> str:
 
 
 def is_image(extension: str) -> bool:
-    """Tells whether list_images takes files with this extension, in lower case, for images."""
+    """Tells whether a file with this extension, in lower case, is read as an image: its format is
+    in `FORMATS`, and the installed Pillow has the codec."""
     return extension in EXTENSIONS and not find_missing_codec(extension)
 
 
@@ -165,7 +170,7 @@ def describe_kind(name: str) -> str:
     codec = find_missing_codec(suffixes[-1])
     if codec:
         return f"{suffixes[-1]} (this Pillow has no {codec})"
-    # Tars have images with extensions such as .seg.png, which are no samples.
+    # In a tar the extension begins at the first dot, so `x.seg.png` is no image of the sample x.
     return "images with two dots in their names"
 
 
@@ -179,7 +184,8 @@ def escape_name(name: str) -> str:
 
 @functools.cache
 def find_missing_codec(extension: str) -> str | None:
-    """Returns the format of images with this extension if the installed Pillow cannot read it."""
+    """Returns the format of images with this extension if the installed Pillow cannot read it, or
+    None if it can."""
     name = next(name for name, extensions in FORMATS.items() if extension in extensions)
     return name if name in OPTIONAL_CODECS and not features.check(OPTIONAL_CODECS[name]) else None
 
@@ -190,10 +196,10 @@ class UnusableError(ValueError):
 
 @functools.cache
 def open_dataset(path: str) -> tuple[Any, str, list[str]]:
-    """Opens a folder of `datasets` without decoding its images; returns the data set and the names
-    of its image and label columns.
+    """Opens a folder that Hugging Face `datasets` saved, without decoding its images. Returns the
+    data set, the name of its image column, and the names of its label columns.
 
-    ValueError if it cannot be opened, or has no column of images or several.
+    ValueError if the folder cannot be opened, or if it has no column of images or several.
     """
     try:
         datasets: Any = importlib.import_module("datasets")
@@ -221,7 +227,7 @@ def open_dataset(path: str) -> tuple[Any, str, list[str]]:
 
 
 def read_image(entry: ImageEntry) -> bytes:
-    """Reads the encoded image."""
+    """Reads the encoded bytes of an image (JPEG, PNG, …) from wherever they are stored."""
     if entry.size == 0 and Path(entry.file).is_dir():
         dataset, images, _ = open_dataset(entry.file)
         cell = dataset[entry.offset][images] or {}
@@ -234,8 +240,8 @@ def read_image(entry: ImageEntry) -> bytes:
 
 
 def read_with_retries(entry: ImageEntry) -> bytes:
-    """Reads the encoded image; after an error it pauses and tries again, because a network drive
-    may recover. OSError after the last attempt."""
+    """Reads the encoded bytes of an image, in up to four attempts with pauses, because a network
+    drive may recover. OSError if the file is missing, or if all attempts fail."""
     for pause in (0.1, 0.4, 1.6):
         try:
             return read_image(entry)
@@ -252,14 +258,15 @@ def decode_image(
     background: str = PrecomputeConfig.background,
     max_megapixels: float = PrecomputeConfig.max_megapixels,
 ) -> UInt8[Tensor, "3 S S"]:
-    """Decodes, turns upright by EXIF, lays transparent pixels on `background`, resizes the shorter
-    side to `side` and crops the centre.
+    """Decodes an image, turns it upright by its EXIF data, lays transparent pixels on `background`,
+    resizes the shorter side to `side` pixels and crops the centre.
 
-    A box filter halves the image while it is twice too large, then a bicubic filter resizes it: the
-    crop of ADM (Dhariwal & Nichol 2021), with which DiT and its successors made their latents.
-    UnusableError, before anything is decoded, for an image of more than `max_megapixels`.
+    A box filter halves the image while its shorter side is at least 2·`side`, then a bicubic filter
+    resizes it: the crop of ADM (Dhariwal & Nichol 2021), with which DiT and its successors made
+    their latents. UnusableError, before anything is decoded, for an image of more than
+    `max_megapixels`.
     """
-    # Pillow's own limit may be lower than max_megapixels.
+    # Switch off Pillow's own limit, which may be lower than max_megapixels.
     Image.MAX_IMAGE_PIXELS = None
     with Image.open(io.BytesIO(content), formats=list(FORMATS)) as image:
         if image.width * image.height > 1e6 * max_megapixels:
@@ -282,7 +289,8 @@ def decode_image(
 
 
 def mend_colour_key(image: ImageFile.ImageFile) -> None:
-    """Scales the transparent colour of a PNG to 8 bits, since Pillow scales only the pixels."""
+    """Scales the value that marks transparent pixels of a PNG to 8 bits, because Pillow scales only
+    the pixels."""
     key = image.info.get("transparency")
     raw = image.tile[0].args if image.format == "PNG" and image.tile else None
     if key is not None and raw == "RGB;16B":
@@ -297,7 +305,8 @@ def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
     UnusableError for 32-bit or floating-point grey, since no file states its range.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        # Pillow would clip 16-bit grey at 255, so that nearly all of the image became white.
+        # Keep the high byte. Pillow's own conversion clips 16-bit grey at 255, which makes nearly
+        # all of the image white.
         values = np.asarray(image)
         key = image.info.get("transparency")
         image = Image.fromarray((values >> 8).astype(np.uint8))
@@ -320,7 +329,7 @@ def describe_error(error: Exception) -> str:
     on every machine."""
     if isinstance(error, UnusableError):
         return str(error)
-    # The text of this error contains the address of an object in memory.
+    # Replace this error's own text: it contains a memory address, which differs in every run.
     if isinstance(error, UnidentifiedImageError):
         return f"no image of a format that is read ({', '.join(FORMATS)})"
     return re.sub(r"<[^<>]*>|0x[0-9a-fA-F]+", "…", f"damaged ({shorten_error(error)})")
@@ -329,12 +338,13 @@ def describe_error(error: Exception) -> str:
 class DecodedImages(Dataset):
     """Decodes images to 8-bit tensors.
 
-    An item is a text (name and reason) if Pillow cannot decode the image, and an OSError with such
-    a text if no attempt could read the file or the memory does not suffice.
+    An item is the tensor, uint8 (3, S, S). It is a text (the image's name and the reason) if Pillow
+    cannot decode the image, and an OSError with such a text if no attempt could read the file, or
+    if memory does not suffice.
     """
 
     def __init__(self, entries: list[ImageEntry], side: int, **settings: Any) -> None:
-        """`settings` are keywords of `decode_image`."""
+        """`settings` are keyword arguments of `decode_image`."""
         self.entries = entries
         self.side = side
         self.decode = functools.partial(decode_image, side=side, **settings)
@@ -361,17 +371,18 @@ class DecodedImages(Dataset):
 
 
 class Decoded(NamedTuple):
-    """A batch of a worker process. One tensor holds all images, because each tensor costs a file
-    descriptor."""
+    """A batch that a worker process decoded. One tensor holds all its images, because each tensor
+    that processes share costs a file descriptor."""
 
     pixels: Tensor
-    """8 bits, (n, 3, S, S)."""
+    """The n images that could be decoded: uint8, (n, 3, S, S)."""
     places: list[int]
-    """Index of each of the n images in the batch."""
+    """For each of the n images its index in the batch, where images that failed also count."""
     reasons: list[str]
-    """Name of each image that Pillow cannot decode, and the reason."""
+    """For each image that Pillow cannot decode, a text with its name and the reason."""
     unread: str | None
-    """Name of the first image that no attempt could read, and the reason."""
+    """A text with the name of the first image that no attempt could read, and the reason; None if
+    there is no such image."""
 
 
 def collate(items: list[Tensor | str | OSError]) -> Decoded:
@@ -386,8 +397,9 @@ def collate(items: list[Tensor | str | OSError]) -> Decoded:
 def make_decoding_loader(
     images: DecodedImages, batches: list[list[int]], workers: int
 ) -> DataLoader[Decoded]:
-    """Makes a loader of these `batches` of images, which `workers` processes decode ahead.
-    ValueError if shared memory is too small."""
+    """Makes a loader that yields these `batches`, given as indices into `images`; `workers`
+    processes decode ahead (0: the calling process decodes). ValueError if shared memory is too
+    small."""
     if workers:
         batch_bytes = max(map(len, batches), default=0) * 3 * images.side**2
         refuse_small_shared_memory(

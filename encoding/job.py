@@ -1,9 +1,10 @@
 """Plans an encoding job and writes its folder, shards and manifest; the same command continues a
 stopped job.
 
-A shard is a WebDataset tar of blocks (data/manifest.py describes them). Its content is a function
-of (image list, job, shard number). Each finished shard has a sidecar `<shard>.json` with its
-description and sums; the job does not encode a shard with a valid sidecar again.
+A shard is a WebDataset tar of blocks (data/manifest.py describes them). Its content depends only on
+the list of images, the settings of the job, and the number of the shard. Each finished shard has a
+sidecar `<shard>.json` with its description and sums; the job does not encode a shard with a valid
+sidecar again.
 """
 
 from __future__ import annotations
@@ -43,22 +44,23 @@ from training.environment import describe_environment
 
 JOB_FILE = "job.json"
 NumberedImage = tuple[int, ImageEntry]
-"""An image and its index in the shuffled list."""
+"""(index in the shuffled list, image)"""
 
 
 @dataclass
 class Plan:
-    """The images of each shard: shuffled by seed, held-out images first."""
+    """All images of a job, shuffled by the seed and divided into shards, the held-out shards
+    first."""
 
     shards: list[tuple[str, str, list[NumberedImage]]]
-    """(file name, split, images)"""
+    """(file name, split "held_out" or "train", images) of each shard"""
     held_out: int
     images: int
 
 
 def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
-    """Cuts the shuffled list into shards of `shard_size`; ValueError if no image is left to train
-    on."""
+    """Shuffles the images and cuts the list into shards of `shard_size` images; ValueError if no
+    image is left to train on."""
     generator = torch.Generator().manual_seed(cfg.seed)
     order = torch.randperm(len(images.entries), generator=generator).tolist()[: cfg.limit]
     numbered = [(index, images.entries[i]) for index, i in enumerate(order)]
@@ -78,8 +80,8 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 def describe_job(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
 ) -> dict[str, Any]:
-    """Lists the settings that determine the content of the shards; `precision` is from the
-    ledger."""
+    """Returns the settings that determine the content of the shards, by name. `precision` is the
+    dtype in which the encoder's products really ran, from the acceleration ledger."""
     image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
     job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
     return {
@@ -94,22 +96,23 @@ def describe_job(
 
 
 def claim_folder(out: Path, job: dict[str, Any]) -> None:
-    """Writes `job` to the folder `out`. ValueError if the folder belongs to another job, or its job
-    cannot be read."""
+    """Writes `job` to job.json in the folder `out`, or compares it with the job.json that is there.
+    ValueError if the folder belongs to another job, or if job.json cannot be read."""
     file = out / JOB_FILE
     if not file.is_file():
         write_json(file, job)
         return
 
     try:
-        # Jobs of earlier versions lack same_bytes.
+        # Jobs of earlier versions lack same_bytes; they ran as with same_bytes=true.
         earlier = {"same_bytes": True} | read_object(file)
     except ValueError as error:
         raise UserError(
             f"{file} is broken, so nothing says which job this folder belongs to; choose "
             "another folder or delete this one."
         ) from error
-    # An earlier version, whose jobs had fewer keys, may have finished the set.
+    # An earlier version, whose jobs had fewer keys, may have finished the set: compare only these
+    # keys.
     if (out / MANIFEST_NAME).is_file():
         job = {key: value for key, value in job.items() if key in earlier}
     changes = [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]
@@ -123,7 +126,7 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
 def make_locked_folder(out: Path) -> FolderLock:
     """Makes the folder `out` and locks it until the caller closes the result.
 
-    ValueError if another process holds it, or if it has files that are not ours.
+    ValueError if another process holds the lock, or if the folder has files but no job.json.
     """
     try:
         make_folder(out)
@@ -132,7 +135,8 @@ def make_locked_folder(out: Path) -> FolderLock:
         raise UserError(
             f"out={out} cannot be made or read ({error.strerror}); choose another folder."
         ) from error
-    # A process that was killed in claim_folder leaves the lock and the temporary file.
+    # Accept a folder with only these two files, because a process that is killed in claim_folder
+    # leaves them behind.
     if JOB_FILE not in names and names - {LOCK_FILE, f"{JOB_FILE}.tmp"}:
         raise UserError(
             f"out={out} is not empty and holds no latents of ours; choose another folder."
@@ -143,7 +147,8 @@ def make_locked_folder(out: Path) -> FolderLock:
 
 
 def read_finished(out: Path, name: str) -> dict[str, Any] | None:
-    """Reads the sidecar of a shard; None unless shard and sidecar are complete and undamaged."""
+    """Returns the content of a shard's sidecar, or None if the shard or the sidecar is absent,
+    incomplete or damaged."""
     try:
         sidecar = read_object(out / f"{name}.json")
         digest = sidecar.pop("sha256", None)  # earlier versions wrote none
@@ -164,8 +169,9 @@ def make_manifest_fields(
     shards: list[Shard],
     sums: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Makes the fields of a manifest that follow from the autoencoder, its config node, the shards
-    and the training sums."""
+    """Makes the fields of a manifest that describe the autoencoder, the shards, and the statistics
+    of the channels. `encoder` is the autoencoder's configuration node; `sums` has the `ChannelSums`
+    of each training shard as a dict."""
     encoder = dict(encoder)
     folder = os.path.expanduser(encoder.get("path") or "")
     if os.path.isdir(folder):
@@ -236,8 +242,9 @@ def write_manifest(
 def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Casts the tensors of a block to `dtype` on the CPU, all but the labels. ValueError names the
-    first of the `samples` that overflows."""
+    """Casts all tensors of a block except `labels` to `dtype`, and moves them to the CPU. `samples`
+    are the names of the block's samples: if a value overflows, a ValueError names the first such
+    sample."""
     block = dict(tensors)
     for name in sorted(tensors.keys() - {"labels"}):
         block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
@@ -260,7 +267,7 @@ class ChannelSums:
         self.squares: Tensor | float = 0.0
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Adds a batch of the tensors that a block holds."""
+        """Adds the latents of a batch; `tensors` has the names that a block uses."""
         for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
             if name in tensors:
                 values = tensors[name].double()
@@ -303,7 +310,8 @@ class ShardWriter:
         self.blocks: list[Block] = []
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Appends samples: tensors of one length n along their first axis, on the CPU."""
+        """Appends samples: tensors on the CPU with equal lengths along the first axis. Writes a
+        block whenever `block_size` samples are pending."""
         self.pending = {
             name: torch.cat([self.pending[name], tensor]) if self.pending else tensor
             for name, tensor in tensors.items()
@@ -323,7 +331,8 @@ class ShardWriter:
         member.uname = member.gname = "fastlatent"
         self.tar.addfile(member, io.BytesIO(payload))
 
-        # tarfile pads the content to a multiple of 512 bytes, and the block ends before that.
+        # The stream now stands behind the padding, with which tarfile fills the member up to a
+        # multiple of 512 bytes; subtract padding and size to find where the block begins.
         offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
         digest = hashlib.sha256(payload).hexdigest()
         self.blocks.append(Block(offset, size, len(block["labels"]), digest))
@@ -339,7 +348,8 @@ class ShardWriter:
             self.temporary.unlink(missing_ok=True)
 
     def close(self) -> Shard:
-        """Finishes the file and returns its description."""
+        """Writes the pending samples, finishes the file under its final name, and returns its
+        description."""
         if len(self.pending.get("labels", ())):
             self.write_block()
         self.tar.close()

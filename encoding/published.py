@@ -64,8 +64,8 @@ class Published(NamedTuple):
 def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
     """Reads the tensors of a .safetensors or .pt file; a .pt may also hold an `argparse.Namespace`.
 
-    From a training checkpoint it takes `weights`, "ema" or "model". ValueError for values that are
-    no tensors, and for a DiT.
+    From a training checkpoint it takes the tensors under the name `weights`: "ema" (the averaged
+    ones) or "model". ValueError for values that are no tensors, and for a DiT.
     """
     if file.suffix == ".safetensors":
         return read_tensors(file)
@@ -111,8 +111,8 @@ class Keys:
         return name in self.remaining
 
     def read_shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """Returns the shape of a tensor that is left. ValueError if it is absent, or has another
-        number of dimensions."""
+        """Returns the shape of a tensor that `take` has not removed yet. ValueError if the tensor
+        is absent, or if it does not have `dims` dimensions."""
         if name not in self.remaining:
             raise UserError(
                 f"{self.file} has no {name}, which SiT and LightningDiT have; is it one of them?"
@@ -125,7 +125,8 @@ class Keys:
         return tuple(self.remaining[name].shape)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Removes a tensor and returns it in fp32. ValueError if it has not this shape."""
+        """Removes a tensor and returns it in fp32. ValueError if the tensor is absent or has
+        another shape."""
         file_shape = self.read_shape(name, len(shape))
         if file_shape != shape:
             raise UserError(
@@ -141,7 +142,7 @@ class Keys:
         return torch.cat([self.take(f"{name}.bias", rows)[:, None], weight], dim=1)
 
     def refuse_rest(self) -> None:
-        """Checks that all tensors were taken; ValueError if one is left."""
+        """Raises a ValueError if the file has a tensor that nobody took."""
         if self.remaining:
             first, *others = self.remaining
             more = f", and {len(others)} more" if others else ""
@@ -153,8 +154,8 @@ def convert_published(
 ) -> Published:
     """Converts a published model to our denoiser, from its tensors by their published names.
 
-    `head_dim` is needed where neither the tensors nor the published sizes tell it. ValueError for a
-    tensor that is missing, unknown, or does not fit the shapes of the others.
+    `head_dim` is the width of a head; give it if neither the tensors nor the published sizes tell
+    it. ValueError for a tensor that is missing, unknown, or does not fit the shapes of the others.
     """
     keys = Keys(file, tensors)
     dim, channels, patch, _ = keys.read_shape("x_embedder.proj.weight", 4)
@@ -169,7 +170,8 @@ def convert_published(
     node: dict[str, Any] = {"dim": dim, "depth": depth, "patch_size": patch}
     node |= make_node(keys, rows, head_dim or find_head_dim(keys, dim))
 
-    # Each published tensor is taken once, so that one that is left has no place in our model.
+    # Take each published tensor once. Our model has no place for a tensor that then remains, so
+    # `refuse_rest` refuses the file.
     patches = keys.take("x_embedder.proj.weight", dim, channels, patch, patch)
     labels = keys.take("y_embedder.embedding_table.weight", classes + 1, dim)
     converted = {
@@ -227,8 +229,8 @@ def name_tensors(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tens
 
 
 def find_head_dim(keys: Keys, dim: int) -> int:
-    """Finds the width of a head from the norm of the queries or the rotations; else assumes the
-    published sizes: 72 at width 1152, 64 at all others."""
+    """Finds the width of a head from the norm of the queries or from the rotations. If the file has
+    neither, assumes the published sizes: 72 in a model of width 1152, 64 in all others."""
     for name in ("blocks.0.attn.q_norm.weight", "feat_rope.freqs_cos"):
         if name in keys:
             return keys.remaining[name].shape[-1]
@@ -236,8 +238,8 @@ def find_head_dim(keys: Keys, dim: int) -> int:
 
 
 def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
-    """Returns the base of the rotary embedding, or None without one. ValueError if its rotations
-    differ from ours."""
+    """Returns the base of the rotary embedding, or None if the model has no rotary embedding.
+    ValueError if its rotations differ from ours."""
     if "feat_rope.freqs_cos" not in keys:
         return None
     tokens, width = keys.read_shape("feat_rope.freqs_cos", 2)
@@ -259,8 +261,8 @@ def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
 
 
 def reverse_time(weight: Tensor) -> Tensor:
-    """Converts weights (D, 2F) that act on cosines and sines of ω(1-t) to weights that act on those
-    of ωt; computes in fp64."""
+    """Converts weights (D, 2F) that act on F cosines and F sines of ω(1-t) to weights that act on
+    the cosines and sines of ωt; computes in fp64."""
     count = weight.shape[1] // 2
     omega = torch.exp(-math.log(10_000.0) * torch.arange(count, dtype=torch.float64) / count)
     cosines, sines = weight.double().chunk(2, dim=1)
@@ -272,8 +274,8 @@ def reverse_time(weight: Tensor) -> Tensor:
 
 
 def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, dict[str, Any]]:
-    """Returns the attention and MLP of a block, the MLP's width as a multiple of the model's, and
-    the MLP's configuration."""
+    """Returns the layers of a block (attention and MLP), the MLP's hidden width divided by the
+    model's width, and the MLP's configuration."""
     attention = {
         "qkv": keys.take_linear(f"{name}.attn.qkv", 3 * dim, dim),
         "out_proj": keys.take_linear(f"{name}.attn.proj", dim, dim),

@@ -1,7 +1,8 @@
 """Finds the images of a source: a folder with a subfolder per class, WebDataset tars, or a folder
 of `datasets`.
 
-It counts the files that it does not use, and refuses or notes what looks like a mistake.
+It counts the files that it does not use. It refuses what is surely a mistake, and writes a note
+about what may be one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ POSSIBLE_SPLIT_NAME = re.compile(
 )
 """Names of folders that may hold a part of a set."""
 BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-"""Errors of a symlink that names nothing, or itself."""
+"""Error numbers of the system for a symlink that leads to no file, or back to itself."""
 
 
 def list_images(
@@ -48,11 +49,12 @@ def list_images(
     """Lists the images of a folder with a subfolder per class, of one WebDataset tar or a folder of
     them, or of a folder that Hugging Face `datasets` saved. Files are in the order of their names.
 
-    classes="none" also takes a flat folder, tars without .cls and `datasets` without labels, and
-    all labels are 0. A number states how many classes there are where the source does not name
-    them, since a part of a set may lack images of some. ValueError if the source is absent, holds
-    no image or an image without a label, or is ambiguous; and for a tar that is cut or damaged,
-    unless `allow_cut`.
+    With classes="none" all labels are 0, and the source may also be a folder without subfolders,
+    tars without .cls, or `datasets` without labels. If `classes` is a number, it states how many
+    classes there are in a source that does not name them; the labels do not tell, because a part of
+    a set may lack images of some classes. ValueError if the source is absent, holds no image or an
+    image without a label, or is ambiguous; and for a tar that is cut or damaged, unless
+    `allow_cut`.
     """
     path = Path(source).expanduser()
     is_tar = path.is_file() and path.suffix.lower() == ".tar"
@@ -125,8 +127,8 @@ def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
 
 
 def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
-    """Lists a folder of tars, or one with a subfolder per class; without classes, the images
-    anywhere below it."""
+    """Lists the images of a folder of tars, or of a folder with a subfolder per class; with
+    classes="none", all images anywhere below the folder."""
     unused = Unused()
     tars, files_by_folder = sort_files(path, unused)
     if tars and files_by_folder:
@@ -149,7 +151,7 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
             notes,
         )
 
-    # The top folders are the classes.
+    # From here on each top folder is a class.
     in_root = files_by_folder.pop("", [])
     if in_root and not files_by_folder:
         raise UserError(
@@ -171,7 +173,7 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
 
 
 Files = list[tuple[str, int]]
-"""Names below the source, and sizes in bytes."""
+"""(name relative to the source, size in bytes) of each file"""
 
 
 def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]]:
@@ -206,8 +208,8 @@ def make_image_list(
 
 
 def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> list[str]:
-    """Returns notes on class folders that may be something else. ValueError if most of them have
-    the names of splits."""
+    """Returns notes on class folders that may be something else. ValueError if most of them are
+    named like splits (train, test, …)."""
     splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
     if 2 * len(splits) > len(names):
         first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
@@ -222,7 +224,8 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
     if doubtful:
         notes.append(f"{join_few(doubtful)} among the class folders: parts of a set, or classes?")
 
-    # A class may have subfolders, whose images all get its label.
+    # All images below a class folder get its label; note folders with several subfolders, because
+    # these may be the real classes.
     subfolders = [
         len({name.split("/")[1] for name, _ in files if name.count("/") > 1}) for files in folders
     ]
@@ -238,8 +241,8 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
 
 
 def list_rows(path: Path, classes: Classes) -> ImageList:
-    """Lists the rows of a folder made by `Dataset.save_to_disk`, with a column of images and one of
-    class labels."""
+    """Lists the images of a folder that `Dataset.save_to_disk` of Hugging Face `datasets` wrote:
+    one image a row, with one column of images and one of class labels."""
     splits = sorted(
         folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file()
     )
@@ -267,7 +270,8 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
         labelled_rows = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
         names = name_classes(labelled_rows, classes, class_names)
 
-    # The keys contain a hash of the data, so that another set of the same length is another job.
+    # The key of each image contains the hash by which `datasets` identifies the data: a job
+    # compares its images by their keys, and must not continue with another set of the same length.
     fingerprint = dataset._fingerprint
     entries = [
         ImageEntry(f"{fingerprint}:{images}:{i}", label, str(path), i, 0)

@@ -1,6 +1,7 @@
 """Lists the images of WebDataset tars, and reads each tar to its end marker.
 
-Python's tarfile treats a truncated file and a damaged header as the end of a tar, silently.
+Python's tarfile silently treats a truncated file and a damaged header as the end of a tar; this
+module reports both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_LABEL_BYTES = 64
 COMPRESSED_SIGNATURES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """First bytes of files in the formats gzip, bzip2, xz and zstd."""
 Sample = dict[str, tarfile.TarInfo]
-"""The members with the same key, by extension."""
+"""The members of a tar that share a key: extension -> member."""
 
 
 def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unused) -> ImageList:
@@ -26,7 +27,7 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
     label the integer in `<key>.cls`; with classes="none" all labels are 0.
 
     ValueError for a tar that is cut or damaged, unless `allow_cut`; for a sample with two images or
-    without a label; and for a label above the stated number of classes, or the number of images.
+    without a label; and for a label that `name_classes` refuses.
     """
     labelled = classes != "none"
     entries: list[ImageEntry] = []
@@ -35,7 +36,8 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
         with file.open("rb") as stream:
             samples, cut = read_samples(file, stream, unused)
 
-            # The label of the last sample may be lost, since it can stand behind the image.
+            # The cut may have removed the label of the last sample, because a label can stand
+            # behind its image: leave out a last sample without label.
             if cut and not allow_cut:
                 raise UserError(f"{cut}. Fetch it again, or use what comes before: allow_cut=true.")
             if cut:
@@ -61,11 +63,12 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
 def name_classes(
     labels: list[tuple[str, Any]], classes: int | str, names: list[str] | None = None
 ) -> list[str]:
-    """Returns the names of all classes: `names` from the source, or numbers as text. Their count is
-    `classes` where that is a number, else one more than the largest of `labels` (image, label).
+    """Checks `labels`, pairs of (image, label), and returns the names of all classes: `names`,
+    which the source gives, or else the numbers from 0 as text. If neither `names` nor `classes`
+    states how many classes there are, the largest label plus one does.
 
-    ValueError for a label that is no class index below the stated number of classes, or below the
-    number of images where none is stated.
+    ValueError for a label that is no integer from 0 up to the number of classes, exclusive; if that
+    number is not stated, the number of images limits the labels.
     """
     stated = len(names) if names else classes
     limit = stated if isinstance(stated, int) else len(labels)
@@ -84,8 +87,8 @@ def name_classes(
 def make_entry(
     file: Path, stream: BinaryIO, key: str, sample: Sample, labelled: bool, unused: Unused
 ) -> ImageEntry | None:
-    """Returns the image of a sample, or None. ValueError if it has two, or lacks a label although
-    the set is `labelled`."""
+    """Returns the image of a sample, or None if the sample has no image. ValueError if it has two
+    images, or if it lacks a label although the set is `labelled`."""
     images = [member for extension, member in sample.items() if is_image(extension)]
     if len(images) > 1:
         raise UserError(
@@ -126,7 +129,8 @@ def read_samples(
     file: Path, stream: BinaryIO, unused: Unused
 ) -> tuple[dict[str, Sample], str | None]:
     """Groups the members of a tar by key, as WebDataset does: the key ends at the first dot of the
-    file name. Returns the samples, and a text on the tar's end if the end marker is missing.
+    file name. Returns key -> sample, and a sentence about the cut or damage if the tar's end marker
+    is missing, else None.
 
     ValueError if two members have the same name.
     """
@@ -157,11 +161,12 @@ def read_samples(
 
 
 def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], str | None]:
-    """Returns the complete members of a tar, also of tars appended to it with `cat`, and a text if
-    the file does not end with a tar's end marker: two or more blocks of zeros.
+    """Returns the complete members of a tar, also of tars appended to it with `cat`. Also returns a
+    sentence about the cut or damage if the file does not end with a tar's end marker (two or more
+    blocks of zeros), else None.
 
-    Zeros between members are no end, so the reading goes on behind them. ValueError if the file is
-    no tar.
+    It continues behind zeros, because another tar may follow them. ValueError if the file is no
+    tar.
     """
     size = os.fstat(stream.fileno()).st_size
     members = []
@@ -183,7 +188,7 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
                 raise UserError(explain_no_tar(file, stream)) from error
             damaged = True
 
-        # The end marker, or else the place of the damage, lies behind the last member.
+        # `end` is the offset where the end marker, or else the damage, begins.
         end = start if tar is None else min(tar.offset, size)
         start = skip_zeros(stream, end)
         if damaged or start - end < 2 * BLOCK_BYTES:
