@@ -1,6 +1,6 @@
 """Distances between two sets of features: Fréchet, kernel, precision, recall and copies, in fp64.
 
-Letters: N M samples of the two sets, B of a batch, D features, S subsets.
+Letters: N and M samples of the two sets, B samples of a batch, D features, S subsets.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from common.errors import UserError
 KD_SUBSETS = 100
 KD_SUBSET_SIZE = 1000
 CHUNK_ELEMENTS = 2**24
-"""Distances in memory at a time: 128 MiB in fp64."""
+"""Largest number of pairwise distances or kernel values in memory at a time: 128 MiB in fp64."""
 FIRST_SAMPLES = 10_000
-"""All figures but the Fréchet distance use this number of samples, the first of each set."""
+"""Number of samples, the first of each set, from which all figures except the Fréchet distance are
+computed."""
 NEIGHBOURS = 3
 NEAREST_SHARE = 0.05
-"""Distances below this quantile of the nearest distances within the real set count as copies."""
+"""A generated sample counts as a copy if its distance to the nearest real sample is at most this
+quantile of the distances between each real sample and its nearest real neighbour."""
 DISTANCE_ROUNDING = 1e-12
 """Rounding error of a squared distance, relative to the mean squared length of features."""
 EIGENVALUE_ROUNDING = 1e-9
-"""Rounding makes eigenvalues as low as minus this, relative to the largest one."""
+"""Rounding may turn an eigenvalue of 0 into a negative one, down to minus this factor times the
+largest eigenvalue."""
 COPIES_WARNING_FACTOR = 3.0
-"""A share of copies above this multiple of the expected share is reported."""
+"""A share of copies must exceed this multiple of the expected share before a warning reports it."""
 
 
 class Moments:
@@ -79,7 +82,8 @@ class Moments:
 
 
 def explain_too_few(count: int, dim: int) -> str | None:
-    """Returns why `count` samples of `dim` features are too few for a Fréchet distance, or None.
+    """Returns why `count` samples of `dim` features are too few for a Fréchet distance, or None if
+    they suffice.
 
     With N <= 2·D the estimated covariance is (nearly) singular, and the distance mostly bias.
     """
@@ -98,8 +102,8 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     Both sets must be large enough for `explain_too_few`. ValueError if a covariance has a clearly
     negative eigenvalue.
 
-    |mu1 - mu2|² + tr S1 + tr S2 - 2 tr((S1^½ S2 S1^½)^½): the symmetric form, whose eigenvalues are
-    real.
+    With the means mu and the covariances S the distance is |mu1 - mu2|² + tr S1 + tr S2 - 2
+    tr((S1^½ S2 S1^½)^½). The matrix in the root is symmetric, so its eigenvalues are real.
     """
     assert explain_too_few(min(a.count, b.count), len(a.mean)) is None
     first = a.covariance
@@ -113,7 +117,8 @@ def frechet_distance(a: Moments, b: Moments) -> float:
 
 
 def clamp_eigenvalues(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float[Tensor, "D"]:
-    """Sets negative eigenvalues to 0 if rounding explains them, beside the `largest` one.
+    """Sets to 0 the eigenvalues that are slightly negative, as rounding makes them beside the
+    `largest` one.
 
     ValueError for more negative ones and for NaN.
     """
@@ -167,7 +172,8 @@ def squared_mmd(
     """
 
     def sum_kernel(x: Tensor, y: Tensor, x_members: Tensor, y_members: Tensor) -> Tensor:
-        """Sums the kernel over all pairs of a sample of a subset of `x` and one of `y`."""
+        """Returns for each subset the sum of the kernel over all pairs of one of its samples in `x`
+        and one in `y`."""
         total = x.new_zeros(())
         step = max(1, CHUNK_ELEMENTS // len(y))
         for rows, members in zip(x.split(step), x_members.split(step, dim=1), strict=True):
@@ -176,7 +182,8 @@ def squared_mmd(
         return total
 
     def average_within(x: Tensor, members: Tensor) -> Tensor:
-        """Averages the kernel over all pairs of two different samples of a subset."""
+        """Returns for each subset the average of the kernel over all pairs of two different samples
+        in it."""
         count = members.sum(1)
         diagonal = members @ (x.square().mean(1) + 1.0) ** 3
         return (sum_kernel(x, x, members, members) - diagonal) / (count * (count - 1.0))
@@ -189,13 +196,17 @@ class Nearness(NamedTuple):
     """Four shares in [0, 1] that follow from the distances between two sets of samples."""
 
     precision: float
-    """Share of fakes that lie no farther from some real sample than its third nearest real one."""
+    """Share of generated samples inside the ball of some real sample. The ball reaches from the
+    sample to its third nearest neighbour in its own set."""
     recall: float
-    """Precision with the two sets exchanged."""
+    """Share of real samples inside such a ball of some generated sample."""
     copied: float
-    """Share of fakes nearer to a real sample than 95 % of real samples are to another real one."""
+    """Share of generated samples that are likely copies: their distance to the nearest real sample
+    is at most the 5th percentile of the distances between real samples and their nearest real
+    neighbours."""
     expected: float
-    """Expected `copied` of a model without copies: 0.05, or more if real samples coincide."""
+    """Value of `copied` to expect from a model that copies nothing: 0.05 by definition, more if the
+    real set has duplicates."""
 
 
 def compare_neighbours(
@@ -206,7 +217,8 @@ def compare_neighbours(
     Precision and recall follow Kynkäänniemi et al. 2019; both grow with fewer samples, so compare
     equal counts. The test for copies follows Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675),
     who compare the distances of samples to the training set with those of held-out images; here
-    each real image is left out once, and only the tails of the distances count.
+    each real image in turn takes the part of a held-out image, and only the smallest 5 % of the
+    distances count.
 
     Both sets need more than `neighbours` samples.
     """
@@ -220,7 +232,8 @@ def compare_neighbours(
     slack = DISTANCE_ROUNDING * real.square().sum(1).mean()
     threshold = among_real[:, 0].quantile(NEAREST_SHARE) + slack
 
-    # For each fake: does it lie in the ball of a real sample, and how far is the nearest one?
+    # For each generated sample: does it lie in the ball of a real sample, and what is its squared
+    # distance to the nearest real sample?
     to_real = [((d <= among_real[:, -1]).any(1), d.amin(1)) for d in squared_distances(fake, real)]
     to_fake = [(d <= among_fake[:, -1]).any(1) for d in squared_distances(real, fake)]
     inside, closest = (torch.cat(parts) for parts in zip(*to_real, strict=True))
@@ -239,7 +252,7 @@ def compute_share(flags: Tensor) -> float:
 
 def find_nearest_others(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "N count"]:
     """Returns the squared distances of each row to its `count` nearest others, ascending."""
-    # The nearest row of all is the row itself.
+    # Drop the first of the nearest rows: it is the row itself.
     nearest = [
         d.topk(count + 1, largest=False).values[:, 1:] for d in squared_distances(rows, rows)
     ]
@@ -251,7 +264,8 @@ def squared_distances(
 ) -> Iterator[Float[Tensor, "n M"]]:
     """Yields squared distances in chunks of rows.
 
-    |x|² + |y|² - 2x·y is precise enough, because callers pass fp64 relative to the mean.
+    |x|² + |y|² - 2x·y is precise enough, because callers pass rows in fp64 from which they
+    subtracted a mean.
     """
     for chunk in rows.split(max(1, CHUNK_ELEMENTS // len(columns))):
         lengths = chunk.square().sum(1, keepdim=True) + columns.square().sum(1)
@@ -272,7 +286,7 @@ class FeatureStats:
         self.first: list[Tensor] = []
 
     def add(self, features: Float[Tensor, "B D"]) -> None:
-        """Appends samples."""
+        """Adds the features of the next samples of the set."""
         start = self.all.count
         self.all.add(features)
         for half in (0, 1):
@@ -325,7 +339,8 @@ def compute_floor(real: FeatureStats) -> dict[str, Any]:
 def compute_figures(
     fake: Mapping[str, FeatureStats], real: Mapping[str, FeatureStats]
 ) -> dict[str, dict[str, Any]]:
-    """Computes all figures of each feature space; `why` explains missing figures and copies."""
+    """Computes all figures; returns feature space -> name of a figure -> value. The text `why`, if
+    present, explains a figure that is missing, or warns of copies."""
     rows = {}
     for space in real:
         stats = fake[space]

@@ -63,7 +63,8 @@ class ReferenceImages:
     facts: dict[str, Any]
     """`kind`, `count`, `resize`, the `name` of a folder, and the `sha256` of their content."""
     images: Callable[[Iterable[range]], Iterator[Images]]
-    """Yields an iterator over batches for each range of image numbers; use one after the other."""
+    """For each range of image numbers, yields an iterator over the batches of these images. Exhaust
+    each iterator before you take the next one."""
 
     @property
     def count(self) -> int:
@@ -78,8 +79,8 @@ class ReferenceImages:
 def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     """Opens the images of a folder, tars or `datasets`, cropped to squares of `side` pixels.
 
-    Classes are ignored. If there are more than `limit` images, a fixed permutation chooses.
-    ValueError if there are none, or if one cannot be decoded.
+    Classes are ignored. If there are more than `limit` images, a fixed permutation chooses `limit`
+    of them. ValueError if there are none, or if one cannot be decoded.
     """
     path = Path(folder).expanduser()
     try:
@@ -120,11 +121,11 @@ def make_reconstructions(
     device: torch.device,
     limit: int,
 ) -> ReferenceImages:
-    """Decodes the first `limit` training latents, in the order of seed 0, of `node`, a run's data
-    configuration.
+    """Makes reference images by decoding the first `limit` training latents of a run, in the order
+    of seed 0. `node` is the run's data configuration.
 
-    It reads only latents whose features are not cached yet, into host memory. ValueError if the
-    data are no longer the set of `spec`.
+    It reads only the latents of the ranges that the caller asks for, into host memory. ValueError
+    if the data are no longer the set of `spec`.
     """
 
     def decode_ranges(ranges: Iterable[range]) -> Iterator[Images]:
@@ -165,8 +166,9 @@ def make_reconstructions(
 class Evaluator:
     """Feature spaces, and the statistics of the reference in each.
 
-    All processes build it together; only the first has the statistics. ValueError for a reference
-    that is unknown or too small for any distance, or that is a folder while samples are not square.
+    All processes build an evaluator together; only that of the first process has the statistics.
+    ValueError for a reference that is unknown or too small for any distance, or that is a folder
+    while samples are not square.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class Evaluator:
         spaces = build_features(cfg, autoencoder, example)
         self.spaces = {name: space.to(device) for name, space in spaces.items()}
 
-        # A folder of images, or the training set of the run.
+        # The reference is a folder of images, or else the training set of the run.
         name = "the training set" if cfg.reference is None else f"reference={cfg.reference}"
         height, width = example.shape[2:]
         if cfg.reference is not None:
@@ -213,8 +215,8 @@ class Evaluator:
     def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
         """Returns the reference's statistics in each space, on the first process only.
 
-        All processes share the work. Every space has a folder in the cache, so that another space
-        costs only its own features.
+        All processes share the work. Each feature space has its own folder in the cache, so whoever
+        adds a space computes only the features of that space.
         """
         caches = {}
         count = self.source.count
@@ -261,7 +263,8 @@ class Evaluator:
     def compute_features(
         self, images: UInt8[Tensor, "B H W 3"], spaces: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
-        """Computes the features of images in `spaces`, None: all; in fp32 on the CPU."""
+        """Computes the features of images in `spaces` (None: in all feature spaces). Returns space
+        -> features, in fp32 on the CPU."""
         images = images.to(self.device)
         return {name: self.spaces[name](images).cpu() for name in spaces or self.spaces}
 
@@ -270,7 +273,7 @@ class Evaluator:
         return self.compute_features(decode_images(self.autoencoder, latents))
 
     def describe_protocol(self) -> dict[str, Any]:
-        """Returns all that the figures depend on, except the samples."""
+        """Returns all settings on which the figures depend, except those of the samples."""
         return {
             "reference": self.source.facts,
             "features": {name: space.describe() for name, space in self.spaces.items()},
@@ -295,7 +298,8 @@ class TrainingDistances:
         self.count = cfg.fd.count
         self.evaluator = Evaluator(cfg.fd, spec, cfg.data, autoencoder, device, training.ranks)
 
-        # Guidance doubles the batch, which must not need more memory than a training step.
+        # Guidance doubles the batch: with half a micro-batch, sampling needs no more memory than a
+        # training step.
         batch_size = max(1, training.micro_batch // 2)
         labels = deal_labels_in_turn(spec.labels, device)
         forward = training.step.forward
@@ -314,11 +318,12 @@ class TrainingDistances:
         self.training.ranks.broadcast_result(lambda: self.write_protocol(folder / PROTOCOL_FILE))
 
     def write_protocol(self, file: Path) -> None:
-        """Writes protocol and floors; ValueError if `file` has another protocol."""
+        """Writes the protocol, and the distances between the halves of the reference, to `file`;
+        ValueError if the file has another protocol."""
         samples = self.stream.describe_protocol(self.training.stack, self.count, "balanced")
         protocol = samples | self.evaluator.describe_protocol() | {"weights": "ema"}
 
-        # As JSON returns it, so that it compares equal to the file.
+        # Encode and decode the protocol, so that it compares equal to the content of a JSON file.
         protocol = json.loads(json.dumps(protocol))
         if file.is_file():
             content = read_object(file)
@@ -341,7 +346,8 @@ class TrainingDistances:
 
     @CLOCK.count_as("evaluation")
     def __call__(self) -> dict[str, float]:
-        """Draws samples and compares them; only the first process gets figures, all get seconds.
+        """Draws samples and compares them with the reference. Only the first process gets the
+        distances; every process gets `distances_s`, the seconds that this took.
 
         If samples are not finite, a warning replaces the figures, and training goes on.
         """

@@ -1,6 +1,7 @@
-"""Feature spaces: their base class, two that download nothing, and two of published networks.
+"""Feature spaces: their base class, two spaces that download nothing, and two that use published
+networks.
 
-Only a configuration that names a published network imports its package.
+The package of a published network is imported only if the configuration names that space.
 
 Letters: B images, H W their size, D features, C channels.
 """
@@ -56,15 +57,16 @@ class Features(nn.Module, ABC):
     dim: int
     """Features per image."""
     facts: Mapping[str, Any]
-    """JSON values that comparable figures share, beside name and dim: version or hash of the
-    weights, and the resizing."""
+    """Facts that must be equal, beside name and dim, before figures can be compared: version or
+    hash of the weights, and the resizing; as JSON values."""
 
     @abstractmethod
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         """Returns features in fp32 on the device of images and module."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns all values that comparable figures share."""
+        """Returns all facts that must be equal before figures of two feature spaces can be
+        compared."""
         return {"name": self.name, "dim": self.dim, **self.facts}
 
     def __call__(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
@@ -101,11 +103,13 @@ def to_planes(images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
 
 
 class RandomFeatures(Features):
-    """A fixed random convolutional network: 64 channels on a 2×2 grid, which keeps some layout.
+    """A fixed random convolutional network: its features are 64 channels on a 2×2 grid, which keeps
+    some of the image's layout.
 
     Random features rank generators much like trained ones (https://arxiv.org/abs/2208.09218). The
-    weights come from numpy's RandomState, whose stream numpy has frozen. A change of
-    the network needs another `version`, because its figures no longer compare with older ones.
+    weights come from numpy's RandomState, because numpy guarantees that its numbers never change. A
+    change of the network needs another `version`, because its figures no longer compare with older
+    ones.
     """
 
     name = "random"
@@ -260,12 +264,14 @@ def find_dinov2_folder(path: str) -> Path:
 
 
 def import_attribute(space: str, module: str, name: str) -> Any:
-    """Imports `name` of a package that a feature space needs; ValueError says how to install it."""
+    """Imports `name` from a module that the feature space `space` needs. If that fails, a
+    ValueError says how to install the package."""
     package = module.partition(".")[0]
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
-        # A torchvision built for another torch raises RuntimeError and others.
+        # Catch every exception, because a torchvision built for another torch raises RuntimeError
+        # and others.
         if find_spec(package) is None:
             raise UserError(
                 f"features={space} needs {package}, which is not installed; "
