@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.kernels import bidirectional_ssd as definition
 from accel.kernels.add_norm import add_norm, fused_add_norm
-from accel.kernels.attend import attend
 from accel.kernels.local_mix import fused_local_mix
 from accel.kernels.operator import OPERATORS
 from accel.kernels.qk_rope import fused_qk_rope
@@ -23,13 +21,10 @@ from tests.harness.operators import (
     assert_all_close,
     make_add_norm,
     make_mixed_ssd,
-    make_qk_rope,
     make_ssd,
     run_both_ways,
+    shorten_chunks,
 )
-
-SHORT = {"MAX_QUADRATIC_TOKENS": 16, "CHUNK_TOKENS": 16}
-"""Constants of the scan with which 17 tokens take two chunks."""
 
 
 @pytest.mark.parametrize("operator", CASES)
@@ -44,12 +39,11 @@ def test_a_fused_operator_has_the_gradients_of_its_definition(operator, sizes):
 
 
 @pytest.mark.parametrize("operator", ["ssd", "ssd, gated"])
-@pytest.mark.parametrize("length", [40, 37])
+@pytest.mark.parametrize("length", [32, 37])
 def test_the_fused_scan_in_chunks_has_the_gradients_of_its_definition(
     operator, length, monkeypatch
 ):
-    for name, value in SHORT.items():
-        monkeypatch.setattr(definition, name, value)
+    shorten_chunks(monkeypatch, 16)
     fused, plain, inputs, _ = CASES[operator](Sizes(grid=(1, length)))
     assert_all_close(run_both_ways(fused, inputs), run_both_ways(plain, inputs))
 
@@ -61,16 +55,14 @@ def test_inputs_may_lie_in_any_order_in_memory(operator):
     assert_all_close(as_tuple(fused(*turned)), as_tuple(fused(*inputs)))
 
 
-@pytest.mark.parametrize("maps", [("branch_rows",), ("h_rows",)])
-def test_row_maps_are_gathers_left_out(maps):
-    rows = {name: torch.randperm(12) for name in maps}
-    fused, plain, inputs, _ = make_add_norm(Sizes(), **rows)
-    assert_all_close(run_both_ways(fused, inputs), run_both_ways(plain, inputs))
-    branch, *rest = inputs
-    h, z = plain(*inputs)
-    h_plain, z_plain = add_norm(branch[:, rows.get("branch_rows", torch.arange(12))], *rest)
+def test_row_maps_are_gathers_left_out():
+    branch_rows = torch.randperm(12)
+    h_rows = torch.randperm(12)
+    branch, *rest = make_add_norm(Sizes()).inputs
+    h, z = add_norm(branch, *rest, branch_rows=branch_rows, h_rows=h_rows)
+    h_plain, z_plain = add_norm(branch[:, branch_rows], *rest)
     assert torch.equal(z, z_plain)
-    assert torch.equal(h[:, rows.get("h_rows", torch.arange(12))], h_plain)
+    assert torch.equal(h[:, h_rows], h_plain)
 
 
 class Recording(TorchDispatchMode):
@@ -101,11 +93,11 @@ def test_every_operator_is_well_formed(monkeypatch):
             run_both_ways(fused, inputs)
         inputs = make_add_norm(Sizes(dtype=torch.float32)).inputs
         run_both_ways(lambda *t: fused_add_norm(*t, centred=True), inputs)
-        for name, value in SHORT.items():
-            monkeypatch.setattr(definition, name, value)
+        shorten_chunks(monkeypatch, 16)
         fused, _, inputs, _ = make_ssd(Sizes(grid=(1, 17), dtype=torch.float32))
         run_both_ways(fused, inputs)
-    assert {name.partition(" ")[0] for name in recording.calls} == OPERATORS.keys()
+    planted = {name for name in OPERATORS if name.startswith("planted")}  # by test_trial
+    assert {name.partition(" ")[0] for name in recording.calls} == OPERATORS.keys() - planted
     for operator, arguments in recording.calls.values():
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -155,7 +147,6 @@ def test_sizes_that_the_matrix_units_do_not_take_are_refused(operator, head_dim,
     [
         (72, (None, None), (2, 2, 72), r"fused_rope=true.*got 72.*fused_rope=false"),
         (8, (None, None), (2, 3, 8), r"rotations of shape \(2, 3, 8\); it must be \(2, 2, 8\)"),
-        (8, (None, None), (2, 1, 8), r"rotations of shape \(2, 1, 8\)"),
         (8, (torch.ones(8), torch.ones(4)), (2, 2, 8), r"k_weight of shape \(4,\); it must be"),
         (8, (None, torch.ones(8)), (2, 2, 8), "for queries or for keys alone"),
     ],
@@ -163,12 +154,3 @@ def test_sizes_that_the_matrix_units_do_not_take_are_refused(operator, head_dim,
 def test_what_queries_and_keys_cannot_take_is_refused(head_dim, weights, rotations, sentence):
     with pytest.raises(ValueError, match=sentence):
         fused_qk_rope(torch.zeros(1, 2, 3, 1, head_dim), *weights, torch.zeros(rotations))
-
-
-def test_queries_and_keys_take_the_gradients_of_attention():
-    """Attention returns gradients with other strides than random ones have."""
-    fused, plain, inputs, _ = make_qk_rope(Sizes())
-    actual, expected = (
-        run_both_ways(lambda *t, f=function: attend(*f(*t)), inputs) for function in (fused, plain)
-    )
-    assert_all_close(actual, expected)
