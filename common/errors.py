@@ -1,5 +1,5 @@
-"""Errors with a sentence for the user: mistakes, and a machine that runs out of memory, disk or
-threads."""
+"""Explains errors to the user in one sentence: mistakes of the user, and a machine that runs out of
+memory, disk or threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class UserError(ValueError):
 
 
 def describe_first_fault(error: ValidationError, kind: str) -> str:
-    """Says what is wrong with JSON that should be a `kind`, as the end of a sentence."""
+    """Returns the first fault of JSON that should be a `kind`, such as "manifest", as the end of a
+    sentence that begins with the file's name."""
     faults = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
     missing = [field for field, fault in faults.items() if fault["type"] == "missing"]
     if missing:

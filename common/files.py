@@ -29,8 +29,8 @@ def write_atomically(file: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError as error:  # a full disk
-        error.filename = error.filename or str(file)  # an error of a write names none
+    except OSError as error:  # such as a full disk
+        error.filename = error.filename or str(file)  # an error of write() names no file
         temporary.unlink(missing_ok=True)
         raise
     rename(temporary, file)
@@ -80,7 +80,8 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` survive a power cut, where its file system can flush folders."""
+    """Flushes a folder to disk, so that renames in it survive a power cut; does nothing if its file
+    system cannot flush folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,7 +122,7 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
     It is a POSIX lock: it works on NFS, forked workers do not inherit it, and the system releases
     it when a process is killed.
     """
-    import fcntl  # POSIX only
+    import fcntl  # imported here, because only POSIX systems have it
 
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     lock = FolderLock(descriptor)
@@ -144,8 +145,7 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
 
 
 def write_to_cache(file: Path, content: Any) -> None:
-    """Writes JSON to a file of a cache; where that fails, warns: the next run then repeats the
-    work."""
+    """Writes JSON to a file of a cache; if that fails, warns that the next run repeats the work."""
     try:
         make_folder(file.parent)
         write_json(file, content)

@@ -16,8 +16,8 @@ from common.errors import UserError
 
 @contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Suppresses messages of libraries inside; torchao warns at import that kernels fail to load
-    which nothing here uses."""
+    """Suppresses log messages and warnings of the code inside. For example torchao, when imported,
+    warns that it cannot load some kernels; fastlatent uses none of them."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -43,7 +43,7 @@ def import_optional(module: str, wanted_by: str) -> ModuleType:
 
 @contextmanager
 def disable_tf32() -> Iterator[None]:
-    """Computes matrix products and convolutions inside in full fp32, without TF32."""
+    """Makes matrix products and convolutions of the code inside compute in full fp32, not TF32."""
     precision = torch.get_float32_matmul_precision()
     allow_tf32 = torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")

@@ -7,7 +7,7 @@ import sys
 import time
 
 PROCESS_START = time.perf_counter()
-"""Time at which this process began, without Python's own start."""
+"""Value of time.perf_counter(), in seconds, when Python had started and this process began."""
 OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 13)
 

@@ -15,8 +15,8 @@ LINE_INTERVAL_SECONDS = 10.0
 
 
 class Progress:
-    """Shows a count towards `total`: a tqdm bar on a terminal; elsewhere, with `plain`, a line
-    every `LINE_INTERVAL_SECONDS`. `lasting` leaves the finished bar on the screen."""
+    """Shows how much of `total` is done: by a tqdm bar on a terminal; elsewhere, if `plain`, by a
+    line every `LINE_INTERVAL_SECONDS`. `lasting` leaves the finished bar on the screen."""
 
     def __init__(
         self,
@@ -109,11 +109,13 @@ class AdvisoryStream:
         self.attempt(self.stream.flush)
 
     def attempt(self, act: Callable[[], object]) -> None:
-        """Acts on the stream; an OSError points its file descriptor to /dev/null."""
+        """Calls `act`, which uses the stream. After an OSError it points the file descriptor of the
+        stream to /dev/null, and warns."""
         try:
             act()
         except OSError as error:
-            # The descriptor, not the stream: Python still flushes the stream's buffer at exit.
+            # Redirect the descriptor and not only the Python object: at exit, Python flushes the
+            # stream's buffer to the descriptor.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.stream.fileno())
             os.close(null)

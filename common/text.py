@@ -7,7 +7,8 @@ import re
 from typing import Any, TypeGuard
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Matches line breaks, control characters, and bytes of a name that are not UTF-8."""
+"""Matches line breaks, control characters, and surrogates, which are what Python reads bytes of a
+file name as that are not UTF-8."""
 
 
 def escape_unprintable(text: str) -> str:
@@ -17,7 +18,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def to_json(content: Any) -> str:
-    """Returns strict JSON in one line; NaN and infinity become null, for other readers of JSON
+    """Returns strict JSON in one line; NaN and infinity become null, because many JSON parsers
     refuse them."""
     return json.dumps(replace_non_finite(content), allow_nan=False)
 

@@ -1,4 +1,5 @@
-"""Starts and ends child processes and threads, and checks the shared memory for their batches."""
+"""Starts and ends child processes and threads, and checks that shared memory has room for their
+batches."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ EXTRA_BATCHES = 2
 
 
 def make_child_environment(without: Collection[str] = ()) -> dict[str, str]:
-    """Returns this process's environment variables except those in `without`, and its import
-    path."""
+    """Returns the environment variables for a child process: those of this process except the ones
+    in `without`, and PYTHONPATH with this process's import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     variables = {name: value for name, value in os.environ.items() if name not in without}
     return variables | {"PYTHONPATH": path}
@@ -74,8 +75,8 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Has this process, which leads its own session, and its children end within a second after
-    `parent`, even if that is killed."""
+    """Starts a thread that kills this process and its children within a second after the process
+    with id `parent` ends, even if that is killed. This process must lead its own session."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -97,7 +98,7 @@ def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[]
             env=make_child_environment(),
         )
 
-    # The limit may change with each piece of news: some phases of a command take longer.
+    # Call `patience` again after each piece of news, because some phases of a command take longer.
     limit = patience()
     since = time.monotonic()
     last_stamp = None
@@ -121,10 +122,10 @@ def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[]
 
 
 def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy: str) -> None:
-    """ValueError if shared memory has no room for `batches` waiting batches of `batch_bytes`, for
-    each process of this machine.
+    """Raises ValueError if shared memory has no room for `batches` waiting batches of `batch_bytes`
+    bytes in each process of this machine.
 
-    A worker that finds no room drops its batch, and the reader would then wait forever.
+    Without this check, a worker that finds no room drops its batch, and the reader waits forever.
     """
     if not os.path.isdir(SHARED_MEMORY):
         return
@@ -140,10 +141,10 @@ def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy:
 
 
 class Readers:
-    """A pool of `count` daemon threads.
+    """A pool of `count` daemon threads that read files.
 
-    This is no ThreadPoolExecutor, for Python waits for its threads at exit, and a read from a
-    hanging server takes minutes.
+    This is no ThreadPoolExecutor: at exit, Python waits for the threads of an executor, and a read
+    from a hanging server takes minutes.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -169,7 +170,8 @@ class Readers:
         for _ in self.threads:
             self.tasks.put(None)
         for thread in self.threads:
-            # Python may collect the owner of a pool in a thread of the pool.
+            # Python may collect the owner of a pool, and so call this, in a thread of the pool; a
+            # thread cannot join itself.
             if wait and thread is not threading.current_thread():
                 thread.join(timeout=10.0)
 
@@ -183,11 +185,12 @@ def run_tasks(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
                 future.set_result(function(*arguments))
             except BaseException as error:
                 future.set_exception(error)
-        del future, function, arguments  # or a waiting thread would keep their owner alive
+        del future, function, arguments  # a waiting thread must not keep these objects alive
 
 
 class Prefetcher(Iterator[Result]):
-    """Yields the items of an iterator; a thread of `readers` takes each one ahead of its use."""
+    """Yields the items of an iterator; while one item is in use, a thread of `readers` computes the
+    next."""
 
     def __init__(self, items: Iterator[Result], readers: Readers) -> None:
         self.items = items

@@ -1,1 +1,1 @@
-"""Latent sets: manifest, shards, and loaders behind one protocol."""
+"""Reads sets of latents: the manifest, the shards, and loaders with one common base class."""

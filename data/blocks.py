@@ -29,7 +29,8 @@ from data.source import Source, describe_failed_read, open_source
 
 OnCorrupt = Literal["error", "skip"]
 MAX_UNREACHABLE_BLOCKS = 3
-"""After this number of unreachable blocks the reader gives up: the store is gone, not a block."""
+"""Number of unreachable blocks in one call of `BlockReader.read` at which the call fails: the whole
+store is then likely to be unreachable."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
 
@@ -38,7 +39,7 @@ class DamagedBlockError(UserError):
 
 
 class UnreachableError(DamagedBlockError):
-    """No attempt could read a block; a later one may."""
+    """All attempts to read a block failed; a later attempt may succeed."""
 
 
 class Place(NamedTuple):
@@ -62,7 +63,7 @@ class SkippedBlock(NamedTuple):
 
 
 class BlockReader:
-    """Reads the blocks of one split by number."""
+    """Reads the blocks of one split; each has a number, its index in the split."""
 
     def __init__(
         self, source: Source, manifest: Manifest, split: str, on_corrupt: OnCorrupt = "error"
@@ -71,7 +72,7 @@ class BlockReader:
         self.manifest = manifest
         self.on_corrupt = on_corrupt
         self.damaged: dict[int, str] = {}
-        """Fault of each block that the reader does not try again, by block number."""
+        """Number of a damaged block -> its fault. The reader does not read these blocks again."""
         self.reports: list[SkippedBlock] = []
         """The blocks skipped since the last `take_reports`."""
 
@@ -132,7 +133,8 @@ class BlockReader:
 
     @cached_property
     def sample_template(self) -> dict[str, Tensor]:
-        """One sample, (1, …) per tensor; all samples have its names, dtypes and shapes."""
+        """The tensors of one sample by name, each of shape (1, …); all samples of the set have
+        these names, dtypes and shapes."""
         return {name: tensor[:1].clone() for name, tensor in sorted(self.read(0).items())}
 
     @property
@@ -185,8 +187,9 @@ class BlockReader:
             raise DamagedBlockError(f"{name} {error}; {REMEDY}.") from error
 
     def parse_block(self, content: bytes, block: Block) -> dict[str, Tensor]:
-        """Parses and checks the bytes of a block; DamagedBlockError, with the end of a sentence, if
-        they differ from the manifest. A block with the right hash may still hold wrong tensors."""
+        """Parses and checks the bytes of a block; raises DamagedBlockError if they differ from the
+        manifest, with the end of a sentence as message. It checks the tensors even if the hash is
+        right, because whoever wrote the set may have hashed wrong tensors."""
         if len(content) != block.size:
             raise DamagedBlockError(f"ends early, {len(content)} of {block.size} bytes are there")
         if hashlib.sha256(content).hexdigest() != block.sha256:
@@ -210,7 +213,8 @@ class BlockReader:
         return tensors
 
     def check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
-        """DamagedBlockError if a tensor has another dtype, shape or range than the set has."""
+        """Raises DamagedBlockError if a tensor has another dtype, shape or range of values than the
+        manifest says."""
         actual = describe_tensor(tensor.shape, tensor.dtype)
         expected = describe_tensor((samples, *self.shape), getattr(torch, self.manifest.dtype))
         if name == "labels":
@@ -237,7 +241,7 @@ def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 REMOTE_SETTINGS = ("cache", "timeout", "retries")
-"""Settings of a loader that `open_source` takes."""
+"""Settings of a loader that `open_set` passes on to `open_source`."""
 
 
 def open_set(
@@ -263,7 +267,7 @@ def open_set(
     source = open_source(path, **remote)
     manifest = read_manifest(source)
 
-    # The set must be what the configuration expects.
+    # Refuse a set made with another encoder or scale than the configuration expects.
     made_with = str(manifest.encoder.get("path", manifest.encoder.get("_target_")))
     if encoder is not None and made_with not in (
         encoder,
@@ -285,7 +289,8 @@ def open_set(
 
 
 def add_skipped(skipped: dict[str, int], reports: list[SkippedBlock]) -> None:
-    """Adds new reports to `skipped`, a map from place to samples, and prints them."""
+    """Adds reports of skipped blocks to `skipped` (place of a block -> its number of samples), and
+    prints each one that is new."""
     for place, samples, reason in reports:
         if place not in skipped:
             skipped[place] = samples
@@ -326,7 +331,7 @@ class BlockLoader(LatentLoader):
 
 
 def cut_rows(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
-    """Yields the rows of all blocks `size` at a time; the last part may be smaller."""
+    """Yields the rows of all blocks in tensors of `size` rows; the last tensor may have fewer."""
     remainder: list[Tensor] = []
     for rows in blocks:
         *whole, last = torch.cat([*remainder, rows]).split(size)

@@ -22,8 +22,8 @@ class DigitLatents(InMemoryLatents):
     """Pixels in [-1, 1] as latents of shape (1, 8, 8); the held-out split has 180 of the 1,797
     images.
 
-    `classes` are the digits to keep, null all. Mean and std are those of all ten, so every choice
-    is normalised alike.
+    `classes` lists the digits to keep; null keeps all. Mean and std are computed over all ten
+    digits, so the normalisation does not depend on `classes`.
     """
 
     def __init__(self, *, classes: list[int] | None = None, **args: Unpack[LoaderArgs]) -> None:
@@ -35,12 +35,13 @@ class DigitLatents(InMemoryLatents):
             )
         from sklearn.datasets import load_digits
 
-        # Values are 0 … 16.
+        # Scale the pixels, whose values are 0 … 16, to [-1, 1].
         values, targets = load_digits(return_X_y=True)
         pixels = torch.from_numpy(values).float().view(-1, 1, 8, 8) / 8.0 - 1.0
         digits = torch.from_numpy(targets).long()
 
-        # The split does not depend on the seed, nor mean and std on the choice of classes.
+        # Runs with other seeds or other `classes` stay comparable: the split has a fixed seed, and
+        # mean and std are those of all classes.
         device = args["device"]
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
         train_pixels = pixels[order[HELD_OUT_IMAGES:]]

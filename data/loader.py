@@ -1,4 +1,5 @@
-"""The contract of loaders: batches, the facts about a latent set, and the base class of all.
+"""The contract of loaders: the class of a batch, the description of a latent set, and the base
+class of all loaders.
 
 Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
 """
@@ -30,7 +31,7 @@ class Batch(NamedTuple):
     latents: Float[Tensor, "B C H W"]
     labels: Int[Tensor, "B"]
     ids: Int[Tensor, "B"]
-    """Index of each sample in its latent set."""
+    """Number of each sample in its split of the latent set."""
     position: Int[Tensor, "B"]
     """Number of samples the run has seen before this one; it seeds the sample's noise, time,
     mirroring and posterior draw."""
@@ -38,7 +39,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """The facts about a latent set that a model, a sampler and a checkpoint need."""
+    """Description of a latent set, as a model, a sampler and a checkpoint need it."""
 
     channels: Size
     height: Size
@@ -59,7 +60,8 @@ class LatentSpec:
     fingerprint: str = ""
     """Identifies the data set, so that no run resumes on another one."""
     earlier_fingerprint: str = ""
-    """Fingerprint of this set in checkpoints of earlier versions; "" if it is the same."""
+    """Fingerprint of this set in checkpoints of earlier versions of fastlatent; "" if they computed
+    the same one."""
 
     @property
     def labels(self) -> range:
@@ -72,14 +74,15 @@ class LatentSpec:
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
     def with_order(self, suffix: str, earlier: str | None = None) -> LatentSpec:
-        """Returns a spec with `suffix` in its fingerprint, for a loader whose order or precision
-        another run must not resume on. `earlier` is the suffix of earlier versions, if another."""
+        """Returns a copy with `suffix` in its fingerprint. The suffix names the order or precision
+        of a loader's samples, so that a run with another one cannot resume. `earlier` is the suffix
+        that earlier versions of fastlatent used; None: the same."""
         former = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
         return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=former)
 
     def make_normaliser(self, device: torch.device) -> Callable[[Any], Tensor]:
-        """Makes the function raw -> (raw - mean) / std in fp32, with its constants on `device`: a
-        call copies nothing from the host."""
+        """Returns the function raw -> (raw - mean) / std in fp32. Mean and std lie on `device`, so
+        a call of the function copies nothing from the host."""
         mean, std = self.make_channel_statistics(device)
         return lambda raw: (raw.float() - mean) / std
 
@@ -98,7 +101,8 @@ class LatentSpec:
 
 
 def find_wrong_lengths(facts: Any) -> list[str]:
-    """Returns a sentence for each statistic of a spec or manifest that is not one a channel."""
+    """Returns a sentence for each statistic, mean or std, of a spec or manifest whose number of
+    values is not the number of channels."""
     return [
         f"{name} has {len(values)} values, and there are {facts.channels} channels"
         for name, values in (("mean", facts.mean), ("std", facts.std))
@@ -128,12 +132,12 @@ class LatentLoader:
     held_out_count: int = 0
     """Number of held-out samples; 0 = unknown, the progress bar then shows no time left."""
     wait_for_batch_seconds: float = 1800.0
-    """Seconds after which a batch that no reader delivers is an error."""
+    """Seconds to wait for a batch; a batch that takes longer is an error."""
 
     def __init__(self, spec: LatentSpec, **args: Unpack[LoaderArgs]) -> None:
         self.spec = spec
         self.skipped: dict[str, int] = {}
-        """Samples of each damaged block that other samples replace, by block."""
+        """Place of a damaged block -> its number of samples, which other samples replace."""
         self.batch_size = args["batch_size"]
         self.seed = args["seed"]
         self.device = args["device"]
@@ -144,8 +148,9 @@ class LatentLoader:
 
     @classmethod
     def foresee(cls, memory: float, **settings: Any) -> tuple[LatentSpec, float] | None:
-        """Returns the spec of the latents that `settings`, a configuration, describe, and the bytes
-        they would take of a device with `memory` bytes; None if only a built loader knows."""
+        """Returns, without building the loader, the spec of the set that its `settings` describe,
+        and the bytes that its latents take on a device with `memory` bytes; None if only a loader
+        that is built knows them."""
         return None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -162,12 +167,14 @@ class LatentLoader:
         raise NotImplementedError
 
     def make_batch(self, rows: LatentTensors, position: Int[Tensor, "B"]) -> Batch:
-        """Makes a batch of raw samples at their positions in the run."""
+        """Makes a batch from raw samples: mirrors and draws each by its position in the run, then
+        normalises."""
         latents = self.normalise(draw_samples(rows, self.seed, position))
         return Batch(latents, rows.labels, rows.ids, position)
 
     def make_plain_batch(self, rows: LatentTensors, start: int) -> Batch:
-        """Makes a batch of raw samples, without augmentation, at the positions from `start` on."""
+        """Makes a batch from raw samples at the positions from `start` on: normalises them, without
+        augmentation."""
         position = torch.arange(start, start + len(rows.labels), device=self.device)
         return Batch(self.normalise(rows.latents), rows.labels, rows.ids, position)
 
@@ -177,7 +184,7 @@ class LatentLoader:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, int]:
-        """Returns a few integers from which `load_state_dict` continues exactly."""
+        """Returns a few integers, from which `load_state_dict` continues with the next sample."""
         return {"samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -209,8 +216,8 @@ class Int8Latents:
 
 @dataclass
 class LatentTensors:
-    """Raw samples of a latent set: `mirrored` are the latents of the flipped images, `std` belongs
-    to the encoder's posterior."""
+    """Raw samples of a latent set: `mirrored` are the latents of the mirrored images, `std` and
+    `mirrored_std` the standard deviations of the encoder's posterior; None: the set has none."""
 
     latents: Float[Tensor, "N C H W"] | Int8Latents
     labels: Int[Tensor, "N"]
@@ -238,7 +245,8 @@ class LatentTensors:
 def draw_samples(
     rows: LatentTensors, seed: int, position: Int[Tensor, "B"]
 ) -> Float[Tensor, "B C H W"]:
-    """Mirrors half of the samples and draws each from its posterior, if the set has the tensors.
+    """Mirrors half of the samples, if the set has `mirrored`, and draws each from the encoder's
+    posterior, if the set has `std`.
 
     Both draws are functions of (seed, position), so any rank, worker or restart repeats them.
     """

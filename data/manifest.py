@@ -63,7 +63,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The facts about a latent set; encoding/job.py writes them."""
+    """Description of a latent set, in `manifest.json`; encoding/job.py writes it."""
 
     channels: Size
     height: Size
@@ -113,7 +113,8 @@ class Manifest:
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 
     def compute_earlier_fingerprint(self) -> str:
-        """Hashes as earlier versions did, without statistics and splits."""
+        """Returns the fingerprint that earlier versions of fastlatent computed, which leaves out
+        statistics and splits."""
         hashes = [shard.sha256 for shard in self.shards]
         parts = [*hashes, *self.class_names, str(self.encoder_sha256)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -143,7 +144,7 @@ class Manifest:
         if sum(block.samples for block in shard.blocks) != shard.count:
             yield f"the blocks of {shard.file} do not hold its count of {shard.count} samples"
 
-        # A sample has at least its latents and an int64 label.
+        # Bytes of the smallest possible sample: its latents and an int64 label.
         values = (1 + self.flips) * self.channels * self.height * self.width
         smallest = values * getattr(torch, self.dtype).itemsize + 8
         end = 0
@@ -199,7 +200,8 @@ def describe_fault(error: ValidationError) -> str:
 
 
 def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
-    """Makes the spec of the training split; `normalisation` chooses or gives mean and std."""
+    """Makes the spec of the training split; `normalisation` names the source of mean and std, or is
+    both as numbers."""
     mean = manifest.mean
     std = manifest.std
     normalisation_name = str(normalisation)
@@ -225,7 +227,7 @@ def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) 
         mean = [manifest.shift_factor or 0.0] * manifest.channels
         std = [1.0 / manifest.scaling_factor] * manifest.channels
 
-    # A run recognises its data by the fingerprint, so it must tell one normalisation from another.
+    # A run recognises its data by the fingerprint, so the fingerprint contains the normalisation.
     return LatentSpec(
         channels=manifest.channels,
         height=manifest.height,

@@ -40,7 +40,8 @@ def make_generator(*key: int) -> torch.Generator:
 
 
 def draw_permutation(count: int, *key: int) -> Int[Tensor, "N"]:
-    """Draws a permutation of `count` numbers from `key` alone, on the CPU for every device."""
+    """Draws a permutation of `count` numbers, seeded by `key`, on the CPU: it is the same for every
+    device."""
     return torch.randperm(count, generator=make_generator(*key))
 
 
@@ -54,7 +55,7 @@ class EpochOrder:
         )
 
     def find_ids(self, start: int, count: int) -> Int[Tensor, "B"]:
-        """Returns the ids at positions start … start + count - 1."""
+        """Returns the ids of the samples at positions start … start + count - 1."""
         parts = []
         while count > 0:
             epoch, offset = divmod(start, self.count)
@@ -154,7 +155,8 @@ class StreamOrder:
         return type(self), arguments
 
     def draw_epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Permutes the blocks of an epoch; returns their numbers and the first sample of each."""
+        """Permutes the blocks of an epoch; returns the block numbers in the new order, and for each
+        block the position of its first sample in the epoch."""
         generator = make_generator(self.seed, epoch)
         shards = torch.arange(len(self.counts)).split(self.blocks_of_shard)
         order = torch.cat(
@@ -177,7 +179,7 @@ class StreamOrder:
         shorter = stream * self.window // self.streams
         number = (offset + shorter) // self.window
 
-        # If the streams do not divide the epoch, the first ones have one sample more.
+        # If the epoch is no multiple of the number of streams, the first streams have one more.
         size, longer = divmod(self.count, self.streams)
         first = stream * size + min(stream, longer)
         start = max(0, number * self.window - shorter)
@@ -185,7 +187,8 @@ class StreamOrder:
         return Window(epoch, stream, number, first + start, end - start), offset - start
 
     def find_blocks(self, window: Window) -> Iterator[tuple[int, int, int]]:
-        """Yields (block, first row, rows) for the samples of a window, before they are shuffled."""
+        """Yields (block number, first row, number of rows) of each block that has samples of a
+        window, in the order before shuffling."""
         order, starts = self.find_epoch(window.epoch)
         start = window.start
         end = window.start + window.size
@@ -215,8 +218,11 @@ class RankPositions(NamedTuple):
         return self.world_size * self.batch_size
 
     def find_streams(self) -> range | None:
-        """Returns the rank's streams, or None: ranks divide the streams only if every global batch
-        has the same number of samples of each stream."""
+        """Returns the streams that this rank alone reads; None if every rank reads every stream.
+
+        The ranks divide the streams among them if every global batch has the same number of samples
+        of each stream, and the number of streams is a multiple of the number of ranks.
+        """
         if self.global_batch % self.streams or self.streams % self.world_size:
             return None
         per_rank = self.streams // self.world_size
@@ -225,7 +231,7 @@ class RankPositions(NamedTuple):
     def find_positions(self, start: int, stream: int) -> range:
         """Returns the rank's positions in `stream`, in the global batch that begins at `start`.
 
-        If ranks do not divide the streams, each reads `batch_size` consecutive positions.
+        If every rank reads every stream, a rank has `batch_size` consecutive positions.
         """
         rank_streams = self.find_streams()
         size = self.global_batch

@@ -1,5 +1,5 @@
-"""Loaders that keep latents on the device: tensors, a whole set, or one chunk of a set at a time
-(`ChunkOrder` in data/order.py)."""
+"""Loaders that keep latents on the device: tensors of the caller, a whole set read from files, or
+one chunk of it at a time (`ChunkOrder` in data/order.py)."""
 
 from __future__ import annotations
 
@@ -95,14 +95,15 @@ class ChunkedLatents(BlockLoader):
             for _ in range(2)
         ]
 
-        # A copy that outlives the CUDA context is an error: the thread ends with the process.
+        # When this loader or the process ends, wait for the thread: a copy that runs after the CUDA
+        # context is destroyed is an error.
         self.readers = Readers(1, "chunk")
         self.chunks = Prefetcher(self.fill(buffers, first), self.readers)
         self.stop = weakref.finalize(self, self.readers.close, wait=True)
 
     def fill(self, buffers: list[tuple[Tensor, Tensor]], chunk: Chunk) -> Iterator[Any]:
-        """Yields (chunk, rows, shuffled order of rows) for `chunk` and all after it, in alternating
-        buffers."""
+        """Yields (chunk, its rows, the shuffled order of the rows) for `chunk` and, without end,
+        the chunks after it; fills the two buffers in turn."""
         while True:
             rows, order = buffers[0]
 
@@ -124,7 +125,8 @@ class ChunkedLatents(BlockLoader):
             chunk = self.order.find_next(chunk)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copies to the device, and waits for this copy alone."""
+        """Copies `source` to `target`, on the device; waits for this copy, but for no other work of
+        the GPU."""
         if self.copy_stream is None:
             target.copy_(source)
             return
@@ -151,14 +153,15 @@ class ChunkedLatents(BlockLoader):
         return self.make_batch(self.blocks.unpack_rows(torch.cat(parts)), position)
 
     def take_next_chunk(self) -> None:
-        """Waits for the next chunk, and lets the thread fill the buffer of the present one."""
+        """Waits for the next chunk and switches to it; the thread then fills the buffer of the
+        chunk before."""
         if self.last_batch is not None:
             self.last_batch.record(torch.cuda.current_stream(self.device))
         self.chunk, self.rows, self.shuffled_ids = next(self.chunks)
         add_skipped(self.skipped, self.blocks.take_reports())
 
     def state_dict(self) -> dict[str, int]:
-        # Version 1 named a chunk "window", and runs of it must still resume.
+        # The key is version 1's word for a chunk, because runs of version 1 must still resume.
         return super().state_dict() | {"window": self.order.chunk_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -169,7 +172,7 @@ class ChunkedLatents(BlockLoader):
             self.stop()
             self.chunk = None
 
-            # Frees the buffers.
+            # Free the memory of the two buffers.
             del self.chunks, self.rows, self.shuffled_ids
 
 
@@ -193,7 +196,8 @@ class ResidentLatents(LatentLoader):
         device_memory_gib: float | None = None,
         **settings: Any,
     ) -> tuple[LatentSpec, float]:
-        """See `LatentLoader`; the device holds the whole set, or fills the memory allowed."""
+        """See `LatentLoader`; the latents take the bytes of the whole set, but at most the memory
+        that they are allowed."""
         spec, train, held_out = open_set("resident", **settings)
         whole = count_sample_bytes(train, storage) * (train.count + held_out.count)
         return spec, min(
@@ -218,7 +222,8 @@ class ResidentLatents(LatentLoader):
             spec = spec.with_order(storage)
         super().__init__(spec, **args)
 
-        # The whole set if it fits, else chunks; int8 exists for whole sets only.
+        # Keep the whole set on the device if it fits, otherwise a chunk at a time; int8 exists for
+        # whole sets only.
         device = self.device
         allowed = find_allowed_memory(device, device_memory_gib, self.world_size)
         sample_bytes = count_sample_bytes(train, storage)
@@ -281,8 +286,8 @@ def format_gib(size: float) -> str:
 def find_allowed_memory(
     device: torch.device, configured_gib: float | None, world_size: int = 1
 ) -> int:
-    """Returns the bytes that latents may take on the device: as given, or half of the memory that
-    is free now.
+    """Returns the bytes that latents may take on the device: `configured_gib`, or if that is None
+    half of the GPU memory that is free now, on a CPU half of the host memory.
 
     All processes use the minimum over ranks, because the order of samples depends on it.
     """
@@ -310,7 +315,7 @@ def count_sample_bytes(blocks: BlockReader, storage: Storage) -> int:
         return blocks.row_bytes
     sample = [tensor[0] for tensor in blocks.sample_template.values()]
 
-    # `Int8Latents`: a byte per value, and a scale of 4 bytes per channel.
+    # `Int8Latents` has a byte per value, and a scale of 4 bytes per channel.
     return sum(t.numel() + 4 * len(t) if t.ndim == 3 else t.nbytes for t in sample)
 
 
@@ -319,7 +324,7 @@ def read_split(
 ) -> tuple[LatentTensors, Tensor]:
     """Reads a split onto `device`, block by block; returns its tensors, and the RMS rounding error
     of `storage` per channel."""
-    # An empty split has no block to take names and shapes from.
+    # Start with empty tensors: an empty split has no block that gives their names and shapes.
     split: dict[str, Any] = {
         "latents": torch.empty(0, *blocks.shape, device=device),
         "labels": torch.empty(0, dtype=torch.long, device=device),

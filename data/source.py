@@ -28,11 +28,11 @@ from common.text import shorten_error
 
 LONGEST_PAUSE_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
-"""Base of the pauses: urllib3 waits 0, then 2, 4, 8 … times this."""
+"""Seconds from which urllib3 computes its pauses: it waits 0, then 2, 4, 8 … times this."""
 URL_SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
 """Matches user and password, query and fragment of a URL."""
 FETCH_LOCKS: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-"""Locks by cached file: only one thread of a process at a time fetches it."""
+"""Cached file -> its lock: only one thread of a process at a time fetches the file."""
 
 
 class Source(Protocol):
@@ -40,7 +40,8 @@ class Source(Protocol):
     processes can inherit it."""
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Reads `size` bytes at `offset` of file `name`, None: all; fewer if the file ends.
+        """Reads `size` bytes (None: all that follow) at `offset` of file `name`; returns fewer if
+        the file ends before.
 
         FileNotFoundError if there is no such file, OSError if the read fails.
         """
@@ -163,7 +164,8 @@ class RemoteSource(Source):
 
 @cache
 def make_web_client(process: int) -> Any:
-    """Makes the web client of a process; no connection survives a fork."""
+    """Makes the web client of the process with id `process`. A forked process makes its own,
+    because it cannot use its parent's connections."""
     import requests
 
     return requests.Session()
@@ -199,7 +201,7 @@ class HttpSource(RemoteSource):
             reason = getattr(error.args and error.args[0], "reason", error)
             raise TransientError(describe_error(reason)) from error
         except (requests.RequestException, ValueError) as error:
-            # A bad URL or redirect.
+            # A retry does not mend a bad URL or redirect.
             raise OSError(describe_error(error)) from error
         if size is not None:
             check_part(content, reply.headers.get("Content-Range"), offset, size)
@@ -254,7 +256,8 @@ def check_part(content: bytes, content_range: str | None, offset: int, size: int
 
 
 class FsspecSource(RemoteSource):
-    """s3://, gs://, hf:// and all other stores that fsspec implements, each with its timeouts."""
+    """A folder in any store that fsspec implements, such as s3://, gs:// and hf://; the store's own
+    timeouts apply."""
 
     def read_once(self, name: str, offset: int, size: int | None) -> bytes:
         import fsspec
@@ -266,10 +269,10 @@ class FsspecSource(RemoteSource):
         except FileNotFoundError:
             raise
         except (ImportError, ValueError) as error:
-            # fsspec does not know the store, or its package is missing.
+            # A retry does not help if fsspec does not know the store, or its package is missing.
             raise OSError(hide_secrets(shorten_error(error))) from error
         except Exception as error:
-            # Each store raises other errors.
+            # Each store has errors of its own kind, so retry after any of them.
             raise TransientError(describe_error(error)) from error
 
 
@@ -303,7 +306,7 @@ class CachedSource(Source):
                 continue
 
     def fetch(self, file: Path) -> None:
-        """Copies a file from the source into the cache; readers never see a part of it."""
+        """Copies a file from the source into the cache; a reader sees the whole file or none."""
         content = self.source.read(file.name)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

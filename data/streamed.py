@@ -41,8 +41,8 @@ COPIES_OF_A_BLOCK = 3
 def read_windows(
     order: StreamOrder, blocks: BlockReader, position: int
 ) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
-    """Yields the shuffled windows of a stream from `position` on, without end: the position of the
-    first row, and the rows."""
+    """Yields the shuffled windows of a stream from `position` on, without end, each as the position
+    of its first row and its rows; a row is the bytes of one sample."""
     last_block = -1
     content = torch.empty(0)
     while True:
@@ -71,8 +71,8 @@ class StreamDataset(IterableDataset):
     """Yields a worker's part of each batch, without end; worker w of W reads every W-th stream of
     the rank.
 
-    A failure is yielded as text, because an exception would reach the parent process as a page of
-    traceback.
+    It yields a failure as text, because PyTorch passes an exception of a worker on to the parent
+    process as a page of traceback.
     """
 
     order: StreamOrder
@@ -113,7 +113,7 @@ class StreamDataset(IterableDataset):
                     zip(count(first, every), rows, strict=False) for first, rows in windows
                 )
 
-        # Rows before a wanted position belong to other ranks.
+        # Skip the rows before a wanted position, which belong to other ranks.
         parts = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
         rows = torch.stack(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return rows, wanted, self.blocks.take_reports()
@@ -152,15 +152,17 @@ def join_batches(
             "with a smaller data.window or data.num_workers if memory ran out."
         ) from error
     finally:
-        # The traceback of a failure keeps `items` alive, so its collection would come too late.
+        # End the workers here: if a failure ends this loop, its traceback keeps `items` alive, and
+        # Python would end them only when it collects `items`.
         getattr(items, "_shutdown_workers", lambda: None)()
 
 
 def end_reading(feeder: Readers, batches: Generator[Any]) -> None:
-    """Ends the thread and the workers; `weakref.finalize` also calls this when the process ends."""
+    """Ends the thread that joins batches, and the workers; `weakref.finalize` also calls this when
+    the process ends."""
     feeder.close(wait=True)
 
-    # `close` raises while the thread still waits for a worker.
+    # `batches.close` raises ValueError if the thread still waits for a worker.
     with contextlib.suppress(ValueError):
         batches.close()
 
@@ -221,7 +223,8 @@ class StreamedLatents(BlockLoader):
         self.use_streams(streams)
 
     def use_streams(self, configured: int | None) -> None:
-        """Cuts the set into `configured` streams, None: as many as fit; prints their memory."""
+        """Cuts the set into `configured` streams (None: see `choose_stream_count`), and prints the
+        host memory that they take."""
         places = self.blocks.places
         stream_bytes = count_stream_bytes(self.blocks, self.window)
         streams = choose_stream_count(configured, len(places), stream_bytes, self.allowed_gib)
@@ -259,7 +262,8 @@ class StreamedLatents(BlockLoader):
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 
-        # By default the DataLoader would draw from the run's generator.
+        # Without `generator`, the DataLoader draws a seed from PyTorch's global generator, which
+        # would change the random numbers of the run.
         loader = DataLoader(
             StreamDataset(self.order, self.blocks, self.rank_positions, self.samples_seen),
             batch_size=None,
@@ -318,7 +322,8 @@ class StreamedLatents(BlockLoader):
 
 
 def count_stream_bytes(blocks: BlockReader, window: int) -> int:
-    """Counts the bytes of a stream: two windows, and the block in which the later one ends."""
+    """Counts the bytes of host memory that a stream takes: two windows, and the block in which the
+    later window ends."""
     largest = max(blocks.counts)
     sample_bytes = max(place.block.size / place.block.samples for place in blocks.places)
     return math.ceil((2 * window + largest) * sample_bytes)

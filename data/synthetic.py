@@ -13,12 +13,13 @@ from data.resident import InMemoryLatents
 
 
 class SyntheticLatents(InMemoryLatents):
-    """`count` standard normal latents (bf16) and a tenth more to hold out; labels 0, 1, …,
-    num_classes - 1, 0, …"""
+    """Loads `count` standard normal latents in bf16, and a tenth more as the held-out split; the
+    labels are 0, 1, …, num_classes - 1, 0, …"""
 
     @classmethod
     def foresee(cls, memory: float, count: int = 1024, **settings: Any) -> tuple[LatentSpec, float]:
-        """See `LatentLoader`; all latents lie on the device, in bf16, with a tenth to hold out."""
+        """See `LatentLoader`; the device holds all latents in bf16, 2 bytes a value, and a tenth
+        more, the held-out split."""
         sample = cls(count=1, **settings, batch_size=1, seed=0, device=torch.device("cpu"))
         spec = sample.spec
         return spec, 2.2 * count * spec.channels * spec.height * spec.width
@@ -33,7 +34,7 @@ class SyntheticLatents(InMemoryLatents):
         count: Size = 1024,
         **args: Unpack[LoaderArgs],
     ) -> None:
-        # A sample depends on its number alone, not on `count`.
+        # Draw each sample from its number alone, so that it does not depend on `count`.
         total = count + max(1, count // 10)
         position = torch.arange(total, device=args["device"])
         shape = (channels, height, width)
