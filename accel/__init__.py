@@ -1,5 +1,6 @@
-"""Accelerations: one file per technique, one contract, and a ledger of what was really on.
+"""Accelerations of a training step: one file per technique, one interface for all, and a ledger
+that records which of them were really on.
 
-This package knows tensors, modules and optimizers. It never names a model, a loader or Hydra, and
-it reaches a model only through its `.blocks`.
+The code here works on tensors, modules and optimizers. It names no model class, no loader and no
+Hydra, and expects of a model only that it has `.blocks`, an nn.ModuleList.
 """

@@ -1,5 +1,6 @@
-"""Collects evidence from one real step: calls of each block, graphs, saved bytes, and the events of
-PyTorch's profiler: operations of the host in order, matrix products, kernels of the GPU."""
+"""Collects evidence from one real step: calls of each block, compiled graphs, bytes saved for the
+backward pass, and events of PyTorch's profiler (operations of the host, matrix products, GPU
+kernels)."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ WEIGHT_PRODUCTS = (
     "aten::convolution_backward",
     EIGHT_BIT,
 )
-"""Products with a weight or its gradient; autocast chooses their dtype."""
+"""Operations that multiply by a weight or compute its gradient; autocast chooses their dtype."""
 ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-"""Batched products: as a rule of two activations; accel/techniques/precision.py finds those of a
-weight. Under autocast, one in fp32 is intended: only a layer that switches autocast off computes
-it."""
+"""Batched matrix products, as a rule of two activations; accel/techniques/precision.py finds those
+that multiply by a weight. Autocast casts their inputs too, so an fp32 one is intended: its layer
+switches autocast off."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
 UPDATE_PREFIX = "Optimizer.step#"
-"""Prefix of the profiler's name for a step of an optimizer; the class follows."""
+"""Prefix of the profiler's name for a step of an optimizer; the optimizer's class follows."""
 REGION_PREFIX = "Torch-Compiled Region"
 """Prefix of the profiler's name for a call of a compiled function."""
 FLEX_NAME = "fastlatent flex"
-"""`accel.kernels.attend.attend_by_flex` gives this name to its calls of FlexAttention, which
-compiles itself."""
+"""Name in the profiler for calls of FlexAttention outside compiled code (accel/kernels/attend.py);
+it is compiled even if the model is not."""
 BLOCK_PREFIX = "fastlatent block"
 """Prefix of the profiler's name for a call of a probed block; the block's index follows."""
 NO_KERNEL_SEEN = (
@@ -53,21 +54,21 @@ class BlockEvidence:
 
     input_bytes: int
     saved_bytes: int
-    """Bytes of the storages saved for the backward pass, each once, with caches of selective
-    checkpointing, without parameters and buffers. Of an input that is a view, only the bytes of the
-    view."""
+    """Bytes of all storages that the call saved for the backward pass, each counted once; with the
+    caches of selective checkpointing, without parameters and buffers. If a saved input is a view,
+    only the bytes of the view count."""
     residual_dtype: torch.dtype
     """Dtype of the residual stream that the block returned."""
     branch_dtype: torch.dtype
     fine_bits: tuple[bool, bool]
     """For the incoming and the outgoing residual: whether it had bits that no 16-bit format has."""
     cached_ops: frozenset[str]
-    """Names of the operations whose results a cache of selective checkpointing holds."""
+    """Names of the operations whose results selective checkpointing keeps in its caches."""
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it began on the host during the call."""
     unmoved_bytes: int = 0
-    """Saved bytes of tensors that stay on the device though they would be worth a move to the
-    host."""
+    """Bytes of saved tensors that stay on the device although they are large enough to be moved to
+    the host."""
 
     @property
     def trains(self) -> bool:
@@ -76,14 +77,15 @@ class BlockEvidence:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the block recomputes: it then saves its inputs and a generator's state, otherwise
-        several times as much."""
+        """Whether the backward pass computes the block again: the block then saves only its inputs
+        and a generator's state; otherwise it saves several times as many bytes."""
         return self.saved_bytes < 1.5 * self.input_bytes
 
 
 @dataclass
 class Evidence:
-    """Measurements of one step, by `observe_step`; no field is a setting."""
+    """Measurements of one step, filled in by `observe_step`; no field is copied from the
+    configuration."""
 
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it ran (CPU ops and, on a GPU, kernels)."""
@@ -95,9 +97,9 @@ class Evidence:
     graphs: int = 0
     graph_breaks: int = 0
     blocks: list[list[BlockEvidence]] = field(default_factory=list)
-    """For each block its calls, one a micro-batch."""
+    """For each block the evidence of its calls, one call per micro-batch."""
     busy_ms: float | None = None
-    """Milliseconds in which the GPU worked; None without a GPU, and where the profiler saw no
+    """Milliseconds in which the GPU ran kernels; None without a GPU, or if the profiler recorded no
     kernel."""
     kernels_unseen: bool = False
     """Whether the step ran on a GPU and the profiler recorded no kernel. A missing kernel then
@@ -106,10 +108,10 @@ class Evidence:
     """Whether `blocks` was measured in an uncompiled step, because the compiled step has no blocks
     to probe."""
     warm_ops: Counter[str] = field(default_factory=Counter)
-    """Like `ops`, for the step after `Technique.on_warm`."""
+    """Like `ops`, but of a step after the end of warm-up (`Technique.on_warm`)."""
 
     def count_dtypes(self, ops: Iterable[str] = PRODUCTS) -> Counter[str]:
-        """Counts the products of the kinds `ops` by dtype."""
+        """Counts the products among the operations `ops` by dtype."""
         total: Counter[str] = Counter()
         for (op, dtype), n in self.products.items():
             if op in ops:
@@ -128,7 +130,8 @@ class Evidence:
 
 
 class BlockProbe(nn.Module):
-    """Replaces a block during one step, and records its inputs, outputs and saved tensors.
+    """Stands in for a block during one step: runs it, and appends a record of each call to `notes`
+    (bytes of inputs, saved bytes, dtypes).
 
     It relies on the contract of blocks, `(branch, gate, residual, cond) -> (branch, gate,
     residual)`, and needs no hook, which `torch.compile` would ignore or trace.
@@ -144,7 +147,8 @@ class BlockProbe(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # The model reads attributes of its blocks.
+            # Forward unknown attributes to the block, because the model reads attributes of its
+            # blocks.
             return getattr(self.block, name)
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -178,7 +182,8 @@ def has_fine_bits(tensor: Tensor) -> bool:
 
 @contextmanager
 def probe_blocks(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[None]:
-    """Inside, each block is probed and records its calls in its own list in `notes`."""
+    """Inside the context, a `BlockProbe` replaces each block and records its calls in a list of its
+    own in `notes`."""
     originals = list(blocks)
     notes[:] = [[] for _ in originals]
     try:
@@ -191,7 +196,7 @@ def probe_blocks(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Ite
 
 
 def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
-    """Counts for each call of a block the host's events that began during the call."""
+    """Sets `ops` of each call of a block: counts the host's `events` that began during the call."""
     calls = [event for event in events if event.name().startswith(BLOCK_PREFIX)]
     starts = [call.start_ns() for call in calls]
     waiting = [iter(notes) for notes in blocks]
@@ -205,8 +210,8 @@ def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
 def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
     """Profiles one call of `run`; returns the raw events of the host and of `device`.
 
-    torch.profiler would parse them into its own classes, which takes several times as long as a
-    small step.
+    The raw events, because torch.profiler takes several times as long as a small step to parse them
+    into its own classes.
     """
     use_device = "cuda" if device.type == "cuda" else None
     # Without use_kineto this class records no kernels, silently.
@@ -222,16 +227,16 @@ def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
 def select_kernels(events: Iterable[Any]) -> list[Any]:
     """Selects the events of the device: kernels, copies and fills.
 
-    Leaves out the host's annotations, which the profiler repeats on the device around their
-    kernels.
+    Leaves out annotations such as `record_function`, which the profiler copies from the host to the
+    device, around their kernels.
     """
     device = (event for event in events if event.device_type() != torch.autograd.DeviceType.CPU)
     return [event for event in device if not event.is_user_annotation()]
 
 
 def select_host_events(events: Iterable[Any]) -> list[Any]:
-    """Selects the events of the host, by thread and by start, an outer event before the events in
-    it."""
+    """Selects the events of the host, sorted by thread and start time, an outer event before the
+    events inside it."""
     events = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
     return sorted(
         events, key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns())
@@ -248,7 +253,8 @@ def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
     which is never a bias.
     """
     updates = [event for event in events if event.name().startswith(UPDATE_PREFIX)]
-    # Entries are [event, whether it counts]; `around` holds those that contain the present event.
+    # An entry is [event, whether it counts]. `around` holds the entries whose events contain the
+    # present one.
     around: list[list[Any]] = []
     entries: list[list[Any]] = []
     for event in events:
@@ -290,8 +296,9 @@ def observe_step(
 ) -> Evidence:
     """Profiles one call of `run`, probes the blocks, and returns the evidence.
 
-    `hidden` blocks, inside a model compiled as a whole, are probed in a second step, which runs
-    uncompiled. Compile before: graphs are counted since dynamo's counters were last cleared.
+    `hidden`: the model is compiled as a whole, so no probe can see its blocks; they are probed in a
+    second step, which runs uncompiled. The numbers of graphs and graph breaks count all compilation
+    since dynamo's counters were last cleared, so compile the model before.
     """
     evidence = Evidence(blocks_uncompiled=hidden)
     with probe_blocks(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
@@ -314,7 +321,7 @@ def observe_step(
 
 
 def observe_ops(run: Callable[[], object], device: torch.device = CPU) -> Counter[str]:
-    """Counts the profiler's events of one call of `run` by name."""
+    """Profiles one call of `run`, and counts the events of host and device by name."""
     events = record_events(run, device)
     return Counter(event.name() for event in (*select_host_events(events), *select_kernels(events)))
 
@@ -340,8 +347,8 @@ def count_graphs() -> int:
 
 
 def explain_last_graph() -> str:
-    """Returns why the newest graph was compiled: the first guard that failed, or that its code was
-    new."""
+    """Returns the reason why Dynamo compiled the newest graph: the first guard that failed, or that
+    the code had not run before."""
     metrics = torch._dynamo.utils.get_compilation_metrics()
     reason = metrics[-1].recompile_reason if metrics else None
     return (reason or "code that had not run before").strip().splitlines()[0]

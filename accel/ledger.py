@@ -7,10 +7,10 @@ import textwrap
 from dataclasses import asdict, dataclass
 
 UNUSED = "unused"
-"""Active value of a technique whose step held nothing that it applies to."""
+"""Active value of a technique if the step contained nothing to which it applies."""
 UNSEEN = "unseen"
-"""Active value where only a kernel could show it and the profiler saw no kernel of the GPU: on or
-off is unknown."""
+"""Active value of a technique that only GPU kernels can prove, if the profiler recorded no kernel:
+nobody knows whether it was on."""
 AUTO = "auto"
 """A requested value that any active value fulfils."""
 COLUMNS = ("technique", "requested", "active", "evidence")
@@ -50,7 +50,7 @@ class Ledger(list[LedgerRow]):
 
     @property
     def precision(self) -> str:
-        """Short name of the dtype in which products really ran."""
+        """Dtype in which matrix products really ran by its short name, such as "bf16"."""
         return str(next(row.active for row in self if row.key == "precision"))
 
     def format_line(self) -> str:

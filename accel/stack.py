@@ -1,4 +1,5 @@
-"""The stack: all techniques, in the order in which it applies them."""
+"""The stack: applies all techniques to a run in a fixed order, and finds which of them were really
+on."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ from accel.techniques.tf32 import Tf32
 from accel.techniques.weights import Weights
 from common.errors import UserError
 
-# The order: process flags, module changes, checkpointing, compile, sharding, optimizer, autocast,
-# evaluation, CUDA graph. `on_layers` replaces layers before all of these. Checkpointing comes
-# before compile, so that a compiled block contains its own recomputation, and both come before
-# sharding, which gathers a block's parameters around them. The graph is last, because it contains
-# everything.
+# Techniques act in this order: process flags, module changes, checkpointing, compile, sharding,
+# optimizer, autocast, evaluation, CUDA graph. Only `on_layers`, which replaces layers, runs before
+# all of them. Checkpointing comes before compile, so that a compiled block contains its own
+# recomputation, and both come before sharding, which gathers a block's parameters around them. The
+# graph is last, because it contains everything.
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tf32,
     CudnnBenchmark,
@@ -79,11 +80,11 @@ class AccelerationStack:
 
     `values` maps each technique's key to its requested value. `on_unavailable` decides about
     techniques that this machine cannot run: "degrade" switches them off and names them in the
-    ledger; "error" raises a ValueError that lists them all; "emulate" degrades too, but lets a CPU
-    emulate the values that it can. `same_bytes` is the ledger's reason why nondeterministic
-    techniques, and cuDNN's nondeterministic algorithms, stay off; empty: they may be on. `only`
-    restricts the stack to some keys, for work without a training step; `extra_rows` are rows of the
-    ledger that no runtime key switches.
+    ledger; "error" raises a ValueError that lists them all; "emulate" degrades too, except that a
+    CPU keeps the values in `Technique.emulated`. If `same_bytes` is not empty, nondeterministic
+    techniques and cuDNN's nondeterministic algorithms stay off, and the ledger shows it as the
+    reason. `only` restricts the stack to some keys, for work without a training step. `extra_rows`
+    are techniques that no runtime key switches, but that have a row in the ledger.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class AccelerationStack:
     ) -> None:
         self.reasons: dict[str, str] = {}
         self.busy_ms: float | None = None
-        """Milliseconds in which the GPU worked during a step of warm-up."""
+        """Milliseconds in which the GPU ran kernels during the profiled step of warm-up; None
+        without a GPU, or before warm-up."""
         self.strict = on_unavailable == "error"
         self.device = device
         self.deterministic = deterministic
@@ -135,7 +137,8 @@ class AccelerationStack:
         return technique.find_obstacle()
 
     def refuse(self, refused: list[str]) -> None:
-        """Raises a ValueError that lists the refused techniques, under on_unavailable=error."""
+        """Under on_unavailable=error raises a ValueError that lists `refused`, the techniques that
+        this machine cannot run, each with its reason; otherwise does nothing."""
         if refused and self.strict:
             raise UserError(
                 f"runtime.on_unavailable=error, and this machine cannot run {', '.join(refused)}. "
@@ -144,7 +147,8 @@ class AccelerationStack:
 
     @property
     def values(self) -> dict[str, bool | str]:
-        """Key -> value of each technique; its off value where the machine cannot run it."""
+        """Key of each technique -> its value: the requested one, or its off value if the machine
+        cannot run it."""
         return {technique.key: technique.value for technique in self.techniques}
 
     def list_launch_savers(self) -> list[str]:
@@ -159,16 +163,17 @@ class AccelerationStack:
 
     @property
     def precision(self) -> str:
-        """Short name of the requested dtype of products."""
+        """Requested dtype of matrix products by its short name, such as "bf16"."""
         return str(self.values.get(Precision.key, Precision.off))
 
     def describe_arithmetic(self) -> dict[str, bool | str]:
-        """Returns the runtime keys and values that decide how products round."""
+        """Returns the runtime keys that decide how matrix products round, with their values."""
         items = [item for t in self.techniques for item in t.describe_arithmetic().items()]
         return dict(sorted(items))
 
     def list_unavailable_savings(self) -> list[str]:
-        """Returns the runtime keys of savings that this device cannot run."""
+        """Returns the runtime keys that save memory (`Technique.savings`) but that this device
+        cannot run."""
         return [
             key
             for technique in self.techniques
@@ -193,12 +198,12 @@ class AccelerationStack:
         samples: int,
         folder: Path | None = None,
     ) -> dict[str, Any]:
-        """Decides about fused kernels on this device (accel/proof.py); returns the record for the
-        run's `folder`.
+        """Decides which fused kernels this run uses on its device (accel/proof.py). Returns the
+        record to keep in the run's `folder`; {} if no kernel was requested.
 
-        `forward()` runs the unchanged model on two samples; a micro-batch has `samples`. Call this
-        before `on_model`. A kernel that was requested with `true` and fails its parity test counts
-        as unavailable.
+        `forward()` runs the unchanged model on two samples; `samples` is the size of a micro-batch.
+        Call this before `on_model`. A kernel that was requested with `true` and fails its parity
+        test counts as unavailable.
         """
         kernels = [
             t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)
@@ -233,7 +238,8 @@ class AccelerationStack:
         return record
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the autocast context of a forward pass."""
+        """Returns the autocast context for a forward pass: a context without effect if the stack
+        has no `Precision`."""
         contexts = [t.autocast() for t in self.techniques if isinstance(t, Precision)]
         return contexts[0] if contexts else nullcontext()
 
@@ -254,7 +260,8 @@ class AccelerationStack:
         return dict(pair for t in self.techniques for pair in t.make_optimizer_kwargs().items())
 
     def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
-        """Wraps `make` by each technique, the last technique innermost."""
+        """Wraps `make`, which builds the optimizer, by each technique, the last technique
+        innermost."""
         for technique in reversed(self.techniques):
             make = technique.on_optimizer(make)
         return make
@@ -274,21 +281,22 @@ class AccelerationStack:
             yield
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the state dicts of stateful techniques by key."""
+        """Returns the state dict of each technique that has a state, by the technique's key."""
         states = {technique.key: technique.state_dict() for technique in self.techniques}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads states in place. A technique that was off at the save keeps its present state."""
+        """Loads the state dicts in place. A technique that was off when they were saved keeps its
+        present state."""
         for technique in self.techniques:
             technique.load_state_dict(states.get(technique.key, {}))
 
     def run_until_it_works(self, run: Callable[[], object]) -> None:
-        """Calls `run` until it works: after a failure the technique that caused it switches itself
-        off.
+        """Calls `run` until it raises no error: after each failure the technique that caused it
+        switches itself off.
 
-        Under `on_unavailable="error"` raises the failure instead. If one rank must switch a
-        technique off, all ranks do, or they would run different code.
+        Raises the failure if no technique caused it, or under `on_unavailable="error"`. If one rank
+        switches a technique off, all ranks do, because all must run the same code.
         """
         while True:
             failure: Exception | None = None
@@ -307,11 +315,11 @@ class AccelerationStack:
             warnings.warn(sentence, stacklevel=3)
 
     def warm_up(self, run: Callable[[], object], blocks: nn.ModuleList | None = None) -> Ledger:
-        """Calls `run` (a whole step, or an encoding) until it is warm, profiles one more call, and
-        fills the ledger.
+        """Calls `run` (a whole training step, or the encoding of a batch) until it works, profiles
+        one more call, and returns the ledger of what was on.
 
-        The caller restores the state that `run` changed, in place, because techniques may hold its
-        tensors.
+        `run` changes parameters and optimizer: the caller restores them afterwards, in place,
+        because techniques may hold the tensors.
         """
         self.run_until_it_works(run)
         hidden = any(technique.hides_blocks() for technique in self.techniques)
@@ -331,7 +339,8 @@ class AccelerationStack:
                 note = f"{reason.rstrip('.')}; {note}"
             ledger.append(LedgerRow(technique.key, self.requested[technique.key], active, note))
 
-        # Unavailable techniques were refused before warm-up; these failed in the step.
+        # Techniques that this machine cannot run were refused before; a row that is missing without
+        # a reason is a technique that the step did not use.
         missing = [row for row in ledger if row.missing and row.key not in self.reasons]
         if missing and self.strict:
             shown = ", ".join(f"runtime.{row.key} ({row.evidence})" for row in missing)

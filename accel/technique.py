@@ -16,34 +16,38 @@ if TYPE_CHECKING:
 
 
 Value = bool | str
-"""Type of a runtime key's value."""
+"""Type of the value of a technique's runtime key, such as True for `runtime.tf32`, "bf16" for
+`runtime.precision`."""
 
 
 class Observation(NamedTuple):
-    """The value that a technique saw to be really on, and the evidence for it."""
+    """What a technique found in a profiled step: the value that was really on, and the evidence as
+    a sentence."""
 
     active: Value
     evidence: str
 
 
 class Saving(NamedTuple):
-    """Runtime values under which a step takes less memory, and their cost in words."""
+    """Values of runtime keys under which a step takes less memory, and in words what they cost."""
 
     values: Mapping[str, Any]
     costs: str
     rank: int
-    """A plan tries the lowest rank first; values of equal rank are tried together."""
+    """Place in the order in which a plan (scripts/plan) tries savings: the lowest number first, and
+    savings with the same number together."""
 
 
 class Step(Protocol):
-    """A step that techniques may wrap; `forward` is the denoiser's forward pass, or the encoder's
-    in precompute."""
+    """A step that techniques may wrap. `forward` is the forward pass of the denoiser or, while
+    images are encoded in advance, of the encoder."""
 
     forward: Callable[..., Any]
 
 
 class TrainingStep(Step, Protocol):
-    """A training step: `update` maps batches to a named tuple of device scalars."""
+    """A training step. `update` trains on a list of micro-batches and returns the step's figures
+    (loss, norm …) as a named tuple of scalars on the device."""
 
     update: Callable[..., Any]
     optimizer: torch.optim.Optimizer
@@ -56,67 +60,75 @@ AnyStep = TypeVar("AnyStep", bound=Step)
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """Returns the blocks of a model, the only part that a technique may change."""
+    """Returns a model's blocks, the only attribute that techniques expect of every model."""
     return cast("nn.ModuleList", model.blocks)
 
 
 def find_switches(module: nn.Module, key: str) -> list[nn.Module]:
-    """Finds the modules with an attribute `key`, by which they choose how they compute."""
+    """Finds the submodules that have an attribute called `key`: a switch, such as `fused_swiglu`,
+    that selects how they compute."""
     return [m for m in module.modules() if hasattr(m, key)]
 
 
 class Technique(ABC):
     """A change that makes the same training step cheaper.
 
-    Every run builds every technique, on or off: an `off` value is applied as an `on` value is (TF32
-    off means off in matmuls *and* in cuDNN), and each technique has a row in the ledger. A
-    technique that does more than set a process flag acts only where `enabled`.
+    Every run builds an object of every technique, whether it is on or off: the process must be set
+    for "off" too (TF32 off means off in matmuls *and* in cuDNN), and each technique has a row in
+    the ledger. A technique that does more than set a flag of the process acts only if it is
+    `enabled`.
     """
 
     key: ClassVar[str]
-    """Runtime key that switches it."""
+    """Name of the runtime key that switches the technique: "compile" stands for
+    `runtime.compile`."""
     path: ClassVar[str] = ""
-    """Path of its value below `runtime`, if it differs from `key`."""
+    """Path of the key below `runtime` if it differs from `key`, such as "parallel.mode"; otherwise
+    empty."""
     summary: ClassVar[str]
-    """Description for the table of techniques in the docs."""
+    """One-line description for the table of techniques in the docs."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Further runtime keys that configure it, with their defaults."""
     off: ClassVar[Value] = False
-    """Value of `key` under which it does nothing."""
+    """Value of `key` under which the technique does nothing."""
     examples: ClassVar[tuple[Mapping[str, Value], ...]] = ()
-    """Runtime values that switch it on, one mapping for each way that tests and benchmarks try;
-    empty: `{key: True}` is the only way."""
+    """Runtime keys and values that switch the technique on, one mapping for each variant that tests
+    and benchmarks run; empty: `{key: True}` is the only variant."""
     loss_rtol: ClassVar[float]
-    """Largest relative change of one step's loss when it is on; 0 means bit for bit (in eager
-    mode)."""
+    """Largest relative change of one step's loss that the technique may cause; 0 means that the
+    loss is equal bit for bit (in eager mode)."""
     in_sampling: ClassVar[bool] = False
-    """Whether it also acts where a trained model draws samples."""
+    """Whether the technique also acts when a trained model draws samples."""
     absent_from_sampling: ClassVar[str | None] = None
-    """Reason for the ledger why sampling does without it; None: the ledger of sampling has no row
-    for it."""
+    """Reason why sampling does not use the technique, which the ledger of sampling shows; None:
+    that ledger has no row for it."""
     in_precompute: ClassVar[bool] = False
-    """Whether it also acts on an encoder of images."""
+    """Whether the technique also acts on the encoder that turns images into latents."""
     slow_to_start: ClassVar[bool] = False
-    """Whether its first step takes up to minutes longer: sampling switches it off by default."""
+    """Whether the first step takes up to minutes longer with the technique; sampling then switches
+    it off by default."""
     saves_launches: ClassVar[bool] = False
-    """Whether it is worth a try where the GPU waits for the host."""
+    """Whether the technique reduces the host's work of launching kernels: it is then worth a try if
+    the GPU waits for the host."""
     changes_kernels: ClassVar[Literal["parity", "time"] | None] = None
-    """Results of a trial of fused kernels that depend on it: "parity" (and time), "time" alone, or
-    none."""
+    """What the trial of a fused kernel must repeat if this technique changes: "parity" (the
+    comparison of the kernel's results, and its time), "time" (its time only), or None (nothing)."""
     without_gpu: ClassVar[str | None] = None
-    """Sentence that says why it needs an NVIDIA GPU, with `{device}` for the present device; None
-    if it does not."""
+    """Sentence that says why the technique needs an NVIDIA GPU, in which `{device}` stands for the
+    device of the run; None if it needs no GPU."""
     emulated: ClassVar[tuple[Value, ...]] = ()
-    """Values that a CPU can emulate, more slowly, without instructions for them."""
+    """Values that a CPU without instructions for them can emulate, more slowly."""
     nondeterministic: ClassVar[bool] = False
     """Whether `deterministic=true` must switch it off."""
 
     savings: ClassVar[tuple[Saving, ...]] = ()
-    """Changes that a plan counts and proposes where memory is short."""
+    """Changes that a plan (scripts/plan) tries and proposes if a run needs too much memory."""
     plan_note: ClassVar[str] = ""
-    """Note in a plan about what counting bytes does not show."""
+    """Note that a plan prints beside the technique: what the plan's count of bytes does not
+    show."""
     tried_with: ClassVar[str] = ""
-    """Name of a group of techniques that runtime=auto tries together; empty: it is tried alone."""
+    """Name of a group of techniques that runtime=auto tries together; empty: this one is tried
+    alone."""
 
     def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         self.value = value
@@ -126,49 +138,53 @@ class Technique(ABC):
 
     @classmethod
     def list_ways(cls) -> tuple[Mapping[str, Value], ...]:
-        """Returns the ways to switch it on: `examples`, or `{key: True}` without examples."""
+        """Returns the variants of the technique as mappings of runtime keys to values: `examples`,
+        or `{key: True}` if there are none."""
         return cls.examples or ({cls.key: True},)
 
     @classmethod
     def make_override(cls, value: Value) -> str:
-        """Returns the override that requests a value, such as runtime.tf32=true."""
+        """Returns the command-line override that requests a value, such as runtime.tf32=true."""
         return f"runtime.{cls.path or cls.key}={str(value).lower()}"
 
     @property
     def enabled(self) -> bool:
-        """Whether its value is not `off`."""
+        """Whether the technique is on: its value differs from `off`."""
         return self.value != self.off
 
     @property
     def period(self) -> int:
-        """Number of blocks after which its treatment of blocks repeats."""
+        """Number of blocks after which the technique's treatment repeats: 1 if it treats all blocks
+        alike, n if it treats every n-th block in another way."""
         return 1
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Value and options by runtime key."""
+        """The technique's value and options, by runtime key."""
         return {self.key: self.value} | self.option
 
     def describe_arithmetic(self) -> dict[str, Any]:
-        """Returns its runtime keys and values that decide how products round; empty for most."""
+        """Returns those of the technique's runtime keys that decide how matrix products round, with
+        their values; {} for most techniques."""
         return {}
 
     def find_obstacle(self) -> str | None:
         """Returns a sentence that says why `device` cannot have `value`; None if it can.
 
-        The stack asks only where the technique is `enabled`.
+        The stack asks only if the technique is `enabled`.
         """
         kind = self.device.type
         return self.without_gpu and self.without_gpu.format(device=kind) if kind != "cuda" else None
 
     def on_process(self) -> None:  # noqa: B027 - most techniques have no flag to set
-        """Sets process-wide flags, for off values too."""
+        """Sets flags of the whole process; the stack calls it for off values too."""
 
     def on_layers(self, model: nn.Module) -> None:  # noqa: B027 - most leave them alone
         """Replaces layers in the model's blocks, before any technique wraps a block."""
 
     def on_model(self, model: Model) -> Model:
-        """Changes the model through its `.blocks`, without changing state-dict keys."""
+        """Changes or wraps the model, as a rule only its blocks, without changing state-dict keys;
+        returns it."""
         return model
 
     def make_optimizer_kwargs(self) -> dict[str, Any]:
@@ -180,7 +196,8 @@ class Technique(ABC):
         return make
 
     def on_step(self, step: AnyStep) -> AnyStep:
-        """Wraps `step.forward` or `step.update`, or gives the step an object that it needs."""
+        """Wraps `step.forward` or `step.update`, or sets an attribute of the step, such as its loss
+        scaler; returns the step."""
         return step
 
     def surround_evaluation(self) -> AbstractContextManager[object]:
@@ -188,8 +205,8 @@ class Technique(ABC):
         return nullcontext()
 
     def compare(self, run: Callable[[], object], evidence: Evidence) -> None:  # noqa: B027 - most need one step only
-        """Measures more: may call the step `run` again, with and without the technique, after the
-        step of `evidence`."""
+        """Takes further measurements after the profiled step that gave `evidence`: may call `run`,
+        which runs a whole step, with and without the technique."""
 
     def on_warm(self) -> bool:
         """Reacts to the end of warm-up; returns whether the step runs differently from now on."""
@@ -203,13 +220,13 @@ class Technique(ABC):
         """Loads a `state_dict` in place."""
 
     def hides_blocks(self) -> bool:
-        """Returns whether the step hides its blocks from probes; the stack then probes an
-        uncompiled step."""
+        """Returns whether the technique compiles the whole model, so that no probe sees its blocks;
+        the stack then probes an uncompiled step."""
         return False
 
     def recover(self, error: BaseException) -> str | None:
-        """Switches itself off if it caused `error` in warm-up, and returns a sentence that says so;
-        otherwise returns None."""
+        """Switches the technique off if it caused `error` in warm-up, and returns a sentence that
+        says so; otherwise returns None."""
         return None
 
     def list_candidates(self) -> tuple[Mapping[str, Value], ...]:
@@ -218,23 +235,24 @@ class Technique(ABC):
         return ()
 
     def on_fake_device(self) -> None:  # noqa: B027 - most compute alike on any device
-        """Prepares for a plan, which counts bytes on fake tensors of a CPU: chooses a value that
-        keeps the same bytes there."""
+        """Prepares for a plan, which counts a step's bytes on fake CPU tensors: replaces what only
+        a GPU can do by something that keeps the same bytes."""
 
     def count_part_bytes(self, part: int) -> float | None:
-        """Returns the bytes that an update needs for its largest part of `part` elements; None if
-        it does not update part by part."""
+        """Returns the temporary bytes that an optimizer step needs for the largest part of the
+        parameters, which has `part` elements; None if the technique does not make the optimizer
+        update part by part."""
         return None
 
     def copy_to_host(self, tensor: Tensor, /) -> Tensor:
-        """Copies a tensor that the forward pass saves to host memory; a plan replaces this to count
-        the bytes."""
+        """Copies into host memory a tensor that the forward pass saves for the backward pass; a
+        plan replaces this method to count the bytes."""
         return tensor
 
     def list_host_tensors(self) -> Iterable[Tensor]:
-        """Returns the tensors that it keeps in host memory from step to step."""
+        """Returns the tensors that the technique keeps in host memory from step to step."""
         return ()
 
     @abstractmethod
     def observe(self, evidence: Evidence) -> Observation:
-        """Returns the value that one profiled step shows to be on."""
+        """Returns the value that one profiled step shows to be really on, and the evidence."""
