@@ -1,5 +1,5 @@
-"""Helpers of this folder's commands: they split words into a command's keys and the training's
-overrides, format tables, and replace parts of pages."""
+"""Helpers of this folder's commands: they split the words of a command line into the command's own
+keys and overrides of the training configuration, format tables, and replace parts of pages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from training.config.compose import parse_words
 
 Keys = TypeVar("Keys")
 NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
-"""Start of a cell that a table aligns to the right."""
+"""Matches the start of a table cell that holds a number; `format_table` aligns it to the right."""
 
 
 def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
-    """Parses the words that set a key of `schema`. Returns the keys, and the words that remain: the
-    overrides of the training configuration."""
+    """Splits the `words` of a command line. Parses those that set a key of `schema`; returns the
+    keys, and the words that remain, which are overrides of the training configuration."""
     keys = {field.name for field in fields(cast(Any, schema))}
     overrides = [word for word in words if "=" in word and word.partition("=")[0] not in keys]
     key_words = [word for word in words if word not in overrides]

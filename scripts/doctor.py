@@ -38,8 +38,8 @@ CLOCKS = {
     "memory_clock_mhz": "clocks.mem",
     "power_limit_w": "power.limit",
 }
-"""Our name -> name in nvidia-smi. The clocks are momentary values: low on an idle GPU, and lowered
-by heat and power limits."""
+"""Name in the findings -> name of the field in nvidia-smi. The clocks are momentary values: low on
+an idle GPU, and lowered by heat and power limits."""
 NVIDIA_SMI_SECONDS = 10.0
 """Time limit for nvidia-smi."""
 UNKNOWN = "unknown"
@@ -86,7 +86,8 @@ def main(words: list[str] | None = None) -> int:
 
 
 def examine(measure: bool = False) -> dict[str, Any]:
-    """Collects facts about the machine, versions and techniques, and rates if `measure`."""
+    """Returns the findings: facts about the machine, the versions and each technique; with
+    `measure` also the measured rates."""
     # Imports inside functions, so that --help does not wait for torch.
     from training.environment import describe_environment, pick_device
 
@@ -106,7 +107,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
 
 
 def list_ways() -> dict[str, tuple[type[Technique], Value]]:
-    """Lists every value of every technique: override -> class and value."""
+    """Lists the settings that enable a technique: override, such as runtime.tf32=true -> the
+    technique's class, and the value of its key."""
     from accel.stack import TECHNIQUES
 
     return {
@@ -125,8 +127,9 @@ def find_capabilities(device: torch.device) -> dict[str, str | None]:
 
 
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
-    """Returns a table's rows, heads first: which technique is available on which of these GPUs, and
-    what it needs. The GPUs need not be here. ValueError for an unknown name."""
+    """Returns the rows of a table, heads first: for each technique, on which of the GPU models
+    `names` it is available, and what it needs. This machine needs no GPU for that. ValueError for
+    an unknown name."""
     import torch
 
     from accel.machine import pretend_gpu
@@ -150,8 +153,8 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
 
 
 def measure_rates(device: torch.device) -> dict[str, float]:
-    """Measures the TFLOP/s of a square product in each precision that is fast here, and the GB/s of
-    a large copy."""
+    """Measures the TFLOP/s of a product of square matrices, in each precision that this device
+    supports, and the GB/s of a large copy. Returns name of the rate -> rate."""
     import torch
 
     from scripts.timing import measure_seconds
@@ -249,8 +252,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def read_limits(properties: Any, index: int) -> dict[str, Any]:
-    """Reads from PyTorch and from Triton's driver what one kernel can use of GPU `index`, and the
-    chip's peak clocks.
+    """Reads from PyTorch and from Triton's driver the resources of GPU `index` that one kernel can
+    use, and the chip's peak clocks.
 
     Triton's compiler relies on its driver's figures; without that driver they are "unknown", with
     the reason.

@@ -46,7 +46,7 @@ class EvaluateConfig(FdConfig, DrawConfig):
     reference_count: EnoughSamples = 50_000
     out: str | None = None
     """Path of the result without .json; null: <run_dir>/evaluation/step-<N>-<hash of the protocol>.
-    Required where there is no run."""
+    Required if `weights` names a file that lies in no run folder."""
 
 
 def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:

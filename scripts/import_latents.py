@@ -7,12 +7,12 @@
     python -m scripts.import_latents source=repa out=latents/mine encoder=sd scale=1 \\
         moments=mean_std
 
-`source` is a .npy, .pt or .safetensors file, a folder with latents.npy and labels.npy, of
-safetensors, of .npy files with dataset.json, or with *_features and *_labels, or WebDataset tars
-with a key per sample. The latents do not show which encoder made them, nor their `scale` (1 for
-latents as the encoder gives them), and the script guesses neither. Labels are class indices below
-the number of samples, or below `classes`. `classes` may also be a text file with one class name
-per line; classes=none imports latents without labels.
+`source` is one of these: a .npy, .pt or .safetensors file; a folder with latents.npy and
+labels.npy; a folder of safetensors files; a folder of .npy files with dataset.json; a folder with
+*_features and *_labels; or WebDataset tars with one key per sample. The latents do not show which
+encoder made them, nor their `scale` (1 for latents as the encoder gives them), and the script
+guesses neither. Labels are class indices below the number of samples, or below `classes`. `classes`
+may also be a text file with one class name per line; classes=none imports latents without labels.
 """
 
 from __future__ import annotations
@@ -48,27 +48,28 @@ if TYPE_CHECKING:
     from models.images import Autoencoder
 
 MAX_SHARDS = 256
-"""Limit on the shards, because all are open at once and samples go to them at random."""
+"""Largest number of shards. Each sample goes to a random shard, so all shards are open at once."""
 CHUNK_SAMPLES = 256
-"""Samples that are read and written together."""
+"""Number of samples that are read and written together."""
 MAX_CLASSES = 1_000_000
-"""Limit on the classes, because the manifest names each."""
+"""Largest number of classes, because the manifest names each class."""
 
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """The latents to import, and the facts about them."""
+    """Keys of the command: the latents to import, and what the user knows about them."""
 
     source: str | None = None
     out: str | None = None
     encoder: str | None = None
     """A file of conf/encoder (sd, sdxl, flux, …), or a folder or hub id in the diffusers format."""
     scale: float | None = None
-    """The source has stored = (raw - shift)·scale. diffusers calls it scaling_factor."""
+    """Factor in the source's latents: stored value = (raw value - shift) · scale. diffusers calls
+    the factor scaling_factor."""
     shift: float | None = None
     moments: str = "none"
-    """With mean_std or mean_logvar the channels are the posterior's mean, then its std or the log
-    of its variance."""
+    """What the channels of the source hold. none: the latents; mean_std or mean_logvar: first the
+    posterior's mean, then its std or the log of its variance."""
     labels: str | None = None
     latents_key: str = "latents"
     labels_key: str = "labels"
@@ -81,7 +82,8 @@ class ImportConfig:
     shard_size: Positive = 2048
     block_size: Positive = 256
     check_scale: bool = True
-    """Refuses a scale if the std of the raw latents is far from that of the encoder's latents."""
+    """If true, the command refuses a `scale` that gives the raw latents another std than the
+    encoder's latents have, by a factor of 2.5."""
     device: str = "auto"
 
 
@@ -161,7 +163,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     if out.is_file() or any(out.glob("*")):
         raise UserError(f"out={cfg.out} is there already; choose a new folder, or delete it.")
 
-    # The source, and the encoder that made its latents.
+    # Open the source, and build the encoder that made its latents.
     names = find_class_names(cfg)
     classes = None if names is None else len(names)
     foreign = open_foreign(
@@ -182,7 +184,7 @@ def import_latents(cfg: ImportConfig) -> Path:
     check_encoder(cfg, undo_scale(cfg, next(read_chunks(foreign, names))), autoencoder)
     print(f"{foreign.description}: {foreign.total} latents", flush=True)
 
-    # An import that was killed leaves its temporary folder behind.
+    # Delete the temporary folder that an import leaves behind if it is killed.
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -247,7 +249,7 @@ def parse_class_index(label: Any, limit: int, where: str) -> int:
     while isinstance(label, list) and len(label) == 1:
         label = label[0]
 
-    # NaN and inf differ from their floor.
+    # `label // 1 != label` is also true for NaN and inf.
     if (
         isinstance(label, bool)
         or not isinstance(label, int | float)
@@ -268,7 +270,7 @@ def convert_latents(values: Any, where: str) -> Tensor:
     import torch
 
     kind = getattr(values, "dtype", type(values).__name__)
-    # PyTorch takes no numpy array in a foreign byte order, so all are converted.
+    # Convert every numpy array to this machine's byte order, because PyTorch takes no other.
     if getattr(kind, "kind", None) == "f":
         values = torch.from_numpy(values.astype("float64"))
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
@@ -330,7 +332,7 @@ def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Auto
             f"({shorten_error(error)}); name the encoder that made them, or set moments."
         ) from error
 
-    # An encoder's scaling factor is about 1 / std of its latents.
+    # An encoder's scaling factor is about 1 / std of its latents, so the std shows a wrong `scale`.
     factor = autoencoder.scaling_factor
     if cfg.check_scale and factor:
         spread = float(chunk["latents"].std())
@@ -355,7 +357,8 @@ def write_set(
     from data.manifest import Manifest
     from encoding.job import make_manifest_fields
 
-    # Samples go to the shards at random; shard 0 is the held-out one.
+    # Assign each sample to a random shard: 0 is the held-out shard, the numbers above are training
+    # shards.
     held_out = round(cfg.held_out * foreign.total)
     shards = min(MAX_SHARDS, math.ceil((foreign.total - held_out) / cfg.shard_size))
     order = torch.randperm(foreign.total, generator=torch.Generator().manual_seed(cfg.seed))
@@ -388,10 +391,10 @@ def write_set(
 def write_shards(
     cfg: ImportConfig, latents: Iterator[dict[str, Tensor]], target: Tensor, out: Path
 ) -> tuple[list[Shard], dict[str, Any], Tensor, dict[str, Size]]:
-    """Writes each latent to the shard whose number `target` gives.
+    """Writes sample i to shard number `target[i]`; shard 0 is the held-out one.
 
-    Returns the shards, the sums per channel over the training latents, all labels, and the shape of
-    a chunk of each tensor.
+    Returns the shards; the `ChannelSums` of the training latents as a dict; all labels; and name of
+    a tensor -> its shape in a chunk.
     """
     import torch
 

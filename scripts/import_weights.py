@@ -7,11 +7,12 @@ a base for training.
         kind=lightningdit statistics=latents_stats.pt encoder=models/vavae \\
         out=pretrained/lightningdit_xl.safetensors
 
-`source` is a .safetensors or .pt checkpoint; the command takes its averaged weights where it has
-them (weights=model: the trained ones). From a .pt it unpickles only tensors, plain values and an
-argparse.Namespace. A model draws noise unless it has the encoder and the normalisation of its
-latents: kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind=lightningdit asks for them.
-docs/exchange.md explains the conversion.
+`source` is a .safetensors or .pt checkpoint; from a training checkpoint the command takes the
+averaged weights (weights=model: the trained ones). From a .pt it unpickles only tensors, plain
+values and an argparse.Namespace. The file also stores which encoder and which normalisation the
+model was trained with, because with any others its samples are noise: kind=sit knows both (Stable
+Diffusion's VAE and 0.18215), kind=lightningdit needs encoder= and statistics=. docs/exchange.md
+explains the conversion.
 """
 
 from __future__ import annotations
@@ -49,25 +50,27 @@ class WeightsChoice(str, Enum):
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    """The checkpoint, and the facts about its latents."""
+    """Keys of the command: the checkpoint, and what the user knows about its latents."""
 
     source: str | None = None
     kind: Kind | None = None
     out: str | None = None
     encoder: str | None = None
-    """A file of conf/encoder, or a folder or hub id in the diffusers format; null means sd with
-    kind=sit."""
+    """A file of conf/encoder, or a folder or hub id in the diffusers format; null: sd, which only
+    kind=sit allows."""
     statistics: str | None = None
-    """File with mean and std of the channels, latents_stats.pt; for kind=lightningdit."""
+    """File with the mean and std of each channel, LightningDiT's latents_stats.pt; required for
+    kind=lightningdit."""
     weights: WeightsChoice = WeightsChoice.ema
     classes: str | None = None
-    """A text file with one class name per line; null: numbers."""
+    """A text file with one class name per line; null: the classes have numbers as names."""
     head_dim: int | None = None
     """Width of a head, for models whose sizes were never published."""
 
     def check(self) -> None:
         """Checks the keys; ValueError if some are missing or contradict each other."""
-        # A run without its encoder or normalisation would draw noise, so nothing is guessed.
+        # Ask for each missing key and guess none, because a model draws noise if its encoder or
+        # normalisation is wrong.
         hints = {
             "source": "<file>.pt or .safetensors",
             "kind": "sit or lightningdit",
@@ -133,7 +136,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
             "its latents by encoder=."
         )
 
-    # Loading the file as a run would checks that all tensors fit the model.
+    # After writing the file, load it as a run does: that checks that all tensors fit the model.
     spec = make_spec(cfg, published)
     description = {"model": published.node, "spec": spec.as_dict(), "step": 0}
     make_folder(out.parent)

@@ -38,17 +38,18 @@ ARCHITECTURES = tuple(SHARED_MEMORY_KIB)
 
 
 class Resources(NamedTuple):
-    """The compiler's report on one case on one architecture."""
+    """The compiler's report on one kernel in one configuration (a case), for one GPU
+    architecture."""
 
     registers: int
     stack: int
     shared: int
     spills: int
-    """Instructions that store to local memory."""
+    """Number of instructions that store to local memory, which spilled registers cause."""
     loads_128: int
     async_copies: int
     products: int
-    """Matrix instructions."""
+    """Number of matrix instructions."""
     fp64: int
 
 
@@ -65,7 +66,8 @@ def compile_kernel(case: Case, architecture: int) -> Any:
     signature = {name: "constexpr" if name in known else types[name] for name in names}
     constants = {(names.index(name),): value for name, value in known.items()}
 
-    # Pointers and sizes are multiples of 16 in every shipped shape, and Triton specialises on that.
+    # Declare pointers and sizes as multiples of 16: they are that in every shipped configuration,
+    # and Triton compiles a special kernel for them.
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=divisible)
     options = {"num_warps": case.warps, "num_stages": case.stages, "maxnreg": case.most_registers}
@@ -112,7 +114,7 @@ class ResourcesConfig:
 
     arch: int | None = None
     like: str = ""
-    """Part of the names of the cases to compile."""
+    """Compiles only the cases whose names contain this text."""
     out: str | None = None
     """A JSON file to write the table to."""
 
@@ -141,7 +143,7 @@ def main() -> None:
         if cfg.out is None:
             return
 
-        # Rows of this version of Triton that were not measured now stay as they were.
+        # Keep the rows of this version of Triton that this call did not measure.
         file = Path(cfg.out)
         tables: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         rows = {name: " ".join(map(str, resources)) for name, resources in measured.items()}

@@ -48,7 +48,8 @@ class SampleConfig(DrawConfig):
 
     format: Format = Format.npz
     grid: Annotated[int, Ge(0), Le(1024)] = 0
-    """Number of first samples to write also as one picture <out>.png, sorted by label."""
+    """Number of samples, from the first, to write also as one picture <out>.png, sorted by label;
+    0: no picture."""
     out: str = "samples/samples"
 
     def check(self) -> None:
@@ -108,7 +109,8 @@ def sample_run(cfg: SampleConfig) -> Path:
 
 
 def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> None:
-    """Writes one .npz with `name` (count, …) and `labels` (count,); holds one chunk in memory."""
+    """Writes one .npz with the arrays `name` (count, …) and `labels` (count,). It holds only one
+    chunk in memory."""
     temporary = file.with_name(file.name + ".tmp")
     like = chunks.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}

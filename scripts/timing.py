@@ -45,7 +45,8 @@ def compute_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]
 
 
 def shows_no_difference(entry: Mapping[str, Any], name: str) -> bool:
-    """Tells whether 1 lies between the quartiles of the ratio `name` of an entry."""
+    """Tells whether a ratio shows no difference: whether 1 lies between the quartiles `name`_q1 and
+    `name`_q3 of a result."""
     return entry[f"{name}_q1"] <= 1 <= entry[f"{name}_q3"]
 
 
@@ -70,16 +71,18 @@ def time_in_turn(
 
 @contextmanager
 def disable_compiler_caches() -> Iterator[None]:
-    """Makes the block compile everything again, without code from this process or from the disk."""
+    """Inside the `with` block, PyTorch compiles everything again: it uses no code compiled earlier
+    by this process or stored on disk."""
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings():
-        # PyTorch warns about the setting just made.
+        # Suppress PyTorch's warning about the setting made above.
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         yield
 
 
 class MemoryPeak:
-    """Measures the peak of the bytes that the allocator reserves, beyond those at construction."""
+    """Measures the peak of the bytes that PyTorch's GPU allocator reserves, less the bytes reserved
+    when this object is made."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"

@@ -77,8 +77,8 @@ def verify(cfg: VerifyConfig) -> list[str]:
 
 
 def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
-    """Checks every block of a split as a loader does, and if all are good the statistics. Returns
-    the problems."""
+    """Checks every block of a split as a loader does and, if all blocks are good, the statistics of
+    the channels. Returns the problems."""
     from data.blocks import BlockReader, DamagedBlockError
     from encoding.job import ChannelSums, compute_channel_statistics
 
@@ -116,7 +116,8 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
             problems.append(f"{file}: size or sha256 differs from the manifest's")
     for sidecar in folder.glob("*.tar.json"):
         try:
-            # The manifest leaves out a shard of which Pillow could decode no image.
+            # Accept the tar of a shard of which Pillow could decode no image; the manifest leaves
+            # it out.
             if read_object(sidecar)["shard"]["count"] == 0:
                 known.add(sidecar.with_suffix(""))
         except (OSError, ValueError, KeyError, TypeError):
@@ -187,7 +188,8 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
         )
     try:
         job: dict[str, Any] = json.loads(source.read("job.json"))
-        # A job also has keys that are no settings; one of an earlier version lacks some settings.
+        # Take only the settings from the job, which has other keys too. A job of an earlier version
+        # lacks some settings; these get their defaults.
         keys = job.keys() & PrecomputeConfig.__dataclass_fields__.keys()
         cfg = apply_schema(PrecomputeConfig, {key: job[key] for key in keys}, [])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
@@ -202,7 +204,8 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
             f"earlier version listed it, which knew fewer formats; leave it out."
         )
 
-    # The latents follow the order of the job, without the images that it skipped.
+    # List the images again in the order in which the job encoded them, without those that it
+    # skipped: then image i belongs to latent i.
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
     used = [
         entry

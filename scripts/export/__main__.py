@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sampling.load import TrainedModel
 
 PLAIN_RUNTIME = asdict(RuntimeConfig())
-"""Runtime keys of an exported model: the defaults."""
+"""Runtime keys of an exported model: every key has its default, so no technique is on."""
 
 
 class Format(str, Enum):
@@ -48,13 +48,13 @@ SUFFIXES = {Format.torch_export: ".pt2", Format.weights: ".safetensors"}
 
 @dataclass(frozen=True)
 class ExportConfig(ModelConfig):
-    """Configuration of an export: the model, the format and the place."""
+    """Keys of the command: the model to export, the format, and where to write it."""
 
     out: str | None = None
     format: Format = Format.diffusers
     include_autoencoder: bool = True
     push: str | None = None
-    """Repository on the Hugging Face hub, as owner/name."""
+    """Repository on the Hugging Face hub to upload to, as owner/name; null: no upload."""
     dry_run: bool = False
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ def export(cfg: ExportConfig) -> Path:
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
-    # An earlier dry_run=true has written the folder.
+    # If an earlier call with dry_run=true wrote the folder, only upload it.
     if cfg.push is not None and (out / "model_index.json").is_file():
         push(out, cfg.push, cfg.dry_run)
         return out
@@ -196,8 +196,8 @@ WRITERS = {
 
 
 def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
-    """Returns Markdown with code that opens the folder and samples: only latents, if no class of
-    diffusers decodes them correctly."""
+    """Returns Markdown with Python code that opens the exported folder and draws samples. If no
+    class of diffusers decodes the latents correctly, the code draws latents only."""
     from scripts.export.folder import can_be_included, find_branches, name_autoencoder
 
     labels = json.dumps(trained.spec.names[:2] or [0], ensure_ascii=False)
@@ -223,7 +223,8 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
 
 
 def make_card(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
-    """Returns the model card: the run's card if there is a run, with code for this folder."""
+    """Returns the model card of the exported folder, with code that samples from it. If the weights
+    lie in a run folder, the card also reports the run."""
     from sampling.load import find_run_folder
     from scripts.report.history import History
     from scripts.report.pages import render_card
@@ -237,7 +238,7 @@ def make_card(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
 
 
 def push(folder: Path, repository: str, dry_run: bool) -> None:
-    """Uploads the folder; huggingface_hub reads the token itself, and no file of ours holds it."""
+    """Uploads the folder. huggingface_hub reads the login token itself; this code never has it."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in files) / 2**20
     if dry_run:
@@ -253,7 +254,7 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
         api = HfApi()
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
-    # The network, the hub or a missing login.
+    # The network, the hub or a missing login may raise many kinds of errors.
     except Exception as error:
         raise UserError(
             f"push={repository} failed ({type(error).__name__}); {folder} is complete. Log in "

@@ -29,9 +29,9 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
     """Computes the velocity ε - z of x = (1-t)·z + t·ε, from latents x (B, C, H, W), times t (B,)
     and labels y (B,).
 
-    t = 1 is noise; y is int64, and `num_classes` is the label of no class. `mixer` and `mlp` hold
-    the class of a layer, as "name", and its arguments. `latents` is for the pipeline: statistics,
-    class names, settings of the sampler.
+    t = 1 is noise; y is int64, and the label `num_classes` stands for "no class". `mixer` and `mlp`
+    hold the class of a layer, as "name", and its arguments. Only the pipeline uses `latents`:
+    statistics, class names, settings of the sampler.
     """
 
     @register_to_config
@@ -111,7 +111,7 @@ class FastlatentAutoencoder(AutoencoderTiny):
 class FastlatentPipeline(DiffusionPipeline):
     """Draws images of classes. Equal seeds, labels and settings give equal images.
 
-    Without `vae` it shows latents that are pixels directly; other latents need
+    Without `vae`, latents that are pixels become images as they are; other latents need
     output_type="latent".
     """
 
@@ -217,8 +217,8 @@ def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
 
 
 def find_class_numbers(labels: Sequence[int | str], names: list[str]) -> list[int]:
-    """Returns classes as numbers; ValueError for an unknown class. A model without classes has only
-    label 0."""
+    """Returns the numbers of the classes that `labels` gives by number or name; ValueError for an
+    unknown class. A model without classes has only label 0."""
     count = max(1, len(names))
     for label in labels:
         if (label not in names) if isinstance(label, str) else not 0 <= label < count:

@@ -50,11 +50,11 @@ def refuse_own_code(node: Mapping[str, Any]) -> None:
 def write_folder(
     folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool
 ) -> None:
-    """Writes all files of the folder; `include`: also the autoencoder's."""
+    """Writes all files of the folder; with `include` also those of the autoencoder."""
     refuse_own_code(node)
     write_transformer(folder / "transformer", trained, node)
 
-    # AutoModel reads this index first.
+    # model_index.json: diffusers' AutoModel reads this index first.
     index = {"_class_name": ["pipeline", PIPELINE], **VERSION, **AUTO_MAP}
     index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]}
     vae = getattr(trained.autoencoder, "vae", None)
@@ -84,7 +84,8 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
-    # The configuration names the class of a layer, which the file of code contains.
+    # In the configuration, replace a layer's `_target_` by the name of its class, because the
+    # exported file of code contains that class.
     kinds = []
     for key in [key for key in ("mixer", "mlp") if key in node]:
         layer = dict(node[key])
@@ -110,7 +111,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
 
 def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, list[int]]) -> None:
     """Writes code and configuration of an autoencoder with global branches."""
-    # diffusers adds block_out_channels itself.
+    # Leave out block_out_channels, which diffusers adds itself.
     added = "block_out_channels"
     sizes = {key: value for key, value in config.items() if key != added and key[0] != "_"}
     content = {"_class_name": AUTOENCODER, **VERSION, "sizes": sizes, "branches": branches}
@@ -130,8 +131,8 @@ def name_autoencoder(trained: TrainedModel) -> str:
 
 
 def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
-    """Returns the blocks of the autoencoder with a global branch of TAEF2 -> [hidden channels,
-    channels]; diffusers' own classes have none."""
+    """Returns name of each block of the autoencoder that has a global branch of TAEF2 -> [hidden
+    channels, channels] of the branch. The classes of diffusers have no such branches."""
     vae = getattr(trained.autoencoder, "vae", nn.Identity())
     end = ".pool.0.weight"
     return {
@@ -142,6 +143,6 @@ def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
 
 
 def can_be_included(trained: TrainedModel) -> bool:
-    """Returns whether the folder can contain the autoencoder; a class of the user's own cannot be
-    written."""
+    """Returns whether the folder can contain the autoencoder: not if it is a class that the user
+    wrote."""
     return isinstance(trained.autoencoder, PixelAutoencoder) or hasattr(trained.autoencoder, "vae")

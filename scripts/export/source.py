@@ -25,8 +25,8 @@ TRAINING_METHODS = ("flops", "flops_per_sample", "no_weight_decay")
 
 
 def is_off(node: ast.expr) -> bool:
-    """Returns whether an expression is false in every exported model, as a switch of a fused kernel
-    is."""
+    """Returns whether an expression is false in every exported model; the switches of fused kernels
+    are."""
     if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
         return any(is_off(value) for value in node.values)
     name = getattr(node, "attr", getattr(node, "id", ""))
@@ -97,7 +97,7 @@ def read_statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
 
 
 class File:
-    """A source file that grows by definitions and all definitions that they need."""
+    """A source file under construction: each addition brings all definitions that it needs."""
 
     def __init__(self) -> None:
         self.imports: set[str] = set()
@@ -133,7 +133,8 @@ class File:
         package = str(node.module)
         if package.split(".")[0] in OWN_PACKAGES:
             self.add(package, alias.name)
-        # The exported file must not need jaxtyping.
+        # Replace types of jaxtyping by Annotated, so that the exported file does not need
+        # jaxtyping.
         elif package == "jaxtyping":
             self.imports.add(f"from typing import Annotated as {name}")
         else:

@@ -21,7 +21,8 @@ from training.config.compose import parse_words, refuse_missing, report_user_err
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Configuration of a report: one run or two, and the place."""
+    """Keys of the command: the run, a second run to compare it with, and where to write the
+    report."""
 
     run_dir: str | None = None
     other: str | None = None

@@ -1,4 +1,5 @@
-"""Reads a run folder, finished or not; missing content is empty, and a sentence reports it."""
+"""Reads a run folder, finished or not. Content that is missing is empty, and a sentence in
+`problems` reports it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Evaluation(NamedTuple):
     """Content of one file of `python -m scripts.evaluate`."""
 
     rows: list[list[Any]]
-    """One row for each feature space, under `HEADS`."""
+    """One row of cells for each feature space; `HEADS` names the columns."""
     protocol: dict[str, Any]
 
 
@@ -59,7 +60,7 @@ class History:
         steps = {int(f.stem.removeprefix("step-")): f for f in folder.glob("samples/step-*.png")}
         self.grids = sorted(steps.items())
 
-        # A summary counts unless the run continued after it.
+        # Leave out a summary if the run continued after it was written.
         self.summary = self.read("summary.json")
         last = self.lines[-1]["step"] if self.lines else 0
         outrun = bool(self.summary) and last > (self.summary.get("steps") or 0)
@@ -68,7 +69,7 @@ class History:
         if outrun:
             self.summary = {}
         self.figures = {k: y for k, y in (self.summary or self.latest).items() if is_figure(y)}
-        """Figures of the summary; for an unfinished run the last logged ones."""
+        """Figures of the summary; for an unfinished run the last logged value of each key."""
 
         results = [self.read_evaluation(file) for file in sorted(folder.glob("evaluation/*.json"))]
         self.evaluations = [evaluation for evaluation in results if evaluation]
@@ -86,13 +87,15 @@ class History:
         self.problems = [sentence for sentence, applies in problems.items() if applies]
 
     def read(self, name: str) -> dict[str, Any]:
-        """Reads a JSON object of the folder; {} without the file."""
+        """Reads the file `name` of the folder as a JSON object; returns {} if there is no such
+        file."""
         file = self.folder / name
         return read_object(file) if file.is_file() else {}
 
     def read_checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reads the newest checkpoint's state, and size and hash of its averages; both may be
-        empty."""
+        """Reads the newest checkpoint. Returns its state as a flat mapping, and the number of
+        parameters and the hash of its averaged weights; both are empty if there is no
+        checkpoint."""
         checkpoints = list_complete(self.folder / "checkpoints")
         if not checkpoints:
             return {}, {}
@@ -116,7 +119,8 @@ class History:
         return Evaluation(rows, settings)
 
     def list_points(self, key: str, over: str = "samples") -> list[tuple[float, float]]:
-        """Returns (x, y) of the lines that have both; y is NaN if it is not finite."""
+        """Returns (value of `over`, value of `key`) of each line of metrics.jsonl that has both;
+        the second is NaN if it was not finite."""
         return [
             (line[over], math.nan if line[key] is None else line[key])
             for line in self.lines
@@ -125,7 +129,8 @@ class History:
 
     @property
     def distances(self) -> dict[str, list[tuple[float, float]]]:
-        """The finite points of the distances measured during training, such as fd_<features>."""
+        """Key of a distance measured during training, such as fd_<features> -> its finite points
+        (samples, distance)."""
         return {
             key: [point for point in self.list_points(key) if math.isfinite(point[1])]
             for key in self.latest
@@ -156,7 +161,8 @@ class History:
         }
 
     def collect_facts(self) -> dict[str, Any]:
-        """Returns facts about the run: choices, data, hardware, versions, command, time."""
+        """Returns facts about the run: the chosen model, data and runtime files, hardware,
+        versions, command, time."""
         get = self.environment.get
         changed = " with uncommitted changes" if get("git.uncommitted_changes") else ""
         argv = get("argv")
@@ -221,7 +227,7 @@ class Group(NamedTuple):
     members: list[Any]
     protocol: dict[str, Any]
     apart: str
-    """Why they are not comparable with the first group; "" for the first group."""
+    """Why the members are not comparable with the first group; "" for the first group."""
 
 
 def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:

@@ -41,7 +41,8 @@ RUN_STYLES = (
 """Line style and shades, light to dark, of the first and of the second run."""
 PLOT_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
-    # In pixels; a curve of 100,000 points then takes 65 kB.
+    # Precision in pixels to which curves are simplified; a curve of 100,000 points then takes 65
+    # kB.
     "path.simplify_threshold": 0.5,
     "text.parse_math": False,
     "font.size": 9.5,
@@ -53,8 +54,8 @@ PLOT_STYLE: dict[Any, Any] = {
 
 
 def fill_template(template: str, format_content: Callable[[Any], Any], **content: Any) -> str:
-    """Fills a template of this folder; `format_content` formats each inserted value, which is then
-    escaped."""
+    """Fills a template of this folder with `content`. `format_content` formats each inserted value;
+    then the value is escaped."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -84,8 +85,8 @@ def render_page(runs: Sequence[History]) -> str:
 
 
 def encode_grids(run: History) -> Iterator[tuple[str, str]]:
-    """Yields image and caption of at most MAX_GRIDS grids, evenly spread from the first to the
-    last."""
+    """Yields (image as a data URI, caption) of at most MAX_GRIDS sample grids, evenly spread from
+    the first to the last."""
     last = len(run.grids) - 1
     samples = {line["step"]: line.get("samples") for line in run.lines}
     for place in sorted({round(i * last / (MAX_GRIDS - 1)) for i in range(MAX_GRIDS)}):
@@ -101,7 +102,7 @@ def encode_grids(run: History) -> Iterator[tuple[str, str]]:
 
 
 def make_data_uri(kind: str, stream: io.BytesIO) -> str:
-    """Returns a data URI that contains the image."""
+    """Returns a data URI that contains the image; `kind` is its MIME type without "image/"."""
     return f"data:image/{kind};base64,{b64encode(stream.getvalue()).decode()}"
 
 
@@ -191,8 +192,8 @@ def list_distance_plots(runs: Sequence[History]) -> list[Plot]:
 
 
 def draw_plots(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str, str]]:
-    """Returns for each plot its content in words and the image as a data URI, "" if there is
-    nothing to draw."""
+    """Returns for each plot (a text that describes it, the image as a data URI); the image is "" if
+    there is nothing to draw."""
     drawn = []
     for plot in plots:
         curves = collect_curves(plot, runs)
@@ -234,7 +235,7 @@ def name_curve(key: str) -> str:
 
 def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
     """Draws the plot as a data URI."""
-    # The card needs no matplotlib.
+    # Import matplotlib only here, because a model card is rendered without it.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator
