@@ -1,8 +1,8 @@
-"""An optimizer made of several members: a library's optimizer behind PyTorch's interface, two kinds
-side by side, or one for each part of the parameters.
+"""An optimizer made of several others, its members: a library's optimizer behind PyTorch's
+interface, two kinds of optimizer side by side, or one optimizer for each part of the parameters.
 
-Its state dict holds plain tensors, so that a checkpoint contains no library's classes and needs no
-library to be read.
+Its state dict holds plain tensors, so that a checkpoint contains no class of a library and can be
+read without one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from common.errors import UserError
 Groups = list[dict[str, Any]]
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 LIBRARY_TABLES = frozenset({"qmap", "qmap1", "qmap2"})
-"""Constant tables that libraries keep beside each 8-bit state; equal in all runs, so left out of
-the state."""
+"""Names of the constant tables that libraries keep beside each 8-bit state; they are equal in all
+runs, so checkpoints leave them out."""
 COMPENSATION = "compensation"
-"""Name of the tensor that Kahan's rounding keeps beside the optimizer's own
+"""Name, in a parameter's optimizer state, of the rounding errors that Kahan's rounding keeps
 (accel/techniques/weights.py)."""
 DEVICE_DECISIONS = ("grad_scale", "found_inf")
-"""Attributes by which a fused optimizer scales and skips on the device."""
+"""Attributes of a fused optimizer, tensors on the device: it divides gradients by the first, and
+skips the step if the second is not 0."""
 PART_ELEMENTS = 2**24
-"""Elements after which a part ends: 64 MiB of fp32. The last parameter may exceed it."""
+"""Number of elements (64 MiB of fp32) after which a part of the parameters ends. Parameters are not
+cut, so the last one in a part may exceed it."""
 
 
 def split_parts(groups: Groups) -> list[Groups]:
-    """Cuts parameter groups into parts of about `PART_ELEMENTS` elements, in order; each part is a
-    list of groups."""
+    """Divides the parameters of all groups, in order, into parts of about `PART_ELEMENTS` elements;
+    a part is a list of groups with the options of the originals."""
     parts: list[Groups] = []
     size = PART_ELEMENTS
     for group in groups:
@@ -53,7 +55,7 @@ def split_parts(groups: Groups) -> list[Groups]:
 
 
 def count_largest_part(groups: Groups) -> int:
-    """Counts the elements of the largest part."""
+    """Counts the elements of the largest part into which `split_parts` divides the parameters."""
     return max(sum(p.numel() for p in list_parameters(part)) for part in split_parts(groups))
 
 
@@ -69,11 +71,11 @@ def select_groups(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
 
 
 class Members(torch.optim.Optimizer):
-    """An optimizer that consists of `members`, each with its own parameters.
+    """An optimizer that consists of other optimizers, `members`, each with its own parameters.
 
     The order of parameters in `groups` numbers them in `state_dict`, whichever member updates them.
-    A member may update a tensor of `stand_ins` in place of a parameter. ValueError for sharded
-    parameters: the state of members is not sharded.
+    `stand_ins` maps a parameter to the tensor that its member updates in its place. ValueError for
+    sharded parameters: the state of members is not sharded.
     """
 
     def __init__(
@@ -105,8 +107,8 @@ class Members(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Updates all parameters. A fused member scales gradients and skips the step on the device,
-        by `grad_scale` and `found_inf`."""
+        """Updates all parameters. Fused members scale gradients and skip the step on the device, by
+        the `grad_scale` and `found_inf` of this optimizer."""
         assert closure is None
         for member in self.members:
             for name in DEVICE_DECISIONS:
@@ -116,15 +118,15 @@ class Members(torch.optim.Optimizer):
                 member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the parameters; a stand-in has a gradient during the update
-        only."""
+        """Clears the gradients of the parameters; stand-ins need no clearing, because they have
+        gradients only during the update."""
         assert set_to_none
         for parameter in self.numbered_parameters:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns `state`: number of a parameter -> `collect_state`. Hyper-parameters are left out:
-        the configuration has them."""
+        """Returns the state of each parameter (`collect_state`) under `state`, by the parameter's
+        number. Learning rate, betas and so on are left out: the configuration holds them."""
         states = {i: collect_state(self, p) for i, p in enumerate(self.numbered_parameters)}
         filled = {i: entries for i, entries in states.items() if entries}
         return {"state": filled, "param_groups": []}
@@ -133,8 +135,8 @@ class Members(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict` in place; an empty state resets the optimizer.
 
-        ValueError if other members made the state. A tensor of a composite optimizer that the state
-        lacks becomes zero.
+        ValueError if another kind of optimizer saved the state. A tensor that a composite optimizer
+        itself keeps, such as Kahan's rounding errors, becomes zero if `state_dict` lacks it.
         """
         saved = state_dict["state"]
         owner, key, _ = locate_state(self, self.numbered_parameters[0])
@@ -184,8 +186,8 @@ def locate_state(
 ) -> tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]:
     """Finds the innermost optimizer that updates a parameter.
 
-    Returns it, the key of the parameter in its state, and the state that the optimizers around it
-    keep for the parameter.
+    Returns that optimizer, the tensor under which its `state` holds the parameter's state, and the
+    state that the optimizers around it keep for the parameter.
     """
     outer_state: dict[str, Any] = {}
     while isinstance(optimizer, Members):
@@ -197,8 +199,9 @@ def locate_state(
 
 
 def collect_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Returns the state of one parameter by name: plain tensors, which loading writes in place, and
-    numbers. A tensor of a library's class becomes its parts, one name each."""
+    """Returns the optimizer's state of one parameter, by name: numbers, and plain tensors, into
+    which a loaded state is copied. A tensor of a library's class is replaced by its inner tensors,
+    each under a name of its own."""
     owner, key, outer_state = locate_state(optimizer, parameter)
     return dict(flatten_state(owner.state.get(key, {}))) | outer_state
 
@@ -211,8 +214,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def flatten_state(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the entries, with a library's tensors split into their parts and without its
-    tables."""
+    """Yields name and value of the entries of a parameter's state; splits a tensor of a library's
+    class into its inner tensors, and leaves out the library's tables."""
     for name, value in entries.items():
         library = hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
         parts = value.__tensor_flatten__()[0] if library else ()
@@ -229,12 +232,13 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def count_bytes(value: Tensor) -> int:
-    """Counts the bytes of a tensor; for a library's tensor class the bytes of its parts."""
+    """Counts the bytes of a tensor; for a tensor of a library's class, the bytes of its inner
+    tensors."""
     return sum(t.nbytes for _, t in flatten_state({"": value}))
 
 
 def iterate_innermost(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yields the innermost optimizers, which update parameters."""
+    """Yields the innermost optimizers, which are no `Members` and update the parameters."""
     if isinstance(optimizer, Members):
         for member in optimizer.members:
             yield from iterate_innermost(member)

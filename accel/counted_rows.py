@@ -23,17 +23,19 @@ from accel.sharding import get_world_size, to_local
 from accel.technique import AnyStep, Model, Observation, Technique, find_switches
 
 MIN_NARROW_ELEMENTS = 4096
-"""Elements of a parameter below which libraries keep its moments in fp32."""
+"""Number of elements of a parameter below which libraries of 8-bit and 4-bit optimizers keep its
+moments in fp32."""
 NARROW_DTYPES = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
 
 class Promise(NamedTuple):
-    """The form of state that an optimizer class promises, and for which parameters."""
+    """The form of state that an optimizer class promises (see the list above), and for which
+    parameters."""
 
     form: str
     block: int = 1
-    """Elements of a block of narrow moments; the promise holds for parameters that blocks
-    divide."""
+    """Number of elements that the library quantises together in narrow moments; the promise holds
+    only for parameters whose size is a multiple of it."""
 
     def holds_for(self, parameter: Tensor) -> bool:
         """Returns whether the optimizer promises this form for a parameter."""
@@ -45,7 +47,8 @@ class Promise(NamedTuple):
 
 
 def find_promise(kind: type, momentum: float = 0.0) -> Promise:
-    """Returns the promise of an optimizer class; SGD has a moment if `momentum` is not 0."""
+    """Returns the promise of the optimizer class `kind`; SGD keeps a moment if `momentum` is not
+    0."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
     if kind is torch.optim.Adafactor:
@@ -54,7 +57,8 @@ def find_promise(kind: type, momentum: float = 0.0) -> Promise:
 
 
 def name_form(state: Mapping[str, Any], size: int) -> str:
-    """Names the form of the state of one parameter of `size` elements."""
+    """Names the form of `state`, the optimizer's state of one parameter with `size` elements, such
+    as "fp32" or "8bit"."""
     tensors = [t for name, t in state.items() if isinstance(t, Tensor) and name != COMPENSATION]
     for dtype, name in NARROW_DTYPES.items():
         if any(t.dtype is dtype for t in tensors):
@@ -67,8 +71,8 @@ def name_form(state: Mapping[str, Any], size: int) -> str:
 
 
 class OptimizerState(Technique):
-    """The ledger's row of the optimizer's state; its value is the form that the optimizer's class
-    promises."""
+    """The ledger's row about the optimizer's state; the requested value is the form that the
+    optimizer's class promises."""
 
     key = "optim"
     summary = "the form of the optimizer's state, counted"
@@ -85,7 +89,7 @@ class OptimizerState(Technique):
         return step
 
     # What would still say "on" if this did nothing? The optimizer's class would, so the row looks
-    # at dtype and size of every tensor that is kept.
+    # at dtype and size of every tensor in the state.
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = self.optimizer
         promised: Counter[str] = Counter()
@@ -138,7 +142,8 @@ class AdapterGradients(Technique):
         """One mapping a step: parameter -> 1.0 if a value of its gradient is not zero, else 0.0;
         None without a gradient."""
         self.taken: list[Tensor] = []
-        """One flag a step: whether it changed the weights; fp16 skips steps."""
+        """One flag on the device for each step: whether the step changed the weights, because fp16
+        skips steps whose gradients overflow."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -159,8 +164,8 @@ class AdapterGradients(Technique):
         return step
 
     def iterate_parameters(self) -> Iterator[tuple[str, nn.Parameter, str]]:
-        """Yields the parameters that the adapters train: full name, parameter, name in the
-        adapter."""
+        """Yields the parameters of all adapters: the full name in the model, the parameter, and its
+        name within the adapted layer."""
         names = {module: name for name, module in self.model.named_modules()}
         for layer in find_switches(self.model, "base_layer"):
             for name, parameter in layer.named_parameters():
@@ -168,7 +173,7 @@ class AdapterGradients(Technique):
                     yield f"{names[layer]}.{name}", parameter, name
 
     def on_warm(self) -> bool:
-        """Stops recording: only warm-up needs it."""
+        """Stops recording gradients: only warm-up needs the record."""
         vars(self.step).pop("update_parameters", None)
         return False
 
@@ -186,7 +191,8 @@ class AdapterGradients(Technique):
                 if flag > 0:
                     first_steps.setdefault(name, step)
 
-        # If fp16 skipped all steps but the last, B is still zero, and so is the gradient of A.
+        # If fp16 skipped all steps but the last, LoRA's B is still zero, and so is the gradient of
+        # A. It is then enough that the backward pass reached a parameter.
         updated = any(bool(taken) for taken in self.taken[:-1])
         trained = first_steps if updated else reached
         idle = {layers[name] for name in kinds if name not in trained}
@@ -209,8 +215,8 @@ class AdapterGradients(Technique):
         return Observation("partly" if idle else self.value, note)
 
     def reduce_flags(self) -> list[Tensor]:
-        """Reduces the flags over ranks; returns a (parameters,) tensor a step: -1 no gradient, 0
-        all zero, 1 non-zero."""
+        """Reduces the flags of `steps` over all ranks. Returns a (parameters,) tensor for each
+        step: -1 for no gradient, 0 for a gradient of zeros, 1 for any other."""
         reduced = []
         for step in self.steps:
             none = torch.full((), -1.0, device=self.device)
@@ -222,6 +228,6 @@ class AdapterGradients(Technique):
 
 
 def flag_nonzero(gradient: Tensor | None) -> Tensor | None:
-    """Returns 1.0 if a value of the gradient is not zero, else 0.0; on the device, without a
-    sync."""
+    """Returns a scalar on the device, without a sync: 1.0 if a value of the gradient is not zero,
+    else 0.0; None without a gradient."""
     return None if gradient is None else (to_local(gradient) != 0).any().float()

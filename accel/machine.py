@@ -1,6 +1,8 @@
-"""Tells techniques what a machine has, and can pretend a GPU that the machine lacks.
+"""Answers what the machine has (compute capability, packages), and can pretend a GPU that the
+machine lacks.
 
-Only `Technique.find_obstacle` asks here: what a technique does and observes is never pretended.
+Only `Technique.find_obstacle` asks this module, so pretending changes which techniques count as
+available, never what they do or observe.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ Capability = tuple[int, int]
 
 
 class Pretended(NamedTuple):
-    """A GPU that this machine lacks."""
+    """A GPU that this machine lacks, pretended inside `pretend_gpu`."""
 
     capability: Capability
     needs: list[str]
-    """Names of what techniques need beside the GPU, such as a package."""
+    """Names of the other things that techniques have asked for, such as a package."""
 
 
 PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
@@ -28,10 +30,10 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
 
 @contextmanager
 def pretend_gpu(capability: Capability) -> Iterator[list[str]]:
-    """Inside, techniques answer as on a GPU of this compute capability; yields a list of what they
-    need beside it.
+    """Inside the context, techniques say what they could do on a GPU of this compute capability;
+    yields a list that collects what else they need, such as packages.
 
-    All that they need counts as available.
+    Everything that they need counts as available.
     """
     pretended = Pretended(capability, [])
     token = PRETENDED.set(pretended)
@@ -48,8 +50,8 @@ def capability_of(device: torch.device) -> Capability:
 
 
 def is_available(need: str, present: bool) -> bool:
-    """Returns `present`, whether this machine has `need`, such as a package; on a pretended machine
-    notes `need` and returns True."""
+    """Returns `present`: whether this machine has `need`, such as a package. Inside `pretend_gpu`
+    adds `need` to the list of needs, and returns True."""
     pretended = PRETENDED.get()
     if not pretended:
         return present

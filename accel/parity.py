@@ -1,8 +1,9 @@
 """Compares the kernels of our operators with their definitions, at the calls that a real block
 makes.
 
-Parity bounds the error of each output, gradients included: at most twice the error that the
-definition makes in the run's dtype, both measured against the definition in the next wider dtype.
+A kernel has parity if the error of each output, gradients included, is at most twice the error that
+its definition in PyTorch makes in the run's dtype. Both errors are differences from the exact
+answer: the definition in the next wider dtype.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from accel.kernels.operator import OPERATORS, Operator
 from common.libraries import disable_tf32
 
 ERROR_FLOOR = 2e-5
-"""Allowed error of an output, relative to its norm, where the definition is nearly exact: sums in
-another order differ this much."""
+"""Relative error that every output may have in addition: a sum in another order differs this much,
+even if the definition is nearly exact."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class Comparison(NamedTuple):
-    """One output of a kernel compared with the definition's; errors are relative to the norm of the
-    exact answer."""
+    """The comparison of one output of a kernel with the output of its definition. Both errors are
+    relative to the norm of the exact answer."""
 
     output: str
     error: float
@@ -37,11 +38,12 @@ class Comparison(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """Error divided by its bound; a kernel fails above 1."""
+        """The kernel's error divided by its bound: a kernel fails above 1; infinite if it has a
+        fault."""
         return math.inf if self.fault else self.error / (2.0 * self.definition_error + ERROR_FLOOR)
 
     def describe_refusal(self) -> str | None:
-        """Returns a sentence about the kernel's fault; None without a fault."""
+        """Returns a sentence that says why the kernel fails; None if it passes."""
         if self.excess <= 1.0:
             return None
         errors = (
@@ -51,7 +53,8 @@ class Comparison(NamedTuple):
 
 
 class Poison(TorchDispatchMode):
-    """Fills fresh memory with NaN, which exposes elements that no program writes."""
+    """Fills newly allocated floating-point tensors with NaN, so that elements which a kernel never
+    writes show as NaN."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -61,7 +64,8 @@ class Poison(TorchDispatchMode):
 
 
 class ComparingMode(TorchDispatchMode):
-    """Computes our operators by definition, and compares each with its kernel."""
+    """Inside the context, computes our operators by their definitions, and compares each call with
+    the operator's kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +90,9 @@ class ComparingMode(TorchDispatchMode):
 def compare_operator(
     name: str, operator: Operator, arguments: Sequence[Any], written: Sequence[int]
 ) -> tuple[list[Comparison], Any]:
-    """Compares a kernel's outputs, and the arguments with indices `written` that it writes to, with
-    the definition; returns the comparisons and the definition's result."""
+    """Compares what a kernel computes with what its definition computes: the outputs, and the
+    arguments that it writes in place, whose indices are `written`. Returns the comparisons and the
+    definition's result."""
     assert operator.kernel is not None
 
     def list_outputs(results: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -119,8 +124,8 @@ def compare_operator(
 def compare_output(
     name: str, kernel: Tensor, again: Tensor, definition: Tensor, exact: Tensor
 ) -> Comparison:
-    """Compares an output of two calls of a kernel with the definition's output and the exact
-    one."""
+    """Compares one output of a kernel, from two equal calls (`kernel`, `again`), with the
+    definition's output and the exact one."""
     fault = None
     if kernel.shape != definition.shape or kernel.dtype != definition.dtype:
         expected = f"{list(definition.shape)} and {definition.dtype}"
@@ -135,7 +140,7 @@ def compare_output(
 
 
 def widen(arguments: Sequence[Any]) -> list[Any]:
-    """Casts 16-bit arguments to fp32; without 16-bit arguments casts fp32 ones to fp64."""
+    """Casts 16-bit arguments to fp32; if there are none, casts fp32 arguments to fp64."""
     floats = [a for a in arguments if isinstance(a, Tensor) and a.is_floating_point()]
     narrowest = min(tensor.dtype.itemsize for tensor in floats)
     widened = {id(t): t.to(WIDER[t.dtype]) for t in floats if t.dtype.itemsize == narrowest}
@@ -143,8 +148,8 @@ def widen(arguments: Sequence[Any]) -> list[Any]:
 
 
 def relative_error(tensor: Tensor, exact: Tensor) -> float:
-    """Norm of the error over the norm of the exact answer; the norm of the error where the answer
-    is zero."""
+    """Norm of the error divided by the norm of the exact answer; the norm of the error alone if the
+    answer is zero."""
     error = (tensor.double() - exact.double()).norm().item()
     size = exact.double().norm().item()
     return error / size if size else error

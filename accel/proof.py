@@ -1,9 +1,9 @@
-"""Proves fused kernels on the run's own device before the run launches them, and chooses between
-each kernel and its definition.
+"""Tests fused kernels on the run's own device before the run launches them, and chooses between
+each kernel and its definition, the same computation in PyTorch.
 
-A spawned process (accel/trial.py) tries each kernel on the model's blocks: parity with its
-definition, then time. A cache keeps the findings, and the run folder keeps the choice, so that a
-resumed run computes as before.
+A separate process (accel/trial.py) tries each kernel on the model's blocks: first parity with the
+definition, then time. A cache keeps the results, called findings, and the run folder keeps the
+choice, so that a resumed run computes with the same kernels.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TRIAL_TIMEOUT_SECONDS = 120.0
 """Seconds without news after which a trial counts as hanging; a trial that compiles asks for
 more."""
 MAX_SLOWDOWN = 1.03
-"""A kernel may take this multiple of its definition's time and still be chosen, because it saves
-less for backward."""
+"""Largest time of a kernel that is still chosen, as a multiple of its definition's time: above 1,
+because a kernel saves less memory for the backward pass."""
 TIME_KEYS = {False: "times", True: "replayed"}
-"""Whether the run captures its step as a CUDA graph -> key of the times in a finding that then
-count."""
+"""Whether the run captures its step as a CUDA graph -> key under which a finding holds the times
+that then decide."""
 KERNELS_FILE = "kernels.json"
-"""File of a run folder that holds the choice of kernels."""
+"""Name of the file in a run folder that holds the run's choice of kernels."""
 
 
 @dataclass(frozen=True)
@@ -52,36 +52,41 @@ class Proof:
 
 
 class Use(NamedTuple):
-    """Blocks of one kind: one example, their number, and their inputs."""
+    """Blocks of a model that are equal in structure: `block` is one of them, `blocks` their number,
+    `kind` the hash of what they have in common."""
 
     block: nn.Module
     blocks: int
     inputs: list[Any]
-    """(shape, stride, dtype) of each input."""
+    """(shape, strides, dtype) of each input of `block`, from a run on two samples."""
     kind: str
 
 
 @dataclass(frozen=True)
 class Question:
-    """The kernels that a run requests, and how the run computes the blocks that use them."""
+    """The kernels that a run requests, and the settings with which the run computes the blocks that
+    use them."""
 
     requested: Mapping[str, bool | str]
     """Runtime key -> True (parity decides) or "auto" (parity, then time)."""
     runtime: Mapping[str, Any]
-    """Values and options of the techniques that act on a block."""
+    """Values and options, by runtime key, of the techniques that act on a block."""
     samples: int
     """Samples in a micro-batch of this process."""
     device: torch.device
     deterministic: bool = False
-    """Whether parity alone decides, because times differ from start to start."""
+    """Whether the run must be deterministic. Parity alone then decides, because times differ from
+    start to start."""
     captured: bool = False
     """Whether the run replays its step as a CUDA graph."""
     change_times_only: Collection[str] = ()
-    """Keys of `runtime` that do not change parity, which compares one operator at a time."""
+    """Keys of `runtime` that can change a kernel's time but not its parity, which is tested one
+    operator at a time."""
 
     @property
     def timed_keys(self) -> list[str]:
-        """Keys about which time decides."""
+        """Runtime keys of the kernels that are chosen only if they are fast enough: those with the
+        value "auto", none in a deterministic run."""
         if self.deterministic:
             return []
         return [key for key, value in self.requested.items() if value == AUTO]
@@ -90,18 +95,20 @@ class Question:
 def prove(
     question: Question, model: nn.Module, forward: Callable[[], object], folder: Path | None = None
 ) -> tuple[dict[str, Proof], dict[str, Any]]:
-    """Proves the kernels that `question` requests, or reads earlier findings; returns the proofs by
-    key, and the content for `KERNELS_FILE`.
+    """Tries the kernels that `question` requests, or reads the findings of an earlier trial.
+    Returns the decision about each runtime key, and the content for `KERNELS_FILE`.
 
     `forward()` runs the model once on two samples. Call this before anything wraps the model, on
-    every rank: all ranks get one answer. `folder` is the run's: a choice in it stays, and is proved
-    again if the machine or the shapes have changed.
+    every rank: all ranks get the same answer. `folder` is the run folder: a choice that it holds
+    stays, but if the machine or the model's shapes have changed, the chosen kernels must pass their
+    parity test again.
     """
     uses = record_uses(model, forward)
     if isinstance(uses, str):
         return {key: Proof(False, uses) for key in question.requested}, {}
 
-    # Rank 0's files count, if all ranks ask the same.
+    # Use rank 0's files, if the facts are the same on all ranks; `choices` are those of this run at
+    # its earlier start.
     facts = collect_facts(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     cache = find_cache_folder("kernels") / f"{name}.json"
@@ -112,7 +119,8 @@ def prove(
     choices = earlier.get("chosen", {})
     chosen = {key: choices[key] for key in choices if question.requested.get(key) == AUTO}
 
-    # A kernel that this run chose not to use needs no proof; one that it uses shows parity again.
+    # A kernel that this run decided earlier not to use needs no trial; one that it uses must pass
+    # its parity test.
     keys = [key for key in question.requested if chosen.get(key, True)]
     timed = [key for key in question.timed_keys if key not in chosen]
     cache_fits = alike and cached.get("facts") == facts
@@ -133,8 +141,8 @@ def prove(
 def decide(
     question: Question, findings: Mapping[str, Any], chosen: Mapping[str, bool]
 ) -> dict[str, Proof]:
-    """Decides on each requested kernel; an earlier choice of the run stays, unless parity now
-    fails."""
+    """Decides whether to use each requested kernel. The run's earlier choice (`chosen`) stays,
+    unless the kernel now fails its parity test."""
     proofs = {}
     for key in question.requested:
         timed = key in question.timed_keys and key not in chosen
@@ -147,8 +155,8 @@ def decide(
 
 
 def judge(finding: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
-    """Decides on one kernel by the finding of its trial; `captured`: the run replays a CUDA
-    graph."""
+    """Decides whether to use a kernel by the finding of its trial (None: there was no trial).
+    `timed`: its time counts too; `captured`: the run replays a CUDA graph."""
     if finding is None:
         return Proof(False, "it was not tried")
     if finding["refusal"] is not None:
@@ -171,8 +179,9 @@ def judge(finding: Mapping[str, Any] | None, timed: bool, captured: bool = False
 
 
 def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
-    """Collects all facts on which a trial's findings depend. `captured` is not one: a trial takes
-    times with a CUDA graph and without."""
+    """Collects everything on which a trial's findings depend (GPU, driver, versions, the kernels'
+    code, runtime keys, blocks); findings are cached under its hash. `question.captured` is left
+    out: a trial measures times both with a CUDA graph and without."""
     from torch.utils import collect_env
 
     here = Path(__file__).parent
@@ -198,8 +207,8 @@ def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
 
 
 def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
-    """Runs the model and records its blocks by kind, with shapes, strides and dtypes of their
-    inputs; returns a sentence if they cannot be tried."""
+    """Runs the model once by `forward()`, and records each kind of block with shapes, strides and
+    dtypes of its inputs. If the blocks cannot be tried, returns a sentence that says why."""
     inputs: dict[nn.Module, Any] = {}
     hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in blocks_of(model)]
     try:
@@ -225,7 +234,8 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
 
 
 def hash_kind(block: nn.Module, metas: list[Any]) -> str:
-    """Hashes what defines the kind of a block: its modules, tensors, grids and inputs."""
+    """Hashes a block's modules, their grids, shapes and dtypes of its tensors, and its inputs
+    (`metas`): blocks with the same hash are tried once."""
     modules = []
     for module in block.modules():
         grids = {name: value for name, value in vars(module).items() if isinstance(value, tuple)}
@@ -237,16 +247,17 @@ def hash_kind(block: nn.Module, metas: list[Any]) -> str:
 def run_trials(
     question: Question, uses: list[Use], keys: list[str], timed: list[str]
 ) -> dict[str, Any]:
-    """Tries `keys` in spawned processes and returns the findings.
+    """Tries the kernels of the runtime keys `keys` in separate processes, and returns a finding for
+    each key; `timed` are the keys whose kernels it also times.
 
-    If a process crashes or hangs, the key that it was trying fails, and a new process tries the
-    rest. Rank 0 announces the wait.
+    If a process crashes or hangs, the kernel that it was trying fails, and a new process tries the
+    remaining ones. Rank 0 prints that it waits.
     """
     began = time.monotonic()
     announces = keys and is_first_rank()
     if announces:
         print(f"Trying {', '.join(keys)} in a separate process …", file=sys.stderr, flush=True)
-    # The trial takes its memory from the same device.
+    # Return cached memory to the driver, because the trial's process needs memory of the same GPU.
     if question.device.type == "cuda":
         torch.cuda.empty_cache()
     job = {
@@ -273,7 +284,8 @@ def run_trials(
             findings = state.get("found", findings)
             failed_key = state.get("key")
 
-            # The process ended while it tried a key, or before it tried any.
+            # If the process ended while it tried a key, that key fails; if it ended before it tried
+            # any, all missing keys fail.
             if failed_key or find_unanswered(findings, keys, timed) == missing:
                 why = f"the process that tried it {end} in {state.get('doing', 'its start')}"
                 for key in [failed_key] if failed_key else missing:
@@ -284,7 +296,7 @@ def run_trials(
 
 
 def find_unanswered(findings: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
-    """Finds the keys that a trial must still answer."""
+    """Finds the keys for which a trial must still test parity, or measure the time."""
     return [
         key
         for key in keys
@@ -296,19 +308,23 @@ def find_unanswered(findings: Mapping[str, Any], keys: list[str], timed: list[st
 def make_outcome(
     refusal: str | None, error: float = 0.0, definition_error: float = 0.0
 ) -> dict[str, Any]:
-    """Makes the finding of a parity test of one kernel; errors are relative."""
+    """Makes the finding of one kernel's parity test: why the kernel is refused (None: it passed),
+    its relative error, and the error of its definition."""
     return {"refusal": refusal, "error": error, "definition_error": definition_error}
 
 
 def make_failure(why: str) -> dict[str, Any]:
-    """Makes a finding that the cache does not keep, because the next try may succeed."""
+    """Makes the finding of a kernel that failed for the reason `why`; the cache does not keep it,
+    because the next trial may succeed."""
     return make_outcome(why) | {"passing": True}
 
 
 def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
-    """Runs one trial; returns the state that it wrote last, and how it ended.
+    """Runs one process of accel/trial.py; returns the content of found.json that it wrote last, and
+    words that say how it ended.
 
-    Kills it after `TRIAL_TIMEOUT_SECONDS` without news, or the longer time for which it asked.
+    Kills the process if it writes nothing for `TRIAL_TIMEOUT_SECONDS`, or for the longer time that
+    it has asked for.
     """
     file = folder / "found.json"
     file.unlink(missing_ok=True)
@@ -323,7 +339,8 @@ def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def merge_findings(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the findings of all ranks: any refusal, the largest errors and the longest times."""
+    """Merges the findings of all ranks into one for each key: any rank's refusal, the largest
+    errors and the longest times."""
     merged = {}
     for key, first in ranks[0].items():
         findings = [rank[key] for rank in ranks]
@@ -344,7 +361,8 @@ def merge_findings(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_findings(file: Path) -> dict[str, Any]:
-    """Reads a file of findings; returns {} if it is absent or damaged."""
+    """Reads a file with findings, such as found.json or `KERNELS_FILE`; returns {} if it is absent
+    or damaged."""
     with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         content = json.loads(file.read_text())
         for result in content["found"].values():

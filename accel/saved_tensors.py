@@ -23,18 +23,19 @@ class SavedCounter:
 
     module: nn.Module
     counted_bytes: Mapping[int, int]
-    """Address -> bytes that count, for storages of which only a part counts."""
+    """Address of a storage -> bytes to count for it, for storages of which only a part counts."""
     storages: dict[int, int] = field(default_factory=dict)
-    """Address -> bytes of saved storages that belong to no parameter and no buffer."""
+    """Address of a saved storage -> its bytes; without storages of parameters and buffers."""
     unmoved: dict[int, int] = field(default_factory=dict)
-    """Part of `storages` that autograd keeps on the device; of the others it keeps a copy in host
+    """Those `storages` that autograd keeps as they are; of all others it keeps a copy in host
     memory."""
     large_unmoved: dict[int, int] = field(default_factory=dict)
-    """Part of `unmoved` whose tensors have `MIN_MOVED_BYTES` or more, and would be worth a move."""
+    """Those `unmoved` storages whose saved tensors have `MIN_MOVED_BYTES` or more, and so are large
+    enough to move to the host."""
     cached_ops: set[str] = field(default_factory=set)
     """Names of operations whose results a cache of selective checkpointing holds."""
     module_storages: set[int] = field(default_factory=set)
-    """Addresses of the storages of parameters and buffers."""
+    """Addresses of the storages of `module`'s parameters and buffers, which do not count."""
 
     @property
     def bytes(self) -> int:
@@ -43,7 +44,8 @@ class SavedCounter:
 
     def note(self, tensor: Tensor, packed: Any) -> None:
         """Counts a saved tensor; `packed` is the object that autograd keeps in its place."""
-        # Not in the constructor: FSDP2 gathers sharded parameters only when the module runs.
+        # Look up the parameters' storages here, not in the constructor: FSDP2 gathers sharded
+        # parameters only when the module runs.
         if not self.module_storages:
             tensors = (*self.module.parameters(), *self.module.buffers())
             self.module_storages.update(t.untyped_storage()._cdata for t in tensors)
@@ -60,8 +62,9 @@ class SavedCounter:
                 self.large_unmoved[storage._cdata] = size
 
 
-# PyTorch calls only the innermost pair of hooks on saved tensors, so all pairs share `pack`: a
-# technique may move a saved tensor, and any number of counters see it.
+# The contexts below that are open now. PyTorch calls only the innermost pair of hooks on saved
+# tensors, so all contexts install the same `pack`, which lets the last technique in `MOVES` move a
+# tensor and then informs every counter.
 MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
 COUNTERS: list[SavedCounter] = []
 CACHES: list[list[Any]] = []
@@ -70,7 +73,8 @@ because no hook sees their content."""
 
 
 def pack(tensor: Tensor) -> Any:
-    """Returns the object that autograd keeps in place of a saved tensor, and tells the counters."""
+    """Hook on saved tensors: returns the object that autograd keeps in place of `tensor`, and
+    informs all counters."""
     # Detach, or an op that saves its output forms a reference cycle and its graph is never freed.
     packed = MOVES[-1][0](tensor) if MOVES else tensor.detach()
     for counter in COUNTERS:
@@ -82,8 +86,8 @@ def pack(tensor: Tensor) -> Any:
 def move_saved(
     pack_one: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> Iterator[None]:
-    """Inside, autograd saves `pack_one(tensor)` in place of each tensor; the backward pass gets
-    `unpack` of it."""
+    """Inside the context, autograd saves `pack_one(tensor)` in place of each tensor, and the
+    backward pass gets `unpack` of that object."""
     MOVES.append((pack_one, unpack))
     try:
         with saved_tensors_hooks(pack, unpack):
@@ -96,10 +100,10 @@ def move_saved(
 def count_saved(
     module: nn.Module, counted_bytes: Mapping[int, int] = MappingProxyType({})
 ) -> Iterator[SavedCounter]:
-    """Counts what forward passes of `module` save inside; the count is complete when the context
-    ends.
+    """Counts the tensors that forward passes of `module` save inside the context; the count is
+    complete when the context ends.
 
-    `counted_bytes` maps addresses of storages to the bytes that count of them, where that is only a
+    `counted_bytes` maps the address of a storage of which only a part counts to the bytes of that
     part.
     """
     counter = SavedCounter(module, counted_bytes)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 MAX_NORM_ELEMENTS = 2**18
-"""Elements up to which PyTorch's norm on the CPU is right to 4 digits; for the largest matrix of
-`dit_xl` it is 3% too small."""
+"""Largest number of elements for which PyTorch's norm on the CPU is right to 4 digits; for the
+largest matrix of `dit_xl` the norm is 3% too small."""
 
 
 def get_world_size() -> int:
@@ -26,7 +26,8 @@ def is_first_rank() -> bool:
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """Gathers one object from each rank; returns them in order of rank, on every rank."""
+    """Gathers one picklable object from each rank; returns the list of them, indexed by rank, on
+    every rank."""
     items: list[Any] = [item] * get_world_size()
     if get_world_size() > 1:
         dist.all_gather_object(items, item)
@@ -52,8 +53,8 @@ def find_storages(module: nn.Module) -> set[int]:
 def find_gathered_storages(model: nn.Module) -> set[int]:
     """Finds the addresses of the storages into which FSDP2 gathers parameters; empty without FSDP2.
 
-    FSDP2 reuses these storages in each step. Call this on all ranks: it gathers one part of the
-    model after the other.
+    FSDP2 reuses these storages in each step. Call this on all ranks: it gathers the parameters of
+    one FSDP module after the other.
     """
     addresses: set[int] = set()
     if not any(isinstance(p, DTensor) for p in model.parameters()):
@@ -79,7 +80,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
             t.device.type == "cpu" and not isinstance(t, DTensor) and t.numel() > MAX_NORM_ELEMENTS
         )
         parts += t.reshape(-1).split(MAX_NORM_ELEMENTS) if large else [t]
-    # PyTorch would round each norm to the dtype of its tensor.
+    # PyTorch rounds the norm of a tensor to the tensor's dtype, so compute norms of 16-bit tensors
+    # in fp32.
     if any(t.dtype in (torch.bfloat16, torch.float16) for t in parts):
         return torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
@@ -88,8 +90,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns this rank's part of a whole tensor, cut as `like` is; of a tensor that is sharded
-    already, its shard."""
+    """Returns this rank's part of an unsharded tensor, cut as `like` is sharded. If `tensor` is
+    sharded already, returns its shard on this rank."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return to_local(tensor)
     shape, offset = locate_shard(like)
@@ -99,7 +101,8 @@ def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def locate_shard(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns the shape of this rank's shard, and its offset in the whole tensor."""
+    """Returns the shape of this rank's shard, and the index of its first element in the whole
+    tensor; both have an entry for each dimension."""
     from torch.distributed.tensor import _utils
 
     return _utils.compute_local_shape_and_global_offset(
@@ -108,8 +111,8 @@ def locate_shard(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def find_first_row(tensor: DTensor) -> int | None:
-    """Returns the first row of this rank's shard of a tensor sharded by rows; None if a rank before
-    it holds a copy of the same shard."""
+    """Returns the index of the first row of this rank's shard, for a tensor that is sharded by
+    rows; None if a lower rank holds a copy of the same shard."""
     coordinate = cast("list[int]", tensor.device_mesh.get_coordinate())
     for place, placement in zip(coordinate, tensor.placements, strict=True):
         replicated = isinstance(placement, Replicate)
@@ -120,7 +123,8 @@ def find_first_row(tensor: DTensor) -> int | None:
 
 
 def shard_like(tensor: Any, like: Any) -> Any:
-    """Shards a whole tensor as `like` is sharded; returns anything else unchanged."""
+    """Shards an unsharded tensor as `like` is sharded, if both have one shape; otherwise returns
+    `tensor` unchanged."""
     both = isinstance(tensor, Tensor) and isinstance(like, DTensor)
     if not both or tensor.shape != like.shape:
         return tensor
@@ -141,7 +145,8 @@ def replicate_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def is_true_on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Returns whether `flag` is true on any rank: an all-reduce, so all ranks call this."""
+    """Returns whether `flag` is true on any rank. It is an all-reduce, so all ranks must call
+    it."""
     if get_world_size() == 1:
         return flag
     votes = torch.tensor(float(flag), device=device)

@@ -2,9 +2,10 @@
 
     python -m accel.trial <folder>
 
-accel/proof.py writes the folder, starts this program and reads found.json. Parity: the block runs
-forward and backward on definitions; at each call of one of our operators its kernel gets the same
-tensors. Time: the whole block as the run computes it, with a kernel and without.
+accel/proof.py writes the folder, starts this program and reads found.json. The parity test runs a
+block forward and backward by the operators' definitions in PyTorch, and calls each operator's
+kernel on the same tensors. Times are those of the whole block as the run computes it, with the
+kernel and without.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ PARITY_SAMPLES = 4
 REPEATS = 20
 INPUT_SETS = 3
 COMPILE_TIMEOUT_SECONDS = 900.0
-"""Seconds without news that compiling a block may take."""
+"""Seconds that the parent process waits for news while this one compiles a block."""
 HEAD_START_CYCLES = 30_000_000
-"""Clock cycles for which the GPU sleeps before a call timed as in a CUDA graph: the host launches
-all kernels meanwhile, so launching takes no time."""
+"""Clock cycles that the GPU sleeps before a call that is timed as in a CUDA graph: meanwhile the
+host queues all kernels, so the measured time contains no launching."""
 Inputs = tuple[Tensor, ...]
 
 
 def switch(block: nn.Module, key: str, on: bool) -> None:
-    """Switches a kernel on or off in all modules of a block that have it."""
+    """Switches the kernel of the runtime key `key` on or off, in all modules of a block that can
+    use it."""
     for module in find_switches(block, key):
         setattr(module, key, on)
 
 
 def draw_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed: int) -> Inputs:
-    """Draws normal values in the recorded shapes, strides and dtypes, with `samples` in the first
-    dimension."""
+    """Draws normal values as inputs of a block. `metas` are the recorded shapes, strides and
+    dtypes; `samples` replaces the size of the first dimension."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for (_, *shape), stride, dtype in metas:
@@ -67,8 +69,8 @@ def run_both_passes(
     autocast: AbstractContextManager[Any],
     seeds: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Runs a block forward, and backward from `seeds`, the gradients of its outputs; returns the
-    seeds, which it draws if None."""
+    """Runs a block forward, then backward from `seeds`, which are the gradients of its outputs;
+    draws the seeds if they are None, and returns them."""
     with autocast:
         outputs = [t for t in block(*inputs) if t.requires_grad]
     if seeds is None:
@@ -78,8 +80,8 @@ def run_both_passes(
 
 
 class Variant:
-    """One block as the run computes it (autocast, attention, checkpointing, compile), with the
-    kernels `on`."""
+    """A copy of a block, set up as in the run (autocast, attention, checkpointing, compile), that
+    uses the kernels of the runtime keys in `on`."""
 
     def __init__(self, block: nn.Module, on: set[str], stack: AccelerationStack) -> None:
         block = copy.deepcopy(block)
@@ -96,7 +98,8 @@ class Variant:
         self.seeds = run_both_passes(self.block, inputs, self.stack.autocast(), self.seeds)
 
     def warm_up(self, inputs: list[Inputs]) -> bool:
-        """Compiles and counts the bytes saved for backward; returns False if memory runs out."""
+        """Compiles the block, and sets `saved_bytes`, the bytes that it saves for the backward
+        pass; returns False if memory runs out."""
         notes: list[BlockEvidence] = []
         try:
             self.stack.run_until_it_works(lambda: [self(tensors) for tensors in inputs])
@@ -109,8 +112,8 @@ class Variant:
         return True
 
     def measure_milliseconds(self, inputs: Inputs, replayed: bool) -> float:
-        """Measures the time of one call; `replayed`: as in a CUDA graph, without the time of
-        launching."""
+        """Measures the milliseconds of one call, forward and backward; `replayed`: as in a CUDA
+        graph, without the time of launching."""
         if self.stack.device.type != "cuda":
             began = time.perf_counter()
             self(inputs)
@@ -127,8 +130,8 @@ class Variant:
 
 
 class Trial:
-    """Tries the kernels that job.json of a folder requests on its blocks, and writes each finding
-    to found.json."""
+    """Tries the kernels that job.json in `folder` requests on the blocks in blocks.pt, and writes
+    each finding to found.json."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -147,10 +150,10 @@ class Trial:
         return AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
 
     def write(self, doing: str, key: str | None = None, patience: float | None = None) -> None:
-        """Writes the findings and the next action; if that hangs or crashes, the parent gives `key`
-        up.
+        """Writes to found.json the findings so far, and `doing`, words for what this process does
+        next. If it then crashes or hangs, the parent process counts the kernel of `key` as failed.
 
-        `patience`: seconds for which the parent waits for news, if not the default.
+        `patience`: seconds that the parent process waits for the next write; None: its default.
         """
         self.doing = doing
         self.key = key
@@ -158,7 +161,7 @@ class Trial:
         write_atomically(self.folder / "found.json", json.dumps(content))
 
     def run(self) -> None:
-        """Tests parity of each key, then times the keys that passed."""
+        """Tests parity of the kernels of all requested keys, then times those that passed."""
         for key in self.job["keys"]:
             if key not in self.findings:
                 self.write("its parity test", key)
@@ -186,18 +189,19 @@ class Trial:
         return make_outcome(worst.describe_refusal(), worst.error, worst.definition_error)
 
     def measure_times(self, key: str) -> dict[str, Any]:
-        """Measures the commonest block that uses `key`, with it and without it: milliseconds, and
-        megabytes saved a sample."""
-        users = [i for i, block in enumerate(self.blocks) if find_switches(block, key)]
-        commonest = max(users, key=lambda i: self.job["blocks"][i]["blocks"])
-        metas = self.job["blocks"][commonest]["inputs"]
+        """Measures the most frequent kind of block that can use the kernel of `key`, with the
+        kernel and without it: milliseconds of a call, and megabytes per sample that the block saves
+        for the backward pass. The other kernels that passed are on in both."""
+        block_indices = [i for i, block in enumerate(self.blocks) if find_switches(block, key)]
+        most_frequent = max(block_indices, key=lambda i: self.job["blocks"][i]["blocks"])
+        metas = self.job["blocks"][most_frequent]["inputs"]
         samples = self.job["samples"]
         inputs = [draw_inputs(metas, samples, self.device, seed) for seed in range(INPUT_SETS)]
 
         others = {k for k, finding in self.findings.items() if finding["refusal"] is None} - {key}
         kernels = {"on": others | {key}, "off": others}
         variants = {
-            name: Variant(self.blocks[commonest], on, self.make_stack())
+            name: Variant(self.blocks[most_frequent], on, self.make_stack())
             for name, on in kernels.items()
         }
         ready = {name: variant for name, variant in variants.items() if variant.warm_up(inputs)}
@@ -210,8 +214,9 @@ class Trial:
 def race(
     variants: dict[str, Variant], inputs: list[Inputs], replayed: bool
 ) -> dict[str, float | None]:
-    """Measures median milliseconds with the kernel, "on", and without it, "off", in turn on
-    rotating inputs; None for a variant that is absent because its memory ran out."""
+    """Times the block with the kernel ("on") and without it ("off") alternately, on rotating
+    inputs. Returns the median milliseconds of each; None for a variant that is absent because its
+    memory ran out."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(REPEATS):
         for name in sorted(times, reverse=bool(i % 2)):
@@ -227,7 +232,8 @@ def main() -> int:
     try:
         trial.run()
     except Exception as error:
-        # The error may have left the device in any state, so a new process continues with the rest.
+        # The error may have left the device in any state, so record it and end; the parent starts a
+        # new process for the remaining keys.
         refused = make_outcome(f"{trial.doing} failed: {shorten_error(error)}")
         earlier = trial.findings.get(trial.key, refused)
         passing = not isinstance(error, ValueError)
