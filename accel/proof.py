@@ -107,8 +107,8 @@ def prove(
     if isinstance(uses, str):
         return {key: Proof(False, uses) for key in question.requested}, {}
 
-    # Use rank 0's files, if the facts are the same on all ranks; `choices` are those of this run at
-    # its earlier start.
+    # Collect the facts, and read the run's earlier choice and the cache: rank 0's files count, if
+    # the facts are the same on all ranks.
     facts = collect_facts(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     cache = find_cache_folder("kernels") / f"{name}.json"

@@ -1,13 +1,13 @@
 """Chooses the kernel that computes softmax attention.
 
 `auto` leaves the choice to PyTorch (flash, cuDNN, efficient, math: the first that takes the
-inputs); a name allows only that one. `flex` is FlexAttention, which is compiled even where the
-model is not. `flash3` and `flash4` replace PyTorch's `flash` by the kernels of FlashAttention-3 and
--4, separate packages, for the whole process (a prototype in PyTorch); any other value restores
-PyTorch's kernels. The ledger shows the backend that ran.
+inputs); the name of a backend allows only that one. `flex` is FlexAttention, which is compiled even
+if the model is not. `flash3` and `flash4` replace PyTorch's `flash` by the kernels of
+FlashAttention-3 and -4, separate packages, for the whole process (a prototype in PyTorch); any
+other value restores PyTorch's kernels. The ledger shows the backend that ran.
 
-What it costs: nothing; `math` stores all L² scores. Speed on a GPU: not measured yet. `flash3` and
-`flash4` have never run on a GPU: the tests use a registry without their kernels.
+The choice costs nothing, except that `math` stores all L² scores. Speed on a GPU is not measured
+yet. `flash3` and `flash4` have never run on a GPU: the tests replace their kernels.
 References:
 https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 and https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html;
@@ -46,7 +46,7 @@ BACKEND_OF = {
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_attention_math": "math",
 }
-"""Operation -> the only backend that runs it."""
+"""Name of an attention operation in the profiler -> the backend to which it belongs."""
 REFUSALS = (
     "No available kernel",
     "No viable backend",
@@ -58,7 +58,7 @@ the inputs; the last two come from FA3 and FA4."""
 
 
 class Implementation(NamedTuple):
-    """Kernels that replace PyTorch's own flash attention."""
+    """A package whose kernels can replace PyTorch's own flash attention."""
 
     name: str
     """The backend's name in `torch.nn.attention`."""
@@ -75,7 +75,8 @@ IMPLEMENTATIONS = {
         "FA4", (9, 10), "flash_attn.cute.interface", "pip install flash-attn-4"
     ),
 }
-"""Packages and GPUs that torch/nn/attention/_fa3.py and _fa4.py need."""
+"""Value of `attention` -> the package that it needs, and the GPUs that torch/nn/attention/_fa3.py
+and _fa4.py support."""
 
 
 class AttentionBackend(Technique):
@@ -93,7 +94,7 @@ class AttentionBackend(Technique):
     changes_kernels = "time"
     plan_note = "all kernels but math keep the same tensors"
     layers: Sequence[Sequence[torch.nn.Module]] = ()
-    """The attention layers of each block."""
+    """For each block the list of its attention layers."""
     failure: str | None = None
 
     @property
@@ -158,8 +159,8 @@ class AttentionBackend(Technique):
         )
         return self.failure
 
-    # What would still say "on" if this did nothing? The requested backend would, so the row counts
-    # the operations and kernels that ran in each layer.
+    # What would still say "on" if this did nothing? The attribute `attention_backend` of the layers
+    # would, so the row counts the operations and kernels that ran in each layer.
     def observe(self, evidence: Evidence) -> Observation:
         count = sum(map(len, self.layers))
         if not count:
@@ -184,12 +185,12 @@ class AttentionBackend(Technique):
     def count_layers_by_backend(
         self, evidence: Evidence, implementation: str | None
     ) -> Counter[str]:
-        """Counts by backend the attention layers whose forward pass it computed in every
-        micro-batch.
+        """Counts for each backend the attention layers whose forward pass this backend computed in
+        every micro-batch.
 
         `implementation` is PyTorch's name of the kernels that replace its flash attention, or None.
-        A compiled step has no event of `flex` or `math` on the host, so without events of kernels
-        they are `UNSEEN`.
+        In a compiled step `flex` and `math` leave no event on the host; if the profiler recorded no
+        kernels either, their layers count as `UNSEEN`.
         """
         values = {found.name: value for value, found in IMPLEMENTATIONS.items()}
         backend_of = BACKEND_OF
@@ -202,7 +203,8 @@ class AttentionBackend(Technique):
             ran = functools.reduce(Counter.__and__, counts) if counts else Counter()
             ran = Counter({name: min(n, layers) for name, n in ran.items()})
 
-            # A compiled flex kernel has no event on the host.
+            # A compiled FlexAttention shows only as a kernel on the device: it has no event on the
+            # host.
             if calls and not ran and flex_on_device:
                 ran["flex"] = layers
             elif calls and all(may_be_decomposed(call.ops) for call in calls):
@@ -212,7 +214,8 @@ class AttentionBackend(Technique):
 
 
 def count_backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[str]:
-    """Counts the calls of each backend among these operations."""
+    """Counts the calls of each backend. `ops` counts profiled operations by name; `backend_of` maps
+    an operation to its backend."""
     ran: Counter[str] = Counter()
     for op, n in ops.items():
         ran[backend_of.get(op, "flex" if "flex_attention" in op else "")] += n
@@ -221,7 +224,7 @@ def count_backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[
 
 
 def restore_flash() -> None:
-    """Restores PyTorch's own kernels of flash attention."""
+    """Restores PyTorch's own kernels of flash attention, if others have replaced them."""
     if current_flash_attention_impl():
         restore_flash_attention_impl()
 
@@ -245,7 +248,8 @@ def find_implementation_obstacle(wanted: Implementation, device: torch.device) -
 
 
 def is_installed(module: str) -> bool:
-    """Returns whether a module is installed; imports the package that contains it."""
+    """Returns whether the Python module called `module` is installed; imports the package that
+    contains it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:

@@ -6,9 +6,9 @@ mode of `torch.compile`: "default"; "max-autotune-no-cudagraphs" tries more kern
 "reduce-overhead" uses Inductor's own CUDA graphs, for the whole model and one accumulation step
 only (the configuration refuses the rest; `cuda_graph` has no such limits).
 
-What it costs: seconds to minutes in warm-up, reported apart from training time. Speed on a GPU: not
-measured yet. `torch.compile` is lazy, so it fails in warm-up; only there `recover` switches it off,
-with a warning.
+It costs seconds to minutes in warm-up, which reports show apart from training time. Its speed on a
+GPU is not measured yet. `torch.compile` is lazy, so an error of the compiler appears in warm-up:
+`recover` then switches the technique off, with a warning.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INDUCTOR_PREFIX = "## Call CompiledFxGraph"
 """Prefix of the profiler's name for a call of a graph that Inductor compiled."""
 
 PARTITION_BACKEND = "aot_eager_decomp_partition"
-"""Backend that splits a compiled block into its two passes as Inductor does, but generates no
-code."""
+"""Backend for plans: splits a compiled block into forward and backward pass as Inductor does, but
+generates no code."""
 
 
 class Compile(Technique):
@@ -45,7 +45,7 @@ class Compile(Technique):
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
     savings = (Saving({"compile": True}, "a minute of warm-up", 10),)
     plan_note = "the workspace of a compiled block is an upper bound"
-    # Inductor reorders 16-bit arithmetic; in fp32 it differs far less.
+    # Inductor reorders 16-bit arithmetic; in fp32 the loss changes far less.
     loss_rtol = 1e-2
     in_sampling = True
     in_precompute = True
@@ -84,7 +84,8 @@ class Compile(Technique):
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
-            # An earlier run in the same process would count against the limits of recompilation.
+            # Forget what an earlier run in this process compiled: otherwise it counts towards
+            # Dynamo's limit of recompilations.
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             self.compiled = [model] if self.compile_scope == "model" else list(blocks_of(model))
@@ -97,7 +98,8 @@ class Compile(Technique):
         if not self.compiled or not is_compiler_failure(error):
             return None
         for module in self.compiled:
-            # Module.compile() set this attribute, and PyTorch has no public way to undo it.
+            # Undo Module.compile(), for which PyTorch has no public function: it has set this
+            # attribute.
             module._compiled_call_impl = None
         self.compiled = ()
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -109,8 +111,9 @@ class Compile(Technique):
             self.failure += f"; without runtime.compile_mode={self.compile_mode} it may not"
         return self.failure
 
-    # What would still say "on" if this did nothing? The method compile() of a block would, so the
-    # row counts calls of compiled functions in each block, and with Inductor calls of its graphs.
+    # What would still say "on" if this did nothing? A block on which compile() was called would. So
+    # the row counts calls of compiled functions in each block, and with Inductor also calls of
+    # graphs that it compiled.
     def observe(self, evidence: Evidence) -> Observation:
         regions = evidence.compiled_calls
         if self.failure:
@@ -122,7 +125,8 @@ class Compile(Technique):
             on = all(compiled)
             scope = evidence.format_share(compiled)
         else:
-            # An encoder, or a whole model, which the step calls once a micro-batch.
+            # An encoder, or a whole model: the step must call compiled code at least once per
+            # micro-batch.
             micro_batches = max([1, *(len(calls) for calls in evidence.blocks)])
             on = self.is_compiled(evidence.ops) and regions >= micro_batches
             scope = "the model"
@@ -133,8 +137,8 @@ class Compile(Technique):
         return Observation(on, f"{note}; scope {self.compile_scope}, mode {self.compile_mode}")
 
     def is_compiled(self, ops: Counter[str]) -> bool:
-        """Returns whether the ops contain a call of a compiled function and, with Inductor, of a
-        graph that it compiled."""
+        """Returns whether `ops`, names of profiled operations, contain a call of a compiled
+        function and, with Inductor, of a graph that Inductor compiled."""
         prefixes = (REGION_PREFIX, INDUCTOR_PREFIX) if self.uses_inductor else (REGION_PREFIX,)
         return all(any(op.startswith(prefix) for op in ops) for prefix in prefixes)
 

@@ -1,12 +1,13 @@
-"""Captures the whole step as one CUDA graph: forward, backward, clipping, optimizer and averages,
-launched by one call.
+"""Captures the whole step as one CUDA graph: forward, backward, clipping, optimizer and averages of
+the weights, launched by one call.
 
-Launching limits a step of small kernels; replaying a graph launches them all at once. Batches are
-copied into static buffers, learning rate and EMA weight are device scalars, noise is a function of
-the stream position, and the optimizer decides on the device, so nothing in the step needs the host.
+If the kernels of a step are small, the host's launching limits its speed; replaying a graph
+launches all of them at once. Batches are copied into static buffers, learning rate and EMA weight
+are scalars on the device, noise is a function of the samples' position in the stream, and the
+optimizer decides on the device, so nothing in the step needs the host.
 
-What it costs: the memory of one step stays reserved, and shapes are fixed. What it buys: no gaps
-between kernels. It needs the fused optimizer. Speed: not measured yet.
+It costs memory, because the memory of one step stays reserved, and it fixes all shapes. It removes
+the gaps between kernels. It needs the fused optimizer. Its speed is not measured yet.
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
@@ -78,8 +79,8 @@ class CudaGraph(Technique):
         self.update.armed = True
         return True
 
-    # What would still say "on" if this did nothing? A captured graph would, so the row counts
-    # launches of graphs in a warm step.
+    # What would still say "on" if this did nothing? An object that holds a captured graph would, so
+    # the row counts launches of graphs in a step after warm-up.
     def observe(self, evidence: Evidence) -> Observation:
         if self.failure:
             return Observation(False, self.failure)
@@ -96,8 +97,8 @@ class CudaGraph(Technique):
 
 
 class CapturedUpdate:
-    """An `update(batches) -> named tuple of device scalars` that runs uncaptured until `armed`,
-    then captures and replays.
+    """Wraps the step's function `update(batches)`, which returns a named tuple of scalars on the
+    device: runs it uncaptured until `armed`, then captures it once and replays the graph.
 
     Batches are named tuples of tensors and must keep their number and shapes. All calls run on one
     side stream, so that tensors which autograd keeps from earlier calls belong to the stream of the
@@ -136,7 +137,7 @@ class CapturedUpdate:
         )
         torch._foreach_copy_(self.buffers, tensors, non_blocking=True)
         graph.replay()
-        # Clone, because the next replay overwrites the result.
+        # Clone the result, because the next replay overwrites it.
         return self.kind(*self.result.clone().unbind())
 
     def capture(self, batches: Sequence[Any]) -> torch.cuda.CUDAGraph:
@@ -154,11 +155,11 @@ class CapturedUpdate:
                     output = self.inner(static)
                     self.result = torch.stack([t.float() for t in output])
                 except Exception as error:
-                    # The exit of the context raises another error, which says less.
+                    # Keep the error: when the context ends it raises another one, which says less.
                     failure = error
                     raise
         except Exception as error:
-            # PyTorch's context raises before it restores the stream.
+            # Restore the stream here: PyTorch's context raises before it does so.
             torch.cuda.set_stream(current)
             cause = shorten_error(failure or error)
             raise UserError(

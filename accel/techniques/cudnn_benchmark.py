@@ -1,10 +1,10 @@
 """Switches cuDNN's autotuner: it tries every convolution algorithm once per shape and keeps the
 fastest.
 
-What it costs: a slower first step for each new shape, and run-to-run determinism. It acts on dense
-convolutions of a denoiser, and of the autoencoder in `precompute_latents.py`, where it stays off
-unless `same_bytes=false` allows a resumed job to end with other bytes. Sampling does without it for
-the same reason. Speed: not measured yet.
+It costs a slower first step for each new shape, and makes runs differ from each other. It acts on
+dense convolutions of a denoiser, and of the autoencoder in `precompute_latents.py`; there it stays
+off unless `same_bytes=false` allows a resumed job to write other bytes. Sampling keeps it off for
+the same reason. Its speed is not measured yet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CudnnBenchmark(Technique):
     plan_note = "it tries convolutions once, in warm-up"
     nondeterministic = True
     chosen: Set[str] = frozenset()
-    """Names of kernels that a step runs only with the autotuner."""
+    """Names of the kernels that run in a step with the autotuner, but not in a step without it."""
 
     def find_obstacle(self) -> str | None:
         has_cudnn = torch.backends.cudnn.is_available()
@@ -59,7 +59,7 @@ class CudnnBenchmark(Technique):
             torch.backends.cudnn.benchmark = True
 
     # What would still say "on" if this did nothing? PyTorch's flag would, so the row compares the
-    # kernels of a step with the autotuner and a step without.
+    # kernels of a step with the autotuner to those of a step without.
     def observe(self, evidence: Evidence) -> Observation:
         calls = evidence.ops[CONVOLUTION]
         note = f"{calls} cuDNN convolutions in one step"

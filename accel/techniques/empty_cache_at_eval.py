@@ -2,8 +2,8 @@
 at no other time.
 
 Tensors of evaluation and of training differ in size, so each leaves fragmented memory for the
-other. What it costs: training asks the driver for its memory again after each evaluation, some
-milliseconds. Emptying the cache in every step would slow training down (docs/techniques.md).
+other. It costs some milliseconds after each evaluation, when training asks the driver for its
+memory again. Emptying the cache in every step would slow training down (docs/techniques.md).
 """
 
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ class EmptyCacheAtEval(Technique):
         if self.enabled:
             torch.cuda.empty_cache()
 
-    # What would still say "on" if this did nothing? A call of empty_cache() would, so the row reads
-    # how many bytes PyTorch holds before and after.
+    # What would still say "on" if this did nothing? A call of empty_cache() would, so the row calls
+    # it and reads how many bytes PyTorch reserves before and after.
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no cache to empty")
-        # A tensor that is freed at once, so that there is memory to return.
+        # Allocate a tensor that is freed at once, so that the cache has memory to return.
         torch.empty(2**26, dtype=torch.uint8, device=self.device)
         before = torch.cuda.memory_reserved(self.device)
         with self.surround_evaluation():

@@ -9,8 +9,8 @@ their own names; each pass computes scales on the device.
 The limits come from torchao's own filters (`_auto_filter_for_recipe`, by its measurements on H100).
 For "tensorwise" it leaves out layers with at most 1,024 outputs unless they have more than 4,096
 inputs; for "rowwise" also those with at most 2,048 outputs or 1,024 inputs; it has none for
-"rowwise_with_gw_hp". Its benefit for these models is not measured, and it has not run on a GPU yet:
-the tests run the same code on a CPU, which emulates the products.
+"rowwise_with_gw_hp". The benefit for our models is not measured, and this file has not run on a GPU
+yet: the tests run the same code on a CPU, which emulates the products.
 References: https://github.com/pytorch/ao/tree/main/torchao/float8 and Micikevicius et al. 2022,
 https://arxiv.org/abs/2209.05433
 """
@@ -30,12 +30,14 @@ from accel.technique import blocks_of
 from common.libraries import silence_libraries
 
 MIN_FEATURES = 1024
-"""Least number of inputs of a layer; it must have more outputs than this."""
+"""Smallest number of inputs of a layer that computes in 8 bits; its outputs must be more than this
+number."""
 SIZE_MULTIPLE = 16
-"""Divisor that inputs, outputs and tokens must have for 8-bit products on a GPU."""
+"""The numbers of inputs, outputs and tokens must be multiples of this for 8-bit products on a
+GPU."""
 BACKWARD_PRODUCTS = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}
-"""Recipe -> number of 8-bit products in a layer's backward pass; the last recipe computes the
-weight's gradient in bf16."""
+"""Value of `fp8_recipe` -> number of 8-bit products in a layer's backward pass; the last recipe
+computes the weight's gradient in bf16."""
 
 
 def find_obstacle(device: torch.device) -> str | None:
@@ -54,8 +56,8 @@ def find_obstacle(device: torch.device) -> str | None:
 
 
 def is_large(layer: nn.Module) -> bool:
-    """Returns whether a layer computes its products in 8 bits. A subclass of `nn.Linear` may
-    compute in another way, and stays unchanged."""
+    """Returns whether to convert a layer: an `nn.Linear` that is large enough for products in 8
+    bits. A subclass of `nn.Linear` stays unchanged, because it may compute in another way."""
     if type(layer) is not nn.Linear:
         return False
     sizes = (layer.in_features, layer.out_features)
@@ -67,7 +69,8 @@ def is_large(layer: nn.Module) -> bool:
 
 
 def cast_input(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
-    """Casts a layer's input to autocast's dtype, which torchao does on a GPU only."""
+    """Hook before a layer's forward pass: casts the input to autocast's dtype, as torchao's layer
+    itself does only on a GPU. Returns None (the input stays) without autocast."""
     kind = inputs[0].device.type
     if not torch.is_autocast_enabled(kind):
         return None
@@ -83,21 +86,22 @@ class Float8Layers:
         blocks = list(blocks_of(model)) if hasattr(model, "blocks") else []
         chosen = [[m for m in block.modules() if is_large(m)] for block in blocks]
         self.large = [len(layers) for layers in chosen]
-        """Number of layers in each block that should compute in 8 bits, whether or not they were
-        converted."""
+        """For each block the number of layers that should compute in 8 bits, whether or not the
+        conversion succeeded."""
         self.count = sum(isinstance(m, nn.Linear) for block in blocks for m in block.modules())
         if any(chosen):
             ids = {id(m) for layers in chosen for m in layers}
             self.convert_layers(blocks_of(model), ids, getattr(model, "tokens", 1))
 
     def convert_layers(self, blocks: nn.ModuleList, chosen: set[int], tokens: int) -> None:
-        """Converts the layers whose ids are `chosen`."""
+        """Converts the layers of `blocks` whose ids are in `chosen`; `tokens` is the number of
+        tokens of a sample."""
         with silence_libraries():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             config: Any = Float8LinearConfig.from_recipe_name(self.recipe)
-            # The weight's gradient sums over the tokens of a micro-batch, which must be a multiple
-            # of 16 too, or be padded.
+            # The weight's gradient sums over the tokens of a micro-batch. Their number must be a
+            # multiple of 16 too, so pad it if that of a sample is not.
             config = replace(config, pad_inner_dim=tokens % SIZE_MULTIPLE != 0)
             before = set(blocks.modules())
             convert_to_float8_training(
@@ -108,10 +112,11 @@ class Float8Layers:
 
     def observe(self, evidence: Evidence) -> tuple[bool, str]:
         """Returns whether every large layer ran all its products in 8 bits, forward and backward,
-        and a note.
+        and a note for the ledger that shows the counts.
 
-        Recomputation repeats the forward products; a compiler omits the last one of a block, whose
-        result is the block's output.
+        Under checkpointing the recomputation repeats a block's forward products, but compiled code
+        does not repeat the last one: its result is the block's output, which the backward pass does
+        not need.
         """
         ran = evidence.count_dtypes([EIGHT_BIT]).total()
         wanted = 0
@@ -130,12 +135,12 @@ class Float8Layers:
         return complete and converted == sum(self.large), note
 
     def count_products(self, call: BlockEvidence) -> int:
-        """Counts the 8-bit products of one layer for one call of its block, forward and
-        backward."""
+        """Counts the 8-bit products that one layer should compute for one call of its block: one
+        forward, and those of backward pass and recomputation if the call trains."""
         return 1 + (BACKWARD_PRODUCTS[self.recipe] + call.recomputes if call.trains else 0)
 
     def describe_too_small(self) -> str:
-        """Returns why no layer computes in 8 bits."""
+        """Returns a sentence that says why no layer computes in 8 bits: none is large enough."""
         return (
             f"0 of {self.count} layers are large enough for fp8: {MIN_FEATURES:,} inputs, "
             f"more than {MIN_FEATURES:,} outputs, both multiples of {SIZE_MULTIPLE}"

@@ -1,10 +1,10 @@
 """Fused AdamW: one kernel updates all parameters, clips gradients and skips bad steps, decided on
 the device.
 
-What it costs: nothing. What it buys: one pass over parameters, gradients and moments instead of a
-dozen, and no host sync: `training/step.py` passes the clipping factor as `grad_scale` and a flag
-for a non-finite norm as `found_inf`; a skipped step leaves parameters and moments bit for bit
-unchanged. Speed on a GPU: not measured yet.
+It costs nothing. It replaces a dozen passes over parameters, gradients and moments by one, and
+needs no host sync: `training/step.py` passes the clipping factor as `grad_scale` and a flag for a
+non-finite norm as `found_inf`; a skipped step leaves parameters and moments unchanged bit for bit.
+Its speed on a GPU is not measured yet.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ class FusedAdamW(Technique):
         return None
 
     def make_optimizer_kwargs(self) -> dict[str, Any]:
-        # Off means PyTorch's own default: multi-tensor (foreach) kernels on a GPU, a loop over
-        # tensors on a CPU. Even fused=False would be a choice: it switches foreach off too.
+        # Off means PyTorch's default: multi-tensor (foreach) kernels on a GPU, a loop over tensors
+        # on a CPU. So pass no argument: fused=False switches foreach off too.
         return {"fused": True} if self.enabled else {}
 
-    # What would still say "on" if this did nothing? The optimizer's argument would, so the row
-    # counts calls of the fused operation and of its replacements.
+    # What would still say "on" if this did nothing? The optimizer's argument `fused` would, so the
+    # row counts calls of the fused operation, and of those that run without it.
     def observe(self, evidence: Evidence) -> Observation:
         fused, foreach, loop = (
             evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")

@@ -1,12 +1,13 @@
-"""Fused Triton kernels that replace their PyTorch definitions, one key each.
+"""Fused Triton kernels that replace their definitions in PyTorch, one runtime key for each.
 
-Off, the model calls the definition directly, so that a compiler can fuse it with its neighbours.
-On, the model calls one operator with its own backward pass. `true` and `auto` launch only kernels
-that accel/proof.py has proved on the run's own device: `true` requires parity with the definition,
-`auto` also a block that is not slower with the kernel.
+If a key is off, the model calls the definition directly, so that a compiler can fuse it with
+neighbouring operations. If it is on, the model calls one operator that has a backward pass of its
+own. `true` and `auto` use a kernel only after a trial on the run's own device (accel/proof.py):
+with `true` its results must agree with the definition's, with `auto` the block must also not be
+slower with it.
 
-What it costs: a trial of about a minute for each new model, batch, GPU or version. What it buys:
-time, which the trial measures, and memory, because a kernel saves less for the backward pass.
+A kernel costs a trial of about a minute for each new model, batch, GPU or version. It saves time,
+which the trial measures, and memory, because it saves fewer tensors for the backward pass.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of, fi
 
 
 class FusedKernel(Technique):
-    """A technique that replaces a definition by a proved kernel."""
+    """A technique that replaces a definition in PyTorch by a kernel that passed its trial."""
 
     op: str
-    """The op of accel/kernels that it replaces; the names of its kernels start with `<op>_`."""
+    """Name of the operator of accel/kernels that the technique replaces; the names of the
+    operator's kernels start with `<op>_`."""
     other_ops: tuple[str, ...] = ()
-    """Other ops that it replaces, in models that use them instead of `op`."""
+    """Names of other operators that the technique replaces, in models that use them instead of
+    `op`."""
     loss_rtol = 1e-2
     in_sampling = True
     plan_note = "it is planned as on; the trial on the GPU decides"
@@ -45,7 +48,7 @@ class FusedKernel(Technique):
         return self.enabled and bool(find_switches(blocks_of(model), self.key))
 
     def settle(self, proof: Proof) -> None:
-        """Takes over the decision of a trial."""
+        """Sets `value` to what the trial decided, and keeps the reason for the ledger."""
         self.value = proof.on
         self.proof = proof
 
@@ -71,14 +74,16 @@ class FusedKernel(Technique):
         return model
 
     # What would still say "on" if this did nothing? The modules' switches would, and so would a
-    # call of the operator, which may run its definition; the row counts launches of its kernels.
+    # call of the operator, because it may run the definition. So the row counts launches of the
+    # operator's kernels.
     def observe(self, evidence: Evidence) -> Observation:
         ops = (self.op, *self.other_ops)
         either = " or ".join(ops)
         if self.enabled and not self.switches:
             return Observation(UNUSED, f"the model has no {either}")
 
-        # For kernels compiled by nvcc the profiler's name starts with the return type.
+        # Remove "void": the profiler's names of kernels that nvcc compiled start with the return
+        # type.
         kernels = tuple(f"{op}_" for op in ops)
         launches = sum(
             n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)

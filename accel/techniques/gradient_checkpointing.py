@@ -1,13 +1,13 @@
 """Gradient checkpointing by block: saves a block's inputs and recomputes the rest in the backward
 pass.
 
-`checkpoint_policy`: "blocks" recomputes every block; "every_<n>" the first block and each n-th
-after it, for an n-th of the saving at an n-th of the cost; "selective" recomputes every block, but
-saves the results of its matrix products, attention and scan.
+`checkpoint_policy`: "blocks" recomputes every block; "every_<n>" recomputes the first block and
+each n-th after it, which saves an n-th of the memory at an n-th of the cost; "selective" recomputes
+every block, but saves the results of its matrix products, attention and scan.
 
-What it costs: "blocks" one more forward pass, at most a third of the step; "selective" only the
-cheap part of one. What it buys: activation memory shrinks to the blocks' inputs ("selective": and
-the results of products). Speed and memory on a GPU: not measured yet.
+"blocks" costs one more forward pass, at most a third of the step; "selective" costs only the cheap
+part of a forward pass. Activation memory shrinks to the blocks' inputs, with "selective" to the
+inputs and the saved results. Speed and memory on a GPU are not measured yet.
 Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022,
 https://arxiv.org/abs/2205.05198
 """
@@ -32,11 +32,12 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION_PREFIXES = ("_scaled_dot_product", "flex_attention")
-"""Prefixes of ops; "selective" saves the results of these, of `PRODUCTS` and of `SCAN_PREFIXES`."""
+"""Prefixes of the names of attention operations. "selective" saves the results of these, of
+`PRODUCTS` and of `SCAN_PREFIXES`."""
 SCAN_PREFIXES = ("fastlatent::ssd", "fastlatent::selective_scan")
 BEHAVIOURS = {"blocks": "recompute", "selective": "recompute all but products"}
 EVERY_PREFIX = "every_"
-"""The prefix of policies that recompute one block in n; n follows it."""
+"""Prefix of the policies that recompute one block in n; the number n follows it."""
 
 
 class CheckpointBlocks(Technique):
@@ -56,8 +57,8 @@ class CheckpointBlocks(Technique):
     checkpoint_policy: str
     blocks: nn.ModuleList | None = None
     uncompiled: Sequence[list[BlockEvidence]] = ()
-    """The calls of each compiled block in an uncompiled step, because a compiled block has no cache
-    to inspect."""
+    """For each block the evidence of its calls in an uncompiled step, if the run compiles blocks: a
+    compiled block has no cache to inspect."""
 
     @property
     def period(self) -> int:
@@ -66,8 +67,9 @@ class CheckpointBlocks(Technique):
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
-            # Since PyTorch 2.14 it warns of other hooks on saved tensors, which do not see its
-            # caches; our counters inspect the caches directly.
+            # Since version 2.14, PyTorch warns that other hooks on saved tensors do not see the
+            # caches of selective checkpointing. Ignore this: our counters inspect the caches
+            # directly.
             warnings.filterwarnings(
                 "ignore", message="A saved_tensors_hooks context", category=FutureWarning
             )
@@ -86,9 +88,9 @@ class CheckpointBlocks(Technique):
             with torch.compiler.set_stance("force_eager"), probe_blocks(self.blocks, calls):
                 run()
 
-    # What would still say "on" if this did nothing? The wrapped forward would, so the row compares
-    # the bytes that blocks save with the bytes of their inputs, and with "selective" inspects their
-    # caches, which may hold results of the intended operations only.
+    # What would still say "on" if this did nothing? The wrapped `forward` of a block would. So the
+    # row compares the bytes that blocks save with the bytes of their inputs; with "selective" it
+    # inspects their caches, which may hold results of the intended operations only.
     def observe(self, evidence: Evidence) -> Observation:
         calls = [call for calls in evidence.blocks for call in calls]
         if not calls:
@@ -102,7 +104,8 @@ class CheckpointBlocks(Technique):
             pairs = zip(evidence.blocks, with_caches, strict=True)
             obeys = [keeps_products(*pair) for pair in pairs]
 
-        # The note says how many bytes each block saved, and of which operations.
+        # Write the note: how many blocks obey the policy, how many bytes they saved, and results of
+        # which operations.
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
         does = BEHAVIOURS.get(policy, f"do as asked (one in {self.period} recomputes)")
         note = f"{evidence.format_share(obeys)} {does}; each kept {kept[0]:.2f} to "
@@ -115,7 +118,8 @@ class CheckpointBlocks(Technique):
 
 
 def make_contexts() -> tuple[Any, Any]:
-    """Makes the contexts of a block's forward pass and of its recomputation under "selective"."""
+    """Makes two contexts for "selective": one for a block's forward pass, one for its
+    recomputation."""
     first, again = create_selective_checkpoint_contexts(decide)
     if CACHES and not torch.compiler.is_compiling():
         CACHES[-1].append(first.storage)
@@ -123,7 +127,8 @@ def make_contexts() -> tuple[Any, Any]:
 
 
 def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Decides for one operation whether "selective" saves its result."""
+    """Decides for one operation whether "selective" saves its result or computes it again; PyTorch
+    calls it for each operation."""
     kept = is_kept(op.name())
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -138,7 +143,8 @@ def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) 
     """Returns whether a block's caches hold results of products only, and its calls save as many
     bytes as uncompiled ones, within a quarter.
 
-    A compiler omits the last result, which is the block's output (7 % of the bytes in our models).
+    The quarter is needed because a compiler does not save the last result, which is the block's
+    output (7 % of the bytes in our models).
     """
     return bool(uncompiled) and all(
         other.cached_ops
@@ -152,11 +158,12 @@ def make_recomputed(forward: Callable, **options: Any) -> Callable:
     """Wraps a block's forward pass, which then saves its inputs and runs again in the backward
     pass."""
 
-    # A closure, not functools.partial: a partial in place of `forward` breaks
+    # This is a closure, because a functools.partial in place of `forward` breaks
     # compile(fullgraph=True).
     def forward_recomputed(*inputs: torch.Tensor) -> Any:
-        # Recomputation restores the generator's state of the first pass. During the capture of a
-        # CUDA graph the state cannot be read, and our blocks draw nothing from generators.
+        # As a rule the recomputation restores the state that the random generator had in the first
+        # pass. While a CUDA graph is captured this state cannot be read; it is not needed either,
+        # because our blocks draw no random numbers from generators.
         keep = torch.compiler.is_compiling() or not (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         )

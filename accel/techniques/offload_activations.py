@@ -1,12 +1,14 @@
-"""Moves the tensors that the forward pass saves for the backward pass to host memory meanwhile.
+"""Keeps the tensors that the forward pass saves in host memory until the backward pass needs them.
 
-With gradient checkpointing these are the blocks' inputs alone, otherwise all saved activations.
+With gradient checkpointing these tensors are the inputs of the blocks, otherwise all saved
+activations.
 
-What it costs: the saved bytes cross to the host and back in every step, through page-locked memory,
-without prefetching. What it buys: their bytes on the device. Speed on a GPU: not measured yet.
-Weights stay on the device, also those that fsdp gathers for a block, which it gathers again for the
-backward pass. It uses hooks on saved tensors, because torch's `CheckpointPolicy.MUST_CPU_OFFLOAD`
-moves results of chosen operations but not the inputs of a block that is recomputed as a whole.
+It costs two copies of the saved bytes in every step, to the host and back, through page-locked
+memory, without prefetching. It frees these bytes on the device. Its speed on a GPU is not measured
+yet. Weights stay on the device, also those that fsdp gathers for a block, because fsdp itself can
+free them and gather them again. The technique uses hooks on saved tensors. torch's
+`CheckpointPolicy.MUST_CPU_OFFLOAD` would not do: it moves the results of chosen operations, but not
+the inputs of a block that is recomputed as a whole.
 Reference:
 https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks
 """
@@ -42,14 +44,16 @@ class OffloadActivations(Technique):
     )
     model: nn.Module
     gathered: Set[int] | None = None
-    """Addresses of the storages into which a sharded model gathers its parameters."""
+    """Addresses of the storages into which FSDP gathers sharded parameters; None until the first
+    forward pass."""
     model_storages: Set[int] = frozenset()
-    """Addresses in `gathered`, and of the storages of parameters and buffers."""
+    """Addresses of all storages that belong to the model, and so are never copied to the host: its
+    parameters, its buffers, and those in `gathered`."""
     moved = 0
     """Bytes that the latest forward pass copied to the host."""
     copies: dict[Any, Tensor]
-    """(storage, layout, version) -> copy, during one forward pass, because several operations save
-    the same tensor."""
+    """(storage, layout, version) of a saved tensor -> its copy in host memory. It lasts for one
+    forward pass, in which several operations may save the same tensor."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -76,14 +80,16 @@ class OffloadActivations(Technique):
         return step
 
     def pack(self, tensor: Tensor) -> Any:
-        """Returns (device, copy in host memory), or the tensor itself if it stays."""
+        """Hook on saved tensors: returns (device, copy in host memory), or the detached tensor if
+        it stays on the device."""
         storage = tensor.untyped_storage()
         small = tensor.nbytes < saved_tensors.MIN_MOVED_BYTES or 0 in tensor.stride()
         elsewhere = tensor.device.type != self.device.type
         if small or elsewhere or storage._cdata in self.model_storages:
             return tensor.detach()
 
-        # A weak reference does not keep the storage's memory, but reserves its address meanwhile.
+        # A weak reference does not keep the storage's memory, but while it exists no other storage
+        # gets the same address.
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (StorageWeakRef(storage), *layout, tensor._version)
         if key not in self.copies:
@@ -92,16 +98,16 @@ class OffloadActivations(Technique):
         return tensor.device, self.copies[key]
 
     def copy_to_host(self, tensor: Tensor, /) -> Tensor:
-        """Copies a tensor to host memory, with the same strides, on which a compiled backward pass
-        relies."""
+        """Copies a tensor to host memory. The copy has the same strides, because a compiled
+        backward pass relies on them."""
         copy = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
         )
         return copy.copy_(tensor.detach(), non_blocking=True)
 
-    # What would still say "on" if this did nothing? The hooks' own count would, so the probes of
-    # the blocks inspect the object that autograd keeps for each tensor, and caches that no hook
-    # sees.
+    # What would still say "on" if this did nothing? The count of the hooks in this file would. So
+    # the row uses the blocks' probes: they inspect the object that autograd keeps for each tensor,
+    # and caches that no hook sees.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.enabled:
             return Observation(False, "saved tensors stay on the device")
@@ -120,7 +126,7 @@ class OffloadActivations(Technique):
 
 
 def unpack(packed: Any) -> Tensor:
-    """Returns the tensor of which `pack` made `packed`, on its device."""
+    """Returns the tensor for which `pack` returned `packed`, on its device."""
     if isinstance(packed, Tensor):
         return packed
     device, copy = packed

@@ -1,10 +1,10 @@
 """Keeps the optimizer's state in host memory; the device holds the state of one part of the
 parameters at a time.
 
-What it costs: every step moves the state to the device and back, 16 bytes a parameter with AdamW (4
-with 8-bit moments), through page-locked memory, part by part, without prefetching. What it buys:
-the state's bytes on the device. Speed on a GPU: not measured yet. For one process, or ddp; with
-fsdp there is `runtime.parallel.cpu_offload`.
+It costs traffic: every step moves the state to the device and back, 16 bytes a parameter with AdamW
+(4 with 8-bit moments), through page-locked memory, part by part, without prefetching. It frees the
+state's bytes on the device. Its speed on a GPU is not measured yet. It works with one process or
+ddp; with fsdp use `runtime.parallel.cpu_offload`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ from accel.evidence import Evidence
 from accel.technique import Observation, Saving, Technique
 
 MIN_OFFLOADED_ELEMENTS = 4096
-"""Elements below which a tensor stays on the device: step counts, scales, moments of vectors."""
+"""Number of elements below which a tensor of the state stays on the device: step counts, scales,
+moments of vectors."""
 
 
 class HostState(Members):
-    """Updates part by part; between updates the state of a part is in host memory."""
+    """An optimizer that updates one part of the parameters after the other; except during its
+    update, the state of a part is in host memory."""
 
     def __init__(self, groups: Groups, make: MakeOptimizer) -> None:
         super().__init__(groups, [make(part) for part in split_parts(groups)])
         self.device = self.numbered_parameters[0].device
         self.host: dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]] = {}
-        """Optimizer -> (parameter, name) -> tensor of its state, in host memory."""
+        """Innermost optimizer -> (parameter, name of an entry of its state) -> that tensor in host
+        memory."""
         self.moved = 0
         """Bytes that the latest step moved, in both directions together."""
 
@@ -49,7 +52,8 @@ class HostState(Members):
 
     @contextmanager
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside, the member's state is on the device; afterwards it is in host memory again."""
+        """Inside the context, the state of `member` is on the device; at the end it is copied back
+        to host memory."""
         for optimizer in iterate_innermost(member):
             for key, value in self.host.get(optimizer, {}).items():
                 parameter, name = key
@@ -69,14 +73,14 @@ class HostState(Members):
                         self.moved += count_bytes(value)
 
     def wait(self) -> None:
-        """Waits for the copies that the step has queued."""
+        """Waits until the copies to host memory that the step has queued are complete."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 def make_host_tensor(value: Tensor) -> Tensor:
-    """Makes a tensor in host memory, page-locked where a GPU copies to it; a library's tensor class
-    is never page-locked."""
+    """Makes a tensor in host memory like `value`: page-locked if `value` is on a GPU, except that a
+    tensor of a library's class is never page-locked."""
     if value.is_cuda and not hasattr(value, "__tensor_flatten__"):
         return torch.empty_like(value, device="cpu", pin_memory=True)
     return value.detach().to("cpu", copy=True)
@@ -112,8 +116,8 @@ class OffloadOptimizer(Technique):
         hosts = [host for state in self.states for host in state.host.values()]
         return [tensor for host in hosts for tensor in host.values()]
 
-    # What would still say "on" if this did nothing? The update's own count of moved bytes would, so
-    # the row reads the device of each tensor of the state.
+    # What would still say "on" if this did nothing? The count of moved bytes would, so the row also
+    # reads the device of each tensor of the state.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:
             return Observation(False, "the state lies where the parameters are")

@@ -5,7 +5,8 @@ every batch.
 all-reduces average gradients during the backward pass. `fsdp` (FSDP2, `fully_shard`): all processes
 shard parameters, gradients, moments and averages; a block gathers its parameters for its forward
 and its backward pass. `hsdp`: groups of `shard_degree` processes shard, and the groups replicate.
-What it costs: communication, and with fsdp two gathers a block. Speed: not measured yet.
+It costs communication, with fsdp two gathers for each block and step. Its speed is not measured
+yet.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from accel.machine import is_available
 from accel.sharding import get_world_size
 from accel.technique import AnyStep, Model, Observation, Saving, Technique, blocks_of
 
-# The argument had another name before torch 2.13.
+# Name of DDP's argument that synchronises buffers: torch 2.13 renamed it.
 SYNC_BUFFERS_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 REDUCTIONS = {"ddp": "allreduce", "fsdp": "reducescatter", "hsdp": "reducescatter"}
-"""Mode -> the collective that reduces its gradients, as part of an operation's name without
-underscores."""
+"""Value of `parallel.mode` -> the collective that reduces gradients in this mode, as a key of
+`COLLECTIVES`."""
 COLLECTIVES = {
     "allreduce": "all-reduce",
     "reducescatter": "reduce-scatter",
@@ -66,7 +67,7 @@ class DataParallel(Technique):
     off = "none"
     model: Any
     wrapped: Any
-    # Processes sum over a batch in another order.
+    # Several processes add up the gradients of a batch in another order than one process.
     loss_rtol = 1e-4
 
     def __init__(self, value: Any, device: torch.device, **options: Any) -> None:
@@ -102,7 +103,8 @@ class DataParallel(Technique):
         return self.enabled and self.value != "ddp"
 
     def make_mesh(self) -> DeviceMesh:
-        """Makes the mesh of all processes; hsdp shards inside a node by default."""
+        """Makes the device mesh of all processes: one dimension for fsdp, (replicate, shard) for
+        hsdp, which by default shards inside a node."""
         world = get_world_size()
         device = self.device.type
         if self.value == "fsdp":
@@ -118,8 +120,8 @@ class DataParallel(Technique):
             return model
         from torch.distributed import fsdp
 
-        # Autocast decides about dtypes. FSDP must not cast inputs, because the residual stream is
-        # one and stays fp32.
+        # Autocast decides about dtypes. FSDP must not cast a block's inputs, because the residual
+        # stream is one of them and stays fp32.
         precision = fsdp.MixedPrecisionPolicy(
             reduce_dtype=torch.bfloat16 if self.reduces_in_bf16 else None, cast_forward_inputs=False
         )
@@ -128,7 +130,8 @@ class DataParallel(Technique):
             offload = fsdp.CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         mesh = self.make_mesh()
 
-        # FSDP warns of the gate, which a block returns as a view; no code writes to it.
+        # FSDP warns because a block returns its gate as a view. Ignore this: no code writes to the
+        # gate.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         for part in (*blocks_of(model), model):
             fsdp.fully_shard(
@@ -144,7 +147,7 @@ class DataParallel(Technique):
         if self.value == "ddp":
             names = ("bucket_cap_mb", "gradient_as_bucket_view")
             options = {name: self.option[name] for name in names}
-            # Our buffers never change.
+            # Do not synchronise buffers: those of our models never change.
             options[SYNC_BUFFERS_ARGUMENT] = False
             devices = [torch.cuda.current_device()] if self.device.type == "cuda" else None
             self.wrapped = nn.parallel.DistributedDataParallel(
@@ -159,7 +162,8 @@ class DataParallel(Technique):
 
     @contextmanager
     def synchronise(self, last: bool) -> Iterator[None]:
-        """Surrounds a micro-batch: only the last one of a step communicates gradients."""
+        """Surrounds a micro-batch; `last`: it is the last one of its step, the only one after which
+        gradients are communicated."""
         if self.shards:
             self.model.set_requires_gradient_sync(last)
         with nullcontext() if self.shards or last else self.wrapped.no_sync():
@@ -181,7 +185,7 @@ class DataParallel(Technique):
                     part.reshard()
 
     # What would still say "on" if this did nothing? The wrapper around the model would, so the row
-    # counts the collectives that sum gradients in this mode.
+    # counts the collectives that reduce gradients in this mode.
     def observe(self, evidence: Evidence) -> Observation:
         numbers: Counter[str] = Counter()
         for name, n in evidence.ops.items():

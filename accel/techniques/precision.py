@@ -7,9 +7,10 @@ unless `runtime.weights` changes that. `fp8` is `bf16`, with products of large l
 (accel/techniques/float8.py), by `fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a
 row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
 
-What it costs: rounding in products. A CPU without native instructions computes it more slowly than
-fp32, so there it counts as unavailable; `runtime.on_unavailable=emulate` uses it nevertheless, to
-show how a model trains in it. Speed on a GPU: not measured yet.
+It costs precision, because products round. A CPU without native instructions computes 16-bit
+products more slowly than fp32 ones, so they count as unavailable there;
+`runtime.on_unavailable=emulate` uses them nevertheless, to show how a model trains with them. The
+speed on a GPU is not measured yet.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
 STEPS_TO_GROWTH = 2000
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Value -> dtype of autocast."""
+"""Value of `precision` -> dtype of autocast."""
 DTYPE_NAMES = {
     "bf16": ("BFloat16", "torch.bfloat16"),
     "fp16": ("Half", "torch.float16"),
@@ -46,7 +47,7 @@ DTYPE_NAMES = {
     "fp8": ("Float8_e4m3fn", "Float8_e5m2"),
 }
 TEMPLATE_PREFIX = "triton_tem_fused"
-"""Prefix of the names of Inductor's own GPU kernels for products."""
+"""Prefix of the names of the GPU kernels that Inductor generates for matrix products."""
 
 
 class Precision(Technique):
@@ -72,9 +73,11 @@ class Precision(Technique):
     layers: float8.Float8Layers | None = None
     model: nn.Module | None = None
     around_forward: AbstractContextManager[object] = nullcontext()
-    """Context of the forward pass; `compare` sets it to inspect the products of one step."""
+    """Context that surrounds each forward pass; `compare` sets it for one step, to inspect the
+    products of that step."""
     wide_weights: Set[str] = frozenset()
-    """Names of weights that the inspected step multiplied in fp32."""
+    """Names of the weights that a product multiplied in fp32, although autocast is on, in the step
+    that `compare` inspected."""
 
     def find_obstacle(self) -> str | None:
         if self.value == "fp8":
@@ -128,7 +131,7 @@ class Precision(Technique):
                     return forward(*args, **kwargs)
 
             step.forward = autocast_forward
-        # An encoder's step has no backward pass, and no scaler.
+        # The step of an encoder has no backward pass, and so no attribute `scaler`.
         if self.value == "fp16" and hasattr(step, "scaler"):
             self.scaler = LossScaler(self.device)
             cast(TrainingStep, step).scaler = self.scaler
@@ -151,8 +154,9 @@ class Precision(Technique):
             self.wide_weights = products.wide_weights
 
     # What would still say "on" if this did nothing? Autocast's flag would, so the row counts the
-    # dtypes of products. In fp32 only products of two activations may be intended; names of
-    # operations do not tell, so `compare` inspects their operands.
+    # dtypes of products. An fp32 product may be intended if it multiplies two activations, but not
+    # if it multiplies a weight; the name of the operation does not tell which, so `compare`
+    # inspects the operands.
     def observe(self, evidence: Evidence) -> Observation:
         if self.layers is None:
             return self.observe_autocast(evidence)
@@ -166,12 +170,13 @@ class Precision(Technique):
         return Observation(active, f"{layers_note}; of the others {note}")
 
     def observe_autocast(self, evidence: Evidence) -> Observation:
-        """Finds the dtype of all products except 8-bit ones."""
+        """Observes the dtype of the products in `evidence`, which has none in 8 bits."""
         weights = evidence.count_dtypes(WEIGHT_PRODUCTS)
         dtypes = evidence.count_dtypes()
         calls = [call for calls in evidence.blocks for call in calls]
         branches = Counter(name_dtype(str(call.branch_dtype)) for call in calls)
-        # The profiler sees products of a library, but not those in Inductor's own kernels.
+        # The profiler sees products that call a library, such as cuBLAS, but not those inside
+        # kernels that Inductor generated.
         by_library = all(any(op in call.ops for op in WEIGHT_PRODUCTS) for call in calls)
         unseen = any(
             op.startswith(TEMPLATE_PREFIX) or (op.startswith(INDUCTOR_PREFIX) and not by_library)
@@ -209,8 +214,8 @@ class Precision(Technique):
 
 
 def name_dtype(dtype: str) -> str:
-    """Returns the value of `precision` for a dtype by the profiler's or PyTorch's name; the name
-    itself if there is none."""
+    """Converts a dtype's name in the profiler or in PyTorch to the value of `precision`, such as
+    "bf16"; returns other names unchanged."""
     return next((name for name, dtypes in DTYPE_NAMES.items() if dtype in dtypes), dtype)
 
 
@@ -240,22 +245,23 @@ class LossScaler:
 
 
 class WideWeightProducts(TorchDispatchMode):
-    """Inside, collects in `wide_weights` the names of matrices of `model` that a product multiplies
-    in fp32.
+    """Inside the context, collects in `wide_weights` the names of those matrices of `model` that a
+    product multiplies in fp32.
 
-    The name of an operation does not tell: einsum computes a bmm of a weight, attention a bmm of
-    two activations. The mode follows weights through operations that take weights alone, such as a
-    cast or a reshape. It does not recognise the parameters of a sharded model, which are gathered
-    into other storages.
+    The name of an operation does not tell whether it multiplies a weight: einsum computes a bmm
+    with a weight, attention a bmm of two activations. The mode follows weights through operations
+    that take weights alone, such as a cast or a reshape. It does not recognise the parameters of a
+    sharded model, which are gathered into other storages.
     """
 
-    # FlexAttention is a higher-order operator.
+    # Without this attribute the mode cannot surround FlexAttention, a higher-order operator.
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.wide_weights: set[str] = set()
-        # Weak references: no other storage gets the address of one that was freed.
+        # The keys are weak references to storages: while a reference exists, no other storage gets
+        # the same address, even after the memory is freed.
         self.names = {storage_of(p): name for name, p in model.named_parameters() if p.ndim >= 2}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -280,5 +286,6 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 
 
 def find_plain_tensors(tree: Any) -> list[Tensor]:
-    """Finds the tensors in a tree, except subclasses, which may have no storage."""
+    """Finds the tensors in nested lists, tuples and dicts, except tensors of subclasses, which may
+    have no storage."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]

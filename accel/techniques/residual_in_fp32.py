@@ -1,7 +1,7 @@
 """fp32 residual stream: the sum over all blocks stays fp32 while the blocks compute in 16 bits.
 
-What it costs: 4 bytes an element more traffic per block than a bf16 stream. What it buys: rounding
-does not lose small increments of late blocks. With fp32 compute it changes nothing.
+It costs memory traffic: 4 bytes per element and block more than a bf16 stream. In return rounding
+does not lose the small increments of late blocks. If blocks compute in fp32, it changes nothing.
 """
 
 import torch
@@ -13,7 +13,7 @@ from accel.technique import Model, Observation, Technique, blocks_of
 class ResidualInFp32(Technique):
     key = "residual_in_fp32"
     summary = "the residual stream stays fp32 between 16-bit blocks"
-    # It changes the loss only in 16 bits; in fp32 on and off are equal.
+    # The loss changes only if blocks compute in 16 bits; in fp32 it is the same on and off.
     loss_rtol = 1e-2
     in_sampling = True
     changes_kernels = "parity"
@@ -23,8 +23,8 @@ class ResidualInFp32(Technique):
             setattr(block, self.key, self.enabled)
         return model
 
-    # What would still say "on" if this did nothing? The dtype would, even if the stream had been
-    # rounded to 16 bits before, so the row looks for bits that 16-bit formats lack.
+    # What would still say "on" if this did nothing? The dtype of the stream would, even if the
+    # stream had been rounded to 16 bits before. So the row looks for bits that 16-bit formats lack.
     def observe(self, evidence: Evidence) -> Observation:
         wide = evidence.check_blocks(lambda call: call.residual_dtype == torch.float32)
         whole = find_unrounded(evidence)
@@ -36,13 +36,15 @@ class ResidualInFp32(Technique):
 
 
 def find_unrounded(evidence: Evidence) -> list[bool]:
-    """Returns for each block whether the stream was not rounded before it or in it.
+    """Returns for each block whether the residual stream passed through it without rounding: True
+    if it was rounded neither in the block nor between it and the block before.
 
-    A stream that first has bits which no 16-bit format has, and then has none, was rounded in
-    between.
+    The stream was rounded between two places if at the first it has bits that no 16-bit format has,
+    and at the second it has none.
     """
     unrounded = [True] * len(evidence.blocks)
-    # Micro-batch -> whether the stream had fine bits after the block before.
+    # Index of a micro-batch -> whether its stream had fine bits (those that 16-bit formats lack)
+    # after the block before.
     was_fine: dict[int, bool] = {}
     for i, calls in enumerate(evidence.blocks):
         for batch, call in enumerate(calls):

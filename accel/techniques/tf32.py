@@ -1,7 +1,7 @@
 """TF32: tensor cores compute fp32 matrix products and convolutions with a 10-bit mantissa.
 
-What it costs: inputs of fp32 products keep about three decimal digits; accumulation stays fp32. It
-changes nothing for products that already run in 16 bits. Speed: not measured yet.
+It costs precision: inputs of fp32 products keep about three decimal digits; accumulation stays
+fp32. It changes nothing for products that already run in 16 bits. Its speed is not measured yet.
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 """
 
@@ -68,8 +68,9 @@ class Tf32(Technique):
 
 @torch.no_grad()
 def rounds_to_tf32(device: torch.device) -> tuple[bool, bool]:
-    """Returns whether a matrix product and a convolution round to TF32: whether they multiply 1 +
-    2⁻¹², which TF32 cannot represent, by 1 and return 1."""
+    """Returns whether a matrix product rounds its inputs to TF32 on `device`, and whether a
+    convolution does. Each multiplies 1 + 2⁻¹², which TF32 cannot represent, by 1: the result is 1
+    if the input was rounded."""
     value = 1.0 + 2.0**-12
     with torch.amp.autocast(device.type, enabled=False):
         product = torch.full((512, 512), value, device=device) @ torch.eye(512, device=device)

@@ -4,12 +4,14 @@ A plain bf16 weight loses updates below 2⁻⁹ of its value, because they round
 `rounding=stochastic` rounds the updated weight up or down at random, right on average; the random
 bits are a hash of (seed, part of the weights, samples seen), so that a resumed run and any number
 of processes draw the same bits. `rounding=kahan` keeps the rounding error in a second bf16 tensor
-(2 bytes a weight, so that only gradients and casts get smaller). The update computes in fp32, a
-part of the weights at a time; averages (EMA) and all other parameters stay fp32.
+(2 bytes a weight, so weights and errors together take as much as fp32, and only gradients and casts
+get smaller). The update computes in fp32, a part of the weights at a time; averages (EMA) and all
+other parameters stay fp32.
 
-What it costs: an fp32 copy of one part's weights and gradients (64 MiB, or the largest parameter)
-during the update, and rounding: a published model lost 3.7 FID points with weights in plain bf16.
-Losses here: docs/memory.md. Speed on a GPU: not measured yet.
+It costs memory during the update, for an fp32 copy of one part's weights and gradients (64 MiB
+each, or the size of the largest parameter), and quality, because weights round: a published model
+lost 3.7 FID points with weights in plain bf16. docs/memory.md shows losses of our models. Its speed
+on a GPU is not measured yet.
 References: stochastic rounding, Gupta et al. 2015, https://arxiv.org/abs/1502.02551; both for bf16
 training, Zamirai et al. 2020, https://arxiv.org/abs/2010.06192
 """
@@ -39,14 +41,15 @@ from accel.kernels.counter_noise import Purpose, draw
 from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 DRAW_BYTES = 19.0
-"""Bytes an element that drawing random bits takes, as counted."""
+"""Temporary bytes per element while random bits are drawn, as counted on a CPU."""
 MAX_COUNTED_DRAW = 2**18
-"""Elements per draw while a plan counts bytes on few blocks; the memory for random bits does not
-grow with the model, so `count_part_bytes` computes it."""
+"""Elements per draw while a plan counts the bytes of a model with few blocks: so few that random
+bits hardly count. Their memory does not grow with the model, so `count_part_bytes` computes it."""
 
 
 class NarrowLinear(nn.Linear):
-    """A linear layer with a bf16 weight; without autocast it computes in the dtype of the input."""
+    """A linear layer with a bf16 weight; outside autocast it casts the weight to the dtype of the
+    input."""
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
@@ -57,8 +60,8 @@ class NarrowLinear(nn.Linear):
 class RoundedUpdate(Members):
     """Updates bf16 parameters in fp32, part by part, and rounds the results to bf16.
 
-    `position` (1,) int64 on the device is the number of samples seen; with `seed` it determines the
-    random bits of a step.
+    `position`, an int64 tensor (1,) on the device, is the number of samples seen; `seed` and
+    `position` determine the random bits of a step.
     """
 
     def __init__(
@@ -69,8 +72,8 @@ class RoundedUpdate(Members):
         elements_per_draw: int = PART_ELEMENTS,
     ) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
-        # Exchanging the parameters' own data instead would lose the hooks by which ddp reduces
-        # gradients.
+        # The members update fp32 stand-ins. If instead the data of the parameters changed to fp32,
+        # they would lose the hooks by which ddp reduces gradients.
         stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}
         parts = [
             [group | {"params": [stand_ins.get(p, p) for p in group["params"]]} for group in part]
@@ -79,13 +82,13 @@ class RoundedUpdate(Members):
         super().__init__(groups, [make(part) for part in parts], stand_ins)
         self.narrow: dict[Tensor, Any] = {stand_in: p for p, stand_in in stand_ins.items()}
         self.elements_per_draw = elements_per_draw
-        """Elements for which one draw makes random bits."""
+        """Largest number of elements that one draw of random bits serves."""
         self.seed = 0
         self.position = torch.zeros(1, dtype=torch.int64, device=self.numbered_parameters[0].device)
         self.counting = True
-        """Whether steps count in `counts`; only warm-up needs it."""
+        """Whether steps fill `counts`; only warm-up needs the counts."""
         self.counts: Counter[str] = Counter()
-        """Counts of elements in the latest step, on the device."""
+        """What is counted -> number of elements in the latest step, as a scalar on the device."""
         self.draws = 0
         if rounding == "kahan":
             for parameter in narrow:
@@ -98,19 +101,20 @@ class RoundedUpdate(Members):
         super().step(closure)
 
     def get_compensation(self, parameter: Tensor) -> Tensor | None:
-        """Returns the rounding error of a parameter that Kahan's rounding keeps, or None."""
+        """Returns the rounding error that Kahan's rounding keeps for a parameter; None with random
+        rounding."""
         return self.state[parameter].get(COMPENSATION)
 
     def widen(self, parameter: Tensor) -> Tensor:
-        """Returns a parameter in fp32, with its rounding error added."""
+        """Returns a parameter in fp32, plus the rounding error that is kept for it, if any."""
         wide = parameter.detach().float()
         error = self.get_compensation(parameter)
         return wide if error is None else wide + error
 
     @contextmanager
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside, the stand-ins of the member have fp32 weights and gradients; afterwards it rounds
-        the updated weights into the parameters."""
+        """Inside the context, the stand-ins of `member` have fp32 weights and gradients; at the end
+        the updated weights are rounded into the bf16 parameters."""
         stand_ins = [p for p in parameters_of(member) if p in self.narrow]
         pairs = [(p, self.narrow[p]) for p in stand_ins if self.narrow[p].grad is not None]
         for stand_in, parameter in pairs:
@@ -134,16 +138,19 @@ class RoundedUpdate(Members):
             self.count_rounding(parameter, wide)
 
     def count(self, name: str, values: Tensor) -> None:
-        """Adds the sum of `values` to a count of this step."""
+        """Adds the sum of `values` to the count called `name`, on the device; does nothing after
+        warm-up."""
         if self.counting:
             self.counts[name] += values.sum(dtype=torch.float64)  # pyright: ignore[reportArgumentType]
 
     def count_rounding(self, parameter: Tensor, wide: Tensor) -> None:
-        """Counts how the values `wide` were rounded into a parameter."""
+        """Counts how the fp32 values `wide` were rounded into the bf16 parameter: how many, how
+        many not exactly, and how many not to the nearest value."""
         if not self.counting:
             return
         nearest = wide.bfloat16()
-        # The position between the lower and the upper bf16 neighbour, in [0, 1).
+        # Place of each value between its two bf16 neighbours, in [0, 1): 0 is the one nearer to
+        # zero.
         fraction = (wide.view(torch.int32) & 0xFFFF) / 2.0**16
         self.count("rounded", torch.ones_like(wide))
         self.count("inexact", nearest.float() != wide)
@@ -154,13 +161,15 @@ class RoundedUpdate(Members):
             self.count("kept", error != 0.0)
 
     def round_with_compensation(self, updated: list[tuple[Any, Tensor]]) -> None:
-        """Rounds to the nearest values, and keeps the rounding errors."""
+        """Rounds fp32 values into their parameters, to the nearest bf16 value, and keeps the
+        rounding errors."""
         skipped = getattr(self, "found_inf", None)
         for parameter, wide in updated:
             error = self.state[parameter][COMPENSATION]
             rounded = wide.bfloat16()
             new_error = (wide - rounded.float()).bfloat16()
-            # A skipped step must change nothing, but weight + error in fp32 may round.
+            # A skipped step must change nothing. The sum of weight and error may have rounded in
+            # fp32, so take the old values.
             if skipped is not None:
                 rounded = torch.where(skipped > 0, parameter.data, rounded)
                 new_error = torch.where(skipped > 0, error, new_error)
@@ -168,7 +177,8 @@ class RoundedUpdate(Members):
             error.copy_(new_error)
 
     def round_randomly(self, updated: list[tuple[Any, Tensor]]) -> None:
-        """Rounds at random, with one draw for as many tensors as it can serve."""
+        """Rounds fp32 values into their parameters at random. One draw of random bits serves as
+        many tensors as `elements_per_draw` allows."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for tensors in updated:
             pairs += zip(
@@ -181,7 +191,7 @@ class RoundedUpdate(Members):
                 served.append(pairs.pop(0))
                 size += len(served[-1][0])
 
-            # A word of 32 random bits serves two elements.
+            # Draw half as many 32-bit words as there are elements: each word serves two.
             self.draws += 1
             key = self.seed ^ (self.draws << 32)
             words = draw("bits", key, Purpose.ROUNDING, self.position, -(-size // 2)).view(-1)
@@ -192,8 +202,9 @@ class RoundedUpdate(Members):
 
 
 def round_stochastically(wide: Tensor, bits: Tensor) -> Tensor:
-    """Rounds fp32 to bf16 at random, up with the probability of the value's distance from its lower
-    neighbour.
+    """Rounds fp32 to bf16 at random: away from zero with a probability equal to the value's
+    distance from the bf16 neighbour nearer to zero, as a fraction of the gap between both
+    neighbours.
 
     `bits` are int32 in [0, 2¹⁶), of the same shape. A value that bf16 represents, also an infinity,
     stays unchanged.
@@ -260,9 +271,9 @@ class Weights(Technique):
             self.update.counting = False
 
     # What would still say "on" if this did nothing? The dtype of the weights would, and so would
-    # the number of elements that the update visits. The row checks random rounding by the number of
-    # elements that are not the nearest value, against its expectation, and compensation by rounding
-    # errors that were kept and used.
+    # the number of elements that the update visits. So for random rounding the row compares the
+    # number of elements that did not round to the nearest value with its expectation; for Kahan's
+    # rounding it counts the rounding errors that were kept and used.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.linears:
             return Observation(False, "the model has no linear layer")
@@ -282,7 +293,7 @@ class Weights(Technique):
         if self.rounding == "stochastic":
             other = counts["unlike nearest"]
             expected = counts["expected"]
-            # Six standard deviations, and a margin for small counts.
+            # Allow six standard deviations, and 10 elements more for small counts.
             right = abs(other - expected) <= 10 + 6 * math.sqrt(expected)
             how = f"at random: {other} not to the nearest value, {expected} expected"
         else:
