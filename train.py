@@ -1,4 +1,4 @@
-"""Trains a latent generative model. This file is a run, read top to bottom.
+"""Trains a latent generative model. From top to bottom, this file does what a run does.
 
 python train.py                              handwritten digits, about a minute on a laptop
 python train.py experiment=fastrun ...       minutes: does everything work, how fast is it?
@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
-# PyTorch's profiler logs the profiled warm-up step; its messages help no user
+# Silence the profiler of PyTorch, which logs that it starts and stops around a warm-up step
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
@@ -25,7 +25,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from common.terminal import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
-    from training.config.build import build  # imported here, for torch would slow down --help
+    from training.config.build import build  # imported here: importing torch slows down --help
     from training.distributed.exit import Request, StopRequest
     from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
