@@ -1,4 +1,4 @@
-"""Draws samples of a run, in jobs that resume after a stop.
+"""Loads trained models and draws samples of them; a sampling job that was stopped resumes.
 
 from sampling import load_run
 """

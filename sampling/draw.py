@@ -40,7 +40,7 @@ CHUNK_SAMPLES = 512
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configuration of the trained model."""
+    """Configuration keys that name the trained model to load."""
 
     run_dir: str | None = None
     """A run folder or one of its checkpoints, whose averaged weights are loaded."""
@@ -104,7 +104,8 @@ class DrawConfig(ModelConfig):
 
 
 class SampleJob:
-    """The samples of a `DrawConfig`: the model under its techniques, and the stream of its samples.
+    """A sampling job: the trained model with its accelerations, and the stream of samples that a
+    `DrawConfig` describes.
 
     All ranks build it together.
     """
@@ -113,7 +114,7 @@ class SampleJob:
         from sampling.load import SampleStream, load_run
         from training.environment import pick_device
 
-        # The first wait connects the processes.
+        # Connect the processes, which their first wait for each other does.
         ranks.wait_for_all()
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
@@ -126,7 +127,7 @@ class SampleJob:
         }
         sampling = self.trained.change_sampling(**changes)
         self.labels, labels_of = self.choose_labels()
-        """`balanced`, `data`, or numbers of classes."""
+        """The configured labels: `balanced`, `data`, or a list of class numbers."""
         forward = self.trained.forward
         spec = self.trained.spec
         self.stream = SampleStream(
@@ -137,7 +138,8 @@ class SampleJob:
         """Samples in a chunk."""
 
     def choose_labels(self) -> tuple[Any, Labels]:
-        """Returns the labels that the configuration requests, and the map from samples to labels.
+        """Returns the labels that the configuration requests, and the function that gives the
+        samples with these numbers their labels.
 
         ValueError for labels that the model or the data lacks.
         """
@@ -169,7 +171,8 @@ class SampleJob:
         return {str(number): spec.names[number] for number in drawn} if spec.num_classes else {}
 
     def describe_protocol(self) -> dict[str, Any]:
-        """Returns all settings on which a figure of these samples depends."""
+        """Returns all settings on which a figure of these samples, such as a Fréchet distance,
+        depends."""
         settings = self.stream.describe_protocol(self.trained.stack, self.cfg.count, self.labels)
         return settings | {"weights": self.trained.weights}
 
@@ -181,9 +184,9 @@ class SampleJob:
     ) -> ResumableChunks:
         """Draws the samples whose chunks `folder` lacks, and returns all chunks.
 
-        First prints the number of samples and the ledger. `content(labels, latents)` makes the
-        tensors to keep of a batch; `job` holds what else they depend on. ValueError for latents
-        that are not finite.
+        First prints the number of samples and the ledger. `content(labels, latents)` returns the
+        tensors to keep of a batch, by name; `job` holds the values that decide what `content`
+        keeps. ValueError for latents that are not finite.
         """
         import torch
 
@@ -196,7 +199,7 @@ class SampleJob:
         )
         whole_job = {
             **self.describe_protocol(),
-            # By hash: the same file at another path is the same job.
+            # Name the weights by hash, so that the job resumes if their file was moved.
             "weights": self.trained.weights["sha256"],
             **job,
             "batch_size": cfg.batch_size,
@@ -254,7 +257,7 @@ class ResumableChunks:
         self.waits = waits
         self.lock: FolderLock | None = None
 
-        # Poll, so that no rank waits long for the answer of another.
+        # Poll the lock, so that no rank waits for the answer of the first one for long.
         if not ranks.broadcast_result(self.claim):
             ranks.say(f"waiting for another process that works on {folder}")
             while not ranks.broadcast_result(self.claim):
@@ -262,7 +265,8 @@ class ResumableChunks:
         ranks.broadcast_result(lambda: self.refuse_another(json.loads(json.dumps(job))))
 
     def claim(self) -> bool:
-        """Locks the folder; False if another process holds it and this one may wait."""
+        """Locks the folder. If another process holds the lock, returns False if `waits` is set, and
+        raises ValueError otherwise."""
         try:
             make_folder(self.folder)
             self.lock = lock_folder(
@@ -279,7 +283,8 @@ class ResumableChunks:
         return self.lock is not None
 
     def refuse_another(self, job: dict[str, Any]) -> None:
-        """Records the job of the folder; ValueError if the folder holds another job."""
+        """Writes `job` to job.json if the folder has none; ValueError if it describes another
+        job."""
         file = self.folder / "job.json"
         if not file.is_file():
             write_json(file, job)
@@ -313,7 +318,7 @@ class ResumableChunks:
         return f"{number:06d}-{sha256[:32]}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a chunk of host tensors; ValueError if the disk refuses it."""
+        """Writes a chunk of host tensors; ValueError if the file cannot be written."""
         from training.checkpoint.files import write_tensors
 
         temporary = self.folder / f"{number:06d}-tmp"

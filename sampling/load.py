@@ -1,4 +1,4 @@
-"""Loads a trained run, or a copied weights file, and draws samples of it.
+"""Loads the model of a trained run, or of a copied weights file, and draws samples of it.
 
 Letters: N and B samples, C channels, H W height and width.
 """
@@ -36,12 +36,12 @@ from training.weights.pretrained import build_autoencoder
 QUICK_START_RUNTIME = MappingProxyType(
     {kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start}
 )
-"""Runtime values that switch off techniques with a long first step, which few samples would not
-repay."""
+"""Runtime key -> the value that switches the technique off, for each technique whose first step is
+slow: a few samples do not make up for that time."""
 
 
 def find_class_numbers(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
-    """Returns classes as numbers; a str is a name, even "3".
+    """Returns the numbers of classes that are given by number or name; a str is a name, even "3".
 
     ValueError for a class that the data lacks, and for a name of several classes.
     """
@@ -81,10 +81,10 @@ class TrainedModel:
 
     model: Denoiser
     forward: Callable[..., Tensor]
-    """The model under the techniques of `stack`."""
+    """The model's forward pass, with the techniques of `stack` applied."""
     stack: AccelerationStack
     opened: OpenedModel
-    """File of the weights, and its description of them."""
+    """The weights file, its hash, and the description of the weights in its header."""
     autoencoder: Autoencoder
     sampling: SamplingConfig
     """The run's own settings of sampling; the defaults for weights without their run."""
@@ -148,7 +148,8 @@ class TrainedModel:
 
     @torch.no_grad()
     def warm_up(self, batch_size: int, guidance: float) -> Ledger:
-        """Runs the model once as sampling will; returns the ledger."""
+        """Runs the model once, with a batch as large as sampling will use; returns the ledger of
+        the techniques that were observed."""
         spec = self.spec
         count = batch_size * (1 if guidance == 1.0 else 2)
         x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
@@ -253,7 +254,7 @@ def load_run(
     with the changes in `runtime`; its ledger names what this machine cannot run. Kernels are chosen
     for batches of `batch_size`, doubled by guidance. This sets process-wide flags (TF32,
     deterministic cuDNN), as training does. ValueError if the weights are absent or damaged, or if
-    the autoencoder is another one.
+    the autoencoder is not the one that made the latents.
     """
     chosen = pick_device(device) if isinstance(device, str) else device
     opened = read_newest(
