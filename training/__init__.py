@@ -1,2 +1,2 @@
-"""Training: configuration, objective, state, step, checkpoints, metrics. May use data, models and
-accel."""
+"""Trains models: configuration, objective, state, step, checkpoints and metrics. This package may
+import data, models and accel."""

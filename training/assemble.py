@@ -56,12 +56,12 @@ CHANGEABLE_KEYS = (
 def build_optimizer(
     node: dict[str, Any], model: Denoiser, stack: AccelerationStack
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer over the model's parameter groups, with those arguments of the stack
-    that its class takes."""
+    """Builds the optimizer over the model's parameter groups. It gets the stack's arguments, such
+    as fused=True, as far as its constructor has such parameters."""
     kind = resolve_target(node.get("_target_", ""), "optim")
     known = set(inspect.signature(kind).parameters)
 
-    # Fused SGD that skips its first step keeps an uninitialised momentum buffer.
+    # Do not fuse SGD: if it skips its first step, its momentum buffer stays uninitialised.
     if kind is torch.optim.SGD:
         known.discard("fused")
     extra = {name: value for name, value in stack.make_optimizer_kwargs().items() if name in known}
@@ -81,9 +81,11 @@ def build_stack(
     """Builds the techniques that `runtime` asks for.
 
     ValueError if one is unavailable and `on_unavailable` is error, or if several processes would
-    train without synchronising gradients; `alone` allows that. A plan passes its own `kind`.
+    train without synchronising gradients; `alone` allows that. `kind` is the class to build;
+    scripts.plan passes one that has all techniques of a GPU.
     """
-    # The ledger also checks the form of the optimizer's state and an adapter's gradients.
+    # Add rows to the ledger that check the form of the optimizer's state and, if there is an
+    # adapter, its gradients.
     optimizer = resolve_target(cfg.optim.get("_target_", ""), "optim")
     extra_rows: list[Technique] = [
         OptimizerState(find_promise(optimizer, cfg.optim.get("momentum", 0.0)), device)
@@ -123,14 +125,14 @@ class Training:
     kernels: dict[str, Any]
     """The chosen fused kernels and the measurements behind the choice; empty without a choice."""
     base: Base | None = None
-    """The base model of an adapter."""
+    """The base model of the adapter; None without an adapter."""
 
     def take_batches(self) -> list[Batch]:
         """Takes the micro-batches of one step from the loader."""
         return [next(self.loader) for _ in range(self.cfg.accumulation_steps)]
 
     def take_step(self) -> StepOutput:
-        """Takes one step and counts it; returns device scalars."""
+        """Takes one step and counts it; returns its figures as scalars on the device."""
         self.step.schedule(self.state.samples)
         output = self.step(self.take_batches())
         self.state.advance(self.cfg.batch_size)
@@ -148,8 +150,8 @@ class Training:
         return {"skipped_data": sum(state.skipped_data.values())}
 
     def has_skipped_too_many(self) -> bool:
-        """Says whether `guards.max_skipped_in_row` steps in a row were skipped, a few steps ago;
-        does not wait for the device."""
+        """Says whether `guards.max_skipped_in_row` consecutive steps had been skipped a few steps
+        ago: it reads an older count on the host, and so does not wait for the device."""
         return self.state.meter.has_skipped(self.cfg.guards.max_skipped_in_row)
 
     @CLOCK.count_as("warm_up")
@@ -163,7 +165,8 @@ class Training:
 
 
 class Parts(NamedTuple):
-    """Functions that build the parts of a run; a plan, which has no data, replaces some of them."""
+    """Functions that build the parts of a run; scripts.plan, which forecasts a run without its
+    data, replaces some of them."""
 
     loader: Callable[..., LatentLoader] = build_loader
     model: Callable[..., Denoiser] = build_model
@@ -195,7 +198,7 @@ def assemble(
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
 
-    # Apply the techniques before the optimizer is built, for sharding replaces parameters.
+    # Apply the techniques before the optimizer is built, because sharding replaces parameters.
     stack = parts.stack(cfg, device)
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
@@ -254,7 +257,8 @@ def describe_run(
 
 
 def to_json_types(node: Any) -> Any:
-    """Converts a tree to the types that JSON returns, enum members to their values."""
+    """Converts nested dicts and lists to what they are after a round trip through JSON; an enum
+    member becomes its value."""
     return json.loads(json.dumps(node, default=lambda choice: choice.value))
 
 

@@ -18,14 +18,15 @@ from training.goodput import CLOCK
 
 
 def to_kwargs(node: Any) -> dict[str, Any]:
-    """Returns the fields of a typed node as keyword arguments, enum members as strings."""
+    """Returns the fields of a configuration object as keyword arguments, enum members as
+    strings."""
     return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
 
 
 def build_loader(
     node: dict[str, Any], seed: int, micro_batch: int, device: torch.device, ranks: Ranks = SINGLE
 ) -> LatentLoader:
-    """Builds the loader of this rank, which yields its `micro_batch` samples per micro-batch."""
+    """Builds the loader of this rank, whose batches have `micro_batch` samples each."""
     place = {"device": device, "rank": ranks.rank, "world_size": ranks.world_size}
     return build(node, "data", batch_size=micro_batch, seed=seed, **place)
 
@@ -50,8 +51,8 @@ def prove_kernels(
     samples: int,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Lets the stack choose fused kernels for micro-batches of `samples`; returns the choice, which
-    the run writes to its folder."""
+    """Lets the stack choose fused kernels for micro-batches of `samples` samples; returns the
+    chosen kernels and their measurements, which the run writes to kernels.json in its folder."""
     device = model.pos_embed.device
     latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
     t = torch.full((2,), 0.5, device=device)

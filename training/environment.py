@@ -7,7 +7,7 @@ with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus. Me
 drivers report it, rounded down. Bandwidths between GPUs are those that collectives reach: for
 Hopper from the table in torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's
 NVLink, 300 GB/s a direction, at the share of 450 that Hopper reaches, and InfiniBand of 200 Gb/s;
-for B200 900 GB/s at the same share; for cards without NVLink PCIe, by rule of thumb.
+for B200 900 GB/s at the same share; for GPUs without NVLink the rates of PCIe, by rule of thumb.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ REPORTED_PACKAGES = (
 
 
 class Card(NamedTuple):
-    """One kind of GPU."""
+    """Data of one GPU model."""
 
     name: str
-    """The driver's name for the card, or a part of it."""
+    """The driver's name for the GPU model, or a part of it."""
     flops_16bit: float
     """Peak FLOP/s of 16-bit products."""
     memory: float
@@ -58,7 +58,7 @@ class Card(NamedTuple):
     inter_bandwidth: float
     """Bytes a second to another machine."""
     capability: tuple[int, int] = (0, 0)
-    """Compute capability; (0, 0) for a card that the table lacks."""
+    """Compute capability; (0, 0) for a GPU model that is not in `CARDS`."""
 
 
 CARDS = {
@@ -90,7 +90,7 @@ def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
     ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
     device = ranks.device(pick_device(cfg.runtime.device.value))
     parallel = cfg.runtime.parallel
-    # A mode that is set applies to a single process too, which then needs a group.
+    # Even a single process needs a process group if the user sets a parallel mode.
     even_alone = parallel.mode.value not in ("auto", "none")
     timeout = timedelta(minutes=parallel.timeout_minutes)
     ranks.connect(device, timeout, parallel.nccl, even_alone)
@@ -152,8 +152,8 @@ def read_git_state() -> dict[str, Any] | None:
 
 
 def refuse_contradictions(cfg: TrainConfig) -> None:
-    """ValueError if variables of `accelerate launch` contradict the runtime keys, which alone
-    count."""
+    """Raises ValueError if environment variables of `accelerate launch` contradict the runtime
+    keys, because train.py follows the runtime keys alone."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
     precision = cfg.runtime.precision.value
     accelerate_name = "no" if precision == "fp32" else precision
@@ -177,9 +177,9 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
 
 
 def match_card(name: str) -> Card | None:
-    """Finds the card by the driver's name, such as "NVIDIA H100 80GB HBM3"; None if the table lacks
-    it."""
-    # Boards with these words in their names have other rates.
+    """Finds the GPU model by the driver's name, such as "NVIDIA H100 80GB HBM3"; None if `CARDS`
+    lacks it."""
+    # GPU models with these words in their names have other rates than those in `CARDS`.
     if re.search(r"Laptop|NVL|MIG|\b(Ti|D)\b", name):
         return None
     matches = [card for card in CARDS.values() if re.search(rf"\b{card.name}\b", name)]
@@ -203,7 +203,7 @@ def get_device_name(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> int:
-    """Returns the bytes of the GPU's memory; for the CPU, of the machine's."""
+    """Returns the size of a GPU's memory in bytes; for the CPU, the size of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

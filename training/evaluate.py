@@ -21,9 +21,9 @@ from training.goodput import CLOCK
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_CLASSES = 10
-"""Most classes in a sample grid."""
+"""Largest number of classes, one a row, in a sample grid."""
 TIME_BUCKETS = 4
-"""Intervals of t with an `eval_loss` each."""
+"""Number of equal intervals of t, each of which has its own `eval_loss`."""
 
 
 @CLOCK.count_as("evaluation")
@@ -90,7 +90,7 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
     classes = min(len(spec.labels), MAX_CLASSES)
     labels = torch.arange(classes, device=training.device).repeat_interleave(columns)
     places = torch.arange(len(labels), device=training.device)
-    # Guidance doubles the batch.
+    # Draw half a micro-batch at a time, because guidance doubles the batch of the model.
     parts = places.split(max(1, training.micro_batch // 2))
 
     def draw_images(place: Tensor) -> Tensor:

@@ -30,10 +30,10 @@ from training.environment import GIB, memory_of
 from training.tune import run_apart
 
 SAVINGS_PROGRAM = ["-m", "scripts.plan.savings"]
-"""Arguments of `python` for the program that counts savings of memory; it reads the run from a
-file."""
+"""Arguments of `python` for the program that forecasts how much memory changes of keys save; it
+reads the configuration of the run from a file."""
 COUNTING_SECONDS = 60.0
-"""Seconds after which the program begins no further count."""
+"""Seconds after which that program starts no further forecast."""
 
 
 def end_if_failed(
@@ -43,8 +43,8 @@ def end_if_failed(
     checkpoints: Checkpoints,
     request: Request,
 ) -> None:
-    """ValueError if the last `guards.max_skipped_in_row` steps were skipped, or a background save
-    has failed. All ranks call it.
+    """Raises ValueError if the last `guards.max_skipped_in_row` steps were skipped, or a background
+    save has failed. All ranks must call it.
 
     After skipped steps a file in `folder/dumps` describes the last step, made of `batches`.
     """
@@ -53,7 +53,7 @@ def end_if_failed(
     skipped = state.meter.skipped_in_row
     if skipped >= limit:
         file = write_dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
-        # The sentence names the newest checkpoint, which the saver may still be writing.
+        # Wait for the saver, because the message names the newest complete checkpoint.
         checkpoints.wait()
         resume = describe_resume(checkpoints.folder, state.samples)
         raise UserError(
@@ -67,7 +67,7 @@ def end_if_failed(
 
 
 def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
-    """Repeats the step's forward and backward pass, without an update, and writes to `file`.
+    """Repeats the step's forward and backward pass, without an update, and writes JSON to `file`.
 
     `samples`: id, position in the stream, label, t and loss of each sample of the batch; `blocks`:
     the norms of the gradient and of the parameters of each part of the model.
@@ -131,7 +131,7 @@ def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any
 
 
 def to_json_number(value: float) -> float | str:
-    """Returns NaN and infinity as strings, for JSON lacks them."""
+    """Returns a number, but NaN and infinity as strings, because JSON lacks them."""
     return value if math.isfinite(value) else str(value)
 
 
@@ -174,8 +174,8 @@ def describe_out_of_memory(training: Training) -> str:
 
 
 def describe_savings(training: Training) -> str:
-    """Says which changes of keys save most of this run's memory; a separate process counts them,
-    without the device."""
+    """Says which changes of keys save most of this run's memory; a separate process forecasts the
+    savings, without the device."""
     job = {
         "cfg": to_json_types(asdict(training.cfg)),
         "spec": training.loader.spec.as_dict(),
@@ -185,14 +185,14 @@ def describe_savings(training: Training) -> str:
         "until": time.monotonic() + COUNTING_SECONDS,
     }
 
-    # The program may finish the count that it began last.
+    # The limit leaves the program time to finish the forecast that it began last.
     limit = 1.5 * COUNTING_SECONDS
     print(f"Counting for at most {limit:.0f} s what would help …", file=sys.stderr, flush=True)
     answer = None
     with suppress(OSError), tempfile.TemporaryFile() as log:
         _, answer = run_apart(job, limit, log, SAVINGS_PROGRAM)
 
-    # Name only changes whose bytes were counted.
+    # Name only changes whose savings, in bytes, the program has forecast.
     if answer is None:
         return (
             "What helps most was not counted, for the process that counts it gave no answer; "
@@ -228,12 +228,13 @@ class LastingBytes(NamedTuple):
 
 
 def count_lasting_bytes(training: Training) -> LastingBytes:
-    """Counts the lasting tensors of a run that has taken a step, at least in warm-up."""
+    """Counts the bytes of the tensors that last from step to step. The run must have taken a step,
+    if only in warm-up, because the first step creates the optimizer's state."""
     step = training.step
     sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
     averages = sum(to_local(average).nbytes for average in training.state.ema.averages)
 
-    # A technique may keep part of the optimizer's state in host memory.
+    # Count the optimizer's state, and the part of it that a technique keeps in host memory.
     entries = [
         value for p in step.parameters for value in collect_state(step.optimizer, p).values()
     ]

@@ -33,15 +33,16 @@ READ_ERRORS = (
     OverflowError,
     RecursionError,
 )
-"""Errors from reading one of our files that is absent or holds values of another type."""
+"""Errors that reading a file of a run raises if it is absent, damaged or holds values of other
+types."""
 TIME_FILE = "time.json"
-"""Name of the account's file in a run folder."""
+"""Name of the file in a run folder that holds the account of time."""
 MAINTENANCE_KINDS = ("evaluation", "sampling", "saving", "logging")
 KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE_KINDS, "redone", "idle")
 WRITE_INTERVAL_SECONDS = 5.0
-"""Seconds between two writes of the account."""
+"""Seconds between two writes of `TIME_FILE`."""
 MAX_SAVED_STEPS = 512
-"""Latest saved steps for which the account keeps the productive seconds before them."""
+"""Number of latest checkpoints for which `TIME_FILE` keeps the seconds of training before each."""
 DATA_BOUND_SHARE = 0.1
 """A step is data-bound if it waits for data for more than this share of its time."""
 LAUNCH_BOUND_SHARE = 0.8
@@ -54,16 +55,16 @@ Moment = Annotated[float, Field(ge=1.5e9, le=1e12)]
 
 
 class Record(BaseModel, allow_inf_nan=False):
-    """Content of the account's file."""
+    """Content of `TIME_FILE`."""
 
     first: Moment
-    """Start of the run's first process."""
+    """Unix time at which the run's first process began."""
     last: Moment
-    """Time of writing."""
+    """Unix time at which the file was written."""
     seconds: dict[str, Seconds]
     """Seconds by kind, over all processes of the run."""
     reached: dict[int, Seconds]
-    """Saved step -> productive seconds up to it."""
+    """Step of a checkpoint -> seconds of training, over all processes, up to that step."""
 
 
 class Clock:
@@ -86,7 +87,7 @@ class Clock:
         self.earlier: dict[str, float] = defaultdict(float)
         """Seconds of earlier processes of the run by kind."""
         self.reached: dict[int, float] = {}
-        """Saved step -> productive seconds up to it."""
+        """Step of a checkpoint -> seconds of training, over all processes, up to that step."""
         self.written = self.since
 
     def switch(self, kind: str) -> str:
@@ -139,7 +140,8 @@ class Clock:
         self.reached = {at: seconds for at, seconds in record.reached.items() if at <= step}
         self.earlier.update(record.seconds)
 
-        # The run repeats the steps after the saved one. Since `last` no process has worked.
+        # Count as redone the training after the checkpoint, which the run repeats, and as idle the
+        # time since the last write.
         redone = max(0.0, self.earlier["steps"] - max(self.reached.values(), default=0.0))
         self.earlier["steps"] -= redone
         self.earlier["redone"] += redone
@@ -183,11 +185,12 @@ def explain_bound(
     launch_savers: Collection[str],
     data: Mapping[str, Any],
 ) -> tuple[str, str, list[str]] | None:
-    """Says whether data or kernel launches bound a step: the bound's name, the reason, and keys to
-    try; None for neither.
+    """Finds out whether waiting for data or launching kernels limits the speed of a step; returns
+    the name of this bound, the reason, and keys to try, or None if neither does.
 
-    `busy_ms`, the GPU's time in a step, is None without a GPU. `launch_savers` are runtime keys
-    against launches that are available here and off; `data` is the loader's configuration node.
+    Times are in milliseconds: `data_ms` is the wait for data in a step, `busy_ms` the time in which
+    the GPU works, None without a GPU. `launch_savers` are runtime keys that save launches, are
+    available here and are off; `data` is the loader's configuration node.
     """
     if data_ms > DATA_BOUND_SHARE * step_ms:
         keys = ["data=resident", "more data.num_workers"]
@@ -205,8 +208,8 @@ def explain_bound(
 
 
 def format_shares(seconds: Any) -> str:
-    """Formats the kinds with their shares, largest first, in one line; ignores values that are no
-    numbers."""
+    """Formats the kinds of time with their shares of the total, largest first, in one line; ignores
+    values that are no numbers."""
     entries = seconds.items() if isinstance(seconds, dict) else ()
     known = {kind: float(s) for kind, s in entries if is_figure(s)}
     total = max(1e-9, sum(known.values()))

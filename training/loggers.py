@@ -13,12 +13,12 @@ from common.text import shorten_error
 from training.config.secrets import redact_words
 
 FINISH_SECONDS = 60.0
-"""Longest time W&B may take to upload the rest at the end of a run."""
+"""Seconds that W&B may take to upload the remaining data at the end of a run."""
 
 
 class NoLogger:
-    """Logs nothing. It is the interface of loggers, whose methods may raise: a run calls them
-    through `SafeLogger`."""
+    """Logs nothing. This is the interface of loggers; their methods may raise exceptions, because a
+    run calls them through `SafeLogger`."""
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Starts logging a run with this configuration and ledger."""
@@ -34,8 +34,8 @@ class NoLogger:
 
 
 class WandbLogger(NoLogger):
-    """Logs to Weights & Biases, with samples seen as the axis: W&B drops points whose step it has
-    passed, as after a resume."""
+    """Logs to Weights & Biases. The x axis is the samples seen, not W&B's own step: W&B drops a
+    point if it already has one at a later step, as after a resume."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class WandbLogger(NoLogger):
                 f"offline into {folder}.",
                 stacklevel=2,
             )
-            wandb.teardown()  # its service still holds the id
+            wandb.teardown()  # W&B's service still holds the id of this run
             self.run = begin("offline")
         finally:
             sys.argv = words
@@ -104,12 +104,12 @@ class WandbLogger(NoLogger):
         self.run.log({name: wandb.Image(str(file)), "samples": samples})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Uploads the rest; TimeoutError if that takes longer than `FINISH_SECONDS`."""
+        """Uploads the remaining data; TimeoutError if that takes longer than `FINISH_SECONDS`."""
         import wandb
 
         if self.run is None:
             return
-        # W&B's own "sample_grid" is the last image; in the summary it is a path.
+        # Leave out the summary's "sample_grid", a path: W&B's value of this name is the last image.
         values = {
             key: value
             for key, value in summary.items()
@@ -117,7 +117,8 @@ class WandbLogger(NoLogger):
         }
         self.run.summary.update(values)
         self.run.finish()
-        # W&B's service ends when idle, and a later run in this process would not find it.
+        # End W&B's service here. It ends by itself when idle, and if a later run in this process
+        # relied on it, the run would not find it.
         wandb.teardown()
 
 

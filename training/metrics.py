@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run folder."""
 WINDOW_SUMS = ("loss", "skipped", "backed_off", "in_row")
-"""Device scalars of the log window that a checkpoint stores."""
+"""Attributes of `Meter`, scalars on the device, that a checkpoint stores, so that a resumed run
+continues its log window."""
 TRAINING_KINDS = ("steps", "data_wait")
 """Kinds of time (see training/goodput.py) that count as training."""
 Arguments = ParamSpec("Arguments")
@@ -40,7 +41,8 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass
 class Meter:
-    """Sums figures over a log window on the device, and measures its time by the run's clock.
+    """Sums figures on the device over a log window, the steps between two reports, and measures the
+    window's time by the run's clock.
 
     The loss is the mean over ranks and over steps that were not skipped. `data_wait` and memory are
     the maximum over ranks; `batch_size` is global and `mfu` per rank. Memory is the peak of a
@@ -92,8 +94,8 @@ class Meter:
         CLOCK.switch("steps")
 
     def begin_window(self) -> None:
-        """Begins a log window."""
-        # The loss is summed in fp64: with `log_every=0` a window is the whole run.
+        """Begins a log window: clears its sums and notes the time."""
+        # Sum the loss in fp64, because with `log_every=0` a window is the whole run.
         self.loss = torch.zeros((), dtype=torch.float64)
         self.skipped: Tensor | float = 0.0
         self.backed_off: Tensor | float = 0.0
@@ -105,8 +107,8 @@ class Meter:
 
     @contextmanager
     def measure_wait(self) -> Iterator[None]:
-        # CUDA events, not wall time: a full launch queue blocks the host here without idling the
-        # GPU.
+        # Use CUDA events, not wall time: a full launch queue blocks the host here without idling
+        # the GPU.
         if uses_gpu():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
@@ -120,7 +122,8 @@ class Meter:
                 yield
 
     def sum_waits(self) -> None:
-        """Moves the waits that the device has passed from `steps` to `data_wait`."""
+        """Moves the seconds of each wait that the device has passed from the clock's kind `steps`
+        to `data_wait`."""
         while self.waits and self.waits[0][1].query():
             began, ended = self.waits.popleft()
             CLOCK.move(began.elapsed_time(ended) / 1e3, "steps", "data_wait")
@@ -128,7 +131,7 @@ class Meter:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Counts time and compiled graphs inside as maintenance. Also works as a decorator."""
-        # The kernels in the queue belong to training.
+        # Wait for the kernels in the queue, because their time belongs to training.
         if uses_gpu():
             torch.cuda.synchronize()
         graphs_before = count_graphs()
@@ -150,12 +153,13 @@ class Meter:
 
     @property
     def skipped_in_row(self) -> int:
-        """Consecutive steps skipped up to the last one. Waits for the device."""
+        """Number of consecutive steps, up to the last one, that were skipped. Reading it waits for
+        the device."""
         return int(float(self.in_row))
 
     def has_skipped(self, limit: int) -> bool:
-        """Says whether `limit` steps in a row were skipped, a few steps ago; does not wait for the
-        device."""
+        """Says whether `limit` consecutive steps had been skipped a few steps ago: it reads an
+        older count on the host, and so does not wait for the device."""
         return self.in_row_seen is not None and float(self.in_row_seen) >= limit
 
     def state_dict(self) -> dict[str, Tensor | int]:
@@ -168,17 +172,18 @@ class Meter:
         resume counts only new steps."""
         self.begin_window()
         for name in WINDOW_SUMS:
-            # Old checkpoints have the loss in fp32 too.
+            # Convert the loss to fp64, because earlier versions saved it in fp32.
             dtype = torch.float64 if name == "loss" else torch.float32
             setattr(self, name, torch.as_tensor(state[name]).reshape(()).to(dtype))
         self.steps = int(state["steps"])
         self.carried = self.steps
 
     def report(self, lr: float) -> dict[str, Any]:
-        """Returns the figures of the window and begins the next one. Only this waits for the
-        device."""
+        """Returns the figures of the window, for which it waits for the device, and begins the next
+        window."""
         ranks = self.ranks
-        # A step of a resumed window counts for the loss, but not for this process's rates.
+        # Steps of the window that an earlier process took count for the mean loss, but not for the
+        # rates of this process.
         loss = float(ranks.all_reduce(torch.tensor(float(self.loss), dtype=torch.float64)))
         skipped = int(float(self.skipped))
         taken = self.steps - skipped
@@ -259,7 +264,8 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | None:
-    """Parses a line: an object with a step, of numbers and nulls; None for any other."""
+    """Parses a line of the metrics file, a JSON object with an integer `step` whose values are
+    numbers or null; returns None for any other line."""
     try:
         metrics = replace_non_finite(json.loads(line))  # earlier versions wrote NaN
     except (ValueError, RecursionError):
@@ -366,7 +372,8 @@ def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
 
-    # Kernel distances say the same as Fréchet distances, so the line has them only without these.
+    # Kernel distances tell the same story as Fréchet distances, so the line shows them only if
+    # there are no Fréchet distances.
     for kind in ("fd_", "kd_"):
         distances = [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith(kind)]
         parts += distances
@@ -378,7 +385,7 @@ def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
             parts.append(f"{name} {metrics[name]:.1%}")
     parts.append(f"data wait {metrics['data_wait']:.1%}")
 
-    # Counts that are 0 in a healthy run have a note only when they are not.
+    # A healthy run leaves these counts at 0, so the line mentions a count only if it is above 0.
     notes = {
         "skipped": "{} steps skipped: their gradients were not finite or spikes",
         "skipped_data": "{} samples of damaged data were replaced by others",

@@ -1,4 +1,7 @@
-"""Flow matching. Shapes: B samples, C channels, H and W height and width of the latents."""
+"""The training objective: flow matching.
+
+Letters in shapes: B samples, C channels, H and W height and width of the latents.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class FlowMatching:
         """Returns loss and t of each sample, both fp32. All draws depend only on (seed, position);
         held-out data has its own draws.
 
-        `drop_path_depth` is the number of blocks with stochastic depth; 0 draws none.
+        `drop_path_depth` is the number of blocks with stochastic depth; 0: none has it.
         """
         latents = batch.latents
         labels = batch.labels

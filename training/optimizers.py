@@ -43,8 +43,8 @@ def make_parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str
 
 @dataclass(frozen=True)
 class Schedule:
-    """Factor on the learning rate: linear warm-up over `warmup_samples`, then constant, or a cosine
-    down to `final`."""
+    """Computes the factor that multiplies the learning rate: it rises linearly over
+    `warmup_samples`, then is constant or falls along a cosine to `final`."""
 
     kind: str
     total_samples: int
@@ -52,9 +52,11 @@ class Schedule:
     final: float = 0.0
 
     def __call__(self, samples: float, batch_size: int = 0) -> float:
-        """Returns the factor for the step of `batch_size` samples that ends at `samples`.
+        """Returns the factor for a step of `batch_size` samples; `samples` is the number of samples
+        that the run has seen when the step ends.
 
-        A cosine's last step uses the factor at the step's middle, for at its end the factor is 0.
+        The last step of a cosine uses the factor at the step's middle, because at the step's end
+        the factor is `final`, by default 0.
         """
         if samples < self.warmup_samples:
             return samples / self.warmup_samples
@@ -67,7 +69,7 @@ class Schedule:
 
 
 class LibraryAdamW(Members):
-    """AdamW of a library, from the library's class of the same name."""
+    """AdamW of another library. A subclass has the name of the library's class, which it builds."""
 
     library: str
     """Name of the library's module, imported at first use."""

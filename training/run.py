@@ -53,13 +53,14 @@ class Run:
     """A run and its folder.
 
     The folder holds config.yaml (as composed, unresolved and redacted), environment.json,
-    ledger.json, kernels.json and tuning.json (where there was a choice), metrics.jsonl, time.json,
-    samples/, checkpoints/ and summary.json. The first rank writes them.
+    ledger.json, kernels.json and tuning.json (if kernels or techniques were chosen by measuring),
+    metrics.jsonl, time.json, samples/, checkpoints/ and summary.json. The first rank writes them.
     """
 
     def __init__(self, composed: Composed) -> None:
         cfg = composed.cfg
-        # The first run of `train.py` begins with its process, so that imports count.
+        # Restart the clock here, except in the first run of `train.py`: its time begins with the
+        # process, so that imports count.
         if CLOCK.seconds or Path(sys.argv[0]).name != "train.py":
             CLOCK.begin()
         self.cfg = cfg
@@ -102,7 +103,8 @@ class Run:
         set_deterministic(cfg.deterministic)
 
     def claim_folder(self) -> bool:
-        """Creates and locks the folder; ValueError if another run holds it. Always True."""
+        """Creates and locks the folder, and returns True; ValueError if another run holds the
+        lock."""
         key = f"run_dir={self.folder}"
         try:
             make_folder(self.folder)
@@ -125,7 +127,8 @@ class Run:
 
     @CLOCK.count_as("warm_up")
     def apply_tuning(self) -> TrainConfig:
-        """Returns the configuration; `runtime.tune` adds the techniques that are fastest here."""
+        """Returns the configuration; if `runtime.tune` is set, with the techniques that are fastest
+        on this machine."""
         if self.cfg.runtime.tune:
             self.cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
             self.write_file(TUNING_FILE, choice)
@@ -152,8 +155,8 @@ class Run:
         self.ranks.close()
 
     def write_kernels(self, training: Training) -> None:
-        """Writes the choice of kernels before their first use, so that a resumed run computes with
-        the same ones."""
+        """Writes the choice of fused kernels before the run uses them, so that a resumed run
+        computes with the same ones."""
         if training.kernels:
             self.write_file(KERNELS_FILE, training.kernels)
 
@@ -194,8 +197,8 @@ class Run:
             state.meter.earlier_seconds = float(lines[-1].get("train_seconds") or 0.0)
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line; says once per bound whether data or launches bound the step, and which
-        keys to try."""
+        """Appends a line to metrics.jsonl. If waiting for data or launching kernels limits the
+        speed of a step, prints so once for each of the two, with keys to try."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
@@ -203,7 +206,7 @@ class Run:
         if stack is None:
             return
 
-        # Report each bound once.
+        # Print what limits the speed of a step, once for each limit.
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
         data_ms = metrics["data_wait"] * step_ms
         explanation = explain_bound(
@@ -217,7 +220,8 @@ class Run:
             print(f"{bound}: {reason}; try {', '.join(keys)}", flush=True)
 
     def write_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
-        """Writes the account of time: after a save, `now`, or else every few seconds."""
+        """Writes the account of time: at once if the step was `saved` or `now` is set, otherwise
+        every few seconds."""
         if self.ranks.first:
             state.meter.sum_waits()
             step = state.step if saved else None
@@ -328,7 +332,7 @@ class Run:
                 ]
                 rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
             except READ_ERRORS:
-                continue  # not a run of ours
+                continue  # the file is no summary of a run
             if same:
                 print(f"latest {experiment} of this model and runtime: {file.parent}, {rate}")
                 print("\n".join(rows), flush=True)
@@ -369,7 +373,7 @@ def choose_folder(choices: Mapping[str, str]) -> Path:
     """Returns a path that does not exist yet, `runs/<date>-<time>-<model>-<runtime>`, with a number
     if two runs start in one second."""
     chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
-    # The name of a choice may contain a slash.
+    # Replace other characters, because the name of a configuration group's option may have a slash.
     chosen = re.sub(r"[^A-Za-z0-9_.-]", "-", chosen)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen}"
     folder = Path("runs") / name

@@ -84,8 +84,8 @@ class TrainState:
         )
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """Returns leaves by piece and name. They are references: save or copy them before the next
-        step."""
+        """Returns the tensors and numbers of the state by piece and name. The tensors are no
+        copies: save or copy them before the next step changes them."""
         return {
             "model": select_saved_weights(self.model),
             "ema": self.ema.state_dict(),
@@ -114,8 +114,8 @@ class TrainState:
         self.began_at = self.step
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counters; ValueError for one that is no count. Old checkpoints have no
-        `skipped_data`."""
+        """Sets the counters; ValueError for one that is no count. Checkpoints of earlier versions
+        lack `skipped_data`."""
         counters = {"skipped_data": {}} | dict(saved)
         for name in COUNTERS:
             counter = counters[name]
@@ -126,8 +126,8 @@ class TrainState:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Uses the averaged weights inside, in evaluation mode, and runs eagerly: other batch sizes
-        than training's would recompile."""
+        """Uses the averaged weights in the block, in evaluation mode, and runs the model eagerly,
+        because batch sizes that differ from training's would cause recompilation."""
         with (
             self.stack.surround_evaluation(),
             self.ema.swap_in(),
@@ -142,7 +142,7 @@ class TrainState:
     @contextmanager
     def preserve(self) -> Iterator[None]:
         """Restores the state at the end of the block. The copy is in host memory, to leave the
-        device's to the step."""
+        device's memory to the step."""
         before = tree_map_only(
             Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), self.state_dict()
         )
@@ -174,16 +174,18 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) -> None:
-    """Loads an optimizer's state, in place where the tensors exist: a captured step keeps using
-    them. Hyper-parameters stay as they are."""
+    """Loads an optimizer's state. Tensors that exist are filled in place, because a captured CUDA
+    graph keeps using them. Hyper-parameters stay as they are."""
     saved: dict[int, dict[str, Any]] = {int(i): entries for i, entries in nest(leaves).items()}
     if isinstance(optimizer, Members):
         optimizer.load_state_dict({"state": saved})
         return
 
-    # For Adam, no state yet and a state of zeros are the same.
     current = optimizer.state_dict()
     state = current["state"]
+
+    # A checkpoint of Adam before its first step has no moments: fill existing tensors with zeros,
+    # which means the same.
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         saved = {i: dict.fromkeys(entries, 0.0) for i, entries in state.items()}
     parameters = parameters_of(optimizer)

@@ -77,8 +77,8 @@ class EMA:
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
         """Updates the averages by a device scalar `weight`; with 0 they do not change."""
-        # Not _foreach_lerp_: it takes a single weight only as a number of the host, which would
-        # wait for the device.
+        # Do not use _foreach_lerp_: it takes one weight for all tensors only as a Python number,
+        # and to read that number from `weight`, the host would wait for the device.
         for part in self.parts:
             averages = [to_local(average) for _, average in part]
             differences = torch._foreach_sub([to_local(p.detach()) for p, _ in part], averages)
@@ -87,7 +87,7 @@ class EMA:
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """Puts the averages into the model inside, and restores its parameters after, bit for bit.
+        """Puts the averages into the model for the block, then restores its parameters bit for bit.
 
         Parameters narrower than fp32 hold rounded averages meanwhile, and are restored from copies.
         """
@@ -142,7 +142,8 @@ class SpikeGuard:
 
     @torch.no_grad()
     def passes(self, norm: Tensor) -> Tensor:
-        """Says, on the device, whether a norm is finite and no spike; adds it to the window."""
+        """Returns a bool tensor on the device, without a sync: true if the norm is finite and at
+        most the limit. Adds a finite norm to the window, lowered to the limit if it is above."""
         std, mean = torch.std_mean(self.norms)
         full = self.count >= len(self.norms)
         finite = torch.isfinite(norm)
@@ -157,8 +158,8 @@ class SpikeGuard:
         return {"norms": self.norms, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the window in place, for a captured step keeps using these tensors. A state of
-        another window size, or none, empties it."""
+        """Loads the window in place, because a captured CUDA graph keeps using these tensors. A
+        state of another window size, or an empty state, empties the window."""
         fits = state.keys() == {"norms", "count"} and state["norms"].shape == self.norms.shape
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name]) if fits else tensor.zero_()
@@ -204,8 +205,8 @@ class TrainStep:
         self.max_grad_norm = cfg.max_grad_norm or math.inf
         self.parameters = list(state.model.parameters())
 
-        # A fused optimizer reads its learning rates from the device, so a captured step sees new
-        # ones.
+        # Keep the learning rates of a fused optimizer on the device, so that a captured CUDA graph
+        # sees new values.
         device = self.parameters[0].device
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         if is_fused(self.optimizer):
@@ -253,7 +254,8 @@ class TrainStep:
         if self.scaler is not None:
             scale = self.scaler.scale
             norm = norm / scale
-            # At a scale of 1 the scale cannot be the cause.
+            # If the loss is finite but the norm is not, the loss scale was too large, unless it is
+            # 1 already.
             backed_off = (~norm.isfinite() & total.isfinite() & (scale > 1.0)).float()
         taken = norm.isfinite() if self.spikes is None else self.spikes.passes(norm)
         taken = taken.to(self.ema_weight.device)

@@ -1,9 +1,9 @@
 """runtime=auto: the run uses the techniques that make its step fastest on this machine.
 
-An earlier choice is in the run folder, or in a cache for the same model, batch, runtime, machine
-and code. Otherwise a separate process tries candidates before training begins
-(scripts/plan/tune.py) and writes its choice, which this file reads. A choice may change how a step
-is computed, but not what it computes.
+The run first looks for an earlier choice of techniques: in its folder, then in a cache for the same
+model, batch, runtime, machine and code. Without one, a separate process tries candidates before
+training begins (scripts/plan/tune.py) and writes its choice, which this file reads. The choice may
+change how a step is computed, but not what it computes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from training.environment import get_device_name, memory_of
 from training.goodput import READ_ERRORS
 
 TUNING_FILE = "tuning.json"
-"""Name of the choice's file in a run folder."""
+"""Name of the file in a run folder that holds the choice of techniques."""
 STEPS_KEY = "accumulation_steps"
 TUNER_PROGRAM = ["-m", "scripts.plan.tune"]
-"""Arguments of `python` for the program that tries candidates, one process each. It reads a job
-from a file and writes its result beside it."""
+"""Arguments of `python` for the program that tries candidates, one process each. It reads the run's
+configuration and machine from a file, and writes its result beside this file."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
-"""A launcher's variables; the tuner must not see them, for a candidate runs as a single process."""
+"""Environment variables of launchers such as torchrun. The tuner must not see them, because a
+candidate runs as a single process."""
 HASHED_FOLDERS = ("accel", "common", "models", "training", "scripts/plan")
-"""Folders whose code a cached choice depends on."""
+"""Folders whose code a cached choice depends on: if a file there changes, the tuner runs again."""
 Changes = Mapping[str, Any]
 """Runtime key, or accumulation_steps -> value as in JSON."""
 
@@ -55,8 +56,8 @@ Changes = Mapping[str, Any]
 def tune_config(
     cfg: TrainConfig, device: torch.device, ranks: Ranks, folder: Path | None = None
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """Returns the configuration with the fastest techniques, and the choice with the candidates
-    tried. An earlier choice comes from the run's `folder` or the cache.
+    """Returns the configuration with the fastest techniques, and the choice (see `find_choice`). An
+    earlier choice comes from the run's `folder` or the cache.
 
     The first rank measures, alone on its device, and all ranks use its choice. ValueError if no
     candidate's step fits into memory.
@@ -70,7 +71,11 @@ def tune_config(
 def find_choice(
     cfg: TrainConfig, device: torch.device, processes: int, folder: Path | None
 ) -> dict[str, Any]:
-    """Returns `words`, `changes` and `tried` of an earlier choice, or measures a new one."""
+    """Returns an earlier choice of techniques, or measures a new one.
+
+    A choice has `words`, the chosen values as override words in one text; `changes`, runtime key ->
+    chosen value; and `tried`, a row for each candidate that was tried.
+    """
     deadline = time.monotonic() + cfg.runtime.tune_seconds
     if folder is not None:
         choice = read_choice(folder / TUNING_FILE, cfg, device, processes)
@@ -123,8 +128,9 @@ def run_apart(
     log: IO[bytes] | None = None,
     program: Sequence[str] | None = None,
 ) -> tuple[int | None, dict[str, Any] | None]:
-    """Runs a job in a separate process. Returns its exit code, None after `seconds`, and the result
-    that it wrote, or None. `program` is the arguments of `python`; None means the tuner."""
+    """Runs a program in a separate process, which reads `job` from a file. Returns its exit code,
+    None if it was killed after `seconds`, and the JSON object that it wrote, None without one.
+    `program` is the arguments of `python`; None means the tuner."""
     with tempfile.TemporaryDirectory(prefix="fastlatent-plan-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({**job, "parent": os.getpid()}))
@@ -137,10 +143,11 @@ def run_apart(
 def read_choice(
     file: Path, cfg: TrainConfig, device: torch.device, processes: int
 ) -> dict[str, Any] | None:
-    """Reads a choice; None if the file is absent or damaged, or this run cannot use the choice."""
+    """Reads the techniques that an earlier tuning chose; returns None if the file is absent or
+    damaged, or if this run cannot use them."""
     with suppress(*READ_ERRORS):
         choice = read_object(file)
-        # A damaged choice raises here.
+        # This raises an error if a value of the choice is absent or has another type.
         make_ledger_row(choice)
         return choice if is_available(cfg, choice["changes"], device, processes) else None
     return None
@@ -164,7 +171,7 @@ def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
 
 
 def is_available(cfg: TrainConfig, changes: Changes, device: torch.device, processes: int) -> bool:
-    """Says whether this machine has the techniques of a choice, and its keys go together."""
+    """Says whether this machine has the techniques of a choice, and its keys can be combined."""
     try:
         new = apply_changes(cfg, changes)
     except ValueError:

@@ -1,1 +1,1 @@
-"""Saves checkpoints atomically, and verifies them before they are loaded."""
+"""Saves checkpoints atomically, and verifies a checkpoint before it loads one."""

@@ -1,10 +1,11 @@
 """Splits a training state among the ranks that write it, and joins it from their files.
 
-A state has pieces, and a piece has leaves by name. `training/state.py` gives each piece a `Layout`.
-On disk a leaf has the path `piece.name`, such as `optimizer.12.exp_avg`. Each rank writes one
-safetensors file (https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON
-header, the tensors' bytes), with its rows of sharded tensors. Joined, the rows make whole tensors,
-which fit any number of ranks.
+A state has pieces, such as the optimizer's, and a piece has leaves by name, which are tensors and
+numbers. `training/state.py` gives each piece a `Layout`. On disk a leaf has the path `piece.name`,
+such as `optimizer.12.exp_avg`. Each rank writes one safetensors file
+(https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the tensors'
+bytes), with its rows of sharded tensors. Joined, the rows make whole tensors, which fit any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 METADATA_KEY = "fastlatent"
-"""Key of the model's description in a file's metadata."""
+"""Key of the model's description in the metadata of a safetensors file."""
 CHUNK_BYTES = 1 << 24
 """Bytes hashed and written at a time."""
 FLUSH_BYTES = 1 << 28
@@ -53,7 +54,7 @@ FLUSH_BYTES = 1 << 28
 
 
 class Layout(Enum):
-    """Layouts of a piece of the state in a checkpoint."""
+    """The ways in which a checkpoint can hold a piece of the state."""
 
     whole = auto()
     """Whole tensors in a separate file, which the first rank gathers and writes; other tools can
@@ -85,7 +86,7 @@ class Staged(NamedTuple):
     values: dict[str, Any]
     """All leaves that are no tensors, as JSON types."""
     copied: torch.cuda.Event | None = None
-    """CUDA event after the last copy."""
+    """CUDA event after the last copy; None if there is nothing to wait for."""
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +95,8 @@ class Staged(NamedTuple):
 
     def wait(self) -> None:
         """Waits until the tensors are in host memory. Any thread may call it."""
-        # A new thread's current device is GPU 0, which may belong to another rank.
+        # Select the event's GPU: in a new thread the current device is GPU 0, which may belong to
+        # another rank.
         if self.copied is not None:
             with torch.cuda.device(self.copied.device):
                 self.copied.synchronize()
@@ -103,11 +105,11 @@ class Staged(NamedTuple):
 def stage(
     state: Mapping[str, Mapping[str, Any]], layouts: Mapping[str, Layout], first: bool, copy: bool
 ) -> Staged:
-    """Copies this rank's part of a state to host memory; all ranks call it together.
+    """Copies this rank's part of a state to host memory; all ranks must call it together.
 
-    Without `copy`, tensors of the host are references: write them before the next step. With it,
-    the current stream copies after the last step and before the next one, so only a caller of
-    `Staged.wait` waits for the copies.
+    Without `copy`, tensors that are in host memory already are not copied: write them before the
+    next step changes them. With `copy`, the current CUDA stream copies after the last step and
+    before the next one, so only a caller of `Staged.wait` waits for the copies.
     """
 
     def move(path: str, tensor: Tensor) -> Tensor:
@@ -144,8 +146,8 @@ def stage(
 
 
 def copy_to_host(path: str, tensor: Tensor) -> Tensor:
-    """Copies a tensor to host memory, page-locked if it is on a GPU; PyTorch caches such memory, so
-    the next save reuses it."""
+    """Copies a tensor to host memory. A tensor on a GPU is copied to page-locked memory, which
+    PyTorch caches, so the next save reuses it."""
     try:
         host_tensor = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     except RuntimeError as error:
@@ -161,7 +163,7 @@ def assemble_state(
 ) -> dict[str, dict[str, Any]]:
     """Reads the files of all ranks; returns the leaves by piece and name, with whole tensors.
 
-    `values` is the checkpoint's `state.json`.
+    `values` is the content of the checkpoint's `state.json`.
     """
     # Collect each tensor's parts, with their first rows.
     parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
@@ -188,7 +190,7 @@ def assemble_state(
 
 
 def join_parts(parts: list[tuple[int, Tensor]], layout: Layout, ranks: Ranks) -> Tensor:
-    """Joins the parts of a tensor, each with its first row, to this rank's tensor."""
+    """Joins the parts of a tensor, given as (first row, rows), and returns this rank's tensor."""
     tensors = [rows for _, rows in sorted(parts, key=lambda part: part[0])]
     same_number = len(tensors) == ranks.world_size
     if layout is Layout.each or (layout is Layout.sums and same_number):
@@ -199,7 +201,7 @@ def join_parts(parts: list[tuple[int, Tensor]], layout: Layout, ranks: Ranks) ->
 
 
 def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a tree with dotted names."""
+    """Yields (dotted name, leaf) for all leaves of nested mappings."""
     for key, value in node.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping):
@@ -209,7 +211,7 @@ def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Groups leaves with names `key.entry` by key and entry."""
+    """Turns a mapping with names `key.entry` into nested dicts: key -> entry -> leaf."""
     tree: dict[str, dict[str, Any]] = {}
     for name, leaf in leaves.items():
         key, _, entry = name.partition(".")
@@ -226,9 +228,9 @@ def write_tensors(
     """Writes tensors of the host to `file` and flushes it to the disk; returns its size and hash as
     `bytes` and `sha256`.
 
-    The hash is of the tensors in memory, not of the file read back. After each part, calls `wrote`
-    with its bytes; all but the last `FLUSH_BYTES` are on the disk then. TypeError for a dtype that
-    safetensors lacks; OSError from the disk.
+    The hash is of the tensors in memory, not of the file read back. After each part of the file,
+    calls `wrote` with the number of its bytes; all but the last `FLUSH_BYTES` of the file are then
+    on the disk. TypeError for a dtype that safetensors lacks; OSError if writing fails.
     """
     digest = hashlib.sha256()
     size = 0
@@ -248,7 +250,8 @@ def write_tensors(
 def generate_bytes(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a file in order, wide dtypes first, so that every tensor is aligned."""
+    """Yields the bytes of a safetensors file in order. Tensors of wide dtypes come first, so that
+    every tensor is aligned."""
     # Make the header.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
@@ -265,7 +268,7 @@ def generate_bytes(
             "data_offsets": offsets,
         }
 
-    # The tensors begin at a multiple of 8 bytes.
+    # Pad the header with spaces, so that the tensors begin at a multiple of 8 bytes.
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

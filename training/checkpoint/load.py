@@ -31,25 +31,26 @@ if TYPE_CHECKING:
     from training.state import TrainState
 
 DAMAGE_ERRNOS = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
-"""Errors of reading that mean a damaged checkpoint; others may be those of a server."""
+"""Error numbers that mean a damaged checkpoint when a file of it is read. Any other error may be a
+temporary one of a file server, so `find_damage` raises it."""
 RETRY_PAUSES = (0.2, 1.0, 5.0)
 """Seconds to wait before each new attempt to read a file."""
 READ_ATTEMPTS = 3
-"""Attempts to read the newest checkpoint of a run that may remove it meanwhile."""
+"""Attempts to read the newest checkpoint of a run, which may remove it at the same time."""
 MALFORMED_ERRORS = (
     *(SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError),
     *(ArithmeticError, RuntimeError),
 )
-"""Errors from using values of another type or shape."""
+"""Errors that the code raises when a checkpoint holds values of another type or shape."""
 HASH_DIGITS = 64
-"""Hexadecimal digits of the hash at the start of a latent set's fingerprint; order and statistics
-follow."""
+"""Number of hexadecimal digits of the hash that a latent set's fingerprint begins with; the names
+of normalisation, order and storage follow."""
 Result = TypeVar("Result")
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """Lists the complete checkpoints in `folder`, oldest first. Incomplete ones have other
-    names."""
+    """Lists the complete checkpoints in `folder`, oldest first; incomplete ones do not have the
+    name step-<number>."""
     folders = folder.glob("step-*")
     complete = [path for path in folders if path.name.removeprefix("step-").isdecimal()]
     return sorted(complete, key=step_of)
@@ -60,11 +61,11 @@ def step_of(folder: Path) -> int:
 
 
 def find_damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | None:
-    """Describes the damage of a checkpoint; None if every file has the size and hash in the
-    manifest.
+    """Describes the damage of a checkpoint, as the end of a sentence; None if every file has the
+    size and hash in the manifest.
 
-    It reads the files from the disk, not from the page cache, and retries after a pause. It calls
-    `advance` as it progresses.
+    It reads the files from the disk, not from the page cache, and after an input/output error tries
+    again after a pause. It calls `advance` after each part that it has read.
     """
     try:
         files = retry_read(lambda: read_object(folder / "manifest.json"))["files"]
@@ -85,7 +86,8 @@ def find_damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str
 
 
 def list_expected_files(files: Collection[str]) -> set[str]:
-    """Lists the files of a checkpoint with as many ranks as `files` names."""
+    """Lists the files that a checkpoint must have, with the number of ranks that wrote the rank
+    files in `files`."""
     world_size = max(1, sum(name.startswith("rank-") for name in files))
     rank_files = {RANK_FILE.format(rank=rank, world_size=world_size) for rank in range(world_size)}
     return rank_files | {*WEIGHTS_FILES, "state.json"}
@@ -108,7 +110,7 @@ def hash_from_disk(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
     """Returns the size and sha256 of a file on the disk, bypassing the page cache on Linux."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        # This drops the file from the page cache.
+        # Drop the file from the page cache.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for content in iter(partial(stream.read, CHUNK_BYTES), b""):
@@ -118,8 +120,8 @@ def hash_from_disk(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
 
 
 def describe_resume(folder: Path, samples: int) -> str:
-    """Says, after a failure, from which checkpoint the same command continues, and how many of
-    `samples` are lost."""
+    """Says, after a failure, from which checkpoint the same command continues, and how many of the
+    `samples` that the run has seen are lost."""
     checkpoints = list_complete(folder)
     if not checkpoints:
         return f"nothing was saved yet, so {samples} samples are lost"
@@ -160,8 +162,8 @@ def find_branch(resume: str, folder: Path) -> Path | None:
     """Finds the checkpoint that `resume` names, or the newest one of the run that it names; None
     for `auto` and `never`.
 
-    `folder` holds this run's own checkpoints. ValueError if there is no checkpoint, or if it is
-    this run's and not its newest.
+    `folder` holds this run's own checkpoints. ValueError if there is no checkpoint, or if it is one
+    of this run's own but not the newest.
     """
     if resume in ("auto", "never"):
         return None
@@ -223,8 +225,8 @@ def find_newest_verified(folder: Path) -> Path | None:
     """Finds the newest intact checkpoint; None if there is no checkpoint.
 
     It renames a damaged one to `step-N.corrupt`, with a warning, and tries the one before.
-    ValueError if all are damaged: the user must decide to start over. It also removes incomplete
-    saves and removals; the caller holds the folder lock.
+    ValueError if all are damaged: the user must decide to start over. It also deletes what an
+    interrupted save or removal has left; the caller must hold the folder lock.
     """
     for incomplete in (*folder.glob("step-*.tmp"), *folder.glob("step-*.removed")):
         shutil.rmtree(incomplete, ignore_errors=True)
@@ -265,20 +267,22 @@ def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 MUST_MATCH = tuple(select_identity({}))
-"""Names of the parts that a checkpoint and the run must share."""
+"""Names of the parts of the configuration that must be equal in a checkpoint and the run."""
 ADDED_KEYS = ("mixer.window", "mixer.shift")
-"""Keys that earlier versions lack; null is their behaviour."""
+"""Keys of `model` that checkpoints of earlier versions lack; null means what these versions did."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads a verified checkpoint, and returns the settings that changed since; ValueError if it
-    belongs to another run, or cannot be read."""
+    """Loads a verified checkpoint into `state`, and returns text that lists the settings changed
+    since, "" for none; ValueError if it belongs to another run, or cannot be read."""
     try:
-        described = {"adapter": {}} | read_state_file(folder)  # earlier versions had none
+        described = {"adapter": {}} | read_state_file(folder)  # earlier versions lack the key
         mismatch = find_mismatch(described, run)
         content = {} if mismatch else assemble_state(folder, described, state.layouts, ranks)
-        # Runtime keys that an earlier version lacks had the behaviour of their defaults.
         settings = described["settings"]
+
+        # A checkpoint of an earlier version lacks newer runtime keys. Its run behaved as with their
+        # defaults, so fill these in.
         if "runtime" in settings:
             settings = settings | {"runtime": asdict(RuntimeConfig()) | settings["runtime"]}
         changed = describe_difference(settings, run["settings"])
@@ -320,14 +324,16 @@ def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
 
 
 def flatten_known(part: dict[str, Any]) -> dict[str, Any]:
-    """Flattens a part of a description without keys of `ADDED_KEYS` that are null."""
+    """Flattens a part of a run's description to dotted key -> value, without keys of `ADDED_KEYS`
+    that are null."""
     return {
         key: value for key, value in flatten(part) if value is not None or key not in ADDED_KEYS
     }
 
 
 def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Returns a sentence for the same latents in another order or storage; otherwise ""."""
+    """Returns a sentence if both runs use the same latents in another order, normalisation or
+    storage; otherwise ""."""
     old = str(then.get("fingerprint"))
     new = str(now.get("fingerprint"))
     old_hash = old[:HASH_DIGITS]

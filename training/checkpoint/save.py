@@ -3,8 +3,8 @@
 `checkpoints/step-N/` holds `model.safetensors` and `ema.safetensors` (whole tensors and the model's
 description, all that sampling needs), `rank-R-of-W.safetensors` (moments and generators),
 `state.json` (counters and configuration) and `manifest.json` (size and sha256 of the others). Every
-rank writes and hashes its files in `step-N.tmp`; the first rank then writes the manifest and
-renames the folder.
+rank writes and hashes its files in `step-N.tmp`; then the first rank writes the manifest and
+renames the folder to `step-N`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FREE_SPACE_FACTOR = 1.1
 RETRY_PAUSES = (2.0, 10.0, 50.0)
 """Seconds to wait before each new attempt of a failed save."""
 STALL_TIMEOUT = timedelta(minutes=30)
-"""Longest time in which a rank may write nothing."""
+"""Time in which a rank must write something, or the save fails."""
 
 
 @dataclass
@@ -97,13 +97,14 @@ class Save:
     def commit(self, files: dict[str, Any]) -> None:
         """Turns the files of all ranks into a checkpoint: writes the manifest and renames the
         folder."""
-        # After a power cut the log must reach at least as far as the checkpoint.
+        # Flush the metrics first: after a power cut they must reach at least as far as the
+        # checkpoint.
         metrics = self.folder.parents[1] / "metrics.jsonl"
         with contextlib.suppress(OSError), metrics.open("rb") as stream:
             os.fsync(stream.fileno())
 
         write_json(self.temporary / "manifest.json", {"format": FORMAT_VERSION, "files": files})
-        # An earlier attempt may have failed after its rename.
+        # Remove the folder that an earlier attempt has left if it failed after its rename.
         if self.folder.exists():
             remove_checkpoint(self.folder)
         rename(self.temporary, self.folder)
@@ -118,10 +119,10 @@ class Save:
 class Checkpoints:
     """The checkpoints of a run: `folder/step-N` after N steps.
 
-    They are the newest `keep`, every one whose step is a multiple of `keep_every` (0: none), and
-    the one with the lowest score `best_by`; others are removed. With `in_background`, `save`
-    returns once the state is copied; at most one save is in flight. If a rank writes nothing for
-    `patience`, the save fails on all ranks.
+    A run keeps the newest `keep`, every one whose step is a multiple of `keep_every` (0: none), and
+    the one with the lowest score of the name `best_by`; it removes all others. With
+    `in_background`, `save` returns once the state is copied; at most one save is in flight. If a
+    rank writes nothing for `patience`, the save fails on all ranks.
     """
 
     folder: Path
@@ -142,15 +143,16 @@ class Checkpoints:
         self.size = 0
         """Bytes that this rank writes in the save in flight."""
         self.logged_stall = CLOCK.count_seconds("saving")
-        """Seconds that training had waited for saves by the last call of `report_times`."""
+        """Seconds of the clock's kind "saving" at the last call of `report_times`."""
         self.save_seconds = 0.0
-        """Duration of the last save."""
+        """Duration of the last save in seconds."""
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for a save in flight. Its failure must not hide an exception that ends the run."""
+        """Waits for a save in flight. If an exception ends the run, a failure of the save is only
+        printed, so that it does not hide the exception."""
         try:
             self.finish()
         except Exception as failure:
@@ -165,7 +167,7 @@ class Checkpoints:
         """Saves a checkpoint, removes those that the rules do not keep, and returns its folder.
 
         `run` describes the run (see `describe_run`); it goes into `state.json`, with the `scores`
-        measured at this step. All ranks call it. A failed save is retried after each of
+        measured at this step. All ranks must call it. A failed save is retried after each of
         `RETRY_PAUSES`. ValueError if this save, or the one before it, cannot be written; complete
         checkpoints stay.
         """
@@ -200,7 +202,7 @@ class Checkpoints:
         self.wait()
         failure = self.failure
         self.failure = None
-        # After a timeout the disk may hang, so the message must not read from it.
+        # After a timeout the disk may hang, so write a message that needs no reading from it.
         if isinstance(failure, TimeoutError):
             raise UserError(
                 f"{failure}; the same command continues from the newest checkpoint."
@@ -212,8 +214,8 @@ class Checkpoints:
             raise failure
 
     def wait(self) -> None:
-        """Waits for the save in flight, if any, and shows its progress; leaves a failure to
-        `finish`."""
+        """Waits for the save in flight, if any, and shows its progress; only `finish` raises the
+        error of a failed save."""
         if self.thread is None:
             return
         unit = f"MiB of {self.thread.name}"
@@ -230,16 +232,16 @@ class Checkpoints:
         return self.failure is not None
 
     def report_times(self) -> dict[str, float]:
-        """Returns the seconds that training waited for saves since the last call, and the duration
-        of the last save."""
+        """Returns `save_stall_s`, the seconds that training waited for saves since the last call,
+        and `save_s`, the duration of the last save; empty if training did not wait."""
         waited = CLOCK.count_seconds("saving")
         stall = waited - self.logged_stall
         self.logged_stall = waited
         return {"save_stall_s": stall, "save_s": self.save_seconds} if stall else {}
 
     def write(self, save: Save) -> None:
-        """Tries the save until it succeeds; runs in a thread, on all ranks. `finish` raises a
-        failure."""
+        """Tries the save until it succeeds or `RETRY_PAUSES` are used up; runs in a thread, on all
+        ranks. It stores an error, which `finish` raises."""
         began = time.perf_counter()
         try:
             save.staged.wait()
@@ -260,8 +262,8 @@ class Checkpoints:
         self.save_seconds = time.perf_counter() - began
 
     def try_save(self, save: Save) -> OSError | None:
-        """Tries to write a checkpoint once; returns the error of a disk or a rank, the same on all
-        ranks, or None."""
+        """Tries to write a checkpoint once; returns None, or the OSError of any rank, which is the
+        same on all ranks."""
         first = self.ranks.first
         work = self.joint_work
         work.done = 0
@@ -275,15 +277,15 @@ class Checkpoints:
             rank_files = work.run_everywhere(lambda: save.write_files(work.advance))
             work.run_everywhere(lambda: commit() if first else None)
         except OSError as problem:
-            # After a timeout a thread may still be writing to the folder.
+            # Remove the files, except after a timeout: a thread may then still be writing.
             if first and not isinstance(problem, TimeoutError):
                 shutil.rmtree(save.temporary, ignore_errors=True)
             return problem
         return None
 
     def remove_old(self, newest: Path) -> None:
-        """Removes the checkpoints that the rules do not keep, after reading the newest one back
-        from the disk. An error only causes a warning."""
+        """Removes the checkpoints that the rules of this class do not keep. Before, it reads the
+        newest one back from the disk and verifies it. An error only causes a warning."""
         try:
             folders = list_complete(self.folder)
             scores = {folder: read_score(folder, self.best_by) for folder in folders}
@@ -305,10 +307,10 @@ class Checkpoints:
 
 
 def read_score(folder: Path, name: str) -> float | None:
-    """Reads a score of a checkpoint; None if it has none, or none that is finite."""
+    """Reads a checkpoint's score of this name; None if it is absent or not finite."""
     try:
         state = read_state_file(folder)
-        # Older versions wrote only `eval_loss`, at the top level.
+        # Earlier versions wrote only `eval_loss`, and at the top level.
         score = state.get("scores", state)[name]
     except (OSError, ValueError, KeyError):
         return None
@@ -316,8 +318,8 @@ def read_score(folder: Path, name: str) -> float | None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint. It renames the folder first, for half a checkpoint must not look
-    complete."""
+    """Removes a checkpoint. It renames the folder first, so that a removal that is interrupted
+    leaves no incomplete checkpoint under a complete one's name."""
     removed = folder.with_name(folder.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
     rename(folder, removed)

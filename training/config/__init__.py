@@ -1,2 +1,2 @@
-"""Composes and checks the configuration, builds components from `_target_`s, and keeps secrets out
-of files."""
+"""Composes and checks the configuration, builds the objects that its `_target_`s name, and keeps
+secrets out of files."""

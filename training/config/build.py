@@ -1,9 +1,9 @@
 """Builds objects from configuration nodes: only this file turns a `_target_` into code.
 
 Extensions are a user's own packages, outside of the checkout. Only the command line or the
-environment can admit one. A configuration file, a checkpoint or a weights file cannot, for it may
-come from anywhere. A `_target_` may name a class of an admitted package, and its folder `conf`, if
-it has one, joins Hydra's search path.
+environment can admit one. A configuration file, a checkpoint or a weights file cannot, because it
+may come from anywhere. A `_target_` may name a class of an admitted package; the folder `conf` of
+that package, if it has one, joins Hydra's search path.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ admitted_packages: set[str] = set()
 """Extensions that the commands of this process have named."""
 TARGET_PACKAGES = ("accel", "data", "models", "training")
 OUTSIDE_TARGETS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW", "SGD"))
-"""Classes outside of our packages that a `_target_` may name."""
+"""Classes outside of `TARGET_PACKAGES` that a `_target_` may name."""
 
 
 def resolve_target(target: str, key: str) -> type:
     """Imports the class that `target` names; ValueError unless it is in `OUTSIDE_TARGETS`, or a
-    module of our packages or of an admitted extension defines it.
+    module of `TARGET_PACKAGES` or of an admitted extension defines it.
 
-    It checks the object, not only its path: `models.denoiser.torch.load` starts like a name of ours
-    but is not defined there.
+    It checks the object, not only its path: `models.denoiser.torch.load` begins with the name of an
+    allowed module, but that module does not define it.
     """
     refusal = UserError(
         f"{key}._target_={target} is not allowed: it must be a class defined in one of "
@@ -71,10 +71,11 @@ def build(
     """Builds the object of type `kind` that `node` describes: calls `_target_` with the node's
     other keys and with `runtime`.
 
-    It checks the keys against the target's signature first: unknown, missing and mistyped ones are
-    a ValueError that names `key`, the value and the fix. It builds nested nodes before the outer
-    one; `_partial_: true` in a nested node gives a partial. A runtime argument that the signature
-    lacks is a mistake of the caller, not of the user.
+    It first checks the node's keys against the target's signature; for an unknown or missing key or
+    a value of another type it raises a ValueError that names `key`, the value and the fix. It
+    builds nested nodes before the outer one; `_partial_: true` in a nested node gives a
+    functools.partial. An argument in `runtime` that the signature lacks is a mistake of the caller,
+    not of the user.
     """
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(
@@ -95,7 +96,8 @@ def build(
 
 
 def build_nested(node: Mapping[str, Any], key: str) -> Any:
-    """Builds a nested node: an object, or with `_partial_` a partial."""
+    """Builds the object of a nested node, or, if the node has `_partial_: true`, a
+    functools.partial of its class."""
     rest = {name: value for name, value in node.items() if name != "_partial_"}
     if not node.get("_partial_"):
         return build(rest, key)
@@ -115,9 +117,10 @@ def check_arguments(
     """Checks the node's keys against the signature of `target`, and returns them as arguments, with
     nested nodes built.
 
-    The program itself passes the arguments `supplied`, and the first `positional` ones.
+    The node may not set the arguments that the program itself passes: those in `supplied` and the
+    first `positional` ones. With `partially`, the node may leave arguments out.
     """
-    # Parameters that the node may set -> whether it must.
+    # Map each parameter that the node may set to True if the node must set it.
     parameters = list(inspect.signature(target).parameters.values())[positional:]
     settable = {
         p.name: p.default is p.empty
@@ -148,13 +151,14 @@ def check_arguments(
 
 
 def check_argument(value: Any, annotation: Any, key: str) -> Any:
-    """Converts a value to its annotated type, as from JSON: integers become floats, lists tuples.
+    """Converts a value to its annotated type by the rules for JSON: an integer may become a float,
+    a list a tuple.
 
     It builds nested nodes. ValueError for a value that the type does not allow.
     """
     if isinstance(value, Mapping) and "_target_" in value:
         return build_nested(value, key)
-    from pydantic import ConfigDict, TypeAdapter, ValidationError  # here, for a quick `--help`
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # slow, so not for `--help`
 
     rules = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
@@ -164,8 +168,8 @@ def check_argument(value: Any, annotation: Any, key: str) -> Any:
 
 
 def find_extension_names(words: Iterable[str]) -> list[str]:
-    """Finds the names in `extensions=[a,b]` among a command's words, and in the environment
-    variable."""
+    """Finds the names in `extensions=[a,b]` among the words of a command line, and in the
+    environment variable `EXTENSIONS_VARIABLE`."""
     start = f"{EXTENSIONS_KEY}="
     overrides = [word.lstrip("+") for word in words]
     values = [word.removeprefix(start) for word in overrides if word.startswith(start)]

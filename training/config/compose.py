@@ -61,7 +61,7 @@ def make_mutable_schema(kind: type) -> DictConfig:
     return schema
 
 
-# Hydra's primary files include these schemas.
+# Store the schemas under the names by which the primary files in conf/ include them.
 for name, kind in SCHEMAS.items():
     ConfigStore.instance().store(name=f"{name}_schema", node=make_mutable_schema(kind))
 
@@ -72,16 +72,17 @@ class Composed(NamedTuple):
     cfg: Any
     """The `TrainConfig` or `PrecomputeConfig`, resolved and frozen."""
     choices: dict[str, str]
-    """Group -> chosen file."""
+    """Configuration group, such as model -> the chosen file of conf/<group>/."""
     overrides: list[str]
-    """Words of the command, with secrets redacted."""
+    """Override words of the command line, with secrets redacted."""
     source: dict[str, Any]
-    """The composed tree for files and logs: interpolations unresolved, secrets redacted."""
+    """The composed configuration as nested dicts, for files and logs: interpolations unresolved,
+    secrets redacted."""
 
 
 def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
-    """Composes and checks a configuration as the command line would; for scripts, notebooks and
-    tests.
+    """Composes and checks a configuration in the same way as the command line does; for scripts,
+    notebooks and tests.
 
     ValueError, in a sentence with key, value and fix, for every mistake in `overrides`.
     """
@@ -118,8 +119,8 @@ def compose_from_hydra(source: DictConfig) -> Composed:
 def resolve_config(
     source: DictConfig, choices: Mapping[str, Any], overrides: list[str]
 ) -> Composed:
-    """Resolves, types, freezes and checks a configuration; ValueError for extensions that a file
-    names."""
+    """Resolves a configuration, checks it and turns it into a frozen dataclass; ValueError for
+    extensions that a file names."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
     named = build.find_extension_names(overrides)
     from_file = [name for name in source.get("extensions") or [] if name not in named]
@@ -152,11 +153,12 @@ def refuse_strange_numbers(node: Any) -> None:
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """Turns a UserError into one message and exit code 1; a broken output stream ends nothing.
+    """Turns a UserError into one message and exit code 1; a broken output stream does not end the
+    command.
 
-    It also explains Hydra's exceptions, for it surrounds functions that `hydra.main` calls, and
-    errors of a machine that ran out of memory, disk or threads. Any other exception is a bug and
-    keeps its traceback. FASTLATENT_TRACEBACK=1 keeps all tracebacks.
+    It also explains exceptions of Hydra, because it surrounds functions that `hydra.main` calls,
+    and errors of a machine that ran out of memory, disk or threads. Any other exception is a bug
+    and keeps its traceback. FASTLATENT_TRACEBACK=1 keeps all tracebacks.
     """
     with tolerate_broken_output():
         try:
@@ -192,7 +194,8 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
         print(f"{help_text.strip()}\n\nKeys:\n{keys}{build.EXTENSIONS_KEY}: []")
         sys.exit(0)
 
-    # Explain keys of other trainers, unless the command has a key of that name.
+    # Answer a key of another trainer with the command's own, unless the command has a key of that
+    # name itself.
     keys = {field.name for field in fields(cast(Any, schema))}
     foreign = {
         foreign_key: spelling
@@ -202,7 +205,8 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     refuse_form(words, foreign)
     refuse_foreign(words, foreign)
 
-    # precompute_latents.py names an encoder's folder in two words; these commands need one.
+    # Accept the two words by which precompute_latents.py names an encoder's folder, encoder=local
+    # and encoder.path=<folder>; these commands have one key for it.
     if "encoder" in keys:
         words = [
             re.sub("^encoder[.]path=", "encoder=", word)
@@ -288,7 +292,7 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
 
 
 def refuse_drawing(cfg: Any) -> None:
-    """ValueError for settings or a path from which nothing can be sampled; `cfg` is a
+    """ValueError for settings or a path with which sampling is impossible; `cfg` is a
     `DrawConfig`."""
     cfg.check()
     names = [
@@ -323,7 +327,7 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
     if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
         return
     place = os.path.expanduser(path)
-    if not os.path.exists(place):  # Path.exists raises where a name is too long
+    if not os.path.exists(place):  # Path.exists raises if a name is too long
         raise UserError(f"{key}={path} does not exist; {remedy}.")
     if names and not any(any(Path(place).glob(name)) for name in names):
         raise UserError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")

@@ -17,7 +17,8 @@ DEVICE_OPTIMIZERS = (None, "torch.optim.Adam", "torch.optim.AdamW")
 SHARDED_MODES = ("fsdp", "hsdp")
 MODE_TEXT = "runtime.parallel.mode={mode}"
 Rule = tuple[Mapping[str, Any], str]
-"""Contradicting keys with their values, several in a tuple, and the message."""
+"""Runtime keys that contradict each other, each -> its value or a tuple of values, and the message
+for the user."""
 
 REDUCE_OVERHEAD_TEXT = (
     "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
@@ -97,7 +98,8 @@ CONTRADICTIONS: tuple[Rule, ...] = (
 def check_contradictions(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
-    """ValueError for the first contradiction among the keys."""
+    """Raises ValueError for the first contradiction among the runtime keys; `optimizer` is the
+    `_target_` of the optimizer."""
     values = {key: v.value if isinstance(v, Enum) else v for key, v in vars(runtime).items()}
     values |= {
         "mode": runtime.parallel.mode.value,
@@ -108,7 +110,8 @@ def check_contradictions(
         "decides_on_device": optimizer in DEVICE_OPTIMIZERS,
     }
     for conditions, sentence in CONTRADICTIONS:
-        # A key that does not exist reads as None, which matches no rule.
+        # Refuse the keys if all conditions of a rule hold. The value of a key that does not exist
+        # is None, which meets no condition.
         if all(
             values.get(key) in (expected if isinstance(expected, tuple) else (expected,))
             for key, expected in conditions.items()
@@ -161,4 +164,5 @@ NCCL_VARIABLES = """
     SOCKET_NTHREADS SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC TREE_THRESHOLD UID_STAGGER_RATE
     UID_STAGGER_THRESHOLD
 """
-"""Documented variables of NCCL that tune or log, without the prefix NCCL_."""
+"""Environment variables of NCCL, without the prefix NCCL_, that its documentation lists and that
+only tune it or let it log."""

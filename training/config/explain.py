@@ -38,7 +38,7 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
     if sentence:
         return sentence
 
-    # The key that OmegaConf blames, without an index into a list; empty if it names none.
+    # Take the key that OmegaConf blames, without an index into a list; "" if it blames none.
     key = re.sub(r"\[.*", "", getattr(cause, "full_key", None) or "")
     unknown = UNKNOWN_KEY.search(f"{text}\n{cause}")
     if unknown:
@@ -59,8 +59,8 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
 
 
 def explain_word(text: str, words: list[str]) -> str | None:
-    """Explains commas that Hydra takes for a sweep, a choice that does not exist, and a + before a
-    key that exists; None for other errors."""
+    """Explains an error about commas that Hydra takes for a sweep, about an option that a
+    configuration group lacks, or about a + before a key that exists; None for other errors."""
     sweep = re.match(r"Ambiguous value for argument '(([^=]*)=.*)'", text)
     if sweep:
         name = sweep[2]
@@ -69,7 +69,7 @@ def explain_word(text: str, words: list[str]) -> str | None:
             remedy = "choose one"
         return f"{sweep[1]}: commas stand between the values of a sweep, which needs -m; {remedy}."
 
-    # Hydra lists the files of the group itself, one a line, after a tab.
+    # Take the group's options from Hydra's message, which lists one a line, after a tab.
     missing = re.search("Could not (?:find|load) '([^'/]+)/([^']+)'", text)
     if missing:
         group, name = missing.groups()
@@ -121,7 +121,8 @@ def suggest_fix(key: str, schema: type) -> str:
 
 @cache
 def map_keys_to_choices() -> dict[str, list[str]]:
-    """Maps each dotted key of a group's files to the choices that have it, such as model=dit_s."""
+    """Maps each dotted key in the files of conf/<group>/ to the options that have it, such as
+    model=dit_s."""
     choices_by_key = defaultdict(list)
     for file in sorted(CONF_FOLDER.glob("*/*.yaml")):
         group = file.parent.name
@@ -134,7 +135,7 @@ def map_keys_to_choices() -> dict[str, list[str]]:
 
 
 def flatten_tree(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields all nodes inside a tree of mappings and lists, with their dotted keys."""
+    """Yields (dotted key, node) for all nodes inside nested mappings and lists."""
     entries = dict(enumerate(node)) if isinstance(node, list) else node
     if isinstance(entries, dict):
         for name, value in entries.items():

@@ -1,4 +1,5 @@
-"""The typed keys of the configuration, all but those of components, with defaults and meanings.
+"""The typed keys of the configuration, with defaults and meanings; components, such as model and
+data, have keys of their own.
 
 A field added here is a key on the command line. Defaults stand only here: the files in `conf/` hold
 values that differ. A field's type and `check` say which values are valid. This file must not
@@ -77,7 +78,7 @@ class CompileScope(str, Enum):
     model = "model"
 
 
-# The functional form, because two of torch's names are no identifiers.
+# Use Enum's functional form, because two of torch's names for modes are no Python identifiers.
 CompileMode = Enum(
     "CompileMode",
     {
@@ -127,23 +128,25 @@ Positive = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 """An integer of at least 0."""
 EnoughSamples = Annotated[int, Ge(8)]
-"""Number of samples, at least 8: fewer cannot be compared by a distance."""
+"""A number of samples of at least 8; distances cannot compare fewer."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Parallelism between several processes (accel/techniques/parallel.py)."""
 
-    # auto: ddp if there are several processes; fsdp shards over all, hsdp over shard_degree of them
+    # auto: ddp if there are several processes. fsdp shards over all processes, hsdp over groups of
+    # shard_degree processes
     mode: ParallelMode = ParallelMode.auto
-    shard_degree: Positive | None = None  # hsdp; null: the GPUs of one machine
-    # fsdp, hsdp: false keeps gathered parameters until the backward pass
+    shard_degree: Positive | None = None  # for hsdp; null: the number of GPUs of one machine
+    # for fsdp and hsdp; false: gathered parameters stay in memory until the backward pass
     reshard_after_forward: bool = True
-    reduce_dtype: ReduceDtype = ReduceDtype.fp32  # bf16: gradients are sent in half the bytes
-    bucket_cap_mb: Positive = 25  # ddp
-    gradient_as_bucket_view: bool = True  # ddp
-    cpu_offload: bool = False  # fsdp, hsdp: parameters and optimizer in host memory
-    # a rank without progress for this time ends the run
+    reduce_dtype: ReduceDtype = ReduceDtype.fp32  # bf16: ranks send gradients in half the bytes
+    bucket_cap_mb: Positive = 25  # for ddp: MiB of gradients in one all-reduce
+    gradient_as_bucket_view: bool = True  # for ddp: gradients lie in the buckets, without a copy
+    # for fsdp and hsdp: parameters and the optimizer's state stay in host memory
+    cpu_offload: bool = False
+    # the run ends if a rank makes no progress for this time
     timeout_minutes: Annotated[float, Gt(0), Le(1_000_000)] = 30.0
     # NCCL's environment variables, such as {NCCL_DEBUG: INFO}
     nccl: dict[str, str] = field(default_factory=dict)
@@ -165,28 +168,30 @@ class ParallelConfig:
 
 CHECKPOINT_POLICY = re.compile(r"blocks|selective|every_([2-9]|[1-9]\d+)")
 KernelChoice = bool | str
-"""Choice of a PyTorch definition (false) or its Triton kernel (true); "auto" measures both."""
+"""Value of the runtime key of a Triton kernel. false: use the PyTorch code that defines the
+operation; true: use the kernel; "auto": measure both and use the faster."""
 
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Techniques of a run, one a key. The defaults are `runtime=eager`, the baseline without
-    techniques."""
+    """Techniques of a run, each with one key. The defaults are `runtime=eager`, the baseline
+    without techniques."""
 
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
     # bf16; fp16, whose loss scale is found on the device; fp8, by torchao
     precision: PrecisionName = PrecisionName.fp32
-    # rowwise: one scale a row; with_gw_hp: gradients of weights in bf16
+    # tensorwise: one scale per tensor; rowwise: one scale per row; rowwise_with_gw_hp: the same,
+    # with gradients of weights in bf16
     fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
     # bf16: matrices of linear layers are stored in bf16; averages stay fp32
     weights: WeightsName = WeightsName.fp32
     # rounding of updated bf16 weights; kahan keeps the rounding error in 2 more bytes a weight
     rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
-    # this and the next four: true: the Triton kernel, if it agrees with its definition; auto: the
-    # faster of the two here
+    # the next five keys: true: use the Triton kernel if its results agree with the PyTorch
+    # definition; auto: use the faster of the two on this machine
     fused_add_norm: KernelChoice = False
     fused_scan: KernelChoice = False
     fused_conv: KernelChoice = False
@@ -194,29 +199,34 @@ class RuntimeConfig:
     fused_rope: KernelChoice = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
-    # blocks: recompute all blocks; every_<n>: each n-th; selective keeps products, attention, scan
+    # blocks: recompute all blocks; every_<n>: recompute every n-th block; selective: in all blocks,
+    # keep the results of matrix products, attention and scans, and recompute the rest
     checkpoint_policy: str = "blocks"
     compile: bool = False
-    compile_scope: CompileScope = CompileScope.blocks  # model: one graph, longer to compile
+    compile_scope: CompileScope = CompileScope.blocks  # model: one graph; compiles longer
     # reduce-overhead needs compile_scope=model and accumulation_steps=1
     compile_mode: CompileMode = CompileMode["default"]
     fused_adamw: bool = False
-    # optimizer state stays in host memory and moves to the device part by part in each step
+    # the optimizer's state stays in host memory and moves to the device part by part in each step
     offload_optimizer: bool = False
-    offload_activations: bool = False  # saved activations wait in host memory
+    # activations saved for the backward pass wait for it in host memory
+    offload_activations: bool = False
     empty_cache_at_eval: bool = False
     cuda_graph: bool = False  # captures the whole step once, and replays it
-    # measure before training which techniques make the step fastest here; runtime=auto
+    # measure before training which techniques make the step fastest on this machine; runtime=auto
+    # sets this
     tune: bool = False
-    tune_seconds: Annotated[float, Gt(0)] = 120.0  # most seconds for `tune`
-    # error: stop if a technique is unavailable; emulate: compute it slowly where a CPU can
+    tune_seconds: Annotated[float, Gt(0)] = 120.0  # seconds that `tune` may take at most
+    # if a technique is unavailable: degrade: run without it; error: stop; emulate: compute it
+    # slowly if a CPU can
     on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def check(
         self, accumulation_steps: int = 1, deterministic: bool = False, optimizer: str | None = None
     ) -> None:
-        """ValueError for techniques that contradict each other on any machine."""
+        """Raises ValueError for an invalid value, and for techniques that contradict each other on
+        every machine."""
         self.parallel.check()
         for key in KERNEL_KEYS:
             value = getattr(self, key)
@@ -236,22 +246,23 @@ class RuntimeConfig:
 
 
 KERNEL_KEYS = tuple(node.name for node in fields(RuntimeConfig) if node.type == "KernelChoice")
-"""Runtime keys of our Triton kernels."""
+"""Runtime keys that switch fastlatent's own Triton kernels."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule, in samples (training/optimizers.py)."""
+    """Learning-rate schedule; it counts samples, not steps (training/optimizers.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: Natural = 1280
-    # cosine: share of the learning rate at the end
+    # for cosine: the share of the learning rate that is left at the end
     final: Annotated[float, Ge(0), Le(1)] = 0.0
 
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """Average of the parameters, in samples (training/step.py)."""
+    """Exponential moving average of the parameters; it counts samples, not steps
+    (training/step.py)."""
 
     half_life_samples: float = 2000.0
     ramp: float = 0.05  # early in training the half-life is at most this share of the samples seen
@@ -259,13 +270,15 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class GuardsConfig:
-    """Protection from bad steps (training/failures.py)."""
+    """Protection from steps whose gradient norm is NaN, infinite or a spike (training/step.py,
+    training/failures.py)."""
 
-    # a run stops, with a dump, after this many skipped steps in a row
+    # a run writes a dump and stops after this many skipped steps in a row
     max_skipped_in_row: Positive = 20
-    # > 0: also skip a step whose gradient norm is this many standard deviations above the mean …
+    # above 0: also skip a step whose gradient norm is this many standard deviations above the mean
+    # of the last `spike_window` norms
     spike_sigmas: Annotated[float, Ge(0)] = 0.0
-    # … of this many earlier finite norms; each step reads all of them
+    # number of earlier finite norms with which `spike_sigmas` compares; each step reads all of them
     spike_window: Annotated[int, Ge(8), Le(100_000)] = 128
 
 
@@ -275,14 +288,15 @@ class SamplingConfig:
 
     solver: Solver = Solver.heun
     steps: Positive = 20
-    guidance: float = 1.5  # 1: none
-    # times t between which guidance is on
+    guidance: float = 1.5  # scale of classifier-free guidance; 1: no guidance
+    # first and last time t at which guidance is on
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    shift: Annotated[float, Gt(0)] = 1.0  # 1: none
-    per_class: Positive = 20  # columns of a grid made in training
+    shift: Annotated[float, Gt(0)] = 1.0  # shift of the times of the steps; 1: no shift
+    per_class: Positive = 20  # samples per class, the columns of a sample grid in training
 
     def check(self, prefix: str = "sampling.") -> None:
-        """ValueError for a value with which sampling is impossible."""
+        """Raises ValueError for a value with which sampling is impossible; `prefix` stands before
+        the key in its message."""
         refuse_values(self, prefix)
         interval = self.guidance_interval
         if len(interval) != 2 or interval[0] > interval[1]:
@@ -294,17 +308,18 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class FdConfig:
-    """Distances of samples to the training images, measured by `fd_every`
+    """Distances between generated samples and training images, measured every `fd_every` steps
     (evaluation/evaluator.py)."""
 
-    # number of samples; fd needs more than twice a feature space's dimensions, kd does not
+    # number of samples; fd needs more than twice as many as the features have dimensions, kd does
+    # not
     count: EnoughSamples = 1000
-    # also inception, dinov2, or your own class
+    # feature extractors: encoder, random, inception, dinov2, or a class of your own
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     reference: str | None = None  # a folder of images; null: the decoded training latents
-    reference_count: EnoughSamples = 10_000  # most images used of them
+    reference_count: EnoughSamples = 10_000  # number of its images to use at most
     inception: str | None = None  # file of torch-fidelity's Inception weights
-    dinov2: str | None = None  # folder or hub id of DINOv2
+    dinov2: str | None = None  # folder, or id on the Hugging Face hub, of DINOv2
 
     def refuse_best(self, keep_best: str) -> None:
         """ValueError if this run does not measure `keep_best`."""
@@ -321,30 +336,33 @@ class TrainConfig:
     """A training run. The defaults train on handwritten digits in about a minute."""
 
     seed: Natural = 0
-    # null: runs/<date>-<time>-<model>-<runtime>; set it: the same command again resumes
+    # null: runs/<date>-<time>-<model>-<runtime>; if you set it, the same command again resumes
     run_dir: str | None = None
     resume: str = "auto"  # auto: the newest checkpoint in run_dir; never; or a run, or a checkpoint
     # weights to start from: a .safetensors file, a checkpoint or a run folder
     init_from: str | None = None
-    # name of an experiment; a run shows the latest run of it with this model and runtime
+    # name of an experiment, such as fastrun: at its start a run shows the ledger and the speed of
+    # the latest run of that experiment with the same model and runtime
     rehearsal: str | None = None
-    # packages of your own; on the command line only
+    # packages of your own, whose classes a `_target_` may name; on the command line only
     extensions: list[str] = field(default_factory=list)
-    # length of the run; schedules and EMA count samples, so they do not depend on batch_size
+    # length of the run; schedule and EMA count samples too, so they do not depend on batch_size
     total_samples: Positive = 102_400
-    batch_size: Positive = 64  # global
+    batch_size: Positive = 64  # samples per step, over all processes
     accumulation_steps: Positive = 1  # micro-batches per step
     max_grad_norm: Annotated[float, Ge(0)] = 1.0  # 0: no clipping
     deterministic: bool = False  # true: bit-for-bit resume
-    log_every: Natural = 50  # in steps, as the next ones; 0: never. All also happen at the end
+    log_every: Natural = 50  # this and the next four in steps; 0: never. All also happen at the end
     eval_every: Natural = 400
     sample_every: Natural = 800
     fd_every: Natural = 0
     save_every: Natural = 400
-    keep_checkpoints: Positive = 2  # the newest; the one with the lowest `keep_best` stays too
-    keep_best: str = "eval_loss"  # or fd_<features>, kd_<features>, with fd_every
-    keep_every: Natural = 0  # steps; checkpoints at multiples of it are never removed. 0: none
-    # write in the background; training waits only while the state is copied
+    # number of newest checkpoints to keep; the one with the lowest score `keep_best` stays too
+    keep_checkpoints: Positive = 2
+    keep_best: str = "eval_loss"  # or, if fd_every is set, fd_<features> or kd_<features>
+    # checkpoints at multiples of this number of steps are never removed; 0: none
+    keep_every: Natural = 0
+    # write checkpoints in the background: training waits only while the state is copied
     async_checkpoints: bool = True
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -368,7 +386,7 @@ class TrainConfig:
                 "init_from=<weights file, checkpoint or run>."
             )
 
-        # Keys that contradict each other.
+        # Refuse keys that contradict each other.
         check_momentum(self.optim or {})
         self.sampling.check()
         self.fd.refuse_best(self.keep_best)
@@ -391,36 +409,40 @@ class TrainConfig:
 class PrecomputeConfig:
     """A job of precompute_latents.py, which encodes images to latents."""
 
-    # a folder with one subfolder a class; tars of images + cls; a folder of `datasets`
+    # images: a folder with one subfolder per class, WebDataset tars with images and .cls members,
+    # or a folder that `datasets` saved
     source: str | None = None
     out: str | None = None  # folder for shards and manifest.json
-    # packages of your own; on the command line only
+    # packages of your own, whose classes a `_target_` may name; on the command line only
     extensions: list[str] = field(default_factory=list)
-    # given: from subfolders, .cls members or a label column; or their number; none: labels are 0
+    # given: classes are the subfolders, or come from .cls members or a label column; a number: how
+    # many classes there are, if the source does not name them; none: every label is 0
     classes: Any = "given"
-    allow_cut: bool = False  # true: use the images before the damage of a cut or damaged tar
+    allow_cut: bool = False  # true: from a cut or damaged tar use the images before it
     resolution: Positive = 256  # images are resized and centre-cropped to this square
-    # colour behind transparent pixels; a name or "'#rrggbb'", in both quotes
+    # colour behind transparent pixels: a name, or "'#rrggbb'" in both kinds of quotes
     background: str = "white"
-    # larger images are skipped; a worker needs 7 to 20 bytes a pixel to decode one
+    # larger images are skipped; a worker needs 7 to 20 bytes of memory per pixel to decode an image
     max_megapixels: Annotated[float, Gt(0)] = 80.0
-    # mean_std: store the posterior, and draw in each step; sample: store one draw
+    # mean_std: store mean and std of the encoder's posterior, from which training draws a sample in
+    # each step; sample: store one sample
     kind: LatentKind = LatentKind.mean_std
     dtype: LatentDtype = LatentDtype.float16
-    # encode mirrored images too (a mirrored latent is not the latent of a mirrored image)
+    # encode mirrored images too, because a mirrored latent is not the latent of a mirrored image
     flips: bool = False
     # share of images kept out of training, for eval_loss
     held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
     limit: Positive | None = None  # number of images to use, chosen by seed; null: all
-    seed: Natural = 0  # order of images over shards, and draws of kind=sample
+    seed: Natural = 0  # decides the order of the images in the shards, and draws of kind=sample
     batch_size: Positive = 32
     num_workers: Natural = 2  # processes that decode images
-    shard_size: Positive = 2048  # images a shard
-    block_size: Positive = 256  # samples a tar member
-    min_psnr: float = 20.0  # dB; a worse reconstruction of the first images is refused
-    # a resumed job writes the same bytes as an uninterrupted one; false: cuDNN may autotune
+    shard_size: Positive = 2048  # images in each shard, a tar file
+    block_size: Positive = 256  # samples in each member of a shard
+    min_psnr: float = 20.0  # in dB; the job stops if the first images are reconstructed worse
+    # true: a resumed job writes the same bytes as one that was not interrupted; false: cuDNN may
+    # choose algorithms by their time
     same_bytes: bool = True
-    # report used and unused files, and forecast images, bytes and minutes; write nothing
+    # true: write nothing, but report which files are used and forecast images, bytes and minutes
     dry_run: bool = False
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     encoder: Any = None
@@ -433,7 +455,7 @@ class PrecomputeConfig:
             raise UserError("out is not set; say which: out=<the folder for the latents>.")
         refuse_values(self)
 
-        # Checks that types cannot express.
+        # Check what the types of the fields cannot express.
         is_count = type(self.classes) is int and self.classes >= 1
         if not is_count and self.classes not in ("given", "none"):
             raise UserError(f"classes={self.classes} must be given, none, or a number from 1 on.")
@@ -453,7 +475,8 @@ BOUND_TEXTS = {
     "missing": "longer",
     "too_long": "shorter",
 }
-"""Pydantic's type of error for a number or the length of a list -> the bound in words."""
+"""Pydantic's name of an error about a number or the length of a list -> text for the message, in
+which pydantic's values replace the names in braces."""
 
 
 @cache

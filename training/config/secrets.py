@@ -1,7 +1,7 @@
 """Redacts secrets in configurations, command lines and messages.
 
-It replaces values and keeps names. Placeholders in our messages, such as `latents_key=<name>`, hold
-no value and stay too.
+It replaces values and keeps names. It also keeps placeholders in fastlatent's messages, such as
+`latents_key=<name>`, because they hold no value.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ from typing import Any, NamedTuple
 
 HIDDEN = "<redacted>"
 NAME_BOUNDARY = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Boundary between the parts of a name: accessToken, access-token and ACCESS_TOKEN have two
-parts."""
+"""Matches the boundary between two words of a name: accessToken, access-token and ACCESS_TOKEN have
+two words each."""
 SECRET_NAME = re.compile(
     r".*(password|passwd|passphrase|passcode|secret).*"
     r"|(.*_)?(cred|credential|authorization|bearer|jwt|cookie|webhook|(api|auth|access|private|client)_?(key|token))s?\d*"
     r"(_.*)?"
     r"|(.*tokens?|.*pwd|.*pass|(.*_)?(key|auth|auth_header|pw|sig|signature|pat|sas|dsn))(_?\d+)?"
 )
-"""Names of secrets, with parts joined by _. Words of the first line count anywhere in a name, those
-of the second as whole parts, those of the last at the end."""
+"""Matches names of secrets in lower case whose words are joined by _. The first line's words may
+stand anywhere in a name, the second line's only as whole words, the last line's at the end."""
 PUBLIC_KEYS = ("latents_key", "labels_key")
-"""Settings that look like secrets but name an entry of a file."""
+"""Settings that have the name of a secret but hold the name of an entry in a file."""
 EMPTY_VALUE = re.compile(
     r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE
 )
-"""A placeholder or an empty value, which holds no secret."""
+"""Matches a placeholder or an empty value, which holds no secret."""
 QUOTED_PATTERN = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
-"""Text in quotes, a list or a mapping, the last two with one level of nesting."""
+"""Matches text in quotes, a list or a mapping; the last two with at most one level of nesting."""
 VALUE_PATTERN = rf"({QUOTED_PATTERN}|[\[{{].+|\S+)"
 
 
 class Shape(NamedTuple):
-    """A form in which text holds a secret: patterns of the text before the value, and of the value.
-    With `named`, the second group is the value's name, which decides whether it is a secret."""
+    """A form in which text holds a secret, as two regular expressions: `before` matches the text
+    before the value, `value` the value. If `named`, the second group of `before` is the value's
+    name, which decides whether the value is a secret; otherwise every match is one."""
 
     before: str
     value: str = VALUE_PATTERN
@@ -78,14 +79,16 @@ SHAPES = {
     ),
     "a private key": Shape(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)", r"([^-]+)", named=False),
 }
-"""Example of a shape -> the shape. `redact_text` applies them in this order."""
+"""Example of a form in which text may hold a secret, such as `--name value` -> the regular
+expressions that find it. `redact_text` applies them in this order."""
 COMPILED_SHAPES = [
     (re.compile(shape.before + shape.value), shape.named) for shape in SHAPES.values()
 ]
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Says whether the value of `name` is a secret. A number of tokens is none."""
+    """Says whether the value of `name` is a secret; a number of tokens, as in max_tokens=100, is
+    none."""
     joined = "_".join(filter(None, NAME_BOUNDARY.split(name))).lower()
     if name.rpartition(".")[2] in PUBLIC_KEYS or EMPTY_VALUE.fullmatch(str(value).strip()):
         return False
@@ -94,7 +97,8 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def redact(node: Any) -> Any:
-    """Returns the tree with values of secret keys, and secrets inside of text, redacted."""
+    """Returns nested dicts and lists with the values of secret keys, and secrets inside of text,
+    redacted."""
     if isinstance(node, dict):
         return {redact(k): HIDDEN if is_secret(str(k), v) else redact(v) for k, v in node.items()}
     if isinstance(node, list | tuple):
@@ -103,15 +107,15 @@ def redact(node: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Returns the text with the value of every shape redacted."""
+    """Returns the text with the secrets redacted that the forms in `SHAPES` find."""
     for pattern, named in COMPILED_SHAPES:
         text = redact_matches(pattern, named, text)
     return text
 
 
 def redact_matches(pattern: re.Pattern[str], named: bool, text: str) -> str:
-    """Returns the text with the values that a pattern finds redacted. The value of a harmless name
-    may contain a secret of the same shape."""
+    """Returns the text with the secrets redacted that a pattern finds. The value of a harmless name
+    is searched again, because it may contain a secret in the same form."""
 
     def replace(match: re.Match[str]) -> str:
         if not named or is_secret(match[2], match[3]):
@@ -122,7 +126,8 @@ def redact_matches(pattern: re.Pattern[str], named: bool, text: str) -> str:
 
 
 def redact_words(words: list[str]) -> list[str]:
-    """Returns `key=value` words with secrets redacted, without Hydra's search path."""
+    """Returns the `key=value` words of a command with secrets redacted, without the word for
+    Hydra's search path."""
     parts = [word.partition("=") for word in words if not word.startswith("hydra.searchpath=")]
     return [
         f"{key}={HIDDEN}" if is_secret(key, value) else redact_text(f"{key}{equals}{value}")

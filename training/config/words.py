@@ -1,5 +1,5 @@
-"""Checks the words of a command line: their form, keys of other trainers, and text that Hydra
-cannot parse."""
+"""Checks the words of a command line: refuses malformed ones, answers another trainer's key (such
+as learning_rate) with fastlatent's, and explains text that Hydra cannot parse."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ SPELLINGS = {
     "sampling.guidance={}": "cfg_scale guidance_scale",
     "logger={}": "use_wandb report_to",
 }
-"""Our spelling, with {} in place of the value -> other trainers' keys, or a key with a value, for
-it."""
+"""fastlatent's spelling of a setting, with {} for the value -> keys of other trainers that mean it,
+separated by spaces; some with their value, as key=value."""
 DRAWING_SPELLINGS = {
     "guidance={}": "cfg_scale guidance_scale",
     "steps={}": "num_sampling_steps num_inference_steps",
@@ -91,9 +91,10 @@ DRAWING_SPELLINGS = {
     "seed={}": "global_seed",
     "out={}": "sample_dir output_dir",
 }
-"""Spellings for the commands that draw samples, in the form of `SPELLINGS`."""
+"""Spellings for the commands that draw samples, with keys and values as in `SPELLINGS`."""
 MOVED_MODULES = {"training.process.loggers": "training.loggers"}
-"""Module's name in an earlier release, which configurations may still have -> its current name."""
+"""Name of a module in an earlier release, which old configurations still contain -> its present
+name."""
 FLAG_SPELLINGS = {"false": "false 0 no off none null", "true": "*"}
 VALUE_SPELLINGS = {
     "data": {
@@ -125,34 +126,37 @@ VALUE_SPELLINGS = {
         FLAG_SPELLINGS,
     ),
 }
-"""Our key -> its values -> other trainers' words for each; * matches any other word."""
+"""fastlatent's key -> its value -> other trainers' words for this value, separated by spaces;
+* matches any other word."""
 FOREIGN_KEYS = {key: spelling for spelling, keys in SPELLINGS.items() for key in keys.split()}
-"""Other trainers' key -> our spelling."""
+"""Key of another trainer -> fastlatent's spelling, with {} for the value."""
 FOREIGN_DRAWING_KEYS = {
     key: spelling for spelling, keys in DRAWING_SPELLINGS.items() for key in keys.split()
 }
-"""Other programs' key for sampling -> our spelling."""
+"""Key of another program for sampling -> fastlatent's spelling, with {} for the value."""
 NOT_A_FILE_NAME = re.compile(
     r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE
 )
-"""Values that Hydra parses as another type where it expects the name of a file."""
+"""Matches values that Hydra parses as null, a bool, a number, a list or a mapping, and so not as
+the name of a file in conf/."""
 MAX_BRACKETS = 100
-"""Most brackets in a word: Hydra and OmegaConf recurse into each, and no key needs more."""
+"""Largest number of opening brackets in a word. No key needs more, and Hydra and OmegaConf recurse
+into each."""
 HELP_HINT = "`--help` lists the keys"
 HYDRA_FLAG = re.compile(
     "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
 )
-"""Hydra's options without a value."""
+"""Matches Hydra's options without a value."""
 HYDRA_SETTING = re.compile(
     "-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)"
 )
-"""Hydra's options with a value, after = or in the next word."""
+"""Matches Hydra's options that have a value, after = or in the next word."""
 HYDRA_CALL = re.compile(
     r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)",
     re.S,
 )
 OPEN_MAPPING = "runtime.parallel.nccl"
-"""A mapping with free keys; Hydra requires a + before a new key."""
+"""The configuration key whose mapping may have any keys; Hydra requires a + before a new one."""
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -162,7 +166,7 @@ TYPE_NAMES = {
     NoneType: "null",
 }
 NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
-"""Characters that Hydra accepts only in quotes."""
+"""Matches characters that Hydra accepts only in quotes."""
 
 
 def update_target(target: str) -> str:
@@ -172,7 +176,7 @@ def update_target(target: str) -> str:
 
 
 def update_targets(node: Any) -> Any:
-    """Returns the tree with the current name of every `_target_`."""
+    """Returns nested dicts in which every `_target_` has the current name of its class."""
     if not isinstance(node, dict):
         return node
     return {
@@ -182,7 +186,8 @@ def update_targets(node: Any) -> Any:
 
 
 def fill_spelling(spelling: str, value: str) -> str:
-    """Inserts a value into a spelling of ours, translated if the key has few values."""
+    """Inserts a value into a spelling of `SPELLINGS`, after translating it by `VALUE_SPELLINGS` if
+    the key is there."""
     choices = VALUE_SPELLINGS.get(spelling.partition("=")[0], {})
     matches = (
         name for name, words in choices.items() if words == "*" or value.lower() in words.split()
@@ -191,12 +196,13 @@ def fill_spelling(spelling: str, value: str) -> str:
 
 
 def refuse_words(words: list[str]) -> None:
-    """ValueError for a word of another form, a key of other trainers, or a group without a
-    choice."""
+    """Raises ValueError for a word that is not of the form key=value, for a key of another trainer,
+    and for a configuration group without a value, such as model=null."""
     refuse_form(words, FOREIGN_KEYS)
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
-        # Hydra would fail on such a value with an error about its type.
+        # Refuse a value that Hydra parses as another type than a name: its own error is about that
+        # type.
         allowed = key == "experiment" and value == "null"
         nameless = NOT_A_FILE_NAME.fullmatch(value) and not allowed
         if nameless and key and "." not in key and (CONF_FOLDER / key).is_dir():
@@ -207,7 +213,7 @@ def refuse_words(words: list[str]) -> None:
 
 
 def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
-    """ValueError for a key of other trainers; the message has our spelling."""
+    """Raises ValueError for a key of another trainer; the message has fastlatent's spelling."""
     for word in words:
         key, equals, value = word.lstrip("+~").partition("=")
         spelling = foreign.get(f"{key}={value}") or foreign.get(key)
@@ -217,7 +223,8 @@ def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
-    """ValueError for a word that is not `key=value`; the message has the right form."""
+    """Raises ValueError for a word that is not `key=value`; the message has the right form.
+    `foreign` is a mapping like `FOREIGN_KEYS`."""
     for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
         if not word.strip():
             raise UserError("one word of the command is empty; give key=value.")
@@ -230,7 +237,7 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
         if key.startswith("~") or (equals and name and key[0] not in " -" and key[-1] != " "):
             continue
 
-        # The word may be the end of a list that the shell has split at a space.
+        # If the word before has an open bracket, the shell has split a list at a space.
         if before.count("[") > before.count("]"):
             key = before.partition("=")[0]
             raise UserError(
@@ -277,8 +284,8 @@ def quote(word: str) -> str:
 
 
 def describe_unreadable(word: str) -> str:
-    """Explains a word that Hydra cannot parse. It leaves out the value, which may hold a secret in
-    a form that `redact_text` does not know."""
+    """Returns a sentence about a word that Hydra cannot parse. It leaves out the word's value,
+    which may hold a secret in a form that `redact_text` does not know."""
     name, _, value = word.partition("=")
     if value.rstrip().endswith(","):
         return f"{name}: its value ends with a comma; leave that out."
@@ -300,20 +307,20 @@ def suggest_key(name: str, known: list[str]) -> str:
 
 
 def list_choices(group: str) -> list[str]:
-    """Lists the choices of a group, the names of its files in conf/."""
+    """Lists the options of a configuration group: the names of the files in conf/<group>/."""
     files = (CONF_FOLDER / group).glob("*.yaml") if group.isidentifier() else ()
     return sorted(file.stem for file in files)
 
 
 def find_given_word(key: str, words: list[str]) -> str:
-    """Returns the last word that sets `key`; the key alone if it came from a file."""
+    """Returns the last word of the command that sets `key`; the key alone if no word sets it."""
     matches = (word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key)
     return next(matches, key).removeprefix("++" if key.startswith(OPEN_MAPPING) else "")
 
 
 def describe_type(schema: type, key: str) -> str:
-    """Describes the type of a key of `schema`, with the default as an example; empty for a key of a
-    component."""
+    """Describes the type of a key of `schema`, with the default as an example; "" for a key of a
+    component, such as model.depth, which the schema lacks."""
     *parents, last = key.split(".")
     node: Any = schema()
     for name in parents:
@@ -328,12 +335,12 @@ def describe_type(schema: type, key: str) -> str:
     types = " or ".join(map(name_type, alternatives))
     if default is None or isinstance(default, bool | Enum) or default == {}:
         return types
-    # Without quotes and spaces a list can be typed in a shell.
+    # Delete quotes and spaces, so that the user can type a list in a shell.
     return f"{types}, such as {str(default).translate({39: None, 32: None})}"
 
 
 def name_type(hint: Any) -> str:
-    """Names a type for users."""
+    """Returns the name of a type for messages to the user, such as "a whole number"."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return f"one of {', '.join(choice.value for choice in hint)}"
     if get_origin(hint) is list:

@@ -1,1 +1,1 @@
-"""Ranks of a run, signals that stop it, and the end of its process."""
+"""Lets the ranks of a run communicate, catches signals that stop the run, and ends its process."""

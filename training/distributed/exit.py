@@ -1,7 +1,7 @@
-"""Ends a process: on a signal, with the right exit code, and without the interpreter's finalisation
-where that would hang.
+"""Ends a process on a signal or an error, with the right exit code, and without the interpreter's
+finalisation if that could abort the process.
 
-This file must not import torch, for `--help` runs through it.
+This file must not import torch, because `--help` imports this file and must stay quick.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ group_joined = False
 
 
 class Request(IntEnum):
-    """Request of a rank to all ranks; the highest value wins."""
+    """A rank's request to all ranks; all ranks follow the highest one."""
 
     nothing = 0
     look = 1
-    """Some rank has a reason to check for failure."""
+    """All ranks must check for a failure, because some rank has a reason to."""
     stop = 2
     """A signal asked the run to stop."""
 
@@ -49,8 +49,8 @@ class StopRequest:
     """Catches signals that ask the run to stop; inside `with` they no longer end the process.
 
     A signal to one rank stops all ranks. The ranks exchange requests while the next step runs, so
-    this costs no time, and the answer is one step old. SIGHUP stays ignored if nohup has ignored
-    it.
+    the exchange costs no time, and its answer is one step old. Under nohup, which ignores SIGHUP,
+    SIGHUP stays ignored.
     """
 
     def __init__(self, ranks: Ranks, *failure_checks: Callable[[], bool]) -> None:
@@ -61,10 +61,11 @@ class StopRequest:
         self.before: dict[str, Any] = {}
         """Name of a signal -> its handler before `with`."""
         self.answer: Callable[[], int] | None = None
-        """Waits for the highest request of all ranks at the step before."""
+        """Function that waits for and returns the highest request of all ranks at the step before;
+        None at the first step."""
 
     def __enter__(self) -> StopRequest:
-        # Python lets only the main thread set handlers.
+        # Set no handlers in another thread, because Python lets only the main thread set them.
         if threading.current_thread() is not threading.main_thread():
             return self
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -86,7 +87,8 @@ class StopRequest:
             self.answer()
 
     def poll(self) -> Request:
-        """Returns the highest request of all ranks. All ranks call it once a step."""
+        """Returns the highest request of all ranks, with several ranks that of the step before. All
+        ranks must call it once a step."""
         request = Request.nothing
         if any(may_have_failed() for may_have_failed in self.failure_checks):
             request = Request.look
@@ -101,8 +103,8 @@ class StopRequest:
 
 @contextmanager
 def exit_cleanly() -> Iterator[None]:
-    """Runs the block and exits with its code; after a process group it skips the interpreter's
-    finalisation.
+    """Runs the block. If the process has joined a process group, it then exits with the block's
+    exit code and skips the interpreter's finalisation.
 
     A sharded model keeps its process group alive, so gloo's threads outlive `Ranks.close()`. A
     thread may need the interpreter to release a tensor while Python finalises; Python then ends the
@@ -126,7 +128,7 @@ def exit_cleanly() -> Iterator[None]:
     if isinstance(code, str):
         print(code, file=sys.stderr)
     atexit._run_exitfuncs()
-    # On exit this flushes stdout and stderr.
+    # Flush stdout and stderr, which `tolerate_broken_output` does at its end.
     with tolerate_broken_output():
         pass
     os._exit(code if isinstance(code, int) else int(code is not None))
@@ -134,8 +136,8 @@ def exit_cleanly() -> Iterator[None]:
 
 @contextmanager
 def resumable_command() -> Iterator[None]:
-    """Surrounds a command that continues where it stopped; turns mistakes and Ctrl-C into a
-    sentence and an exit code."""
+    """Surrounds a command that, started again, continues where it stopped; turns mistakes of the
+    user and Ctrl-C into a sentence and an exit code."""
     with exit_cleanly(), report_user_errors():
         try:
             yield
@@ -145,14 +147,16 @@ def resumable_command() -> Iterator[None]:
 
 
 def run_app(app: Callable[[], None]) -> None:
-    """Runs a `hydra.main` function as a command; turns mistakes into a sentence and exit code 1."""
-    # With this variable Hydra raises errors, which `report_user_errors` turns into sentences.
+    """Runs a `hydra.main` function as a command; turns mistakes of the user into a sentence and
+    exit code 1."""
+    # Make Hydra raise its errors, which `report_user_errors` turns into sentences.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with exit_cleanly(), report_user_errors():
         refuse_words(select_overrides(sys.argv[1:]))
         sys.argv[1:] = map(quote, sys.argv[1:])
 
-        # Hydra accepts overrides only side by side, so insert before the first one.
+        # Insert the overrides of the extensions before the first override, because Hydra accepts
+        # overrides only side by side.
         overrides = (
             i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-")
         )

@@ -1,5 +1,5 @@
-"""Ranks of a run: this process's rank, collectives between the ranks, and work that all ranks wait
-for."""
+"""Ranks of a run: this process's rank, collectives between the ranks, and work that every rank does
+and all ranks wait for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from common.text import shorten_error
 from training.distributed import exit
 
 ENCODING_TIMEOUT = timedelta(days=7)
-"""Timeout for ranks that encode at different speed."""
+"""Timeout of collectives in commands that encode or sample, whose ranks may finish at very
+different times."""
 EXCHANGE_SECONDS = 1.0
 """Seconds between two exchanges of progress during joint work."""
 Result = TypeVar("Result")
@@ -28,7 +29,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among all processes and on its machine; 0 of 1 without a launcher."""
+    """This process's rank among all processes and its local rank on its machine; without a launcher
+    it is rank 0 of 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -71,7 +73,7 @@ class Ranks:
             print(text, flush=True)
 
     def check_batch(self, batch_size: int, accumulation_steps: int) -> None:
-        """ValueError unless every rank has the same number of samples in every micro-batch."""
+        """Raises ValueError unless all ranks and micro-batches have the same number of samples."""
         if batch_size % (accumulation_steps * self.world_size):
             raise UserError(
                 f"batch_size={batch_size} (global) is not a multiple of "
@@ -124,8 +126,8 @@ class Ranks:
                 )
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # torchrun reuses its store after a restart, and PyTorch 2.13 would find addresses
-                # of ended processes in it; a prefix separates the attempts.
+                # Separate the attempts by a prefix: torchrun reuses its store after a restart, and
+                # without the prefix PyTorch 2.13 finds addresses of ended processes in it.
                 host = os.environ["MASTER_ADDR"]
                 port = int(os.environ["MASTER_PORT"])
                 store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
@@ -157,7 +159,7 @@ class Ranks:
         return result
 
     def gather_objects(self, item: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-        """Returns the objects of all ranks, in order."""
+        """Returns the `item` of every rank, in the order of the ranks."""
         if self.alone:
             return [item]
         items: list[Any] = [None] * self.world_size
@@ -195,7 +197,7 @@ class Ranks:
 
 
 class Share(NamedTuple):
-    """A rank's report to the other ranks on its part in joint work."""
+    """A rank's report to the other ranks on its part of `JointWork`."""
 
     idle_seconds: float = 0.0
     """Seconds since the rank's last progress."""
@@ -207,9 +209,9 @@ class Share(NamedTuple):
 class JointWork:
     """Runs a function on every rank, in a separate thread, and returns all results to all ranks.
 
-    The function calls `advance` as it progresses. A rank that does not progress or answer for
-    `patience` ends the work on all ranks with a TimeoutError. The ranks communicate in a separate
-    group, so training continues meanwhile.
+    The function calls `advance` as it progresses. If a rank does not progress or answer for
+    `patience`, the work ends on all ranks with a TimeoutError. The ranks communicate in a separate
+    process group, so training can continue at the same time.
     """
 
     def __init__(self, ranks: Ranks, patience: timedelta) -> None:
@@ -225,14 +227,15 @@ class JointWork:
         self.advanced = time.monotonic()
 
     def run_everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """Returns the results of all ranks, in order. All ranks call it.
+        """Calls `work` on every rank and returns the results in the order of the ranks. All ranks
+        must call it.
 
-        All ranks raise the exception of one rank: an OSError once all ranks have ended, any other
-        at once. TimeoutError as described above.
+        If `work` fails on one rank, all ranks raise its exception: an OSError once `work` has ended
+        on all ranks, any other exception at once. TimeoutError as the class describes.
         """
         ended_shares: list[Share] = []
         self.advance()
-        # A disk may hang; a daemon thread then cannot keep the process alive.
+        # Use a daemon thread, which cannot keep the process alive if a disk hangs.
         thread = threading.Thread(
             target=lambda: ended_shares.append(run_share(work)),
             name=threading.current_thread().name,
@@ -251,7 +254,7 @@ class JointWork:
                     f"another process has ended, or has not answered for {self.patience:.0f} s"
                 ) from error
 
-            # A gathered exception has lost its traceback, so keep this rank's original.
+            # Keep this rank's own report, because gathered exceptions have lost their traceback.
             shares[self.ranks.rank] = share
             ended = all(share.ended for share in shares)
             for rank, share in enumerate(shares):
@@ -266,7 +269,8 @@ class JointWork:
 
 
 def run_share(work: Callable[[], Any]) -> Share:
-    """Does the work and returns its result or exception."""
+    """Calls `work` and returns its result or its exception. It replaces an OSError by one whose
+    text is only the reason and the file."""
     try:
         return Share(ended=True, result=work())
     except OSError as error:
@@ -278,4 +282,4 @@ def run_share(work: Callable[[], Any]) -> Share:
 
 
 SINGLE = Ranks()
-"""The only rank of a run without a launcher."""
+"""Rank 0 of 1: a process without a launcher."""

@@ -1,1 +1,1 @@
-"""Reads weights of earlier runs, and adapters that were trained on them."""
+"""Reads model weights of earlier runs, and adapters that were trained on such models."""

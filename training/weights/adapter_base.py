@@ -30,7 +30,8 @@ from training.weights.pretrained import (
 )
 
 STATISTICS_TOLERANCE = 1e-6
-"""Tolerance for equal statistics that two programs have rounded differently."""
+"""Relative and absolute tolerance when mean and std are compared: two programs may have rounded the
+same ones differently."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Base:
 
     file: Path
     new_classes: bool
-    """True if the data has classes that the model lacks; then the label table is trained too."""
+    """True if the data has classes that the base model lacks; then the run trains the label table
+    too."""
 
     @cached_property
     def sha256(self) -> str:
@@ -47,10 +49,12 @@ class Base:
 
 
 def insert_pretrained(composed: Composed) -> Composed:
-    """Replaces model=pretrained by the model of `init_from` and its normalisation.
+    """Replaces model=pretrained by the model that the file of `init_from` describes, and the data's
+    normalisation by the file's.
 
-    A resumed run takes both from its own checkpoint. Other keys of `model` override the file's.
-    ValueError for a file that is none of ours, or whose description does not fit its tensors.
+    A resumed run takes both from its own checkpoint. Other keys of `model` override those of the
+    file. ValueError if fastlatent did not write the file, or if its description does not fit its
+    tensors.
     """
     cfg = composed.cfg
     node = dict(composed.cfg.model or {})
@@ -86,7 +90,7 @@ def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
     if not checkpoints and cfg.resume != "auto":
         checkpoints = find_checkpoints(cfg.resume)
     for folder in reversed(checkpoints):
-        # `restore` reports a damaged checkpoint, and uses the one before.
+        # Skip a checkpoint that cannot be read: `restore` reports it, and uses the one before.
         with suppress(ValueError):
             read_description(folder / "ema.safetensors")
             return folder / "ema.safetensors"
@@ -120,8 +124,9 @@ def find_base_file(cfg: TrainConfig) -> Path:
 
 
 def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> None:
-    """ValueError if two sets of latents have different encoders, by the hash of the weights, or by
-    name if a hash is missing. `setting` is the key and value to name in the message."""
+    """Raises ValueError if two latent sets were made with different encoders. It compares the
+    hashes of the encoders' weights, or their names if a hash is missing. The message begins with
+    `setting`, a key and its value."""
     if then.encoder_sha256 and now.encoder_sha256:
         if then.encoder_sha256 != now.encoder_sha256:
             raise UserError(
@@ -145,16 +150,18 @@ def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> Non
 
 
 def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:
-    """Finds the base model of a run on latents of `spec`, from the header of its file.
+    """Finds the base model for the adapter of a run on latents of `spec`; reads only the header of
+    its file.
 
-    ValueError if its latents had another encoder or another normalisation.
+    ValueError if the base was trained on latents of another encoder or normalisation.
     """
     file = ranks.broadcast_result(lambda: find_base_file(cfg))
     setting = f"init_from={cfg.init_from}"
     base_spec = read_description(file).spec
     refuse_other_encoder(setting, base_spec, spec)
 
-    # With another number of channels `load_base` reports that the weights do not fit.
+    # Allow different lengths here: if the numbers of channels differ, `load_base` reports that the
+    # weights do not fit.
     pairs = zip(base_spec.mean + base_spec.std, spec.mean + spec.std, strict=False)
     if not all(
         math.isclose(then, now, rel_tol=STATISTICS_TOLERANCE, abs_tol=STATISTICS_TOLERANCE)
@@ -168,8 +175,8 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
 
 
 def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
-    """Loads the weights of a base into a new model, with rows of the label table matched by class
-    names; returns the end of a sentence about the rows kept."""
+    """Loads the weights of a base into a new model, and matches rows of the label table by class
+    names; returns the end of a sentence about the rows kept, or ""."""
     try:
         tensors, note = fit_weights(model, spec, base.file)
     except ValueError as error:

@@ -3,8 +3,8 @@ format.
 
 PEFT (https://github.com/huggingface/peft) stores `adapter_config.json` and
 `adapter_model.safetensors` in a folder, and names the factors of a layer
-`base_model.model.<layer>.lora_A.weight` and `….lora_B.weight`. Our files also have a description of
-the model, its latents and its classes in the header.
+`base_model.model.<layer>.lora_A.weight` and `….lora_B.weight`. The files that fastlatent writes
+also have a description of the model, its latents and its classes in the header.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ HARMLESS_KEYS = {
     "eva_config",
     "corda_config",
 }
-"""Keys of PEFT's configuration that do not affect the output of a trained LoRA. All other keys must
-be off."""
+"""Keys of PEFT's configuration that either do not affect the output of a trained LoRA or that this
+file reads. All other keys must be off: null, false, "none" or empty."""
 KNOWN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base's weights unchanged."""
+"""Values of PEFT's `init_lora_weights` that leave the base model's weights unchanged."""
 
 
 class OpenedModel(NamedTuple):
@@ -78,8 +78,8 @@ class OpenedModel(NamedTuple):
 
     model: Denoiser
     description: Description
-    """Description in the file's header; for an adapter that PEFT trained, based on its base
-    model's."""
+    """Description in the file's header. The file of an adapter that PEFT trained has none, so it is
+    the base model's, with a note of the adapter."""
     file: Path
     """The adapter's file, if there is one, otherwise the model's."""
     sha256: str
@@ -87,8 +87,8 @@ class OpenedModel(NamedTuple):
 
 
 def load_model(file: Path, device: torch.device, adapter: str | None = None) -> OpenedModel:
-    """Loads the model in `file`; merges the adapter that `adapter` names. If `file` itself is an
-    adapter, loads its base and merges it.
+    """Loads the model in `file` and merges the adapter that `adapter` names. If `file` itself holds
+    an adapter, loads its base model and merges the adapter in `file`.
 
     ValueError if the adapter was trained on another model, or does not fit.
     """
@@ -127,7 +127,8 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
             f"has ({base_sha256[:12]}…); use those."
         )
 
-    # Check on the meta device, which allocates nothing, that the tensors fit under our names.
+    # Check that the adapter's tensors fit, under fastlatent's names for them. The model is built on
+    # the meta device, which allocates nothing.
     all_tensors = [*read_tensors(base).values(), *tensors.values()]
     with build_described(file, description, all_tensors) as model:
         add_adapter(model, note.node, note.labels)
@@ -152,7 +153,7 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
 
 
 def to_peft_name(name: str) -> str:
-    """Converts a parameter's name to PEFT's."""
+    """Returns the name that PEFT gives to the parameter `name` of an adapter."""
     if name.endswith(".prompt"):
         return PROMPT_KEY
     suffix = ".weight" if name.endswith((".lora_A", ".lora_B")) else ""
@@ -171,7 +172,8 @@ def read_peft_description(
             f"{config_file}: peft_type={str(config['peft_type'])[:80]} is not supported; LORA is."
         )
 
-    # Only a plain LoRA, on unchanged weights of the base, computes the same here.
+    # Refuse all but a plain LoRA on unchanged weights of the base model: merging it here would give
+    # another result than PEFT's.
     numbers = ("r", "lora_alpha")
     refused = [k for k in numbers if not is_figure(config.get(k)) or not math.isfinite(config[k])]
     refused += [
@@ -208,7 +210,7 @@ def write_peft(file: Path, folder: Path) -> None:
             "prompt."
         )
 
-    # PEFT stores the vectors of a prompt, not the MLP that computes them.
+    # Replace the MLP of a prompt by the vectors that it computes, because PEFT stores only vectors.
     prompts = [name.removesuffix(".prompt") for name in tensors if name.endswith(".prompt")]
     for name in prompts:
         tensors = replace_mlp(name, tensors)
@@ -225,7 +227,7 @@ def write_peft(file: Path, folder: Path) -> None:
         config |= {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"]}
         config |= {"target_modules": sorted(layers), "lora_dropout": 0.0, "bias": "none"}
 
-    # The label table, if it was trained too, is a module that PEFT saves whole.
+    # List the label table, if it was trained too, as a module that PEFT saves whole.
     modules = [
         name.removesuffix(".weight").replace(".base_layer.", ".")
         for name in tensors

@@ -33,12 +33,13 @@ from training.checkpoint.files import METADATA_KEY
 from training.config.build import build, is_admitted
 
 MAX_DESCRIPTION_CHARS = 2**24
-"""Longest description that is parsed; a longer one would use up memory before it can be checked."""
+"""Characters of the longest description that is parsed: parsing a longer one could use up memory
+before its content can be checked."""
 MODEL_SIZE_FACTOR = 4
-"""While it is built, a model may have up to this many times the tensors and values of its file;
-after loading, the same number."""
+"""While a model is built, it may have up to this many times as many tensors and values as its file;
+once it is built, it must have the same number."""
 PIN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""A commit, or the hash of weights."""
+"""Matches a git commit or a sha256, which identify weights."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class AdapterNote:
     """Configuration node of the adapter."""
     base_sha256: str
     labels: bool
-    """True if the label table was trained too, and is in the file."""
+    """True if the label table was trained too; the file then holds it."""
     base: str
     """Path of the base's weights file when the adapter was trained."""
 
@@ -79,8 +80,8 @@ def explain_read_errors(file: Path) -> Iterator[None]:
 
 
 def find_description(file: Path) -> Description | None:
-    """Reads and checks the description in a file's header; None if the file is none of ours.
-    ValueError if the description is invalid."""
+    """Reads and checks the description in a file's header; None if there is none, because
+    fastlatent did not write the file. ValueError if the description is invalid."""
     with explain_read_errors(file), safe_open(file, "pt") as opened:
         text = (opened.metadata() or {}).get(METADATA_KEY)
     if text is None:
@@ -97,7 +98,7 @@ def find_description(file: Path) -> Description | None:
             f"{refusal} {describe_first_fault(error, 'description of a model')}; use another copy."
         ) from error
 
-    # Check what types cannot express.
+    # Check what the types of the fields cannot express.
     spec = description.spec
     faults = find_wrong_lengths(spec)
     classes = len(spec.class_names)
@@ -109,8 +110,8 @@ def find_description(file: Path) -> Description | None:
 
 
 def read_description(file: Path) -> Description:
-    """Reads and checks the description in a file's header; ValueError if the file is none of
-    ours."""
+    """Reads and checks the description in a file's header; ValueError if it is invalid, or absent
+    because fastlatent did not write the file."""
     description = find_description(file)
     if description is None:
         raise UserError(
@@ -124,8 +125,8 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
     not describe its model.
 
     A file may come from anywhere, so its `_target_`s may name only classes of the package `models`
-    and of packages that this command has admitted. Memory is allocated only after the shapes of the
-    model and of the file's tensors agree.
+    and of extensions that this command has admitted. The function allocates memory for the model
+    only after it has checked that the shapes of the model and of the file's tensors agree.
     """
     description = read_description(file)
     tensors = read_tensors(file)
@@ -139,7 +140,8 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
 
 
 def refuse_foreign_targets(file: Path, description: Description) -> None:
-    """ValueError if a description names a class outside of our models and admitted extensions."""
+    """Raises ValueError if a description names a class outside of the package `models` and of
+    admitted extensions."""
     note = description.adapter
     for name in list_targets([description.model, note and note.node]):
         if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
@@ -156,8 +158,8 @@ def build_described(
 ) -> Iterator[Denoiser]:
     """Yields the model that a file describes, built on the meta device.
 
-    ValueError if the description names foreign classes, the model cannot be built, or it becomes,
-    with the additions of the block, much larger than `tensors`.
+    ValueError if the description names foreign classes, if the model cannot be built, or if the
+    model, with what the block adds to it, is much larger than `tensors`.
     """
     refuse_foreign_targets(file, description)
     max_tensors = MODEL_SIZE_FACTOR * len(tensors)
@@ -179,8 +181,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def limit_parameters(tensors: int, values: int) -> Iterator[None]:
-    """ValueError as soon as the modules built in the block have more than `tensors` parameters, or
-    more than `values` values in them."""
+    """Raises ValueError as soon as the modules that the block builds have more than `tensors`
+    parameters, or more than `values` values in all parameters together."""
     remaining = [tensors, values]
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -204,8 +206,8 @@ def refuse_misfit(
     model_tensors: Mapping[str, Tensor],
     hint: str = "",
 ) -> None:
-    """ValueError with the name and shapes of the first tensor in which a file differs from a
-    model."""
+    """Raises ValueError if a file has not the same tensors, by name and shape, as a model; the
+    message names the first difference."""
     for name in [*model_tensors, *file_tensors]:
         in_file, in_model = (
             f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is missing"
@@ -223,8 +225,8 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     a sentence about the rows of the label table, or "".
 
     Rows of a label table are matched by class names; classes that the file lacks keep the model's
-    rows. ValueError if another tensor does not fit, or if the number of rows without names differs.
-    All ranks call it together, for the model may be sharded.
+    rows. ValueError if another tensor does not fit, or if the classes have no names and their
+    number differs. All ranks must call it together, because the model may be sharded.
     """
     description = find_description(file)
     tensors = read_tensors(file)
@@ -236,7 +238,8 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
         if isinstance(module, LabelEmbedding)
     ]
 
-    # A spec without names may claim a huge number of classes, so do not list numbers as names.
+    # If neither spec has class names, do not list class numbers as names: a spec from a file may
+    # claim a huge number of classes, and the list could fill the memory.
     old = spec if description is None else description.spec
     named = bool(old.class_names or spec.class_names)
     old_names = old.names if named else []
@@ -262,8 +265,8 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
 def reorder_labels(
     new_table: Tensor, old_table: Tensor, old_names: Sequence[str], new_names: Sequence[str]
 ) -> tuple[Tensor, list[str]]:
-    """Copies rows of `old_table` into a copy of `new_table`, by class name, and the last row, the
-    null label; returns it with the names of the copied classes."""
+    """Copies rows of `old_table` into a copy of `new_table`: those of classes with the same name,
+    and the last row, the null label. Returns the copy and the names of the classes copied."""
     if len(set(old_names)) < len(old_names) or len(set(new_names)) < len(new_names):
         raise UserError(
             "two classes have the same name, so rows of the label table cannot be matched by name; "
@@ -285,7 +288,7 @@ def is_part_of_model(target: Any) -> bool:
 
 
 def list_targets(node: Any) -> Iterator[Any]:
-    """Yields every `_target_` in a configuration tree."""
+    """Yields every `_target_` in nested dicts and lists of a configuration."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from [value] if key == "_target_" else list_targets(value)
@@ -314,7 +317,8 @@ def build_autoencoder(
 ) -> Autoencoder:
     """Builds the autoencoder that encoded the latents, or a copy of it at `path`; ValueError if its
     weights have another hash."""
-    # The latents may come from anywhere, so their encoder must be one of our classes.
+    # Refuse an encoder that is no class of `models` or of an admitted extension, because the
+    # latents may come from anywhere.
     node = spec.encoder if path is None else spec.encoder | {"path": path}
     targets = list(list_targets(node))
     if len(targets) != 1 or not is_part_of_model(targets[0]):
