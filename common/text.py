@@ -7,8 +7,8 @@ import re
 from typing import Any, TypeGuard
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""Matches line breaks, control characters, and surrogates, which are what Python reads bytes of a
-file name as that are not UTF-8."""
+"""Matches line breaks, control characters, and surrogates, by which Python represents the bytes of
+a file name that are not UTF-8."""
 
 
 def escape_unprintable(text: str) -> str:

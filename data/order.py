@@ -179,7 +179,7 @@ class StreamOrder:
         shorter = stream * self.window // self.streams
         number = (offset + shorter) // self.window
 
-        # If the epoch is no multiple of the number of streams, the first streams have one more.
+        # If the streams do not divide the epoch evenly, the first streams have one sample more.
         size, longer = divmod(self.count, self.streams)
         first = stream * size + min(stream, longer)
         start = max(0, number * self.window - shorter)
