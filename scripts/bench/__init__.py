@@ -21,8 +21,8 @@
     counted       the memory that techniques save on an H100, counted without one
 
 `<command> --help` lists the command's own keys; any other `key=value` is an override of the
-training configuration, on top of the `setting`. Each result becomes a file in `out` at once, and is
-not measured again while code, hardware, versions and keys stay the same.
+training configuration, on top of the `setting`. The bench writes each result to a file in `out` at
+once, and does not measure it again while code, hardware, versions and keys stay the same.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from training.config.compose import read_config
 from training.config.schema import Natural
 
 Figures: TypeAlias = dict[str, Any]
-"""Result of a measurement: name with unit, such as step_ms -> number or text."""
+"""Result of a measurement: name with its unit, such as step_ms -> number or text."""
 Words: TypeAlias = list[str]
-"""Overrides of the training configuration, and keys of commands."""
+"""Words of a command line: overrides of the training configuration, and keys of commands."""
 
 TABLES = read_config(Path(__file__).with_name("tables.yaml"))
-"""Settings, words of cases, the queue of a GPU day, and columns of tables."""
+"""Content of tables.yaml: settings, overrides of cases, the queue of a GPU day, and columns of
+tables."""
 
 
 class Case(NamedTuple):
@@ -52,13 +53,14 @@ class Case(NamedTuple):
     """Module-level function that takes the case and the command's keys and returns figures."""
     overrides: Words = []  # noqa: RUF012  # never changed
     baseline: Words = []  # noqa: RUF012
-    """Overrides of the run that is timed in turn with the case."""
+    """Overrides of the run with which the case is compared; both are timed in turn."""
     needs: Words = []  # noqa: RUF012
-    """Overrides such as runtime.tf32=true; if one is unavailable, the reason is the result."""
+    """Overrides that this machine must support, such as runtime.tf32=true. If it does not support
+    one, the result is the reason."""
     seconds: float = 15.0
-    """Expected seconds on a GPU, without compiling."""
+    """Expected seconds of the measurement on a GPU, without the time to compile."""
     labels: Figures = {}  # noqa: RUF012
-    """Figures of the result that need no measurement."""
+    """Entries of the result that need no measurement, such as the technique's key."""
 
     @property
     def compiles(self) -> bool:
@@ -67,27 +69,28 @@ class Case(NamedTuple):
 
     @property
     def expected(self) -> float:
-        """Expected seconds, with compiling."""
+        """Expected seconds of the measurement on a GPU, with the time to compile."""
         return self.seconds * (4.0 if self.compiles else 1.0)
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Keys that all measuring commands have; 0 and null mean the value of the setting."""
+    """Keys that all measuring commands have. Where 0 or null is the default, it stands for the
+    value of the setting."""
 
     setting: str | None = None
     """Sizes of model and data: tiny, s256, s32, s32x512 or b256; null: s256 on a GPU, tiny without
     one."""
     steps: Natural = 0
-    """Steps in one round."""
+    """Training steps in one round."""
     repeats: Natural = 0
-    """Number of rounds."""
+    """Number of rounds; in each round every timed run has its turn."""
     loss_steps: Natural = 0
     """Steps after which losses are compared; 0: the number of steps in a round."""
     inductor: bool = True
     """False leaves out cases that compile with Inductor, which takes minutes on a CPU."""
     name: str | None = None
-    """Name of the results; null: <command>_<setting>."""
+    """Name of the results' folder in `out`; null: <command>_<setting>."""
     out: str = "bench"
     """The folder for the results."""
     again: str | None = None
@@ -96,48 +99,49 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class LadderConfig(BenchConfig):
-    """Keys of `ladder`."""
+    """Keys of the command `ladder`."""
 
     num_workers: int = 4
-    """Workers of the newcomer's DataLoader."""
+    """Number of worker processes of the newcomer's DataLoader."""
 
 
 @dataclass(frozen=True)
 class TechniquesConfig(BenchConfig):
-    """Keys of `techniques`."""
+    """Keys of the command `techniques`."""
 
     precisions: Words = field(default_factory=lambda: ["fp32", "bf16"])
-    """Precisions of the eager baselines."""
+    """Precisions of the baselines (runtime=eager) to which techniques are added."""
 
 
 @dataclass(frozen=True)
 class MixersConfig(BenchConfig):
-    """Keys of `mixers`."""
+    """Keys of the command `mixers`."""
 
     size: str = "s"
     """Size of the models: xs, s, b, l or xl."""
     families: Words = field(default_factory=list)
-    """Families to compare with attention; empty: all."""
+    """Families of models, such as mamba, to compare with attention; empty: all."""
 
 
 @dataclass(frozen=True)
 class SeedsConfig(BenchConfig):
-    """Keys of `precision` and `memory`; each seed trains for `steps` steps."""
+    """Keys of the commands `precision` and `memory`; each seed trains for `steps` steps."""
 
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
 
 
 @dataclass(frozen=True)
 class DataConfig(BenchConfig):
-    """Keys of `data`."""
+    """Keys of the command `data`."""
 
     step_ms: float = 100.0
-    """Duration of a training step, assumed for the loader's share of waiting."""
+    """Milliseconds that a training step is assumed to take; the time in which it waits for a batch
+    is measured beside it."""
 
 
 @dataclass(frozen=True)
 class TestsConfig(BenchConfig):
-    """Keys of `tests`."""
+    """Keys of the command `tests`."""
 
     select: str = "all"
     """smoke: some tests of every kind, in two minutes; rest: all, file by file; all: both."""

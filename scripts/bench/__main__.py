@@ -51,7 +51,8 @@ def main(words: Words) -> None:
 
 
 if __name__ == "__main__":
-    # The runner kills child processes, and their resource trackers would warn about leaks.
+    # Silence Python's resource trackers: they warn about leaks of the child processes that the
+    # runner kills.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     with report_user_errors():
         main(sys.argv[1:])

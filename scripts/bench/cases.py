@@ -39,11 +39,12 @@ ATTENTION_FAMILY = "dit"
 PRECISIONS = TABLES["precisions"]
 TECHNIQUE_EXCEPTIONS = TABLES["techniques"]
 CALIBRATED_FAMILIES = {"mamba": "", "ssd_mlp": "", ATTENTION_FAMILY: ""}
-"""Families whose fused kernels `calibration` tries -> overrides."""
+"""Family of models whose fused kernels `calibration` tries -> overrides besides the model."""
 
 
 def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
-    """Plans rungs, each timed in turn with the newcomer's loop over items in memory."""
+    """Plans a case for each rung of the ladder; each is timed in turn with the newcomer's loop,
+    which reads samples from memory."""
     workers = f"newcomer.num_workers={cfg.num_workers}"
     memory = [*words, workers, "newcomer.storage=memory"]
     newcomers = {
@@ -60,8 +61,8 @@ def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
-    """Plans each technique and feature alone over eager in each precision, and each technique
-    removed from max."""
+    """Plans cases that add one technique or feature to runtime=eager, in each precision, and cases
+    that remove one technique from runtime=max."""
     if not {*cfg.precisions} <= PRECISIONS.keys():
         precisions = ",".join(cfg.precisions)
         raise UserError(f"precisions=[{precisions}]: choose some of {', '.join(PRECISIONS)}.")
@@ -71,13 +72,14 @@ def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
                 yield from plan_alone(kind, over, words)
     for over in cfg.precisions:
         yield from plan_features(over, words)
-    # runtime=max trains in bf16.
+    # Only with bf16, because runtime=max trains in bf16.
     if "bf16" in cfg.precisions:
         yield from plan_removed(words)
 
 
 def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
-    """Plans each value of a technique; techniques that it needs are on in the baseline too."""
+    """Plans cases that add one technique to runtime=eager in the precision `over`, one case for
+    each value of its key. Techniques that it needs are on in the baseline too."""
     exceptions = TECHNIQUE_EXCEPTIONS.get(kind.key, {})
     if "family" in exceptions:
         words = measure.replace_family(words, exceptions["family"])
@@ -96,7 +98,8 @@ def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]
 
 
 def plan_features(over: str, words: Words) -> Iterator[Case]:
-    """Plans other features that guides recommend: batch sizes, optimizers, workers of a loader."""
+    """Plans cases that add one other feature that guides recommend to runtime=eager in the
+    precision `over`: batch sizes, optimizers, workers of a loader."""
     batch = compose(words).cfg.batch_size
     sizes = {"half": batch // 2, "twice": 2 * batch, "four_times": 4 * batch}
     for name, feature in TABLES["features"].items():
@@ -113,7 +116,8 @@ def plan_features(over: str, words: Words) -> Iterator[Case]:
 
 
 def plan_removed(words: Words) -> Iterator[Case]:
-    """Plans max without each technique that is on in max and off in eager."""
+    """Plans cases that remove one technique from runtime=max, for each that is on in max and off in
+    eager."""
     full = [*words, "runtime=max"]
     eager_values = compose([*words, "runtime=eager"]).cfg.runtime.values()
     max_values = compose(full).cfg.runtime.values()
@@ -143,7 +147,7 @@ def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
-    """Plans each implementation of each fused operator."""
+    """Plans a case for each implementation of each fused operator."""
     for operator in kernels.INPUTS:
         for way in (*kernels.OURS, *kernels.PEERS.get(operator, ())):
             compiled = ["runtime.compile=true"] if way == "compiled" else []
@@ -168,7 +172,8 @@ def plan_tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
-    """Plans the memory that each technique saves on an H100, and the largest model of each way."""
+    """Plans cases that count the memory that each technique saves on an H100, and the largest model
+    for each way to save memory."""
     for name, texts in TABLES["counted"].items():
         base = [*words, *texts["over"].split()]
         yield Case(name, forecasts.count_savings, [*base, *texts["words"].split()], base)
@@ -182,8 +187,8 @@ Plan = Callable[[Any, Words], Iterator[Case]]
 
 
 def make_plan(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Plan:
-    """Returns a function that plans a case for each variant of the overrides; a case needs the
-    overrides of its variant."""
+    """Returns a function that plans a case for each of `variants` (name -> overrides to add). A
+    case runs only on machines that support the overrides of its variant."""
 
     def plan(cfg: BenchConfig, words: Words) -> Iterator[Case]:
         for name, text in variants.items():
@@ -210,11 +215,11 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "plan": (BenchConfig, make_plan(measure.measure_planned, TABLES["planned"])),
     "counted": (BenchConfig, plan_counted),
 }
-"""Command -> its keys, and the function that plans its cases."""
+"""Command -> (the class of its keys, the function that plans its cases)"""
 
 
 class Job(NamedTuple):
-    """The cases of a command with its words."""
+    """A command line that was read: the command itself, its keys, and the cases that it plans."""
 
     command: str
     """The command line that reproduces the results."""
@@ -254,7 +259,7 @@ def plan_job(command: str, words: Words, help_text: str = "") -> Job:
     overrides = [*kept, *user_overrides]
     compose(overrides)
 
-    # `out` and `again` do not change the results.
+    # Leave `out` and `again` out of the command line: they do not change the results.
     essential = [word for word in words if not word.startswith(("out=", "again="))]
     line = " ".join(["python -m scripts.bench", command, *essential])
     return Job(line, cfg, list(plan(cfg, overrides)))

@@ -1,8 +1,8 @@
 """Measures the samples per second of each loader and of the usual ways to feed latents.
 
-All of them read the same latents in fp16, one after the other. `first_samples_per_s` is the speed
-of the first epoch, with the start of the loader; `samples_per_s` that of later epochs. `wait` is
-the share of time that a loop waits for batches, if it is busy for `step_ms` per batch. The usual
+All loaders read the same latents in fp16, one loader after the other. `first_samples_per_s` is the
+speed of the first epoch, with the start of the loader; `samples_per_s` that of later epochs. `wait`
+is the share of time that a loop waits for batches, if it is busy for `step_ms` per batch. The usual
 ways are webdataset's pipeline as its documentation shows it (one .npy per sample, shuffle,
 `.decode()`), and random reads of a memory-mapped file.
 """
@@ -94,7 +94,8 @@ def feed_at_random(folder: Path, size: int, device: torch.device) -> Iterator[An
 def open_ours(
     kind: Any, folder: Path, size: int, device: torch.device, **more: Any
 ) -> Iterator[Any]:
-    """Opens one of our loaders."""
+    """Opens this framework's loader of class `kind` on the shards that `write_latent_files`
+    wrote."""
     return kind(path=str(folder / "ours"), batch_size=size, seed=0, device=device, **more)
 
 
@@ -133,7 +134,7 @@ def measure_loader(case: Case, cfg: DataConfig) -> Figures:
     device = pick_device("auto")
     number = max(1, count // size)
 
-    # The first epoch includes the start of the loader.
+    # Start the clock before the loader, so that the first epoch includes its start.
     began = time.perf_counter()
     batches = LOADERS[case.name](folder, size, device)
 

@@ -1,5 +1,5 @@
-"""Counts memory and sizes of models on an H100 by scripts.plan, for `bench counted`; it needs no
-H100."""
+"""Forecasts for the command `counted`, by scripts.plan: the memory of runs on an H100, and the
+largest models that fit. This needs no H100."""
 
 from __future__ import annotations
 

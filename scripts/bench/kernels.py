@@ -48,15 +48,17 @@ INPUTS = {
     "swiglu": "B L hidden",
     "qk_rope": "B L 3 H P, fp32 P, fp32 P",
 }
-"""Operator -> sizes of its inputs, in bf16 unless the text begins with fp32, dt_bias or A_log."""
+"""Operator -> its inputs, separated by commas. Each input is a list of its sizes (letters as in
+`find_sizes`), in bf16 or after "fp32" in fp32. dt_bias and A_log are fp32 inputs of sizes 2 K."""
 INPUT_SETS = 4
 measure_rates_once = cache(measure_rates)
-"""Measures the rates of a device, once per process."""
+"""Returns the measured rates of a device; measures them once per process."""
 Function = Callable[..., Any]
 
 
 def find_sizes(setting: str) -> dict[str, int]:
-    """Returns the sizes that INPUTS names: K heads of the scan, H heads of attention."""
+    """Returns letter or word in INPUTS -> size, such as K heads of the scan and H heads of
+    attention."""
     B, L, D, P, N = SHAPES[setting]
     K = 2 * D // P
     mixed = 2 * D + 4 * N
@@ -65,7 +67,7 @@ def find_sizes(setting: str) -> dict[str, int]:
 
 
 def draw_inputs(operator: str, sizes: dict[str, int], device: torch.device) -> list[Tensor]:
-    """Draws the inputs of an operator, all of which require a gradient."""
+    """Draws random inputs of an operator; all require a gradient."""
     inputs = []
     for text in INPUTS[operator].split(", "):
         kind, _, rest = text.partition(" ")
@@ -90,12 +92,14 @@ class Op(NamedTuple):
 
 
 def swiglu(joined: Tensor) -> Tensor:
-    """The definition of SwiGLU on joined halves (…, 2·hidden)."""
+    """Computes SwiGLU by its definition; the last axis of `joined` (…, 2·hidden) holds both
+    halves."""
     return silu_product(*joined.chunk(2, dim=-1))
 
 
 def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
-    """Returns the operators by name, on the most nearly square grid of the setting's tokens."""
+    """Returns name of an operator -> its implementations, for the setting's number of tokens on a
+    grid that is as square as possible."""
     B, L, _, P, N = SHAPES[setting]
     sizes = find_sizes(setting)
     height = max(h for h in range(1, int(L**0.5) + 1) if L % h == 0)
@@ -145,7 +149,8 @@ PEERS: dict[str, dict[str, Callable[[], Function]]] = {
     "bidirectional_ssd": {"mamba-ssm, one direction only": make_mamba_scan},
     "swiglu": {"Liger": make_liger_swiglu},
 }
-"""Operator -> package -> function that returns its kernel; ImportError if it is not installed."""
+"""Operator -> package -> function that returns the package's kernel, or raises ImportError if the
+package is not installed."""
 OURS: dict[str, Callable[[Op], Function]] = {
     "eager": lambda op: op.definition,
     "compiled": lambda op: torch.compile(op.definition),

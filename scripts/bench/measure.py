@@ -42,7 +42,7 @@ from training.failures import count_lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
 PRODUCT_SUFFIX = "_product_tflops"
-"""Suffix in the names of products' rates; the prefix is the precision."""
+"""End of the names of the measured rates of matrix products; a name begins with the precision."""
 EMULATE_OVERRIDE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
 PYTEST_COMMAND = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
@@ -143,7 +143,8 @@ BASELINE_CACHE: dict[tuple[str, ...], Baseline] = {}
 
 
 def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
-    """Builds a baseline and trains it; consecutive cases with the same baseline share it."""
+    """Builds a baseline and trains it for `steps` steps; consecutive cases with the same baseline
+    share it."""
     if words not in BASELINE_CACHE:
         BASELINE_CACHE.clear()
         free_memory()
@@ -163,7 +164,8 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
     loss = base_loss
     if case.overrides != case.baseline:
         refused = find_refusals(case.overrides, base.device)
-        # The ladder reports the warm-up of a first start, in which nothing is compiled yet.
+        # Disable the compiler's caches for the ladder, which reports the warm-up of a first start,
+        # when nothing is compiled yet.
         with disable_compiler_caches() if isinstance(base, NewcomersLoop) else nullcontext():
             loop = build_loop([word for word in case.overrides if word not in refused])
         loss = loop.measure_loss(cfg.loss_steps)
@@ -197,7 +199,7 @@ def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:
         outputs = [workload.training.take_step() for _ in range(cfg.steps)]
         figures["skipped"] += sum(int(output.skipped) for output in outputs)
 
-        # The second half of the steps is less noisy than the first.
+        # Average the losses of the second half of the steps, which are less noisy than the first.
         late_losses = torch.stack([output.loss for output in outputs[cfg.steps // 2 :]])
         losses["loss"].append(late_losses.mean().item())
         losses["eval_loss"].append(evaluate(workload.training)["eval_loss"])
@@ -232,7 +234,7 @@ def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures rounds of steps that begin with a save, in turn with rounds without.
+    """Times rounds of steps that begin with a save, in turn with rounds that have no save.
 
     `stall_ms` is the duration of the call of `save`; `speed` shows how much a background save slows
     down the steps. The first save does not count, because it also allocates its buffers.
@@ -284,8 +286,8 @@ def replace_family(words: Words, family: str) -> Words:
 
 
 def calibrate(case: Case, cfg: BenchConfig) -> Figures:
-    """Tries the fused kernels as a run would before its first step; a later run finds the choices
-    in its cache."""
+    """Tries the fused kernels as a run does before its first step. A later run finds in its cache
+    which kernels this chose."""
     if device_of(case.overrides).type != "cuda":
         return {"reason": NEEDS_GPU}
     kernels = doctor.try_kernels(replace_family(case.overrides, case.name))

@@ -1,4 +1,5 @@
-"""Rung 0 of the ladder: a training loop as a newcomer to PyTorch writes it. Only the bench uses it.
+"""Rung 0 of the bench's ladder of techniques: a training loop as a newcomer to PyTorch writes it.
+Only the bench uses it.
 
 It trains in fp32 without TF32; a DataLoader reads single samples, and the loop copies each batch to
 the device when it needs it; the optimizer is `torch.optim.AdamW(parameters)` (on a GPU PyTorch's
@@ -89,12 +90,12 @@ class NewcomersLoop(Loop):
             train = self.source.train
             latents = self.source.normalise(train.as_floating()).cpu()
             labels = train.labels.cpu()
-            # Deleting the loader frees the device's copy of the set.
+            # Delete the loader, which frees the device's copy of the set.
             del self.source, train
             kind = ItemsInFiles if storage == "files" else TensorDataset
             self.items = kind(latents, labels)
 
-        # After the warm-up the model gets its initial weights again.
+        # Build the model and warm it up; after that it gets its initial weights again.
         memory = MemoryPeak(self.device)
         torch.manual_seed(self.cfg.seed)
         self.model = build_model(self.cfg.model, self.spec, self.device)
@@ -129,8 +130,8 @@ class NewcomersLoop(Loop):
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
-        # If the generator referred to self, garbage collection would end the workers, and PyTorch
-        # waits five seconds for each.
+        # Do not refer to self in the generator: if it did, garbage collection would end the
+        # workers, and PyTorch would wait five seconds for each.
         device = self.device
         return ((x.to(device), labels.to(device)) for x, labels in loader)
 

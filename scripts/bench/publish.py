@@ -1,9 +1,9 @@
 """Writes the benchmark pages and the tables of README and docs from results, by results.md.jinja.
 
-Results go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, beside those of that month: a
-newer result replaces the one of its name, and an older one keeps the commit that measured it. All
-such files of a card make its page, docs/benchmarks/<card>.md. A table of the docs says "not
-measured" where there is no result; the README leaves such a row out.
+Results go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, where <card> is the GPU model, or
+cpu. A newer result replaces the result of the same name and month; a result that stays keeps the
+commit that measured it. All such files of a GPU model make its page, docs/benchmarks/<card>.md. A
+table of the docs says "not measured" where there is no result; the README leaves such a row out.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ PLACES = {
 FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
 GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
-"""Group -> its rows of promises, and the benchmarks by which a GPU settles them."""
+"""Group of techniques -> its rows, each a figure that guides promise, and the benchmarks that check
+these figures on a GPU."""
 CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
-"""Columns of the table of hardware."""
+"""GPU models that are the columns of the table of hardware."""
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -64,7 +65,7 @@ class Cells(string.Formatter):
 
 
 def format_entry(entry: Figures, form: str) -> str:
-    """Fills a format with an entry's figures."""
+    """Fills the format string `form` with an entry's figures."""
     return Cells().vformat(form, (), defaultdict(lambda: None, entry)).replace("–––", "–")
 
 
@@ -79,13 +80,15 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
         entry = {"ratio": "speed", "speed": None} | figures
         if command == "ladder" and entry["speed"]:
             entry["ratio"] = "times_before"
-            # the smallest ratio divides a lower quartile by an upper one
+            # For a lower quartile of the ratio, divide this rung's lower quartile by the upper one
+            # of the rung before.
             for quartile, opposite in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
                 before = rung_before.get(f"speed{opposite}")
                 entry[f"times_before{quartile}"] = before and entry[f"speed{quartile}"] / before
             rung_before = entry
 
-        # What the baseline lacks too makes no difference to the comparison.
+        # Report only techniques that the case lacks and the baseline has: a technique that both
+        # lack does not change the comparison.
         entry["lost"] = {*entry.get("not_on", ())} - {*entry.get("baseline_not_on", ())}
         remarks = [entry.get("reason") or entry.get("error")]
         for label, keys in (("emulated", entry.get("emulated")), ("not on", entry["lost"])):
@@ -115,12 +118,14 @@ class Result(NamedTuple):
 
 
 def rate(result: Result) -> tuple[bool, str]:
-    """Orders results of one case: the newest is best, but a failure never replaces figures."""
+    """Key that sorts the results of one case, the best last: results with figures after failures,
+    then by date."""
     return "error" not in result.entry, result.environment["date"]
 
 
 class Page:
-    """Results of one benchmark on one card in one month: a section of the card's page."""
+    """Results of one benchmark on one GPU model (or cpu) in one month: a section of the page of
+    that GPU model."""
 
     def __init__(self, name: str, results: list[Result]) -> None:
         self.name = name
@@ -138,14 +143,14 @@ class Page:
 
 
 def name_card(environment: Figures) -> str:
-    """Returns cpu, or the GPU's model as a word: h100 for an NVIDIA H100 80GB HBM3."""
+    """Returns "cpu", or the GPU model as one word: h100 for an NVIDIA H100 80GB HBM3."""
     if environment["device"] != "cuda":
         return environment["device"]
     return (re.findall(r"[a-z]*\d\w*", environment["hardware"].lower()) or ["gpu"])[0]
 
 
 def read_page(file: Path) -> Page:
-    """Reads the JSON of a page."""
+    """Reads a file of results that `write_figures` wrote."""
     content = json.loads(file.read_text())
     entries = next(value for value in content.values() if isinstance(value, list))
     run = content["environment"]
@@ -160,7 +165,8 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record["order"]):
         run = record["environment"]
-        # A machine without git may have measured this very code.
+        # A machine without git may have measured this very code; if the hashes of the code agree,
+        # take the commit from here.
         if run["code"] == hash_code():
             run["git"] = run["git"] or read_git_state()
         key = (record["benchmark"], name_card(run), run["date"][:7])
@@ -170,7 +176,7 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
         file = docs / f"{'_'.join(key)}.json"
         every = [*results, *(read_page(file).results if file.is_file() else ())]
 
-        # Results of another machine than the newest one's leave the page.
+        # Keep only results of the hardware that gave the newest result.
         hardware = Page(key[0], every).newest["hardware"]
         every = [result for result in every if result.environment["hardware"] == hardware]
         best: dict[str, Any] = dict.fromkeys(result.entry["name"] for result in every)
@@ -181,7 +187,8 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
 
 
 def write_figures(page: Page, docs: Path) -> None:
-    """Writes the JSON of a page; an entry names what it was measured with if the newest differs."""
+    """Writes the results of a page as JSON. An entry lists hardware, versions or code only where
+    they differ from those of the newest entry."""
     entries = []
     for entry, run in page.results:
         different = {key: value for key, value in run.items() if page.newest.get(key) != value}

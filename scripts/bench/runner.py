@@ -1,9 +1,9 @@
 """Runs cases in child processes, and writes each result to its own file.
 
-A case is done if a result for this code, hardware and versions exists, also if the case failed. A
-child measures the cases of one command, and ends with its parent. A case that fails, hangs or
-crashes ends its child, and the next case starts a new one. The time limit of a case starts when the
-child reports that it begins to measure.
+A case is done if a result for this code, hardware and versions exists, even if that says that the
+case failed. A child process measures the cases of one command, and ends when its parent ends. A
+case that fails, hangs or crashes ends its child, and the next case starts a new one. The time limit
+of a case starts when the child reports that it begins to measure.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ MAX_WAIT_SECONDS = 1e6
 MEASURED_FOLDERS = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
 """Folders whose code affects the measurements."""
 UNMEASURED_FILES = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
-"""Files that plan cases and store or publish results. A result's identity contains its plan."""
+"""Files that the hash of the code leaves out, because they only plan cases and store or publish
+results; the identity of a result contains the case's plan anyway."""
 SPAWN = get_context("spawn")
 
 
@@ -63,7 +64,7 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
     """Sends a description of this machine, then measures the cases that arrive, until the parent
     ends."""
     os.setsid()
-    # The workers of a measured loader must start by the method that train.py uses.
+    # Let the workers of a measured loader start by the method that they have in train.py.
     set_start_method(None, force=True)
     parent = parent_process()
     assert parent is not None
@@ -73,10 +74,10 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
         os.dup2(log.fileno(), 2)
     tempfile.tempdir = str(folder / "tmp")
 
-    # An operation on the device shows at once if the GPU is lost.
+    # Run an operation on the device, which shows at once if the GPU is lost.
     device = device_of(words)
     torch.zeros(1, device=device).item()
-    # Many models run through the same code in one process.
+    # Let PyTorch compile the same code more often, because one process runs it for many models.
     torch._dynamo.config.recompile_limit = 64
     connection.send(describe_environment(device) | {"device": device.type})
     while True:
@@ -140,7 +141,8 @@ class Child:
 
     def end(self) -> None:
         """Kills the process and all its children, and removes their temporary files."""
-        # A child that has just started may not lead its process group yet.
+        # Kill its group and then itself, because a child that has just started may not lead its
+        # group yet.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.process.pid or 0, signal.SIGKILL)
@@ -153,7 +155,7 @@ class Child:
 class Runner:
     """Runs jobs one after the other, and writes their results to a folder.
 
-    `limit` is the time limit of a case in seconds, `deadline` the Unix time at which the last one
+    `limit` is the time limit of a case in seconds, `deadline` the Unix time at which the last case
     must end.
     """
 
@@ -178,8 +180,9 @@ class Runner:
         self.child = None
 
     def run(self, job: Job, again: str | None = None) -> list[Figures | None]:
-        """Returns the result of each case, and measures those without one; None if the time is too
-        short. With `again` it also repeats cases: `all`, or those that `failed`.
+        """Returns the result of each case, and measures the cases that have none; a result is None
+        if the time is too short to measure it. With `again` it also repeats cases: `all`, or those
+        that `failed`.
         """
         if again not in (None, "all", "failed"):
             raise UserError(f"again={again}: choose all, failed, or leave it out.")
@@ -247,7 +250,8 @@ class Runner:
 
 @contextmanager
 def open_runner(out: str, limit: float = inf, minutes: float = inf) -> Iterator[Runner]:
-    """Yields a runner with a locked folder, whose log.txt has the output of its children."""
+    """Yields a runner that writes to the folder `out`, which is locked meanwhile; log.txt in it
+    gets the output of the children."""
     folder = Path(out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     refusal = f"out={out}: another bench measures into it; wait for it, or stop it."
@@ -264,7 +268,7 @@ class GpuConfig:
     """The folder for the results, one file each, and log.txt."""
     budget_minutes: float = 9.0
     only: Words = field(default_factory=list)
-    """Items of the queue, or prefixes of their names such as ladder; empty: all."""
+    """Items of the queue to measure, or prefixes of their names such as ladder; empty: all."""
     setting: str | None = None
     """tiny: all items at a size for two CPU cores; null: the published sizes."""
     again: str | None = None

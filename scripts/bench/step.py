@@ -69,11 +69,12 @@ class Loop:
         return torch.stack(losses[steps // 2 :]).mean().item()
 
     def list_missing(self) -> Words:
-        """Lists the requested techniques that are not on."""
+        """Lists the techniques that the configuration requests and that are not on."""
         return [row.key for row in self.ledger if row.missing]
 
     def describe_steps(self, step_ms: Sequence[float]) -> Figures:
-        """Returns the figures of this loop, whose steps took `step_ms`."""
+        """Returns the figures of this loop; `step_ms` are the milliseconds per step of each
+        round."""
         figures: Figures = summarise("step_ms", step_ms)
         samples = self.cfg.batch_size
         return figures | {
@@ -131,8 +132,8 @@ def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str,
 
 
 def sum_phases(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
-    """Sums the milliseconds of each phase, from marks at the ends of phases: seconds on the host,
-    or events of a GPU that has finished."""
+    """Sums the milliseconds of each phase. Each of `marks` is a phase and the time at which it
+    ended: seconds on the host, or an event of a GPU that has finished."""
     phase_ms = defaultdict(float)
     for (_, start), (phase, end) in itertools.pairwise(marks):
         on_host = isinstance(start, float)
@@ -146,8 +147,9 @@ def time_phases(workload: Workload, steps: int) -> dict[str, float]:
     marks = []
 
     def mark(phase: str) -> None:
-        """Notes the end of a phase: on a GPU by an event, because launches return before the device
-        has finished, and waiting for it would slow down the step."""
+        """Notes the time at which a phase ends. On a GPU it records an event, because launches
+        return before the device has finished, and waiting for the device would slow down the
+        step."""
         end: Any = time.perf_counter()
         if workload.device.type == "cuda":
             end = torch.cuda.Event(enable_timing=True)
@@ -191,7 +193,7 @@ def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
     total = 0.0
     products = 0.0
     for event in events:
-        # The row of an operator would count its kernels again.
+        # On a GPU skip the rows of operators, which would count their kernels again.
         if cuda and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
             continue
         ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
@@ -215,9 +217,10 @@ def find_bound(
     """Returns the bottleneck of a step, the reason, and words to try. It checks the data first,
     then the launches, then the kernels.
 
-    `busy` is None on a CPU, and `share` is that of products in the busy time. `left` are the words,
-    such as runtime.compile=true, that are available on this machine and off in this run; the result
-    proposes only these.
+    `busy` are the milliseconds of a step in which the GPU runs kernels, None on a CPU; `share` is
+    the share of matrix products in the busy time. `left` are the overrides, such as
+    runtime.compile=true, that this machine supports and this run does not use; the result proposes
+    only these.
     """
     savers = [kind.make_override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
     launch_savers = [word for word in savers if word in left]

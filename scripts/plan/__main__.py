@@ -4,18 +4,20 @@
         runtime=production batch_size=256 hardware=h100
     python -m scripts.plan <the same> rate_of=runs/my-fastrun price_per_hour=2.5
     python -m scripts.plan scale model=ssd_mlp_xl data=synthetic mfu=0.4
-                                        on N GPUs: where each way stops paying
+                                        on N GPUs: up to how many ddp, fsdp and hsdp pay
     python -m scripts.plan largest model=dit_b data=synthetic hardware=h100 batch_size=64
-                                        the deepest or widest model that fits, by each way
+                                        the deepest or widest model that fits, for each
+                                        way to save memory
     python -m scripts.plan tune model=ssd_mlp_s data=synthetic
                                         measures the fastest runtime keys here, and writes them
                                         to conf/runtime/tuned.yaml, for runtime=tuned
 
-`hardware` is a name from training/environment.py, or `here` for this machine's GPU, or its CPU. If
-the run does not fit, the plan names the cheapest change that makes it fit and counts what each
-change saves by itself. Hours and cost need a rate: that of an earlier run (`rate_of`), one that you
-give (`samples_per_s`), or a share of the card's peak (`mfu`). Any word that is none of a command's
-keys is an override of the training configuration. `--json` prints one object.
+`hardware` is a GPU model from training/environment.py, or `here` for this machine's GPU, or for its
+CPU if it has no GPU. If the run does not fit, the plan names the cheapest change that makes it fit
+and counts what each change saves by itself. Hours and cost need a rate: that of an earlier run
+(`rate_of`), one that you give (`samples_per_s`), or a share of the card's peak (`mfu`). Any word
+that sets no key of the command is an override of the training configuration. `--json` prints one
+object.
 """
 
 from __future__ import annotations

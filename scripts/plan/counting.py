@@ -36,18 +36,20 @@ from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")
 Place = tuple[str, int | None]
-"""A phase of the step, and the index of the block that runs, or None."""
+"""(phase of the step, index of the block that runs, or None outside the blocks)"""
 
 
 class Peak(NamedTuple):
-    """Peak of the live bytes at a place, and the gradients' share of them."""
+    """Largest number of live bytes at a place of the step, and the bytes of gradients among
+    them."""
 
     live: float
     gradients: float
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the live tensor storage of the operations inside, by place."""
+    """Counts the bytes of live tensors that operations inside the `with` block make, by place of
+    the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class Tracker(TorchDispatchMode):
         return True
 
     def track(self, tensors: Iterable[Any]) -> None:
-        """Counts tensors as live until they are freed."""
+        """Counts the storages of these tensors as live until PyTorch frees them."""
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
                 self.track(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -80,7 +82,7 @@ class Tracker(TorchDispatchMode):
             self.peaks[self.place] = Peak(self.live, self.gradients)
 
     def forget(self, address: int, size: int) -> None:
-        """Subtracts a storage that has been freed."""
+        """Subtracts the bytes of a storage that PyTorch has freed."""
         self.tracked.remove(address)
         self.live -= size
 
@@ -99,9 +101,10 @@ class Tracker(TorchDispatchMode):
         self.track(())
 
     def note_gradient(self, parameter: Tensor) -> None:
-        """Counts a gradient; PyTorch calls this hook after it has accumulated one."""
+        """Counts the bytes of a parameter's gradient. PyTorch calls this hook after it has
+        accumulated the gradient."""
         assert parameter.grad is not None
-        # Later micro-batches add to the same gradient.
+        # Count it once, because later micro-batches add to the same gradient.
         if id(parameter) not in self.with_gradient:
             self.with_gradient.add(id(parameter))
             self.gradients += parameter.grad.nbytes
@@ -135,7 +138,7 @@ class GpuStack(AccelerationStack):
     """A stack with all requested techniques, as a GPU would have them."""
 
     def find_obstacle(self, technique: Technique) -> None:
-        """Finds none, on the assumption that the GPU supports every technique."""
+        """Returns None (no obstacle): a plan assumes that the GPU supports every technique."""
 
 
 def build_planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
@@ -196,7 +199,7 @@ class PassBytes(NamedTuple):
 
 
 def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
-    """Counts the forward and backward passes of the micro-batches of a step."""
+    """Counts the bytes of the forward and backward passes of all micro-batches of a step."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         training = build_without_data(cfg, spec, gpu)
         model = training.model
@@ -210,7 +213,7 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
         ]
         batches = [Batch(micro_batch, numbers, numbers, numbers) for micro_batch in latents]
 
-        # Blocks are compiled before the count, because compiling allocates tensors too.
+        # Compile the blocks before the count, because compiling allocates tensors too.
         if any(module._compiled_call_impl is not None for module in model.modules()):
             step.accumulate(batches)
             step.optimizer.zero_grad(set_to_none=True)
@@ -243,15 +246,16 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
 
 
 def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, float]:
-    """Counts the optimizer's second update, for which its state exists already. Returns the bytes
-    that last, by name, the `temporary` bytes, and the elements of the largest `part` of the
-    parameters."""
+    """Counts the bytes of the optimizer's second update, for which its state exists already.
+    Returns by name: the bytes of each part that lasts until the next step; `temporary`, the bytes
+    that the update frees again; and `part`, the number of elements of the largest part of the
+    parameters, if an optimizer updates part by part."""
     training = build_without_data(cfg, spec, gpu)
     step = training.step
     optimizer = step.optimizer
     inner_optimizers = iterate_innermost(optimizer)
     for group in (group for inner in inner_optimizers for group in inner.param_groups):
-        # On a GPU PyTorch chooses the foreach implementation, which takes more memory.
+        # Choose the foreach implementation, as PyTorch does on a GPU; it takes more memory.
         if gpu and not group.get("fused") and "foreach" in group:
             group["foreach"] = True
     for parameter in step.parameters:

@@ -1,4 +1,4 @@
-"""Finds the largest model that fits a card, for each way to save memory.
+"""Finds the largest model that fits a GPU, for each way to save memory.
 
     python -m scripts.plan largest model=dit_b data=synthetic hardware=h100 batch_size=64
     python -m scripts.plan largest model=dit_b data=synthetic of=dim gpus=64 \\
@@ -6,8 +6,9 @@
 
 Each row is a way: overrides that the command adds to yours, and that win over them. `of=depth`
 grows the number of blocks, `of=dim` the width, in steps of model.head_dim, until one more no longer
-fits. All ways have your batch on each GPU; those that shard run on `gpus`. Bytes are counted as for
-any plan; × is the ratio to the parameters of the first row. On a GPU: not measured yet.
+fits. In every way each GPU has the batch of the configuration; the ways that shard the model run on
+`gpus` GPUs. Bytes are counted as for any plan; × is the ratio to the parameters of the first row.
+On a GPU: not measured yet.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WAYS = (
 )
 HEADS = ("largest", "parameters", "×", "GPUs", "GiB a GPU", "GiB of state on the host", "way")
 MAX_SIZE = 4096
-"""Upper end of the search: blocks, or steps of the width."""
+"""Largest size that the search tries: number of blocks, or width in steps of model.head_dim."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def find_largest(
 
 
 def find_crossing(points: list[tuple[int, float]], memory: float, power: int) -> int:
-    """Finds the n at which the line through two points, over n ** power, reaches the memory;
-    `MAX_SIZE` if the line does not rise."""
+    """Draws a line through the two points (n ** power, bytes), and returns the n at which the line
+    reaches `memory` bytes; `MAX_SIZE` if the line does not rise."""
     (n_before, size_before), (n, size) = points
     slope = (size - size_before) / (n**power - n_before**power)
     if slope <= 0:
@@ -91,7 +92,8 @@ def find_crossing(points: list[tuple[int, float]], memory: float, power: int) ->
 def forecast_largest(
     cfg: LargestConfig, words: list[str], way: str, card: Card
 ) -> tuple[int, Forecast]:
-    """Returns the largest value of the growing key with which the run fits, and its forecast."""
+    """Returns the largest value of the key `cfg.of` with which the run fits, and the forecast of
+    that run."""
     train = compose_pretrained([*words, *way.split()]).cfg
     sharded = train.runtime.parallel.mode.value in ("fsdp", "hsdp")
     gpus = cfg.gpus if sharded else 1
@@ -100,7 +102,8 @@ def forecast_largest(
     wider = cfg.of == "dim"
     step = train.model["head_dim"] if wider else 1
 
-    # Deeper models share the counts of few blocks; wider ones take scaled updates from `like`.
+    # Deeper models share the counts that were made with few blocks. Wider models share none, so the
+    # bytes of their updates are scaled from `like`.
     like = forecast(question) if wider else None
     forecasts: dict[int, Forecast] = {}
 
@@ -129,7 +132,8 @@ def compare_ways(cfg: LargestConfig, words: list[str]) -> str:
             "head_dim; choose another."
         )
 
-    # A way that this model or machine does not support leaves the other rows unchanged.
+    # If this model or machine does not support a way, the row of that way shows the reason, and the
+    # other rows stay.
     began = time.monotonic()
     first = None
     rows: list[tuple[object, ...]] = [HEADS]

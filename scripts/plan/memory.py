@@ -38,14 +38,14 @@ from training.weights.adapter_base import add_adapter, find_base
 from training.weights.pretrained import build_on_meta
 
 CONTEXT_BYTES = 0.6 * GIB
-"""Bytes of the driver's context, and the workspaces of cuBLAS and cuDNN."""
+"""Bytes of the driver's context, including the workspaces of cuBLAS and cuDNN."""
 ALLOCATOR_SLACK = 0.04
 """Overhead of the caching allocator, as a share of the live bytes."""
 OFFLOADED_PARTS = ("weights", "gradients", "averages", "optimizer")
 """Parts of the state that sharding with cpu_offload keeps in host memory."""
 COUNT_CACHE: dict[str, Any] = {}
-"""All passes and updates that this process has counted: forecasts that differ in the optimizer, the
-batch or the number of GPUs share many of them."""
+"""Counts of passes and updates that this process has made, by their settings: forecasts that differ
+in the optimizer, the batch or the number of GPUs share many of them."""
 
 
 class Needs(NamedTuple):
@@ -56,16 +56,17 @@ class Needs(NamedTuple):
     optimizer: float
     averages: float
     kept: float = 0.0
-    """Tensors that all blocks save for the backward pass."""
+    """Bytes of the tensors that all blocks together save for the backward pass."""
     workspace: float = 0.0
-    """Temporary tensors: the gradients of a block's activations, or the copies of an update."""
+    """Bytes of temporary tensors: the gradients of a block's activations, or the copies that an
+    update makes."""
     latents: float = 0.0
     context: float = 0.0
     slack: float = 0.0
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
+        """Bytes of all parts together."""
         return sum(self)
 
 
@@ -73,8 +74,9 @@ class Needs(NamedTuple):
 class Question:
     """The run to forecast: its configuration, on `gpus` GPUs that share each batch.
 
-    `spec` describes its latents; `resident` is their size in bytes on the device. With `gpu=False`
-    the forecast is for this machine's CPU, without the techniques that it does not support.
+    `spec` describes the latents; `resident` is the number of bytes of latents that lie on the
+    device. With `gpu=False` the forecast is for this machine's CPU, without the techniques that it
+    does not support.
     """
 
     cfg: TrainConfig
@@ -85,7 +87,7 @@ class Question:
 
     @property
     def samples(self) -> int:
-        """Samples of a micro-batch on one GPU."""
+        """Number of samples in a micro-batch on one GPU."""
         return max(1, self.cfg.batch_size // self.cfg.accumulation_steps // self.gpus)
 
     @property
@@ -98,7 +100,7 @@ class Question:
 
     @property
     def shards(self) -> int:
-        """GPUs over which the state is sharded."""
+        """Number of GPUs over which the state is sharded; 1: it is not sharded."""
         if self.mode == "hsdp":
             return min(self.cfg.runtime.parallel.shard_degree or 8, self.gpus)
         return self.gpus if self.mode == "fsdp" else 1
@@ -113,7 +115,8 @@ class Forecast:
     """The model at its full depth, on the meta device."""
     techniques: list[Technique]
     period: int
-    """Blocks after which the pattern of blocks repeats."""
+    """Number of blocks after which the pattern of blocks repeats: a technique may treat, say, every
+    second block differently."""
     depths: list[int]
     passes: list[PassBytes]
     updates: list[dict[str, float]]
@@ -150,7 +153,8 @@ class Forecast:
 
     @cached_property
     def lasting(self) -> dict[str, float]:
-        """Bytes of one GPU that last from one step to the next, by part."""
+        """Part, such as weights or optimizer -> its bytes on one GPU that last from one step to the
+        next."""
         shards = self.question.shards
         parts = {name: self.count_whole(name) / shards for name in (*OFFLOADED_PARTS, "on_host")}
         if self.question.cfg.runtime.parallel.cpu_offload and shards > 1:
@@ -159,21 +163,22 @@ class Forecast:
         return parts
 
     def count_whole(self, name: str) -> float:
-        """Counts a lasting part, or an update's temporary bytes, without sharding."""
+        """Returns the bytes of the lasting part `name`, or the temporary bytes of an update, as
+        they are without sharding."""
         if self.like is not None:
             return self.like.count_whole(name) * self.parameters / self.like.parameters
         return self.extrapolate([counted[name] for counted in self.updates])
 
     @property
     def buckets(self) -> float:
-        """Bytes of ddp's copies of the gradients."""
+        """Bytes of the buckets into which ddp copies the gradients; 0 if it makes no copies."""
         copies = not self.question.cfg.runtime.parallel.gradient_as_bucket_view
         return self.lasting["gradients"] if self.question.mode == "ddp" and copies else 0.0
 
     @property
     def gathered(self) -> float:
-        """Bytes of the parameters that a sharded model has gathered: the running block and the next
-        one."""
+        """Bytes of the parameters that a sharded model has gathered: those of the running block and
+        of the next one, or all if it does not reshard after the forward pass."""
         if self.question.shards == 1:
             return 0.0
         if not self.question.cfg.runtime.parallel.reshard_after_forward:
@@ -193,7 +198,8 @@ class Forecast:
             latents=question.resident,
         )
 
-        # Two micro-batches are counted; the latents of all others wait on the device too.
+        # The counts contain two micro-batches. Add the latents of all further ones, which wait on
+        # the device too.
         spec = question.spec
         batch = 4.0 * spec.channels * spec.height * spec.width + 8.0
         batches = max(0, steps - 2) * question.samples * batch
@@ -201,7 +207,8 @@ class Forecast:
         phases = {}
         for phase, peak in self.find_peaks().items():
             rest = max(0.0, peak.live - self.count_whole("weights") - peak.gradients)
-            # Gradients are whole until the last micro-batch, and there are none before the first.
+            # With several micro-batches the gradients stay unsharded until the last one. With only
+            # one, the forward pass has no gradients yet.
             gradients = peak.gradients / (question.shards if steps == 1 else 1) + self.buckets
             phases[phase] = lasting._replace(
                 gradients=0.0 if phase == "forward" and steps == 1 else gradients,
@@ -209,12 +216,13 @@ class Forecast:
                 workspace=max(0.0, rest - self.kept) + batches,
             )
 
-        # The update of the averages makes an fp32 copy of its largest part.
+        # The averages are updated part by part with an fp32 copy of the part, so the largest part
+        # counts.
         parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
         phases["optimizer"] = lasting._replace(workspace=self.count_update_bytes())
         phases["ema"] = lasting._replace(workspace=4.0 * max(parts) / question.shards)
 
-        # Each GPU builds the whole model before it is sharded.
+        # Each GPU builds the whole model before it shards it.
         if question.shards > 1:
             phases["start"] = Needs(
                 self.count_whole("weights"), 0.0, 0.0, 0.0, latents=question.resident
@@ -227,8 +235,8 @@ class Forecast:
         }
 
     def count_update_bytes(self) -> float:
-        """Counts the temporary bytes of an update; one that runs in parts needs those of its
-        largest part."""
+        """Counts the temporary bytes of an update. If the update runs part by part, these are the
+        bytes of its largest part."""
         part = count_largest_part(make_parameter_groups(self.model, 0.0))
         sizes = [technique.count_part_bytes(part) for technique in self.techniques]
         part_sizes = [size for size in sizes if size is not None]
@@ -267,7 +275,8 @@ def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Pla
 
 
 def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
-    """Makes the question for a run on devices with `memory` bytes; latents that fit lie there."""
+    """Makes the question for a run on devices with `memory` bytes; if the latents fit, they count
+    as lying there."""
     spec, resident = foresee_latents(cfg.data, cfg.seed, memory)
     return Question(cfg, spec, gpus, resident, gpu)
 
@@ -301,8 +310,8 @@ def forecast(question: Question, like: Forecast | None = None) -> Forecast:
 
 
 def count_run(question: Question, like: Forecast | None) -> Forecast:
-    """Counts passes, and updates unless `like` has them, at two small depths; or at the model's own
-    depth if that is small or no key sets it."""
+    """Counts passes at two small depths, or at the model's own depth if that is small or no key
+    sets it. If `like` is None it counts updates at the same depths."""
     cfg = question.cfg
     spec = question.spec
     model = build_on_meta(cfg.model, spec)
@@ -320,7 +329,8 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
             COUNT_CACHE[key] = count(cfg, spec, question.gpu)
         return COUNT_CACHE[key]
 
-    # Micro-batches after the second repeat it, and a pass does not depend on the optimizer.
+    # Count at most two micro-batches, because later ones repeat the second. Count passes with SGD,
+    # because they do not depend on the optimizer, and forecasts then share the counts.
     pass_cfg = replace(cfg, optim={"_target_": "torch.optim.SGD"})
     few_steps = min(2, cfg.accumulation_steps)
     passes = [

@@ -51,16 +51,17 @@ class PlanConfig:
     """Keys of the command; any other word is an override of the training configuration."""
 
     hardware: str | None = None
-    """Name of a card, or here; null: this machine's GPU, and h100 without one."""
+    """Name of a GPU model, or here; null: this machine's GPU, or h100 if it has none."""
     gpus: Positive = 1
     price_per_hour: Annotated[float, Ge(0)] | None = None
-    """Price of one GPU, in any currency."""
+    """Price of one GPU per hour, in any currency."""
     samples_per_s: Annotated[float, Gt(0)] | None = None
-    """Known speed of all GPUs together."""
+    """Samples per second of all GPUs together, if you know them."""
     rate_of: str | None = None
-    """The folder of a run that has ended, such as a fastrun, whose samples per second to assume."""
+    """The folder of a run that has ended, such as a fastrun; the plan assumes its samples per
+    second."""
     mfu: Share | None = None
-    """Model FLOPs utilisation: the share of the peak that each GPU reaches."""
+    """Model FLOPs utilisation: the share of its peak FLOP/s that each GPU is assumed to reach."""
     json: bool = False
 
 
@@ -69,13 +70,14 @@ class TuneConfig:
     """Keys of `tune`; any other word is an override of the training configuration."""
 
     out: str | None = None
-    """File for the choice; null: conf/runtime/tuned.yaml, which runtime=tuned selects."""
+    """File to which the command writes the fastest runtime keys; null: conf/runtime/tuned.yaml,
+    which runtime=tuned selects."""
     seconds: float = 120.0
 
 
 def choose_card(hardware: str | None) -> tuple[str, Card]:
-    """Returns the user's name of the card to plan for, and the card; that of this machine has the
-    memory that the machine reports."""
+    """Returns the name of the GPU model to plan for, and the figures known of it. For this machine
+    (`here`) the memory is what the machine reports."""
     device = pick_device("auto")
     name = hardware or (HERE if device.type == "cuda" else "h100")
     if name != HERE:
@@ -88,14 +90,14 @@ def choose_card(hardware: str | None) -> tuple[str, Card]:
 
 
 def forecast_run(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
-    """Forecasts the run that these words describe."""
+    """Forecasts the memory of the run that these overrides describe."""
     train = compose_pretrained([*words]).cfg
     return forecast(make_question(train, card.memory, cfg.gpus, gpu=card.name != "cpu"))
 
 
 def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
-    """Returns the samples per second of all GPUs, None if no key states a rate. ValueError if the
-    key's source has no rate."""
+    """Returns the samples per second of all GPUs together, or None if no key states a rate.
+    ValueError if the peak of the GPU is unknown (mfu), or the run has no rate (rate_of)."""
     if cfg.mfu is not None:
         if not card.flops_16bit:
             raise UserError(
@@ -118,8 +120,8 @@ def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
 
 
 def find_largest_micro_batch(plan: Forecast, memory: float) -> int:
-    """Finds the largest micro-batch that fits, by extrapolating the bytes linearly over the
-    samples; 0 if none fits."""
+    """Finds the number of samples of the largest micro-batch that fits, by extrapolating the bytes
+    linearly over the samples; 0 if none fits."""
     question = plan.question
     samples = question.samples
     other = max(1, samples // 2) if samples > 1 else 2
@@ -185,8 +187,8 @@ def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None
 
 
 def list_not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
-    """Lists simplifications of the plan -> keys of the techniques that they concern. Without a
-    `gpu` it leaves out techniques that need one."""
+    """Lists what the plan simplifies -> keys of the techniques that this concerns. If `gpu` is
+    false it leaves out techniques that need a GPU."""
     values = train.runtime.values()
     notes: dict[str, list[str]] = {}
     for kind in TECHNIQUES:
@@ -261,7 +263,8 @@ def describe_time_and_cost(plan: dict[str, Any]) -> str:
 
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:
-    """Tries techniques, writes the fastest to a runtime file, and returns the table of all.
+    """Tries techniques, writes the fastest combination to a runtime file, and returns a table of
+    all that it tried.
 
     ValueError if nothing was measured, or `out` is no place for the file.
     """

@@ -1,8 +1,8 @@
 """Counts how much memory each change of a run would save, and finds the cheapest changes that make
 it fit.
 
-After a run has exhausted the memory, training/failures.py starts this file with the run in a job
-file. It counts on the CPU, because the device is full.
+After a run has exhausted the memory, training/failures.py starts this file with a job file that
+describes the run. This file counts on the CPU, because the device is full.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ from training.config.schema import TrainConfig
 from training.tune import STEPS_KEY, apply_changes
 
 USEFUL_SHARE = 0.99
-"""A change must reduce the peak below this share of it."""
+"""A change counts as a saving only if it reduces the peak to less than this share."""
 FEW_SAMPLES = 8
-"""Samples of a micro-batch below which recomputing is tried before still smaller ones."""
+"""A micro-batch is tried before gradient checkpointing if it has at least this number of samples,
+and after it if it has fewer."""
 SMALLER_RANK = 20
-"""Rank of a smaller micro-batch among the savings; low ranks are tried first."""
+"""Place of a smaller micro-batch in the order in which savings are tried, the lowest number
+first."""
 MUCH_SMALLER_RANK = 50
-"""Rank of a micro-batch with fewer than `FEW_SAMPLES` samples."""
+"""Place in that order of a micro-batch with fewer than `FEW_SAMPLES` samples: late, because its
+matrix products are slow."""
 OPTIM = "optim"
 EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
 Apply = Callable[[Mapping[str, Any]], TrainConfig]
-"""Applies changes to a configuration; ValueError if they contradict its other values."""
+"""Function that applies changes (key -> value) to a run's configuration and returns the result;
+ValueError if they contradict its other values."""
 
 
 def format_overrides(changes: Mapping[str, Any]) -> list[str]:
@@ -64,8 +68,8 @@ def make_apply(cfg: TrainConfig) -> Apply:
 
 
 def list_savings(question: Question, exact: bool = False) -> list[Saving]:
-    """Lists changes that save memory, the cheapest first. With `exact` it lists only changes that
-    keep the results of the computation."""
+    """Lists changes that save memory, those that cost the least first. With `exact` it lists only
+    changes that keep the results of the computation."""
     savings = [] if exact else [EIGHT_BIT]
     for kind in TECHNIQUES:
         if not exact or kind.loss_rtol == 0.0:
@@ -77,7 +81,7 @@ def list_savings(question: Question, exact: bool = False) -> list[Saving]:
         savings.append(Saving({STEPS_KEY: steps}, "smaller products", smaller + times.bit_length()))
         times *= 2
 
-    # Changes of the same rank are tried together.
+    # Merge the changes of the same rank, because they are tried together.
     rank = attrgetter("rank")
     groups = [list(group) for _, group in groupby(sorted(savings, key=rank), rank)]
     return [group[-1]._replace(values=merge_values(group)) for group in groups]
@@ -92,7 +96,7 @@ def forecast_change(now: Forecast, values: Mapping[str, Any], apply: Apply) -> F
             return None
         changed = forecast(replace(now.question, cfg=cfg))
     except (ValueError, ImportError):
-        # The library of an optimizer may be missing.
+        # ImportError: the library of an optimizer may be missing.
         return None
     return changed if changed.needs.total < USEFUL_SHARE * now.needs.total else None
 
@@ -106,7 +110,7 @@ def find_cheapest_change(
     for new in list_savings(now.question, exact):
         if now.needs.total <= memory:
             break
-        # A new change replaces an earlier one of the same keys.
+        # A new change replaces an earlier change of the same keys.
         tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]
         changed = forecast_change(now, merge_values(tried), apply)
         if changed:
@@ -118,16 +122,17 @@ def find_cheapest_change(
 def count_savings(
     now: Forecast, barred: Collection[str] = (), until: float = inf
 ) -> list[dict[str, Any]]:
-    """Counts how many bytes of a run's peak each change saves by itself. Returns the `words` of the
-    changes, their `bytes` and their `costs`, most bytes first.
+    """Counts how many bytes of a run's peak each change saves by itself. Returns for each change
+    its overrides (`words`), the `bytes` by which it lowers the peak, and what it `costs`; most
+    bytes first.
 
-    Of smaller micro-batches it counts only the halved one. It skips keys that are `barred`, and
-    stops at `until` (of time.monotonic).
+    Of the smaller micro-batches it counts only half the present one. It leaves out the keys in
+    `barred`, and starts no forecast after `until`, a time of time.monotonic().
     """
     cfg = now.question.cfg
     rows = []
 
-    # The cheapest changes come first, because the time may be over before the last.
+    # Count the cheapest changes first, because the time may be over before the last.
     for saving in list_savings(now.question):
         values = {key: value for key, value in saving.values.items() if key not in barred}
         if values.get(STEPS_KEY, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:

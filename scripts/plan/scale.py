@@ -1,5 +1,5 @@
-"""Predicts step time and memory of each way to use N GPUs, and where each stops paying.
-docs/scaling.md has formulas and sources.
+"""Predicts step time and memory of each way to use N GPUs (ddp, fsdp, hsdp), and up to how many
+GPUs each way pays. docs/scaling.md has formulas and sources.
 
     python -m scripts.plan scale model=ssd_mlp_xl data=synthetic mfu=0.4
     python -m scripts.plan scale model=mamba_b data=synthetic gpus=[1,8,64] batch_per_gpu=64 \\
@@ -23,16 +23,16 @@ from training.environment import CARDS, GIB, Card
 from training.weights.adapter_base import compose_pretrained
 
 LEAST_EFFICIENCY = 0.8
-"""Share of N times one GPU's speed that N GPUs must reach for a way to pay."""
+"""A way pays if N GPUs reach at least this share of N times the speed of one GPU."""
 WAYS = ("ddp", "fsdp", "hsdp")
 HEADS = ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
 GPUS_A_MACHINE = 8
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket of gradients in ddp (runtime.parallel.bucket_cap_mb)."""
 HOP_SECONDS = 1e-6
-"""Latency from GPU to GPU in a machine, of the order of NCCL's own tables."""
+"""Seconds of latency from GPU to GPU in a machine, of the order of NCCL's own tables."""
 MACHINE_HOP_SECONDS = 5e-6
-"""Latency from machine to machine."""
+"""Seconds of latency from machine to machine."""
 
 
 Share = Annotated[float, Gt(0), Le(1)]
@@ -63,14 +63,16 @@ class ScaleConfig:
 
 
 def find_card(hardware: str) -> Card:
-    """Returns the card of this name. ValueError for one that is not in the table."""
+    """Returns the figures of the GPU model of this name. ValueError if the table `CARDS` does not
+    have it."""
     if hardware not in CARDS:
         raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
     return CARDS[hardware]
 
 
 def scale(cfg: ScaleConfig, words: list[str]) -> str:
-    """Returns the table of all ways, and up to how many GPUs each pays."""
+    """Returns a table with a row for each way and number of GPUs, and sentences that say up to how
+    many GPUs each way pays."""
     cfg.check()
     assert cfg.mfu is not None
     card = find_card(cfg.hardware)
@@ -82,7 +84,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     flops = count_passes(model) * model.flops_per_sample()
 
-    # The computation and the communication of one GPU.
+    # Describe the computation and the communication of one GPU in a step.
     compute = flops * cfg.batch_per_gpu / (card.flops_16bit * cfg.mfu)
     width = 2 if train.runtime.parallel.reduce_dtype.value == "bf16" else 4
     step = Step(compute, parameters, width, model.depth + 1)
@@ -131,7 +133,8 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
 
 
 def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
-    """Returns the question of one GPU for `gpus` GPUs: same batch per GPU, parallelism `way`."""
+    """Changes a forecast's question for one GPU to `gpus` GPUs with parallelism `way`; each GPU
+    keeps its batch."""
     parallel = replace(question.cfg.runtime.parallel, mode=ParallelMode(way))
     runtime = replace(question.cfg.runtime, parallel=parallel)
     batch_size = question.cfg.batch_size * gpus
@@ -150,8 +153,8 @@ def describe_range(good: list[int], worse: list[int]) -> str:
 
 
 def find_bandwidth(gpus: int, card: Card) -> float:
-    """Returns the bytes per second of a ring. Across machines each GPU has its own network card,
-    and several rings use all cards at once."""
+    """Returns the bytes per second of a ring of `gpus` GPUs. Across machines each GPU has its own
+    network card, and several rings use all network cards at once."""
     if gpus <= GPUS_A_MACHINE:
         return card.intra_bandwidth
     return min(card.intra_bandwidth, GPUS_A_MACHINE * card.inter_bandwidth)
@@ -183,9 +186,9 @@ class Step(NamedTuple):
     """Seconds of computation."""
     parameters: int
     width: int
-    """Bytes per parameter in which gradients are sent."""
+    """Bytes of one gradient value when GPUs send it."""
     scatters: int
-    """Reduce-scatters of a step with fsdp: one per block, and one for the root."""
+    """Number of reduce-scatters in a step with fsdp: one per block, and one for the root module."""
 
 
 def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:

@@ -1,5 +1,5 @@
 """Measures which techniques make a run's step fastest on this machine. Before training with
-`runtime=auto`, training/tune.py starts this file with a job.
+`runtime=auto`, training/tune.py starts this file with a job file that describes the run.
 
 The search tries one candidate after the other, and each technique's values on top of the best
 candidate so far. Each candidate builds and warms up the whole step in its own process (this file
@@ -49,9 +49,10 @@ from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
 NEEDED_SHARE = 0.98
 """Share of the best step time so far that a candidate must stay below."""
 CANDIDATE_SHARE = 0.75
-"""Share of the remaining time that a candidate may take, so that one that hangs leaves some."""
+"""Share of the remaining time that a candidate may take, so that a candidate that hangs leaves time
+for others."""
 USABLE_MEMORY = 0.95
-"""Share of the device's memory that a forecast may take."""
+"""Largest share of the device's memory that a step may need, by the forecast."""
 TOO_LATE = "the budget was over before it was measured"
 PROBE_STEPS = 3
 """Steps whose losses and gradient norms are compared with those of the first candidate."""
@@ -60,10 +61,10 @@ MAX_TIMED_STEPS = 16
 GPU_STEPS_AT_A_TIME = 4
 """Steps of a GPU that are timed together, so that launches run ahead as they do in training."""
 LEAST_TOLERANCE = 1e-3
-"""Relative difference that is always allowed: the effect of another order of sums after a few
-updates."""
+"""Relative difference of losses and gradient norms that is always allowed: the effect of another
+order of sums after a few updates."""
 Changes = dict[str, Any]
-"""Runtime key or accumulation_steps -> value, in types of JSON."""
+"""Changes to a run: runtime key or accumulation_steps -> new value, in types of JSON."""
 
 
 class Search:
@@ -76,17 +77,19 @@ class Search:
         self.device = torch.device(job["device"])
         self.processes: int = job["processes"]
         self.reserved: float = job["resident"]
-        """Bytes on the device that the run will need besides the candidate's own."""
+        """Bytes on the device that the run will need and that a candidate's step does not have,
+        such as resident latents."""
         self.tried: list[dict[str, Any]] = []
         self.tried_configs: list[TrainConfig] = []
-        """Configurations that have been tried."""
+        """Configurations that were tried already."""
         self.reference: dict[str, Any] = {}
         """Result of the first candidate, whose losses all others must match."""
         self.longest = 0.0
-        """Seconds of the slowest candidate."""
+        """Seconds that the slowest candidate so far took."""
 
     def run(self) -> dict[str, Any]:
-        """Returns the fastest candidate as `words` and `changes`, and all that were `tried`."""
+        """Returns the fastest candidate, as `words` (overrides) and as `changes` (key -> value),
+        and the list `tried` with the result of every candidate."""
         best = dict(ChainMap(self.find_fitting(), *(values[0] for values in self.list_ways())))
         fastest = self.time_candidate(best)
 
@@ -144,9 +147,9 @@ class Search:
         return merge_values(taken)
 
     def list_ways(self) -> list[list[Changes]]:
-        """Lists the values of each technique to choose among by time, the initial value first.
-        Techniques that launch fewer kernels come first; those that the model does not use are left
-        out."""
+        """Lists for each technique that tuning tries its candidates, the present values first;
+        `run` keeps the fastest. Techniques that launch fewer kernels come first. Techniques that
+        the model does not use are left out."""
         values = self.cfg.runtime.values()
         stack = AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
         unused = self.reference.get("unused", ())
@@ -163,8 +166,8 @@ class Search:
         ]
 
     def time_candidate(self, changes: Changes) -> float:
-        """Tries a candidate and returns its median milliseconds per step; infinity if it is refused
-        or was tried before."""
+        """Tries a candidate and returns its median milliseconds per step, or infinity if the
+        candidate is refused or was tried before."""
         cfg = apply_changes(self.cfg, changes)
         if cfg in self.tried_configs:
             return math.inf
@@ -212,8 +215,8 @@ class Search:
         return {"refusal": f"its process ended{why}"}
 
     def find_difference(self, result: dict[str, Any]) -> str | None:
-        """Says how losses or norms differ from those of the first candidate; None if they match
-        within the tolerance."""
+        """Says how a candidate's losses or gradient norms differ from those of the first candidate;
+        None if they match within the tolerance."""
         self.reference = self.reference or result
         tolerance = max(result["tolerance"], self.reference["tolerance"])
         for name in ("losses", "norms"):
@@ -238,8 +241,8 @@ def list_micro_batches(cfg: TrainConfig) -> list[Changes]:
 
 
 def prepare_candidate(job: Mapping[str, Any]) -> Training:
-    """Assembles the step of a candidate for one of the processes, on normally distributed latents
-    and with weights at which every part affects the loss."""
+    """Assembles a candidate's step as one of the run's processes has it. The latents are normally
+    distributed; the weights are such that every part of the model affects the loss."""
     cfg = apply_schema(TrainConfig, job["cfg"], [])
     spec = LatentSpec(**job["spec"])
 
@@ -263,7 +266,8 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
     single = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
     training = assemble(single, torch.device(job["device"]), parts=Parts(loader=make_loader))
 
-    # A new model returns zero, so that no error in a block would show in the losses.
+    # Add noise to the initial weights: a new model returns zero, so its losses hide every error in
+    # a block.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in training.state.ema.parameters:
@@ -273,8 +277,8 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
 
 def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
     """Warms up and takes a few steps. Returns their losses and norms, the tolerance, the techniques
-    that the model does not use, and a refusal if a technique of this candidate is not on. A kernel
-    may be off, because a run continues without it."""
+    that the model does not use, and a refusal if a technique of this candidate is not on. A fused
+    kernel may be off, because a run continues without the kernel."""
     ledger = training.warm_up()
     outputs = [training.take_step() for _ in range(PROBE_STEPS)]
     techniques = [t for t in training.stack.techniques if t.key in asked]
@@ -306,7 +310,7 @@ def time_steps(training: Training, until: float) -> list[float]:
 def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
     """Tries one candidate: returns its probe, its seconds per step, or why it is refused."""
     try:
-        # An empty tensor takes the memory that the run will need besides this step.
+        # Hold the memory that the run will need besides this step, by a tensor that nobody reads.
         size = 0 if job["device"] == "cpu" else int(job["held"])
         reserved = torch.empty(size, dtype=torch.uint8, device=job["device"])
         training = prepare_candidate(job)
@@ -322,12 +326,13 @@ def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(file: Path) -> None:
-    """Runs the job in a file, a search or one of its candidates, and writes the result or a refusal
-    beside it."""
+    """Runs the job that `file` describes, a search or one of its candidates, and writes the result
+    or a refusal beside the file."""
     job = read_object(file)
     workers.end_with_parent(job["parent"])
     build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
-    # A search sees several processes, so that it leaves out techniques that need a single one.
+    # Pretend that the run's processes exist, so that the search leaves out techniques that need a
+    # single process.
     if "asked" not in job and job["processes"] > 1:
         dist.init_process_group("fake", rank=0, world_size=job["processes"], store=FakeStore())
     try:
