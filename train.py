@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
-# Silence the profiler of PyTorch, which logs that it starts and stops around a warm-up step
+# Silence PyTorch's profiler, whose messages about the profiled warm-up step help no user
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
