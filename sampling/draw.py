@@ -114,7 +114,7 @@ class SampleJob:
         from sampling.load import SampleStream, load_run
         from training.environment import pick_device
 
-        # Connect the processes, which their first wait for each other does.
+        # The first call of `wait_for_all` connects the processes.
         ranks.wait_for_all()
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
@@ -138,8 +138,8 @@ class SampleJob:
         """Samples in a chunk."""
 
     def choose_labels(self) -> tuple[Any, Labels]:
-        """Returns the labels that the configuration requests, and the function that gives the
-        samples with these numbers their labels.
+        """Returns the labels that the configuration requests, and the function that maps the
+        numbers of samples to their labels.
 
         ValueError for labels that the model or the data lacks.
         """
@@ -244,8 +244,8 @@ class ResumableChunks:
     damage.
 
     `job` holds all values on which the chunks' content depends. The folder is locked until `close`
-    or the end of the process. ValueError if another command works in the folder and this one does
-    not wait, or if the folder holds the chunks of another job.
+    or the end of the process. If another command works in the folder, this one waits if `waits` is
+    set, and raises ValueError otherwise. ValueError also if the folder holds chunks of another job.
     """
 
     def __init__(

@@ -196,7 +196,8 @@ class SampleStream:
     def describe_protocol(
         self, stack: AccelerationStack, count: int, labels: Any
     ) -> dict[str, Any]:
-        """Returns the values on which a figure of `count` samples depends, except the weights.
+        """Returns the values, except the weights, on which a figure of `count` samples, such as a
+        Fréchet distance, depends.
 
         They are the settings, the data, and how the model under `stack` rounds.
         """
