@@ -113,7 +113,7 @@ def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any
     step.accumulate(batches)
     scale = 1.0 if step.scaler is None else float(step.scaler.scale)
 
-    # A part is a block, or a top-level module outside of the blocks.
+    # Group the parameters by part: a block, or a top-level module outside of the blocks.
     parts: dict[str, list[torch.nn.Parameter]] = defaultdict(list)
     for name, parameter in training.state.model.named_parameters():
         depth = 2 if name.startswith("blocks.") else 1

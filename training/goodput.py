@@ -62,7 +62,7 @@ class Record(BaseModel, allow_inf_nan=False):
     last: Moment
     """Unix time at which the file was written."""
     seconds: dict[str, Seconds]
-    """Seconds by kind, over all processes of the run."""
+    """Kind of time -> its seconds, over all processes of the run."""
     reached: dict[int, Seconds]
     """Step of a checkpoint -> seconds of training, over all processes, up to that step."""
 
@@ -83,9 +83,9 @@ class Clock:
         self.first = self.began
         self.kind = "start"
         self.seconds: dict[str, float] = defaultdict(float)
-        """Seconds of this process by kind."""
+        """Kind of time -> its seconds in this process."""
         self.earlier: dict[str, float] = defaultdict(float)
-        """Seconds of earlier processes of the run by kind."""
+        """Kind of time -> its seconds in earlier processes of the run."""
         self.reached: dict[int, float] = {}
         """Step of a checkpoint -> seconds of training, over all processes, up to that step."""
         self.written = self.since
@@ -106,8 +106,8 @@ class Clock:
 
     @contextmanager
     def count_as(self, kind: str) -> Iterator[None]:
-        """Counts time inside as `kind`, except where a nested call counts it as another. Also works
-        as a decorator."""
+        """Counts the time of the block as `kind`, except time that a nested call counts as another
+        kind. Also works as a decorator."""
         before = self.switch(kind)
         try:
             yield
@@ -149,7 +149,7 @@ class Clock:
 
     @property
     def account(self) -> dict[str, float]:
-        """Seconds by kind, over all processes of the run."""
+        """Kind of time -> its seconds until now, over all processes of the run."""
         self.switch(self.kind)
         return {kind: self.earlier[kind] + self.seconds[kind] for kind in KINDS}
 

@@ -66,7 +66,8 @@ class FlowMatching:
         labels = batch.labels
         position = batch.position
 
-        # Counter-based noise: a resumed run, or another number of ranks, draws the same values.
+        # Draw counter-based noise, so that a resumed run, or one with another number of ranks,
+        # draws the same values.
         purpose = Purpose.EVAL_NOISE if held_out else Purpose.NOISE
         noise = counter_normal(seed, purpose, position, latents.shape[1:])
         purpose = Purpose.EVAL_TIME if held_out else Purpose.TIME

@@ -359,7 +359,8 @@ def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | No
         known = all(type(count) is int for count in damaged.values())
         if not known or summary["samples"] < cfg.total_samples:
             return None
-        # If the newest checkpoint is damaged or gone, the run continues from an earlier one.
+        # Return None if the newest checkpoint is damaged or gone, because the run then continues
+        # from an earlier one.
         if cfg.save_every:
             newest = verify(list_complete(folder / "checkpoints")[-1])
             if read_state_file(newest)["counters"]["samples"] < cfg.total_samples:
@@ -373,7 +374,7 @@ def choose_folder(choices: Mapping[str, str]) -> Path:
     """Returns a path that does not exist yet, `runs/<date>-<time>-<model>-<runtime>`, with a number
     if two runs start in one second."""
     chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
-    # Replace other characters, because the name of a configuration group's option may have a slash.
+    # Make a valid folder name: the name of a configuration file in a group may contain a slash.
     chosen = re.sub(r"[^A-Za-z0-9_.-]", "-", chosen)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen}"
     folder = Path("runs") / name

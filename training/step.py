@@ -183,7 +183,7 @@ class TrainStep:
     def __init__(
         self, cfg: TrainConfig, state: TrainState, objective: FlowMatching, schedule: Schedule
     ) -> None:
-        # Techniques replace or set these.
+        # Techniques replace or set these attributes.
         self.model = state.model
         self.forward: Callable[..., Tensor] = state.model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.take_step

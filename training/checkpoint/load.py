@@ -276,7 +276,7 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
     """Loads a verified checkpoint into `state`, and returns text that lists the settings changed
     since, "" for none; ValueError if it belongs to another run, or cannot be read."""
     try:
-        described = {"adapter": {}} | read_state_file(folder)  # earlier versions lack the key
+        described = {"adapter": {}} | read_state_file(folder)  # earlier versions lack it
         mismatch = find_mismatch(described, run)
         content = {} if mismatch else assemble_state(folder, described, state.layouts, ranks)
         settings = described["settings"]

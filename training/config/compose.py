@@ -51,8 +51,8 @@ LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLa
 
 
 def make_mutable_schema(kind: type) -> DictConfig:
-    """Makes the schema of a frozen dataclass, open for merging; `OmegaConf.to_object` returns the
-    frozen object."""
+    """Makes OmegaConf's schema of a frozen dataclass, but writable, so that values can be merged
+    into it; `OmegaConf.to_object` then makes the frozen dataclass."""
     schema = OmegaConf.structured(kind)
     nodes = [schema]
     for node in nodes:
@@ -221,7 +221,7 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             continue
         try:
             values.merge_with_dotlist([word])
-        except Exception as error:  # YAML and OmegaConf do not name the word
+        except Exception as error:  # whose message does not name the word
             raise UserError(describe_unreadable(word)) from error
     return apply_schema(schema, values, words)
 
@@ -280,7 +280,7 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
         )
         refuse_missing("resume", cfg.resume, remedy, "state.json", "checkpoints", "step-*")
 
-    # A resumed run no longer needs `init_from`.
+    # Check `init_from` only for a new run, because a resumed run no longer needs it.
     started = cfg.run_dir and any((Path(cfg.run_dir).expanduser() / "checkpoints").glob("step-*"))
     refuse_no_weights("init_from", None if started else cfg.init_from)
     if cfg.fd_every:

@@ -180,7 +180,8 @@ class RuntimeConfig:
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
-    # bf16; fp16, whose loss scale is found on the device; fp8, by torchao
+    # precision of matrix products: fp16 scales the loss, by a factor that the device finds; fp8
+    # uses torchao
     precision: PrecisionName = PrecisionName.fp32
     # tensorwise: one scale per tensor; rowwise: one scale per row; rowwise_with_gw_hp: the same,
     # with gradients of weights in bf16
@@ -212,7 +213,7 @@ class RuntimeConfig:
     # activations saved for the backward pass wait for it in host memory
     offload_activations: bool = False
     empty_cache_at_eval: bool = False
-    cuda_graph: bool = False  # captures the whole step once, and replays it
+    cuda_graph: bool = False  # captures the whole step as a CUDA graph
     # measure before training which techniques make the step fastest on this machine; runtime=auto
     # sets this
     tune: bool = False
@@ -317,7 +318,7 @@ class FdConfig:
     # feature extractors: encoder, random, inception, dinov2, or a class of your own
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     reference: str | None = None  # a folder of images; null: the decoded training latents
-    reference_count: EnoughSamples = 10_000  # number of its images to use at most
+    reference_count: EnoughSamples = 10_000  # largest number of reference images to use
     inception: str | None = None  # file of torch-fidelity's Inception weights
     dinov2: str | None = None  # folder, or id on the Hugging Face hub, of DINOv2
 
@@ -338,20 +339,22 @@ class TrainConfig:
     seed: Natural = 0
     # null: runs/<date>-<time>-<model>-<runtime>; if you set it, the same command again resumes
     run_dir: str | None = None
-    resume: str = "auto"  # auto: the newest checkpoint in run_dir; never; or a run, or a checkpoint
+    # auto: resume from the newest checkpoint in run_dir, if there is one; never: start a new run;
+    # or the path of a run or checkpoint to start from
+    resume: str = "auto"
     # weights to start from: a .safetensors file, a checkpoint or a run folder
     init_from: str | None = None
     # name of an experiment, such as fastrun: at its start a run shows the ledger and the speed of
     # the latest run of that experiment with the same model and runtime
     rehearsal: str | None = None
-    # packages of your own, whose classes a `_target_` may name; on the command line only
+    # packages of your own, whose classes a `_target_` may name; only the command itself may set it
     extensions: list[str] = field(default_factory=list)
     # length of the run; schedule and EMA count samples too, so they do not depend on batch_size
     total_samples: Positive = 102_400
     batch_size: Positive = 64  # samples per step, over all processes
     accumulation_steps: Positive = 1  # micro-batches per step
     max_grad_norm: Annotated[float, Ge(0)] = 1.0  # 0: no clipping
-    deterministic: bool = False  # true: bit-for-bit resume
+    deterministic: bool = False  # true: a resumed run gives the same bits as one that never stopped
     log_every: Natural = 50  # this and the next four in steps; 0: never. All also happen at the end
     eval_every: Natural = 400
     sample_every: Natural = 800
@@ -413,13 +416,13 @@ class PrecomputeConfig:
     # or a folder that `datasets` saved
     source: str | None = None
     out: str | None = None  # folder for shards and manifest.json
-    # packages of your own, whose classes a `_target_` may name; on the command line only
+    # packages of your own, whose classes a `_target_` may name; only the command itself may set it
     extensions: list[str] = field(default_factory=list)
     # given: classes are the subfolders, or come from .cls members or a label column; a number: how
     # many classes there are, if the source does not name them; none: every label is 0
     classes: Any = "given"
     allow_cut: bool = False  # true: from a cut or damaged tar use the images before it
-    resolution: Positive = 256  # images are resized and centre-cropped to this square
+    resolution: Positive = 256  # side, in pixels, of the square that images are cropped to
     # colour behind transparent pixels: a name, or "'#rrggbb'" in both kinds of quotes
     background: str = "white"
     # larger images are skipped; a worker needs 7 to 20 bytes of memory per pixel to decode an image
@@ -438,7 +441,7 @@ class PrecomputeConfig:
     num_workers: Natural = 2  # processes that decode images
     shard_size: Positive = 2048  # images in each shard, a tar file
     block_size: Positive = 256  # samples in each member of a shard
-    min_psnr: float = 20.0  # in dB; the job stops if the first images are reconstructed worse
+    min_psnr: float = 20.0  # in dB; the job stops if the first images are below this PSNR
     # true: a resumed job writes the same bytes as one that was not interrupted; false: cuDNN may
     # choose algorithms by their time
     same_bytes: bool = True
