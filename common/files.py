@@ -47,7 +47,7 @@ def rename(source: Path, target: Path) -> None:
     failed.
 
     A server may carry a rename out and still answer with an error, as NFS does to a request that it
-    receives twice; that is no failure.
+    receives twice; in this case the function raises nothing.
     """
     try:
         source.replace(target)
@@ -75,7 +75,7 @@ def make_folder(folder: Path) -> None:
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # a folder without read permission
+        with contextlib.suppress(PermissionError):  # the folder may lack read permission
             sync_folder(folder.parent)
 
 

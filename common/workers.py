@@ -70,7 +70,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if process.stdin is not None:
-        with suppress(OSError):  # the process did not read its last input
+        with suppress(OSError):  # fails if the process did not read its last input
             process.stdin.close()
 
 
@@ -88,7 +88,7 @@ def end_with_parent(parent: int) -> None:
 
 def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[], float]) -> str:
     """Runs a command that writes to the file `news` as it progresses; returns how it ended, as the
-    end of a sentence. Kills it after `patience()` seconds without news."""
+    end of a sentence. Kills the command after `patience()` seconds without news."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
