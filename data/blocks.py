@@ -175,7 +175,7 @@ class BlockReader:
         try:
             content = self.source.read(shard.file, block.offset, block.size)
         except OSError as error:
-            # A missing file stays missing; after other errors a later attempt may succeed.
+            # Call a block unreachable if a later attempt may succeed. A missing file stays missing.
             missing = isinstance(error, FileNotFoundError)
             error_type = DamagedBlockError if missing else UnreachableError
             raise error_type(f"{describe_failed_read(name, error)}; {REMEDY}.") from error
@@ -195,7 +195,7 @@ class BlockReader:
         if hashlib.sha256(content).hexdigest() != block.sha256:
             raise DamagedBlockError("is damaged: its sha256 differs from the manifest's")
 
-        # safetensors has its own errors, and torch raises others for a dtype it does not know.
+        # Catch all exceptions: safetensors has its own, and torch others for an unknown dtype.
         try:
             tensors = load(content)
         except Exception as error:
@@ -222,7 +222,8 @@ class BlockReader:
         if actual != expected:
             raise DamagedBlockError(f"holds {name} {actual}, the manifest says {expected}")
 
-        # aminmax passes NaN and infinity on, and is ten times as fast as isfinite.
+        # Use aminmax, which is ten times as fast as isfinite: its results are NaN or infinite if
+        # any value is.
         low, high = (extreme.item() for extreme in tensor.aminmax())
         classes = len(self.manifest.class_names)
         if name == "labels" and not 0 <= low <= high < max(1, classes):

@@ -26,7 +26,7 @@ Above0 = Annotated[float, Field(gt=1e-12, lt=1e12, allow_inf_nan=False)]
 
 
 class Batch(NamedTuple):
-    """Samples on the device, normalised."""
+    """A batch of samples on the device, with normalised latents."""
 
     latents: Float[Tensor, "B C H W"]
     labels: Int[Tensor, "B"]

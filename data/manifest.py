@@ -29,14 +29,16 @@ from data.source import Source, describe_failed_read, open_source
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
-"""The source of mean and std per channel, or both as numbers: [[means], [stds]]."""
+"""Source of mean and std per channel: "channel": measured over the set; "scale_shift": constants of
+the autoencoder; or both as numbers, [[means], [stds]]."""
 FINGERPRINT_FIELDS = (
     "channels height width class_names kind dtype flips mean std "
     "scaling_factor shift_factor encoder_sha256"
 )
-"""Fields that training depends on, beside the samples; the fingerprint hashes them."""
+"""Fields of the manifest that training depends on, besides the shards; the fingerprint hashes
+them."""
 SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
-"""File name of a shard: no folder, and no character with a meaning in a URL."""
+"""Matches a valid file name of a shard: no folder, and no character with a meaning in a URL."""
 
 
 class Block(NamedTuple):
@@ -72,7 +74,7 @@ class Manifest:
     """Empty for a set without classes: then every label is 0, the null label."""
     kind: Literal["mean_std", "sample"]
     """"mean_std": the set stores the posterior's mean (and its std, if the encoder is variational);
-    "sample": one seeded draw."""
+    "sample": the set stores one seeded draw from the posterior."""
     dtype: Literal["float16", "bfloat16", "float32"]
     flips: bool
     """True if the set also has the latents of the mirrored images."""

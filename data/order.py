@@ -46,7 +46,8 @@ def draw_permutation(count: int, *key: int) -> Int[Tensor, "N"]:
 
 
 class EpochOrder:
-    """Maps position p to entry p mod N of the permutation of epoch p div N, on `device`."""
+    """Order of a set of N samples: position p has the sample id at entry p mod N of the permutation
+    of epoch p div N. The permutations lie on `device`."""
 
     def __init__(self, count: int, seed: int, device: torch.device) -> None:
         self.count = count
@@ -107,7 +108,7 @@ class ChunkOrder:
         return chunks
 
     def locate(self, position: int) -> tuple[Chunk, int]:
-        """Returns the chunk of a position, and the offset in it."""
+        """Returns the chunk that holds a position, and the offset of the position in the chunk."""
         epoch, p = divmod(position, self.count)
         chunks = self.find_epoch(epoch)
         chunk = chunks[bisect_right(chunks, p, key=lambda chunk: chunk.first) - 1]
@@ -169,7 +170,7 @@ class StreamOrder:
         return order, counts.cumsum(0) - counts
 
     def locate(self, position: int) -> tuple[Window, int]:
-        """Returns the window of a position, and the offset in it.
+        """Returns the window that holds a position, and the offset of the position in the window.
 
         The first window of each stream is shorter by a different amount, so that windows end at
         different times and reading is spread evenly over the batches.

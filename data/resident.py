@@ -139,7 +139,7 @@ class ChunkedLatents(BlockLoader):
         parts = []
         missing = self.batch_size
 
-        # A batch may span two chunks.
+        # Take rows from one chunk after the other, because a batch may span two.
         while missing:
             chunk, offset = self.order.locate(start)
             if self.chunk is None:
@@ -183,9 +183,9 @@ class ResidentLatents(LatentLoader):
     memory), otherwise a chunk (`ChunkedLatents`); the loader prints which, and why.
     `storage="int8"` halves the memory of 16-bit latents; the loader prints the rounding error.
     `normalisation`: "channel" uses the mean and std per channel that precompute measured,
-    "scale_shift" the autoencoder's constants, `[[means], [stds]]` these numbers. The loader refuses
-    a set made with another encoder than `encoder` or another scale than `latent_scale`. With
-    `on_corrupt="skip"` the samples of the next good block replace those of a damaged one.
+    "scale_shift" the autoencoder's constants, `[[means], [stds]]` the numbers given. The loader
+    refuses a set made with another encoder than `encoder` or another scale than `latent_scale`.
+    With `on_corrupt="skip"` the samples of the next good block replace those of a damaged one.
     """
 
     @classmethod

@@ -184,12 +184,12 @@ class HttpSource(RemoteSource):
             with make_web_client(os.getpid()).get(
                 f"{self.url}/{name}{self.query}", headers=headers, timeout=self.timeout, stream=True
             ) as reply:
-                # 416: the file ends before the offset.
+                # Status 416 means that the file ends before the offset.
                 if reply.status_code == 416:
                     return b""
                 check_reply(reply, size is not None)
 
-                # One byte more than the request: it shows a server that ignores the range.
+                # Read one byte more than requested, to notice a server that ignores the range.
                 amount = None if size is None else size + 1
                 content = reply.raw.read(amount, decode_content=True)
                 if amount == len(content):
@@ -197,7 +197,7 @@ class HttpSource(RemoteSource):
                         f"the server sends more than the {size} bytes that were asked for"
                     )
         except (requests.ConnectionError, requests.Timeout, HTTPError) as error:
-            # urllib3's reason is more specific than requests' "Max retries exceeded".
+            # Take urllib3's reason: it is more specific than requests' "Max retries exceeded".
             reason = getattr(error.args and error.args[0], "reason", error)
             raise TransientError(describe_error(reason)) from error
         except (requests.RequestException, ValueError) as error:

@@ -309,7 +309,7 @@ class StreamedLatents(BlockLoader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues with the run's number of streams: the order of samples depends on it."""
         super().load_state_dict(state)
-        # Earlier versions used 64 by default and did not save the number.
+        # Checkpoints of earlier versions lack the number; these versions used 64 by default.
         streams = state.get("streams", self.configured_streams or MAX_STREAMS)
         if streams < 1 or self.configured_streams not in (None, streams):
             raise UserError(
