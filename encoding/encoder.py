@@ -66,7 +66,8 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
 
 
 def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
-    """Makes a data set that decodes these images as `cfg` says."""
+    """Makes a data set that decodes these images at the resolution, on the background and up to the
+    size that `cfg` states."""
     return DecodedImages(
         entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
     )

@@ -34,8 +34,9 @@ MIRRORED_NAMES = ("mirrored", "latents_flip", "flip")
 """Names under which a source may hold the latents of the mirrored images. LightningDiT writes
 `latents_flip`."""
 Sample = tuple[str, Mapping[str, Any]]
-"""The sample's place in the source, and its unchecked values: arrays of numpy or PyTorch under
-`latents` and, where the source has it, `mirrored`; any value under `labels`."""
+"""One sample: its place in the source, as text for messages, and its unchecked values: arrays of
+numpy or PyTorch under `latents` and, where the source has it, `mirrored`; any value under
+`labels`."""
 
 
 class ForeignOptions(NamedTuple):
@@ -74,8 +75,8 @@ def translate_errors(source: Path | str, remedy: str = "copy or write it again")
 
 
 def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
-    """Recognises the format of `source`; ValueError if it is none of the known ones, or lacks
-    samples or labels."""
+    """Recognises the format of `source` and prepares to read it. ValueError if the format is
+    unknown, or if the source lacks samples or labels."""
     path = Path(source).expanduser()
     if not path.exists():
         raise UserError(f"source={source} does not exist; give a file or a folder of latents.")
@@ -171,7 +172,8 @@ def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict
 
 
 def count_samples(file: Path, columns: dict[str, Any]) -> int:
-    """Counts the samples of a file; ValueError if its columns differ in length."""
+    """Counts the samples of a file; ValueError if its columns (latents, labels, mirrored) differ in
+    length."""
     counts = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         lengths = " and ".join(f"{count} {name}" for name, count in counts.items())
@@ -220,7 +222,7 @@ def read_safetensors(files: list[Path], options: ForeignOptions) -> ForeignLaten
         with translate_errors(file):
             tensors = safe_open(file, "pt")
         names = find_names(tensors.keys(), options, file)
-        # get_tensor maps the file into memory and reads nothing yet.
+        # get_tensor only maps the file into memory, so this does not read the tensors yet.
         return {name: tensors.get_tensor(key) for name, key in names.items()}
 
     def yield_samples() -> Iterator[Sample]:

@@ -1,4 +1,5 @@
-"""Lists, reads, decodes and crops images. encoding/sources.py and encoding/tars.py find them.
+"""Lists, reads, decodes and crops images. encoding/sources.py and encoding/tars.py find the images
+of a source.
 
 Letters: S side of the square output in pixels.
 """
@@ -209,7 +210,7 @@ def open_dataset(path: str) -> tuple[Any, str, list[str]]:
         ) from error
     try:
         dataset = datasets.load_from_disk(path).with_format(None)
-    except Exception as error:  # datasets, arrow and json raise many kinds for damaged files
+    except Exception as error:  # datasets, arrow and json raise many kinds of errors
         raise UserError(
             f"source={path} is a broken folder of datasets ({shorten_error(error)}); save it again."
         ) from error
@@ -366,7 +367,7 @@ class DecodedImages(Dataset):
             return OSError(
                 f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels"
             )
-        except Exception as error:  # Pillow raises many kinds for damaged files
+        except Exception as error:  # Pillow raises many kinds of errors for damaged files
             return f"{entry.key}: {describe_error(error)}"
 
 

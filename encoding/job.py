@@ -81,7 +81,7 @@ def describe_job(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
 ) -> dict[str, Any]:
     """Returns the settings that determine the content of the shards, by name. `precision` is the
-    dtype in which the encoder's products really ran, from the acceleration ledger."""
+    dtype in which the encoder's matrix products really ran, from the acceleration ledger."""
     image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
     job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
     return {
@@ -151,7 +151,7 @@ def read_finished(out: Path, name: str) -> dict[str, Any] | None:
     incomplete or damaged."""
     try:
         sidecar = read_object(out / f"{name}.json")
-        digest = sidecar.pop("sha256", None)  # earlier versions wrote none
+        digest = sidecar.pop("sha256", None)  # earlier versions stored no hash
         complete = hash_file(out / name) == sidecar["shard"]["sha256"]
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
@@ -296,7 +296,7 @@ def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float],
 class ShardWriter:
     """Writes one shard under a temporary name; `close()` syncs it to disk and renames it.
 
-    Without `close()` (after an exception or a kill) no file has the name of a shard.
+    If `close()` never runs (after an exception or a kill), no file has the final name of the shard.
     """
 
     def __init__(self, file: Path, split: str, block_size: int) -> None:
@@ -343,7 +343,7 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Deletes the unfinished file after an exception."""
         if kind is not None:
-            with contextlib.suppress(OSError):  # a full disk raises once more
+            with contextlib.suppress(OSError):  # a full disk makes close() raise too
                 self.stream.close()
             self.temporary.unlink(missing_ok=True)
 

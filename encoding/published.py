@@ -1,4 +1,4 @@
-"""Converts published weights of SiT and LightningDiT to weights of our denoiser.
+"""Converts published weights of SiT and LightningDiT to weights of our models/denoiser.py.
 
 Both are transformers on latents with the condition in the norms (adaLN-Zero), trained on x = t·z +
 (1-t)·ε with the velocity u = z - ε. Our denoiser has t = 1 for noise and the velocity ε - z, so
@@ -41,7 +41,7 @@ from training.weights.pretrained import read_tensors
 FREQUENCIES = 128
 ROPE_BASE = 10_000.0
 MLP_WIDTH_MULTIPLE = 32
-"""The width of an MLP must be a multiple of this."""
+"""The hidden width of an MLP must be a multiple of this number."""
 DIT_NAME = re.compile(r"(?<![A-Za-z])DiT[-_]", re.IGNORECASE)
 DIT_REFUSAL = (
     "DiT predicts the noise on another schedule, which is no velocity, and this sampler has no "
@@ -50,7 +50,7 @@ DIT_REFUSAL = (
 
 
 class Published(NamedTuple):
-    """A published model, converted to our denoiser."""
+    """A published model, converted to this project's denoiser (models/denoiser.py)."""
 
     node: dict[str, Any]
     """Configuration of the denoiser."""
@@ -216,8 +216,9 @@ def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
 
 
 def name_tensors(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
-    """Names the tensors of a layer: a mapping holds its parts, a matrix is a linear layer (see
-    `Keys.take_linear`), and a vector is one tensor."""
+    """Returns the tensors of a layer under names that begin with `name`. If `layer` is a mapping,
+    it holds the layer's parts; a matrix is a linear layer (see `Keys.take_linear`), and a vector is
+    one tensor."""
     if isinstance(layer, Mapping):
         tensors: dict[str, Tensor] = {}
         for part, inner in layer.items():
@@ -239,7 +240,8 @@ def find_head_dim(keys: Keys, dim: int) -> int:
 
 def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
     """Returns the base of the rotary embedding, or None if the model has no rotary embedding.
-    ValueError if its rotations differ from ours."""
+    ValueError if the file's rotations are not those that our attention computes from
+    `ROPE_BASE`."""
     if "feat_rope.freqs_cos" not in keys:
         return None
     tokens, width = keys.read_shape("feat_rope.freqs_cos", 2)
@@ -338,8 +340,8 @@ def convert_modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int)
 
 
 def convert_head(keys: Keys, dim: int, channels: int, patch: int) -> Tensor:
-    """Returns the head with its sign reversed and its rows ordered by channel, row and column,
-    without the rows for a learned sigma."""
+    """Converts the head, the model's last linear layer: reverses its sign, orders its rows by
+    channel, row and column, and leaves out the rows for a learned sigma."""
     rows = keys.read_shape("final_layer.linear.weight", 2)[0]
     if rows not in (patch**2 * channels, 2 * patch**2 * channels):
         raise UserError(

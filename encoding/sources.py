@@ -34,11 +34,11 @@ SPLIT_NAME = re.compile(
     r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?",
     re.I,
 )
-"""Names of folders that hold a part of a set (train, test), not a class."""
+"""Matches names of folders that hold a part of a set (train, test), not a class."""
 POSSIBLE_SPLIT_NAME = re.compile(
     r"(.*[-_ ])?(train|val|valid|test|dev|extra|unlabell?ed)([-_ ].*)?", re.I
 )
-"""Names of folders that may hold a part of a set."""
+"""Matches names of folders that may hold a part of a set."""
 BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Error numbers of the system for a symlink that leads to no file, or back to itself."""
 
@@ -198,7 +198,8 @@ def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]
 def make_image_list(
     path: Path, folders: list[Files], names: list[str], unused: Unused, notes: list[str]
 ) -> ImageList:
-    """Lists the files of `folders`, one per class; `names` are the class names, if any."""
+    """Makes the list of the images in `folders`, one folder per class. `names` are the class names,
+    empty if there are no classes."""
     entries = [
         ImageEntry(escape_name(name), label, str(path / name), 0, size)
         for label, files in enumerate(folders)

@@ -183,7 +183,7 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
                     members.append(member)
         except OSError:
             raise
-        except Exception as error:  # tarfile raises many kinds for what is no tar
+        except Exception as error:  # tarfile raises many kinds of errors if a file is no tar
             if tar is None and not start:
                 raise UserError(explain_no_tar(file, stream)) from error
             damaged = True

@@ -196,10 +196,11 @@ class Nearness(NamedTuple):
     """Four shares in [0, 1] that follow from the distances between two sets of samples."""
 
     precision: float
-    """Share of generated samples inside the ball of some real sample. The ball reaches from the
-    sample to its third nearest neighbour in its own set."""
+    """Share of generated samples inside the ball of some real sample. Its radius is the distance
+    from the real sample to its third nearest real neighbour."""
     recall: float
-    """Share of real samples inside such a ball of some generated sample."""
+    """Share of real samples inside the ball of some generated sample. Its radius is the distance
+    from the generated sample to its third nearest generated neighbour."""
     copied: float
     """Share of generated samples that are likely copies: their distance to the nearest real sample
     is at most the 5th percentile of the distances between real samples and their nearest real
@@ -276,8 +277,8 @@ class FeatureStats:
     """Accumulates the statistics that distances need of one set: moments of the whole set and of
     its halves, and the features of the first samples.
 
-    The halves are the samples of even and of odd number. Memory is bounded for any number of
-    samples.
+    One half has the samples with even numbers, the other half those with odd numbers. The memory
+    does not grow with the number of samples.
     """
 
     def __init__(self, dim: int) -> None:

@@ -65,7 +65,7 @@ class Features(nn.Module, ABC):
         """Returns features in fp32 on the device of images and module."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns all facts that must be equal before figures of two feature spaces can be
+        """Returns all facts that must be equal before two figures of this feature space can be
         compared."""
         return {"name": self.name, "dim": self.dim, **self.facts}
 
@@ -78,7 +78,8 @@ class Features(nn.Module, ABC):
 
 @contextmanager
 def use_exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Computes without autocast and TF32, and with the same convolution algorithms every time."""
+    """Inside the `with` block PyTorch computes without autocast and TF32, and with the same
+    convolution algorithms every time."""
     settings = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -202,8 +203,8 @@ class InceptionFeatures(Features):
 class Dinov2Features(Features):
     """DINOv2's class token after the last norm (Oquab et al. 2023), 768 values for the base model.
 
-    `path` is a folder or hub id in the format of transformers, with safetensors. ValueError if it
-    is missing or another model, or if transformers is missing.
+    `path` is a folder or hub id in the format of transformers, with safetensors. ValueError if the
+    folder is missing or holds another model, or if transformers is missing.
     """
 
     name = "dinov2"
