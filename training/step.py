@@ -141,7 +141,7 @@ class SpikeGuard:
         self.count = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def passes(self, norm: Tensor) -> Tensor:
+    def admit(self, norm: Tensor) -> Tensor:
         """Returns a bool tensor on the device, without a sync: true if the norm is finite and at
         most the limit. Adds a finite norm to the window, lowered to the limit if it is above."""
         std, mean = torch.std_mean(self.norms)
@@ -257,7 +257,7 @@ class TrainStep:
             # If the loss is finite but the norm is not, the loss scale was too large, unless it is
             # 1 already.
             backed_off = (~norm.isfinite() & total.isfinite() & (scale > 1.0)).float()
-        taken = norm.isfinite() if self.spikes is None else self.spikes.passes(norm)
+        taken = norm.isfinite() if self.spikes is None else self.spikes.admit(norm)
         taken = taken.to(self.ema_weight.device)
 
         # Update parameters and averages.

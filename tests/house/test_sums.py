@@ -38,39 +38,18 @@ def exact_mean(values):
     return math.fsum(values.tolist()) / len(values)
 
 
-@pytest.fixture
-def meter():
-    return Meter(batch_size=1, tokens=1, flops_per_sample=1, peak_flops=None)
-
-
-def note_losses(meter, losses):
-    """Gives a meter one step for each loss."""
+def test_the_loss_of_a_long_window():
+    """1e-14 over 5,000 steps whose losses scarcely differ, as late in a run."""
+    losses = draw_normal(5_000, mean=0.5371, std=1e-5).float()
+    meter = Meter(batch_size=1, tokens=1, flops_per_sample=1, peak_flops=None)
     zero = torch.zeros(())
     for loss in losses:
         meter.update(StepOutput(loss, zero, zero, zero))
-
-
-def test_the_loss_of_a_long_window(meter):
-    """1e-14 over 5,000 steps whose losses scarcely differ, as late in a run."""
-    losses = draw_normal(5_000, mean=0.5371, std=1e-5).float()
-    note_losses(meter, losses)
     assert relative_error(meter.report(lr=0.1)["loss"], exact_mean(losses)) < 1e-14
 
 
-def test_a_window_of_an_older_checkpoint_goes_on_in_fp64(meter):
-    names = ("skipped", "backed_off", "in_row")
-    sums = {"loss": torch.tensor(2.0**24), **dict.fromkeys(names, torch.zeros(()))}
-    meter.load_state_dict(sums | {"steps": 2**24})
-    note_losses(meter, torch.ones(1))
-    state = meter.state_dict()
-    # In fp32 the sum would stand still.
-    assert state["loss"] == 2**24 + 1
-    assert {state[name].dtype for name in names} == {torch.float32}
-
-
 def test_gradients_and_loss_of_many_micro_batches():
-    """fp32: 5e-6 over 512 micro-batches whose gradients scarcely differ; a bf16 sum loses over a
-    tenth."""
+    """fp32: 5e-6 over 512 micro-batches whose gradients scarcely differ."""
     parameter = nn.Parameter(torch.ones(1000))
     slopes = draw_normal(512, 1000, mean=1.0, std=0.01).float()
     step = SimpleNamespace(
@@ -82,24 +61,17 @@ def test_gradients_and_loss_of_many_micro_batches():
     )
     loss = TrainStep.accumulate(step, list(slopes))
     exact = slopes.double().mean(0)
-    rough = torch.zeros(1000, dtype=torch.bfloat16)
-    for slope in slopes:
-        rough += (slope / len(slopes)).bfloat16()
-    assert parameter.grad.dtype == torch.float32
-    assert relative_error(rough, exact) > 0.1
     assert relative_error(parameter.grad, exact) < 5e-6
     assert relative_error(loss, math.fsum(exact.tolist())) < 5e-6
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("normal", 1e-5), ("equal", 1e-4)])
 def test_the_gradient_norm_of_a_large_matrix(kind, bound):
-    """fp32 over the 11 million values of the modulation of `mamba_s`; the error of PyTorch's own
-    norm on a CPU is ten times as large."""
+    """fp32 over the 11 million values of the modulation of `mamba_s`."""
     gradient = torch.full((384 * 74, 384), 1e-3)
     if kind == "normal":
         gradient.normal_(0.0, 1e-3, generator=torch.Generator().manual_seed(0))
     exact = gradient.double().square().sum().sqrt()
-    assert relative_error(torch.nn.utils.get_total_norm([gradient]), exact) > 10 * bound
     assert relative_error(total_norm([gradient]), exact) < bound
     assert relative_error(total_norm([gradient.T, torch.zeros(3)]), exact) < bound
 
@@ -113,27 +85,9 @@ def test_the_limit_for_spikes():
     guard.count.fill_(len(norms))
     std, mean = torch.std_mean(norms.double())
     below, above = (mean + (6.0 + margin) * std for margin in (-6e-3, 6e-3))
-    assert not guard.passes(above.float())
+    assert not guard.admit(above.float())
     guard.norms.copy_(norms)
-    assert guard.passes(below.float())
-
-
-def average(weight, walk):
-    """The average that EMA keeps of a parameter that takes the values `walk`."""
-    model = nn.ParameterDict({"p": nn.Parameter(walk[0].clone())})
-    ema = EMA(model, half_life_samples=1.0)
-    factor = torch.tensor(weight)
-    for values in walk[1:]:
-        model["p"].data = values
-        ema.update(factor)
-    return ema.averages[0]
-
-
-def average_exactly(weight, walk):
-    """The average of `average` in fp64 and in closed form, not kept from step to step."""
-    shares = weight * (1.0 - weight) ** torch.arange(len(walk) - 1, -1, -1, dtype=torch.float64)
-    shares[0] /= weight
-    return shares @ walk.double()
+    assert guard.admit(below.float())
 
 
 @pytest.mark.parametrize(("half_life", "bound"), [(1_774_000, 1e-4), (17_740_000, BF16 / 4)])
@@ -143,23 +97,22 @@ def test_averages_of_many_steps(half_life, bound):
     With 256 samples a step, the half-life of `experiment=fullrun` and one ten times as long have a
     weight w of 1e-4 and 1e-5. Weights near 1, the hardest, move as Adam moves them.
     """
-    weight = float(torch.tensor(EMA(nn.Linear(1, 1), half_life).compute_weight(10**12, 256)))
+    factor = torch.tensor(EMA(nn.Linear(1, 1), half_life).compute_weight(10**12, 256))
     rates = 1e-4 * (0.5 + 0.5 * torch.linspace(0.0, math.pi, 10_000).cos())
     moves = rates[:, None] * (0.3 * draw_normal(10_000, 256) + 0.1)
     walk = (draw_normal(256, mean=1.0, std=0.1) + moves.cumsum(0)).float()
-    kept = average(weight, walk)
-    exact = average_exactly(weight, walk)
-    assert relative_error(kept, exact) < min(bound, 2.0**-24 / weight)
-    # The error is also small beside the way that the average has moved.
-    assert relative_error(kept - walk[0], exact - walk[0].double()) < 0.05
+    model = nn.ParameterDict({"p": nn.Parameter(walk[0].clone())})
+    ema = EMA(model, half_life_samples=1.0)
+    for values in walk[1:]:
+        model["p"].data = values
+        ema.update(factor)
 
-
-def test_where_averages_would_stand_still():
-    """At a half-life of 7 million steps, which is far longer than any run needs."""
-    walk = torch.full((1000, 4), 1.3)
-    walk[0] = 1.0
-    assert torch.equal(average(1e-7, walk), walk[0])
-    assert average_exactly(1e-7, walk).min() > 1.00002
+    # The same in fp64 and in closed form, not kept from step to step.
+    weight = float(factor)
+    shares = weight * (1.0 - weight) ** torch.arange(len(walk) - 1, -1, -1, dtype=torch.float64)
+    shares[0] /= weight
+    error = relative_error(ema.averages[0], shares @ walk.double())
+    assert error < min(bound, 2.0**-24 / weight)
 
 
 def test_the_mean_of_held_out_losses():
