@@ -1,8 +1,8 @@
-"""Fused operators, each with its definition in PyTorch.
+"""Fused operators, each with its definition: the same computation in plain PyTorch.
 
-The setting below keeps fused multiply-add on: a product and the following addition round once, as
-in CUDA's compiler and in Inductor. Triton 3.9 asks for an explicit choice, and 3.10 changes the
-default, which would change every result.
+The setting below keeps fused multiply-add on in Triton: a product and the addition that follows
+round once, as in code of CUDA's compiler and of Inductor. It is explicit because Triton 3.9 asks
+for a choice, and Triton 3.10 changes the default and thereby every result.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""add + gate + norm + modulate: the step between two branches of a residual stream.
+"""Adds a gated branch to the residual stream, norms the sum and modulates it: the operation between
+two layers of a model.
 
 `add_norm` is the definition in PyTorch. `fused_add_norm` computes it as one operator with its own
 backward pass: Triton on a GPU (add_norm_triton.py), PyTorch elsewhere.
@@ -18,7 +19,7 @@ from accel.kernels.operator import make_differentiable, refuse_empty, register, 
 from common.errors import UserError
 
 MAX_CHANNELS = 8192
-"""Largest number of channels that fits into one tile of the kernels."""
+"""Largest number of channels D: the kernels hold all channels of a token in one tile."""
 
 
 def add_norm(
@@ -38,13 +39,13 @@ def add_norm(
 
     z is a new tensor: if it overwrote `residual`, a backward pass that recomputes the block would
     add the branch twice. z is fp32, or has the dtype of `branch` with `residual_in_fp32=False`; the
-    statistics come from the stored z, in fp32; h has the dtype of `branch`. norm is RMSNorm (Zhang
-    & Sennrich 2019) without a weight: scale and shift come from the condition. Adaptive norm:
-    Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
+    norm's statistics are computed from the stored z, in fp32; h has the dtype of `branch`. norm is
+    RMSNorm (Zhang & Sennrich 2019) without a weight: scale and shift come from the condition.
+    Adaptive norm: Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
 
-    `branch_rows` and `h_rows` are permutations for branches that order tokens differently: token l
-    of the stream takes row `branch_rows[l]` of `branch`, and its normed value is row `h_rows[l]` of
-    h. The kernels reorder at no cost.
+    `branch_rows` and `h_rows` are permutations for layers that take the tokens in another order:
+    token l of the stream adds row `branch_rows[l]` of `branch`, and its normed value becomes row
+    `h_rows[l]` of h. The kernels reorder while they load and store, at no cost.
 
     `centred`: norm is LayerNorm (Ba et al. 2016): RMSNorm of z minus its mean over channels.
     """
@@ -96,8 +97,9 @@ def compute_backward(
     residual_dtype: torch.dtype,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of branch and residual, and three sums over tokens (B, 3, D): d·branch, dh·normed,
-    dh."""
+    """Returns the gradients of branch and residual, and three sums over tokens (B, 3, D): of
+    d·branch, dh·normed and dh, which are the gradients of gate, scale and shift; d is the gradient
+    of z."""
     dh = upcast(dh if h_rows is None else dh.index_select(1, h_rows))
     stream_branch = branch if branch_rows is None else branch.index_select(1, branch_rows)
     x = upcast(z)
@@ -134,7 +136,8 @@ backward_operator = register(
 
 
 def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-    """Returns h and z, and the values for the backward pass: all inputs but residual and shift."""
+    """Returns (h, z), and the values that the backward pass needs, in the order in which
+    `backward_operator` takes them after dh and dz."""
     branch, gate, residual, scale, _, *rows, _, _, centred = inputs
     h, z, rstd = operator(*inputs)
     return (h, z), (z, branch, gate, scale, *rows, rstd, residual.dtype, centred)
@@ -143,7 +146,7 @@ def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
 def compute_gradients(
     dh: Tensor | None, dz: Tensor | None, z: Tensor, branch: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Gradients of branch, gate, residual, scale and shift."""
+    """Returns the gradients of branch, gate, residual, scale and shift."""
     dh = torch.zeros_like(branch) if dh is None else dh.contiguous()
     dz = None if dz is None else dz.contiguous()
     dbranch, dresidual, sums = backward_operator(dh, dz, z, branch, *rest)
@@ -167,8 +170,8 @@ def fused_add_norm(
     h_rows: Tensor | None = None,
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm` as one operator; it copies a branch or residual that is not contiguous. ValueError
-    for an empty tensor, or for more than 8,192 channels."""
+    """Computes `add_norm` as one operator; copies a branch or residual that is not contiguous.
+    ValueError for an empty tensor, or for more than 8,192 channels."""
     refuse_empty("add_norm", branch)
     if branch.shape != residual.shape:
         raise UserError(
@@ -182,7 +185,7 @@ def fused_add_norm(
         )
     vectors = [t if t.stride(-1) == 1 else t.contiguous() for t in (gate, scale, shift)]
 
-    # Dynamo refuses the same tensor as two inputs.
+    # Dynamo refuses the same tensor as two inputs, so pass a copy.
     if h_rows is not None and h_rows is branch_rows:
         h_rows = h_rows.clone()
     return differentiable_add_norm(

@@ -1,9 +1,10 @@
 """Triton kernels of `add_norm`. Only code that launches or compiles them imports this module.
 
-They read and write each element of the stream once: 12 bytes forward and 18 backward with a 16-bit
-branch. A tile holds some rows of one sample with all D channels; the statistics come from the
-stored z. A program of the backward pass takes a stretch of rows of one sample and keeps the sums
-for gate, scale and shift in registers, so there are no atomics, and equal runs give equal bits.
+Each pass reads and writes every element of the stream once: 12 bytes forward and 18 backward with a
+16-bit branch. A row is a token. A tile holds some rows of one sample with all D channels; the
+norm's statistics come from the stored z. A program of the backward pass takes a stretch of rows of
+one sample, and keeps its sums for the gradients of gate, scale and shift in registers, so there are
+no atomics, and equal runs give equal bits.
 
 Letters: B samples, L tokens, D width. A tile has BLOCK_L rows, and its columns come in two powers
 of two, BLOCK_D and REST: 768 = 512 + 256.
@@ -28,7 +29,8 @@ from torch import Tensor
 
 @triton.jit
 def add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexpr):
-    """Stores columns c of z, and returns them with the rounding of the stored dtype."""
+    """Computes and stores columns c of z = residual + gate·branch; returns them in fp32, rounded to
+    the stored dtype."""
     column = c < D
     mask = row[:, None] & column[None, :]
     branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(
@@ -51,7 +53,7 @@ def subtract_mean(z, total, c, D: tl.constexpr):
 
 @triton.jit
 def store_modulated(H, SCALE, SHIFT, normed, h_rows, row, c, D: tl.constexpr):
-    """Stores columns c of h."""
+    """Computes and stores columns c of h = normed·(1 + scale) + shift."""
     column = c < D
     scale = tl.load(SCALE + c, mask=column, other=0.0).to(tl.float32)
     shift = tl.load(SHIFT + c, mask=column, other=0.0).to(tl.float32)
@@ -102,7 +104,7 @@ def add_norm_kernel(
         c_rest = BLOCK_D + tl.arange(0, REST)
         z_rest = add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c_rest, D)
 
-    # LayerNorm
+    # LayerNorm subtracts the mean of z over all columns first.
     if CENTRED:
         total = tl.sum(z, 1)
         if REST > 0:
@@ -133,8 +135,9 @@ def load_dh_and_z(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
 def store_gradients(
     DZ, BRANCH, DBRANCH, DRESIDUAL, dz, gate, rows, branch_rows, row, c, D: tl.constexpr
 ):
-    """Stores columns c of the gradients of residual and branch; `dz` is the gradient of z through
-    h. Returns the sum for the gate."""
+    """Stores columns c of the gradients of residual and branch; returns the sum over rows for the
+    gate's gradient. `dz` is the gradient of z through h; DZ is the gradient of the output z, or
+    None."""
     mask = row[:, None] & (c < D)[None, :]
     here = rows[:, None] * D + c[None, :]
     branch_at = branch_rows[:, None] * D + c[None, :]
@@ -200,7 +203,7 @@ def add_norm_backward_kernel(
         h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
         rstd = tl.load(RSTD + rows, mask=row, other=0.0)
 
-        # w: the gradient of the normed z.
+        # Compute w, the gradient of the normed z.
         dh, z = load_dh_and_z(DH, Z, rows, h_rows, row, c, D)
         w = dh * slope[None, :]
         if REST > 0:
@@ -252,10 +255,11 @@ def add_norm_backward_kernel(
 
 
 def choose_tile(dim: int, backward: bool = False) -> dict[str, int]:
-    """Chooses the shape of a tile by width: columns as the largest power of two and a rest, rows
-    for about 2,048 elements. With 384, 768 or 1,152 columns nothing is masked.
+    """Chooses the shape of a tile for `dim` columns: BLOCK_D columns, the largest power of two, and
+    REST more; and BLOCK_L rows, for about 2,048 elements. With 384, 768 or 1,152 columns no column
+    is masked.
 
-    Backward tiles have fewer rows, so that a third program fits on a processor.
+    Backward tiles have fewer rows, so that three programs share a multiprocessor.
     """
     block_d = 1 << (dim.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
@@ -275,7 +279,8 @@ def launch_forward(
     residual_in_fp32: bool,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns h, z and rstd. Rows must be contiguous; gate, scale and shift have stride 1 in D."""
+    """Returns h, z, and 1/rms or 1/std of each row (B, L). Rows must be contiguous; gate, scale and
+    shift have stride 1 in D."""
     batch, length, dim = branch.shape
     h = torch.empty_like(branch)
     z = torch.empty_like(residual, dtype=torch.float32 if residual_in_fp32 else branch.dtype)
@@ -306,8 +311,9 @@ def launch_forward(
 
 
 def choose_splits(batch: int, length: int, block: int, processors: int) -> tuple[int, int]:
-    """Cuts each sample into stretches, so that each processor gets about eight programs; returns
-    their number, and the rows per stretch."""
+    """Cuts each sample into stretches of rows, so that each of the GPU's `processors` gets about
+    eight programs; returns the stretches per sample, and the rows per stretch. `block` is the
+    number of rows of a tile."""
     wanted = max(1, min(triton.cdiv(8 * processors, batch), triton.cdiv(length, block)))
     rows = triton.cdiv(triton.cdiv(length, wanted), block) * block
     return triton.cdiv(length, rows), rows
@@ -333,7 +339,7 @@ def launch_backward(
     dresidual = torch.empty_like(z, dtype=residual_dtype)
     shape = choose_tile(dim, backward=True)
 
-    # Interpreted kernels run on the CPU.
+    # Interpreted kernels run on the CPU, which counts as one processor.
     processors = 1
     if branch.is_cuda:
         processors = torch.cuda.get_device_properties(branch.device).multi_processor_count

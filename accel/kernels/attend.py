@@ -31,14 +31,16 @@ def attend(
     backend: str = "auto",
     groups: Int[Tensor, "L"] | None = None,
 ) -> Float[Tensor, "B K L P"]:
-    """`softmax(q·kᵀ / √P)·v`; `backend` is one of `BACKENDS`, "flex", or "auto": PyTorch chooses.
+    """Computes `softmax(q·kᵀ / √P)·v`. `backend` is a key of `BACKENDS`, "flex" (FlexAttention), or
+    "auto": PyTorch chooses.
 
-    With `groups`, a token attends only to the tokens of its group: all backends but "flex" compute
-    every score and mask those between groups; "flash" and "cudnn" take no mask on a GPU.
+    `groups[l]` is the number of the group of token l: a token attends only to the tokens of its
+    group. All backends but "flex" compute every score, and mask those between groups; "flash" and
+    "cudnn" take no mask on a GPU. Without `groups` each token attends to all tokens.
 
     A named backend that does not support the inputs raises PyTorch's RuntimeError; PyTorch never
-    falls back to another. The channels of a head must be neighbours in memory, because every
-    backend but `math` would copy q, k or v otherwise.
+    falls back to another. The channels of a head must be neighbours in memory: otherwise every
+    backend but `math` copies q, k or v.
     """
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "flex":
@@ -54,8 +56,9 @@ def attend(
 def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
     """Calls FlexAttention, always compiled: uncompiled it stores all scores.
 
-    Inside a compiled region the region's compiler takes it; else it compiles itself, even under a
-    stance that makes everything else run eagerly, as in evaluation.
+    If the caller is being compiled, FlexAttention is compiled with it. Otherwise this function
+    calls a compiled version, even under a stance of torch.compiler that makes all other code run
+    eagerly, as evaluation sets it.
     """
     if torch.compiler.is_compiling():
         return attend_in_groups(q, k, v, groups)
@@ -66,8 +69,8 @@ def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Te
 def attend_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
     """Calls FlexAttention, which skips blocks of 128 × 128 scores whose tokens share no group.
 
-    Each call finds these blocks again, with L² compiled integer comparisons, so there is no state
-    that would have to move with the device.
+    Each call finds these blocks again, by L² compiled comparisons of integers; so nothing has to be
+    stored on the right device.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -85,5 +88,6 @@ def attend_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> 
 @functools.cache
 def compile_flex() -> Callable[..., Tensor]:
     """Compiles `attend_in_groups` once per process."""
-    # fullgraph raises an error where FlexAttention would run uncompiled.
+    # With fullgraph a part that cannot be compiled raises an error; without it FlexAttention runs
+    # uncompiled there.
     return torch.compile(attend_in_groups, fullgraph=True)

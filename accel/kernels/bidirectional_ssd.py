@@ -3,9 +3,9 @@ masked matrix product.
 
 The scan of Mamba-2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060), h_i = exp(a_i)·h_{i-1} +
 step_i·B_i·x_i and y_i = C_i·h_i, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … +
-a_i)·(C_i·B_j)·step_j·x_j. Here a forward scan adds token i and those before it, and a backward scan
-with its own step, A, B and C adds those after it, so that each pair (i, j) counts once.
-ssd_decays.py computes the steps and the sums of a.
+a_i)·(C_i·B_j)·step_j·x_j. Here a forward scan adds to y_i the contributions of token i and the
+tokens before it, and a backward scan with its own step, A, B and C adds those of the tokens after
+it, so that each pair (i, j) counts once. ssd_decays.py computes the steps and the sums of a.
 
 `bidirectional_ssd` is the definition in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) computes
 it as one operator.
@@ -30,10 +30,11 @@ from common.errors import UserError
 MIN_PIECE_TOKENS = 64
 MAX_PIECES = 16
 """The definition cuts a sequence into at most `MAX_PIECES` pieces of at least `MIN_PIECE_TOKENS`
-tokens: small pieces save time, which goes into the decays of all pairs inside a piece, but states
-pass through the pieces one after the other."""
+tokens: small pieces save time, because most of it goes into the decays of all pairs of tokens
+inside a piece; many pieces cost time, because states pass through them one after the other."""
 MAX_QUADRATIC_TOKENS = 512
-"""Longest sequence that the kernels take whole; they cut longer ones into chunks."""
+"""Number of tokens of the longest sequence that the kernels take whole; longer ones are cut into
+chunks."""
 CHUNK_TOKENS = 256
 """Tokens per chunk of the kernels."""
 
@@ -50,13 +51,14 @@ def bidirectional_ssd(
     norm_weight: Float[Tensor, "K P"] | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """`y = M x + D·x`, where M is the bidirectional decay mask times C·Bᵀ times the step,
+    """Computes `y = M x + D·x`, where M is the bidirectional decay mask times C·Bᵀ times the step,
     softplus(dt + dt_bias).
 
-    With z and `norm_weight` the result is gated and normed per head:
+    If z and `norm_weight` are given, the result is gated, and normed per head:
     `rms_norm(y·silu(z))·norm_weight`. Decays and their sums are fp32; matrix products and the
-    result have the dtype of x. The work is quadratic in pieces of 64 tokens, so linear in L up to
-    1,024 tokens. The models always pass z; scripts.bench compares with other packages without it.
+    result have the dtype of x. The work is quadratic only inside a piece of 64 tokens, and so
+    linear in L up to 1,024 tokens. The models always pass z; scripts.bench compares with other
+    packages without it.
     """
     refuse_empty("bidirectional_ssd", x)
     length = x.shape[1]
@@ -68,7 +70,7 @@ def bidirectional_ssd(
 
 
 def require_norm_weight(norm_weight: Tensor | None) -> Tensor:
-    """Returns the weight; ValueError if a gate z has none."""
+    """Returns `norm_weight`; ValueError if it is None, because a gate z needs it."""
     if norm_weight is None:
         raise UserError(
             "bidirectional_ssd with a gate z needs norm_weight, of shape (heads, head dim)."
@@ -79,11 +81,12 @@ def require_norm_weight(norm_weight: Tensor | None) -> Tensor:
 def compute_masks(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns decay (S, K, T, T), scores C·B (S, 1, T, T) and steps (S, K, T, T) of every pair, and
-    the mask of pairs with i ≥ j.
+    """Returns for every pair (i, j) of tokens in a piece the decay (S, K, T, T), the score C_i·B_j
+    (S, 1, T, T) and the step of j (S, K, T, T), and the mask (T, T) of the pairs with i ≥ j.
 
     The log decay from j to i is a_{j+1} + … + a_i forward, and a_i + … + a_{j-1} backward: each is
-    a difference of sums and ≤ 0. It is clamped, because rounding may make it slightly positive.
+    a difference of sums and ≤ 0. It is clamped to ≤ 0, because rounding may make it slightly
+    positive.
     """
     length = x.shape[1]
     lower = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
@@ -96,7 +99,8 @@ def compute_masks(
 def scan_within_pieces(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
-    """Applies the quadratic form: every token meets every other token of its piece."""
+    """Computes the scan within each piece in quadratic form, as a masked product of all pairs of
+    tokens."""
     decay, scores, step, _ = compute_masks(x, steps, sums, B_in, C_out)
     y = ((decay * step * scores).to(x.dtype) @ x.transpose(1, 2)).transpose(1, 2)
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
@@ -117,7 +121,8 @@ def scan_in_chunks(
     )
     y = upcast(inside).unflatten(0, (batch, -1))
 
-    # Each direction adds the states of the chunks before, or after, a token's own.
+    # Add for each direction what a token reads from the states of the chunks before its own
+    # (direction 0) or after it (direction 1).
     to_edge, decays = compute_chunk_decays(steps, sums)
     to_edge, decays, reach = (
         t.unflatten(0, (batch, -1)).unbind(2) for t in (to_edge, decays, sums.exp2())
@@ -137,8 +142,9 @@ def cut_chunks(t: Tensor, chunk: int) -> Tensor:
 
 
 def compute_chunk_decays(steps: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the weight of each token at the edge of its chunk, step times decay (S, 2, K, T), and
-    the decay of a state over the whole chunk (S, 2, K)."""
+    """Returns the weight with which each token enters the state at the end of its chunk, step times
+    decay (S, 2, K, T), and the decay of a state over a whole chunk (S, 2, K). For direction 1 the
+    end is the chunk's first token."""
     whole = torch.stack((sums[:, 0, :, -1], sums[:, 1, :, 0]), dim=1)
     return (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps, whole.exp2()
 
@@ -152,8 +158,8 @@ def carry_states(
     C_out: Tensor,
     backward: bool,
 ) -> Tensor:
-    """Returns the contribution to each token (B, C, T, K, P) of the chunks before its own (after
-    it, if `backward`), in fp32.
+    """Returns what the chunks before a token's own (after it, if `backward`) contribute to the
+    token's y, (B, C, T, K, P) in fp32.
 
     Each chunk decays the state (N, P) of a head and adds its tokens to it. A token reads a state
     with weight `reach` (B, C, K, T). States are summed in fp32; products run in the dtype of x.
@@ -168,8 +174,8 @@ def carry_states(
 def sum_arriving_states(
     added: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool
 ) -> Tensor:
-    """Returns the state that arrives at each chunk, in the dtype of `decays`: the sum of `added`
-    over the chunks before it (after it, if `backward`), decayed by the chunks between."""
+    """Returns the state that arrives at each chunk, in the dtype of `decays`: the sum of the states
+    that the chunks before it (after it, if `backward`) add, each decayed by the chunks between."""
     order = -1 if backward else 1
     states = [torch.zeros_like(added[:, 0], dtype=decays.dtype)]
     for part, decay in list(zip(added.unbind(1), decays.unbind(1), strict=True))[::order][:-1]:
@@ -184,6 +190,6 @@ def count_bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_
         return 2 * tokens * tokens * (state_dim + heads * head_dim)
     inside = 2 * tokens * CHUNK_TOKENS * (state_dim + heads * head_dim)
 
-    # A product to write and one to read states, in two directions.
+    # Two products, one to write states and one to read them, in each of two directions.
     states = 2 * 2 * 2 * tokens * state_dim * heads * head_dim
     return inside + states

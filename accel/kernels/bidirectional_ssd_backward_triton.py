@@ -1,11 +1,12 @@
 """Triton kernels of the backward pass of `bidirectional_ssd`; the forward pass is in
 bidirectional_ssd_triton.py.
 
-One kernel computes dx with the transposed mask. Another computes dS = Σ_heads dy·xᵀ·E·step, summed
-over heads in registers, and from the same fp32 tile the row and column sums of dS∘S for the
-gradients of the decays. PyTorch's matrix products turn dS into dB and dC. dx, dB and dC lie side by
-side, as the backward pass of the convolution before the scan reads them. There are no atomics, so
-equal runs give equal bits.
+S are the scores C·B, and E is the decay of each pair. One kernel computes dx with the transposed
+mask. Another computes dS = Σ_heads dy·xᵀ·E·step, summed over heads in registers, and in the same
+pass, for each head, the row and column sums from which the gradients of the decays follow.
+PyTorch's matrix products turn dS into dB and dC. dx, dB and dC lie side by side in memory, as the
+backward pass of the convolution before the scan reads them. There are no atomics, so equal runs
+give equal bits.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """
@@ -52,8 +53,9 @@ def ssd_dx_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes dx_j = Σ_i M_ij dy_i + D dy_j. It computes S transposed, because Triton before 3.7.1
-    transposes an accumulator wrongly."""
+    """Computes a tile of dx_j = Σ_i M_ij dy_i + D dy_j for one head, and stores in DD (B, K, tiles)
+    the tile's sum for the gradient of D. It computes the scores transposed, because Triton before
+    3.7.1 transposes an accumulator wrongly."""
     tile = tl.program_id(0)
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -81,7 +83,7 @@ def ssd_dx_kernel(
     )
     g = tl.zeros([BLOCK, P], tl.float32)
 
-    # Tiles after this one, by direction 0.
+    # Add the contributions of the tiles after this one, in direction 0.
     if j0 + BLOCK < L:
         pivot = tl.load(SUMS + ahead + j0 + BLOCK - 1)
         row_weight = decay_of(pivot - sum_ahead) * step_ahead
@@ -98,7 +100,7 @@ def ssd_dx_kernel(
             )
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
 
-    # Tiles before this one, by direction 1.
+    # Add the contributions of the tiles before this one, in direction 1.
     if j0 > 0:
         pivot = tl.load(SUMS + behind + j0)
         row_weight = decay_of(pivot - sum_behind) * step_behind
@@ -114,14 +116,15 @@ def ssd_dx_kernel(
             )
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
 
-    # The tile on the diagonal, by both directions.
+    # Add the contributions of this tile's own tokens (the tile of M on the diagonal), in both
+    # directions.
     c_ahead = tl.load(C_OUT + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0)
     c_behind = tl.load(
         C_OUT + N + j[None, :] * c_token + n[:, None], mask=inside[None, :], other=0.0
     )
     dy = tl.load(DY + j[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0)
 
-    # [j, i]: i ≥ j
+    # The tile is transposed: element [j, i] of `lower` is i ≥ j.
     lower = r[None, :] >= r[:, None]
     exponent = tl.where(
         lower, sum_ahead[None, :] - sum_ahead[:, None], sum_behind[None, :] - sum_behind[:, None]
@@ -134,7 +137,7 @@ def ssd_dx_kernel(
     m = m * decay_of(exponent)
     g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
 
-    # The direct path D·x.
+    # Add the gradient of the direct path D·x.
     g += dy.to(tl.float32) * tl.load(D + k)
     DX += b * dx_batch + k * P
     tl.store(
@@ -173,11 +176,12 @@ def ssd_ds_kernel(
     PRECISION: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
-    """Computes a tile (i, j) of dS, head by head. ROWS and COLUMNS (B, K, T, L) take the sums of
-    the tile's direction; a tile on the diagonal has both directions, and those of direction 1 go to
-    ROWS_BEHIND and COLUMNS_BEHIND (B, K, L).
+    """Computes a tile (i, j) of dS, head by head, and stores for each head the tile's row and
+    column sums in ROWS and COLUMNS (B, K, T, L). A tile on the diagonal has both directions: its
+    sums of direction 1 go to ROWS_BEHIND and COLUMNS_BEHIND (B, K, L) instead.
 
-    One launch does the diagonal; another does the T - 1 other tiles of a row with fewer registers.
+    One launch computes the tiles on the diagonal; another launch, whose programs need fewer
+    registers, computes the T - 1 other tiles of each row.
     """
     i_tile = tl.program_id(0)
     j_tile = tl.program_id(1)
@@ -199,7 +203,8 @@ def ssd_ds_kernel(
     B_IN += b * b_batch
     C_OUT += b * c_batch
 
-    # Scores C·B of the tile; on the diagonal each half of the mask has its direction.
+    # Compute the scores C·B of the tile; on the diagonal, each half of the mask takes those of its
+    # direction.
     direction = 0 if DIAGONAL else (i_tile < j_tile).to(tl.int32)
     lower = i[:, None] >= j[None, :]
     C_OUT += direction * N
@@ -223,7 +228,9 @@ def ssd_ds_kernel(
         sum_j = tl.load(SUMS + head_at + j, mask=j_in, other=0.0)
         step = tl.load(STEPS + head_at + j, mask=j_in, other=0.0)
 
-        # The diagonal needs an exponent per element; elsewhere a pivot splits it.
+        # On a diagonal tile, compute exp2(s_i - s_j) for each element. Off the diagonal, split it
+        # by a pivot into exp2(s_i - pivot)·exp2(pivot - s_j): one exp2 a row and one a column
+        # (bidirectional_ssd_triton.py).
         if DIAGONAL:
             behind = head_at + K * L
             other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)
@@ -259,7 +266,7 @@ def ssd_ds_kernel(
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q, 0), mask=j_in)
             ds += g * step[None, :]
 
-    # dS (B, 2, L, L): each direction is zero outside its half of the mask.
+    # Store the tile in dS (B, 2, L, L); each direction is zero outside its half of the mask.
     DS += b * 2 * L * L
     out = i[:, None] * L + j[None, :]
     mask = i_in[:, None] & j_in[None, :]
@@ -284,7 +291,8 @@ def ssd_decay_kernel(
     BLOCK_L: tl.constexpr,
     LN2: tl.constexpr,
 ):
-    """Turns row and column sums into the gradients of steps and sums, both (B, 2, K, L)."""
+    """Turns the row and column sums of one head into the gradients of steps and of running sums,
+    both (B, 2, K, L)."""
     k = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     t = tl.arange(0, BLOCK_L)
@@ -296,7 +304,8 @@ def ssd_decay_kernel(
     column_ahead = tl.zeros([BLOCK_L], tl.float32)
     column_behind = tl.load(COLUMNS_BEHIND + head * L + t, mask=inside, other=0.0)
 
-    # A tile's sums belong to direction 0 below the diagonal, to direction 1 above it.
+    # Add up the sums of all tiles: those of a tile below the diagonal belong to direction 0, of a
+    # tile above it to direction 1.
     for tile in range(0, TILES):
         rows = tl.load(ROWS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
         columns = tl.load(COLUMNS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
@@ -318,13 +327,14 @@ def ssd_decay_kernel(
 def launch_backward(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dx, dB and dC side by side (B, L, E), d(steps), d(sums) and dD (K)."""
+    """Returns the gradients of x, B and C side by side in one tensor (B, L, E), then those of
+    steps, sums and D (K)."""
     batch, length, heads, _ = x.shape
     strides = collect_strides(x, B_in, C_out)
     joined = x.new_empty(batch, length, count_channels(x, B_in))
     dx, dB, dC = split_channels(joined, *x.shape[2:])
 
-    # dx, and the parts of dD.
+    # Compute dx, and for each tile its part of dD.
     constants = choose_constants("dx", x, B_in)
     tiles = triton.cdiv(length, constants["BLOCK"])
     dD = sums.new_empty(batch, heads, tiles)
@@ -332,7 +342,7 @@ def launch_backward(
         dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, *dx.stride()[:2], **constants
     )
 
-    # dS and its row and column sums.
+    # Compute dS, and the row and column sums.
     constants = choose_constants("ds", x, B_in)
     tiles = triton.cdiv(length, constants["BLOCK"])
     dS = x.new_empty(batch, 2, length, length)
@@ -343,7 +353,7 @@ def launch_backward(
     if tiles > 1:
         ssd_ds_kernel[(tiles, tiles - 1, batch)](*tensors, *strides, **constants, DIAGONAL=False)
 
-    # Gradients of the decays from the row and column sums.
+    # Compute the gradients of steps and running sums from the row and column sums.
     dsteps = torch.empty_like(steps)
     dsums = torch.empty_like(sums)
     ssd_decay_kernel[(heads, batch)](

@@ -1,5 +1,5 @@
-"""Triton kernel of `bidirectional_ssd` for up to 512 tokens: every token meets every other, and one
-mask covers both directions.
+"""Triton kernel of `bidirectional_ssd` for up to 512 tokens: one masked product of all pairs of
+tokens covers both directions.
 
 s⁺ are the running sums of log decays from the start (direction 0), s⁻ those from the end
 (direction 1), in units of log2 (ssd_decays.py):
@@ -7,10 +7,11 @@ s⁺ are the running sums of log decays from the start (direction 0), s⁻ those
     y = M x + D x,   M_ij = exp2(s⁺_i - s⁺_j)·(C⁺_i·B⁺_j)·step⁺_j  for i ≥ j,
                             exp2(s⁻_i - s⁻_j)·(C⁻_i·B⁻_j)·step⁻_j  for i < j
 
-A pivot p between two tiles splits the exponent, exp2(s_i - p)·exp2(p - s_j): both parts are ≤ 0
-and clamped, so nothing overflows, and a tile needs one exp2 per row and one per column. Only the
-tile on the diagonal needs one per element and direction. All tiles add to one accumulator: two
-accumulators, each scaled at the end, would take a quarter more registers.
+For a tile of M off the diagonal, the running sum p at a token between rows and columns, the pivot,
+splits the decay into exp2(s_i - p)·exp2(p - s_j). Both exponents are ≤ 0 and clamped, so nothing
+overflows, and the tile needs one exp2 per row and one per column. Only a tile on the diagonal needs
+one exp2 per element and direction. All tiles add to one accumulator: two accumulators, each scaled
+at the end, would take a quarter more registers.
 
 The backward pass is in bidirectional_ssd_backward_triton.py.
 
@@ -31,15 +32,15 @@ from torch import Tensor
 
 OLDER_THAN_3_8 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 8]
 THIRD_PROGRAM_REGISTERS = 168 if OLDER_THAN_3_8 else None
-"""Registers per thread that let three programs of four warps share a processor of Hopper. With
-Triton 3.8 and 3.9 the forward kernel spills at this limit (12 stores per thread), so with them only
-two programs share one."""
+"""Limit of registers per thread under which three programs of four warps share a multiprocessor of
+Hopper; None: no limit. With Triton 3.8 and 3.9 the forward kernel spills at this limit (12 stores
+per thread), so with these versions only two programs share a multiprocessor."""
 
 
 @triton.jit
 def decay_of(exponent):
-    """Computes exp2 of a difference of running sums, which only rounding can make positive. A plain
-    minimum would drop a NaN."""
+    """Computes exp2 of a difference of running sums, clamped to ≤ 0, because only rounding can make
+    it positive. A NaN stays NaN, unlike with a plain minimum."""
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -71,8 +72,8 @@ def ssd_kernel(
     PRECISION: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Computes a tile of y for one head, and with Z, NORM and H also `rms_norm(y·silu(z))·norm`,
-    while y is still in registers."""
+    """Computes a tile of y for one head. If Z, NORM and H are given, it also computes H =
+    `rms_norm(y·silu(z))·norm`, while y is still in registers."""
     i0 = tl.program_id(0) * BLOCK
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -92,7 +93,7 @@ def ssd_kernel(
     c_ahead = tl.load(C_OUT + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0)
     y = tl.zeros([BLOCK, P], tl.float32)
 
-    # Tiles before this one, by direction 0.
+    # Add the contributions of the tiles before this one, in direction 0.
     if i0 > 0:
         pivot = tl.load(SUMS + ahead + i0 - 1)
         row_decay = decay_of(sum_ahead - pivot)
@@ -108,7 +109,8 @@ def ssd_kernel(
             )
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
 
-    # Tiles after this one, by direction 1. Loading its values only here saves registers above.
+    # Add the contributions of the tiles after this one, in direction 1. The values of direction 1
+    # are loaded only here, which saves registers above.
     sum_behind = tl.load(SUMS + behind + i, mask=inside, other=0.0)
     c_behind = tl.load(
         C_OUT + N + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0
@@ -132,7 +134,8 @@ def ssd_kernel(
             )
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
 
-    # The tile on the diagonal, by both directions.
+    # Add the contributions of this tile's own tokens (the tile of M on the diagonal), in both
+    # directions.
     x = tl.load(X + i[:, None] * x_token + p[None, :], mask=inside[:, None], other=0.0)
     lower = r[:, None] >= r[None, :]
     b_t = tl.load(B_IN + i[None, :] * b_token + n[:, None], mask=inside[None, :], other=0.0)
@@ -153,7 +156,7 @@ def ssd_kernel(
     out = i[:, None] * (K * P) + p[None, :]
     tl.store(Y + b * L * K * P + k * P + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
 
-    # Gate and norm.
+    # Apply gate and norm.
     if H is not None:
         z_at = i[:, None] * z_token + p[None, :]
         gate = tl.load(Z + b * z_batch + k * P + z_at, mask=inside[:, None], other=0.0).to(
@@ -169,10 +172,11 @@ def ssd_kernel(
 def choose_configuration(
     part: str, length: int, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
 ) -> tuple[int, int, int | None]:
-    """Chooses tokens per tile, warps, and registers per thread (None: the compiler decides) for
-    `part`, which is forward, dx or ds.
+    """Chooses the tokens per tile, the number of warps, and the limit of registers per thread
+    (None: the compiler decides) for the kernel `part`: "forward", "dx" or "ds". `capability` is 90
+    for compute capability 9.0.
 
-    The choice by compute capability lets as many programs as possible share a processor without
+    The choice lets as many programs as possible share a multiprocessor of that capability without
     spilling (scripts/kernel_resources.py); it is not tuned for speed yet. fp32 products take far
     more registers.
     """
@@ -182,7 +186,8 @@ def choose_configuration(
         block = 32 if part == "ds" and not small_shared_memory else 16
         warps = 8 if block == 32 or large or part == "forward" else 4
 
-        # A lower limit for a third program would make the kernel spill.
+        # With 128 registers, two programs of eight warps share a multiprocessor; a lower limit, for
+        # a third program, makes the kernel spill.
         return block, warps, 128 if warps == 8 and part != "forward" else None
     if small_shared_memory:
         return 32, 8 if part == "ds" and large else 4, None
@@ -192,12 +197,13 @@ def choose_configuration(
 
 
 def precision_of(x: Tensor) -> str:
-    """Returns Triton's precision of fp32 products that matches PyTorch's setting."""
+    """Returns the precision of fp32 products in Triton, "ieee" or "tf32", that matches PyTorch's
+    setting."""
     return "ieee" if not x.is_cuda or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
-    """Returns constants and options of a launch."""
+    """Returns the constants and the options of a launch of the kernel `part`."""
     capability = 90
     if x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
@@ -220,7 +226,8 @@ def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str 
 
 
 def collect_strides(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
-    """Returns the strides of samples and tokens; all other dimensions are contiguous."""
+    """Returns the strides of samples and tokens of each tensor; all other dimensions are
+    contiguous."""
     return (
         x.stride(0),
         x.stride(1),
@@ -249,7 +256,7 @@ def launch_gated(
     norm_weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gated and normed y, and y."""
+    """Returns the gated and normed y, and y itself."""
     y, h = launch(x, steps, sums, B_in, C_out, D, z, norm_weight, eps)
     assert h is not None
     return h, y

@@ -1,9 +1,10 @@
-"""The scan of long sequences with fused operators: quadratic inside chunks, states between them.
+"""Fused operators for the scan of long sequences, which is quadratic inside chunks and passes
+states from chunk to chunk.
 
 `scan_in_chunks` (bidirectional_ssd.py) is the definition. `ssd_states` computes the state that a
-chunk adds, `ssd_read` the values that its tokens read from a state; each is the backward pass of
-the other, with `ssd_groups` for B and C. They run Triton on a GPU (chunked_ssd_triton.py) and
-PyTorch elsewhere. PyTorch sums the states from chunk to chunk, in fp32.
+chunk adds; `ssd_read` computes the values that a chunk's tokens read from a state. The backward
+pass of each uses the other, and `ssd_groups` for the gradients of B and C. They run Triton on a GPU
+(chunked_ssd_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to chunk, in fp32.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a
 sample, S = B·C.
@@ -20,23 +21,26 @@ from accel.kernels.operator import keep_inputs, make_differentiable, register, u
 
 
 def weight_by_direction(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
-    """Multiplies x by the weights of each direction, in the dtype of x."""
+    """Multiplies x (S, T, K, P) by the weights (S, 2, K, T) of each direction; returns the products
+    in the dtype of x."""
     return (upcast(x).transpose(1, 2).unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype)
 
 
 def compute_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
-    """Σ_t weight_t · group_t ⊗ x_t of a chunk, (S, 2, K, N, P) in fp32, from x (S, T, K, P),
-    `groups` (S, T, 2, N), which are B or C, and weights (S, 2, K, T)."""
+    """Sums weight_t · group_t ⊗ x_t over the T tokens of each chunk: the state that the chunk adds,
+    (S, 2, K, N, P) in fp32, where 2 is the direction. x is (S, T, K, P), weights (S, 2, K, T),
+    `groups` (S, T, 2, N): B in the forward pass, C in the backward pass."""
     return upcast(groups.permute(0, 2, 3, 1).unsqueeze(2) @ weight_by_direction(x, weights))
 
 
 def read_states(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Reads group_t · state in both directions. Returns the sum of the reads times the weights,
-    plus `inside` (S, T, K, P) if given; and the dot products of the reads with `other`
-    (S, T, K, P), which are (S, 2, K, T) in fp32, or an empty tensor."""
-    # (S, 2, K, T, P)
+    """Computes read_t = group_t · state for each token, head and direction. Returns two tensors:
+    the reads times the weights, summed over directions, plus `inside` (S, T, K, P) if given; and
+    the dot product of each read with `other` (S, T, K, P), which is (S, 2, K, T) in fp32, or an
+    empty tensor without `other`."""
+    # The reads are (S, 2, K, T, P).
     read = upcast(groups.transpose(1, 2).unsqueeze(2) @ states.to(groups.dtype))
     out = (read * weights.unsqueeze(-1)).sum(1).transpose(1, 2)
     out = out if inside is None else out + upcast(inside)
@@ -47,8 +51,8 @@ def read_states(
 
 
 def compute_group_gradients(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """Σ over heads of weight_t · x_t · stateᵀ, (S, T, 2, N) in the dtype of x: the gradient of B or
-    C."""
+    """Sums weight_t · x_t · stateᵀ over the heads: the gradient of B or C, (S, T, 2, N) in the
+    dtype of x."""
     products = upcast(weight_by_direction(x, weights) @ states.to(x.dtype).mT)
     return products.sum(2).transpose(1, 2).to(x.dtype).contiguous()
 
@@ -74,21 +78,22 @@ ssd_groups = register(
 def compute_states_gradients(
     dstates: Tensor, x: Tensor, B_in: Tensor, weights: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, B_in and weights."""
+    """Returns the gradients of x, B_in and weights."""
     dstates = dstates.contiguous()
     dx, dweights = ssd_read(dstates, B_in, weights, None, x)
     return dx, ssd_groups(dstates, x, weights), dweights
 
 
 def compute_read(y: Tensor, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Adds to y the reads of the states that arrive at each chunk."""
+    """Adds to y what each token reads from the state that arrives at its chunk; returns the sum,
+    and the inputs for the backward pass."""
     return ssd_read(*inputs, y, None)[0], inputs
 
 
 def compute_read_gradients(
     dy: Tensor, states: Tensor, C_out: Tensor, weights: Tensor
 ) -> tuple[Tensor, ...]:
-    """Gradients of y, states, C_out and weights."""
+    """Returns the gradients of y, states, C_out and weights."""
     dy = dy.contiguous()
     dweights = ssd_read(states, C_out, weights, None, dy)[1]
     return dy, ssd_states(dy, C_out, weights), ssd_groups(states, dy, weights), dweights

@@ -41,7 +41,8 @@ def ssd_states_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes BLOCK_N rows of the state of one chunk, head and direction."""
+    """Computes BLOCK_N of the N rows of the state that one chunk adds, for one head and
+    direction."""
     k = tl.program_id(0) // (N // BLOCK_N)
     direction = tl.program_id(1)
     s = tl.program_id(2).to(tl.int64)
@@ -93,7 +94,7 @@ def ssd_read_kernel(
     here = s * T * K * P + k * P
     out = tl.zeros([BLOCK, P], tl.float32)
 
-    # INSIDE and OTHER are optional.
+    # Start from INSIDE if it is given, and load OTHER if it is given.
     if INSIDE is not None:
         out += tl.load(
             INSIDE + here + t[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0
@@ -162,7 +163,8 @@ def ssd_groups_kernel(
 
 
 def choose_configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[int, int, int]:
-    """Returns tokens per tile, rows of a state per step, and warps."""
+    """Returns the number of tokens per tile, of rows of a state that a program takes at a time, and
+    of warps."""
     large = max(head_dim, state_dim) > 64
     return (16, min(32, state_dim), 8) if fp32 else (64, state_dim, 8 if large else 4)
 
@@ -170,7 +172,8 @@ def choose_configuration(head_dim: int, state_dim: int, fp32: bool = False) -> t
 def choose_constants(
     like: Tensor, length: int, heads: int, state_dim: int, head_dim: int
 ) -> dict[str, Any]:
-    """Returns constants and options of a launch; dtype and device are those of `like`."""
+    """Returns the constants and the options of a launch; the dtype of `like` decides about tile
+    sizes and precision."""
     block, block_n, warps = choose_configuration(head_dim, state_dim, like.dtype == torch.float32)
     sizes = {
         "T": length,

@@ -1,8 +1,9 @@
 """Random numbers without state: every draw is a hash of (seed, purpose, stream position).
 
 The hash is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
-http://www.thesalmons.org/john/random123/). On a GPU each draw is one launch
-(counter_noise_triton.py), which gives the same integers, and normals within rounding.
+http://www.thesalmons.org/john/random123/). On a GPU one kernel computes a draw
+(counter_noise_triton.py): it gives the same integers as the definition here, and the same normals
+within rounding.
 
 The stream position of a sample is the number of samples before its batch plus its index in the
 global batch, so draws do not depend on the world size, on resumes or on the order of evaluation.
@@ -27,8 +28,8 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """Purposes of draws: a position has independent numbers for each. Changing a value changes the
-    randomness of every run."""
+    """What random numbers are for; each purpose has independent numbers at every stream position.
+    Changing a value changes the random numbers of every run."""
 
     NOISE = 0
     TIME = 1
@@ -45,8 +46,8 @@ class Purpose(IntEnum):
 
 
 def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """Returns the high and low 32 bits of a·m, for a and m below 2³² in int64: the product may wrap
-    to a negative number, but has the right 64 bits."""
+    """Returns the high and the low 32 bits of a·m, both in int64; a and m are below 2³². The
+    product may wrap to a negative number, but all its 64 bits are right."""
     product = a * m
     return (product >> 32) & MASK, product & MASK
 
@@ -54,7 +55,8 @@ def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Ten
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds of Philox4x32 on a counter of four words and a key of two, each below 2³²."""
+    """Computes ten rounds of Philox4x32 on a counter of four 32-bit words and a key of two; returns
+    four random words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -69,7 +71,8 @@ def philox(
     return c0, c1, c2, c3
 
 
-# These three are the definitions of the draws: (B, W) numbers of samples at `position`.
+# The next three functions define the draws. Each returns (B, W) numbers: W = `words` for each of
+# the B samples, whose stream positions are in `position`.
 def draw_bits(seed: int, purpose: int, position: Tensor, words: int) -> Int[Tensor, "B W"]:
     lanes = -(-words // 4)
     c0 = torch.arange(lanes, device=position.device).expand(len(position), lanes)
@@ -97,10 +100,12 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
-    """Draws `words` independent numbers per sample, of a kind in `DEFINITIONS`.
+    """Draws `words` independent numbers per sample, (B, W); `kind` is "bits", "uniform" or
+    "normal".
 
-    "bits" are uniform 32-bit integers, as int64 in [0, 2³²). The Philox key is the seed's low and
-    high 32 bits; the counter is (word // 4, purpose, position low, position high).
+    "bits" are uniform 32-bit integers, as int64 in [0, 2³²). The key of Philox is (low 32 bits of
+    the seed, high 32 bits); the counter is (index of the number // 4, purpose, low 32 bits of the
+    position, high 32 bits).
     """
     if position.is_cuda and HAS_TRITON:
         from accel.kernels.counter_noise_triton import launch
@@ -113,7 +118,8 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
 def counter_uniform(
     seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1
 ) -> Float[Tensor, "B W"]:
-    """Draws uniform fp32 numbers in (0, 1): 23 bits, shifted half a step away from 0 and 1."""
+    """Draws uniform fp32 numbers in (0, 1): multiples of 2⁻²³, plus half a step, so that neither 0
+    nor 1 occurs."""
     return draw("uniform", seed, purpose, position, words)
 
 

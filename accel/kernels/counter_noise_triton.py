@@ -1,6 +1,7 @@
 """Triton kernel of the draws of counter_noise.py: the same integers, and normals within rounding.
 
-Each number computes a Philox block of four words and uses one: arithmetic is cheap beside a launch.
+For each number the kernel computes a Philox block of four words and uses one of them, because
+arithmetic is cheap compared with the launch.
 """
 
 # Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
@@ -21,7 +22,8 @@ KINDS = {"bits": 0, "uniform": 1, "normal": 2}
 
 @triton.jit
 def philox_word(word, purpose, low, high, key_low, key_high):
-    """Computes word number `word` of the stream, uint32; all arguments are tensors of one shape."""
+    """Computes random word number `word` of a sample and purpose, as uint32. `low` and `high` are
+    the halves of the stream position; all arguments are tensors of one shape."""
     c0 = (word // 4).to(tl.uint32)
     c1 = purpose
     c2 = low
@@ -43,14 +45,15 @@ def philox_word(word, purpose, low, high, key_low, key_high):
 
 @triton.jit
 def to_uniform(bits):
-    """Maps 32 bits to fp32 in (0, 1)."""
+    """Maps 32 random bits to a uniform fp32 number in (0, 1)."""
     return ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
 @triton.jit
 def compute_cos_and_sin(u):
-    """Computes cos(2πu) and sin(2πu) for u in (0, 1) by quarter turns and a Taylor polynomial up to
-    r⁹; the library's cosine would need a stack."""
+    """Computes cos(2πu) and sin(2πu) for u in (0, 1): splits the angle into quarter turns and a
+    rest r, for which it uses Taylor polynomials up to r⁹. The library's cosine needs local memory
+    on the stack, which is slow."""
     quarter = tl.floor(4.0 * u + 0.5)
     r = (4.0 * u - quarter) * 1.5707963267948966
     q = r * r
@@ -86,7 +89,8 @@ def counter_noise_kernel(
     elif KIND == 1:
         tl.store(out, to_uniform(bits), mask=i < words)
     else:
-        # Box–Muller: word i gives the radius, word half + i the angle of normals i and half + i.
+        # Box–Muller: normals i and half + i share a radius and an angle; the radius comes from word
+        # i, the angle from word half + i.
         radius = tl.sqrt(-2.0 * tl.log(to_uniform(bits)))
         x, y = compute_cos_and_sin(to_uniform(philox_word(i + half, purposes, low, high, k0, k1)))
         tl.store(out, radius * x, mask=(i < half) & (i < words))

@@ -1,4 +1,4 @@
-"""`bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU
+"""Computes `bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU
 (bidirectional_ssd_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens; E = K·P + 4·N
@@ -30,7 +30,7 @@ from common.errors import UserError
 
 LN2 = math.log(2.0)
 MATRIX_UNIT_SIZES = (16, 32, 64, 128)
-"""Supported head dims and state sizes: the shapes of the matrix units."""
+"""Supported head dims and state sizes: those for which the GPU's matrix units have instructions."""
 
 
 def compute_plain(*inputs: Tensor) -> Tensor:
@@ -39,7 +39,8 @@ def compute_plain(*inputs: Tensor) -> Tensor:
 
 
 def compute_gated(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Computes the gated and normed y, and y, from these inputs, z, norm_weight and eps."""
+    """Returns the gated and normed y, and y itself. The inputs are x, steps, sums, B_in, C_out, D,
+    z, norm_weight and eps."""
     y = compute_plain(*inputs[:6])
     return gated_norm(y, *inputs[6:]), y
 
@@ -47,15 +48,18 @@ def compute_gated(*inputs: Any) -> tuple[Tensor, Tensor]:
 def compute_backward(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dx, dB and dC side by side (S, T, E), d(steps), d(sums) and dD."""
+    """Returns the gradients of x, B and C side by side in one tensor (S, T, E), then those of
+    steps, sums and D."""
     decay, scores, step, lower = definition.compute_masks(x, steps, sums, B_in, C_out)
 
-    # Gradient of x; rows and columns are (S, K, T, P).
+    # Gradient of x. `rows` (dy) and `columns` (x) are (S, K, T, P): one factor for the rows of M,
+    # one for its columns.
     rows = upcast(dy).transpose(1, 2)
     columns = upcast(x).transpose(1, 2)
     dx = (decay * scores * step).mT @ rows + upcast(D)[:, None, None] * rows
 
-    # Gradients of the decays: sums over the rows and columns of the masked scores.
+    # Gradients of steps and sums: each direction's half of the mask, summed over rows and over
+    # columns.
     g = (rows @ columns.mT) * decay
     dS = (g * step).sum(1)
     q = g * scores
@@ -66,7 +70,8 @@ def compute_backward(
         dsteps.append(part.sum(2))
         dsums.append(LN2 * ((part * step).sum(3) - dsteps[-1] * direction_steps))
 
-    # Gradients of x, B and C lie side by side, as the convolution before the scan reads them.
+    # Write the gradients of x, B and C side by side, as the backward pass of the convolution before
+    # the scan reads them.
     joined = x.new_empty(*x.shape[:2], count_channels(x, B_in))
     dx_out, dB, dC = split_channels(joined, *x.shape[2:])
     dx_out.copy_(dx.transpose(1, 2))
@@ -97,8 +102,9 @@ def split_channels(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, T
 
 
 def write_group_gradients(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Tensor) -> None:
-    """Writes dB and dC from dS (S, 2, T, T), the gradient of C_i·B_j, which is 0 outside each
-    direction's mask. The matrix products take strided rows, so nothing is copied."""
+    """Writes the gradients of B and C. dS (S, 2, T, T) is the gradient of the scores C_i·B_j, for
+    each direction 0 outside its mask. The matrix products read and write strided rows, so nothing
+    is copied."""
     for i in (0, 1):
         torch.bmm(dS[:, i], B_in[:, :, i], out=dC[:, :, i])
         torch.bmm(dS[:, i].mT, C_out[:, :, i], out=dB[:, :, i])
@@ -119,14 +125,14 @@ ssd_backward = register(
 
 
 def compute_gradients(dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of x, steps, sums, B_in, C_out and D."""
+    """Returns the gradients of x, steps, sums, B_in, C_out and D."""
     joined, dsteps, dsums, dD = ssd_backward(dy.contiguous(), x, *rest)
     dx, dB, dC = split_channels(joined, *x.shape[2:])
     return dx, dsteps, dsums, dB, dC, dD
 
 
 def compute_gated_gradients(dh: Tensor, y: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """Gradients of x, steps, sums, B_in, C_out, D, z and norm_weight."""
+    """Returns the gradients of x, steps, sums, B_in, C_out, D, z and norm_weight."""
     *scan_inputs, z, norm_weight, eps = inputs
     dy, *gate_grads = compute_norm_gradients(dh, y, z, norm_weight, eps)
     return *compute_gradients(dy, *scan_inputs), *gate_grads
@@ -150,9 +156,9 @@ def fused_bidirectional_ssd(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`bidirectional_ssd` in two launches for up to 512 tokens, gate and norm included. Longer
-    sequences are cut into chunks of 256: one launch inside chunks, one to write states, one to read
-    them, and one for gate and norm.
+    """Computes `bidirectional_ssd` in two launches for up to 512 tokens, gate and norm included.
+    Longer sequences are cut into chunks of 256: one launch inside chunks, one to write states, one
+    to read them, and one for gate and norm.
 
     ValueError for a head dim or state size that the matrix units do not support. Slices of one
     projection are read in place.
@@ -161,7 +167,8 @@ def fused_bidirectional_ssd(
     check_sizes(x.shape[3], B_in.shape[3])
     batch, length = x.shape[:2]
 
-    # Prelude: steps and running sums of the decays, per piece.
+    # Compute the steps, and the running sums of the decays in each piece; a short sequence is one
+    # piece.
     whole = length <= definition.MAX_QUADRATIC_TOKENS
     steps, sums = fused_ssd_decays(dt, dt_bias, A_log, length if whole else definition.CHUNK_TOKENS)
     if not whole:
@@ -176,7 +183,8 @@ def fused_bidirectional_ssd(
         weight = definition.require_norm_weight(norm_weight).contiguous()
         return differentiable_gated_ssd(*inputs, wide, pack_heads(z), weight, eps)
 
-    # Gate and norm come after the sum over chunks.
+    # For a long sequence, gate and norm come after the contributions of other chunks have been
+    # added.
     y = differentiable_ssd(*inputs, wide)
     if not whole:
         y = add_between_chunks(y, *inputs, batch)

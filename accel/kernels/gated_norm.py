@@ -1,4 +1,4 @@
-"""Gate and per-head norm after the scan: `rms_norm(y·silu(z))·weight`, each head by itself.
+"""Gate and norm after the scan: `rms_norm(y·silu(z))·weight`, with a separate norm for each head.
 
 `gated_norm` is the definition in PyTorch. `fused_gated_norm` computes it as one operator whose
 backward pass keeps only y and z: Triton on a GPU (gated_norm_triton.py), PyTorch elsewhere.
@@ -40,7 +40,8 @@ def gated_norm(
 def compute_backward(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of y and weight; writes the one of z to `dz`, which may be a slice."""
+    """Returns the gradients of y and weight; writes the gradient of z to `dz`, which may be a slice
+    of a larger tensor."""
     wide = upcast(y)
     gate = upcast(z)
     sigmoid = torch.sigmoid(gate)
@@ -69,7 +70,7 @@ backward_operator = register(
 
 
 def compute_gradients(dh: Tensor, y: Tensor, z: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of y, z and weight."""
+    """Returns the gradients of y, z and weight."""
     dz = z.new_empty(z.shape)
     dy, dweight = backward_operator(dh.contiguous(), y, z, *rest, dz)
     return dy, dz, dweight
@@ -79,7 +80,7 @@ differentiable_norm = make_differentiable(keep_inputs(operator), compute_gradien
 
 
 def fused_gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """`gated_norm` as one operator. It reads z in place if z is a slice of a projection, and copies
-    y if it is not contiguous."""
+    """Computes `gated_norm` as one operator. Reads z in place if z is a slice of a projection;
+    copies y if y is not contiguous."""
     refuse_empty("gated_norm", y)
     return differentiable_norm(y.contiguous(), pack_heads(z), weight.contiguous(), eps)

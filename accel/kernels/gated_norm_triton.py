@@ -1,8 +1,8 @@
-"""Triton kernels of `gated_norm`: one pass forward, and one backward, which computes the statistics
-again.
+"""Triton kernels of `gated_norm`: one for the forward pass, and one for the backward pass, which
+computes the norm's statistics again.
 
-A program takes one head of some tokens of one sample. Each stores its sums for the weight, which
-PyTorch adds afterwards: no atomics.
+A program takes one head of some tokens of one sample. In the backward pass each program stores its
+own sums for the weight's gradient, and PyTorch adds these sums afterwards, so there are no atomics.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
@@ -87,7 +87,7 @@ def gated_norm_backward_kernel(
     dh = tl.load(DH + here, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
 
-    # The forward pass again, then its derivatives from the norm back to y and z.
+    # Compute the forward pass again, then the gradients backward through the norm to y and z.
     sigmoid = tl.sigmoid(z)
     gated = y * z * sigmoid
     rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
@@ -96,7 +96,7 @@ def gated_norm_backward_kernel(
     dgated = rstd[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / P)[:, None])
     tl.store(DY + here, (dgated * z * sigmoid).to(DY.dtype.element_ty), mask=mask)
 
-    # z and dz may be slices of a projection, so they have strides of their own.
+    # Address dz by its own strides: z and dz may be slices of a projection and of its gradient.
     dz = dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))
     there = b * dz_batch + t[:, None] * dz_token + k * P + p[None, :]
     tl.store(DZ + there, dz.to(DZ.dtype.element_ty), mask=mask)
@@ -106,12 +106,12 @@ def gated_norm_backward_kernel(
 
 
 def choose_grid(y: Tensor) -> tuple[int, int, int]:
-    """Returns the number of tiles of tokens, heads and samples."""
+    """Returns the grid of a launch: the numbers of tiles of tokens, of heads, and of samples."""
     return triton.cdiv(y.shape[1], BLOCK_L), y.shape[2], y.shape[0]
 
 
 def choose_constants(y: Tensor, eps: float) -> dict[str, float | int]:
-    """Returns constants and options of a launch."""
+    """Returns the constants and the options of a launch."""
     head_dim = y.shape[3]
     block_p = triton.next_power_of_2(head_dim)
     return {"EPS": eps, "P": head_dim, "BLOCK_L": BLOCK_L, "BLOCK_P": block_p, "num_warps": WARPS}
@@ -127,7 +127,8 @@ def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 def launch_backward(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of y (in its dtype) and weight (fp32); writes the one of z to `dz`."""
+    """Returns the gradients of y (in its dtype) and weight (fp32); writes the gradient of z to
+    `dz`."""
     grid = choose_grid(y)
     dy = y.new_empty(y.shape)
     sums = y.new_empty(y.shape[0], grid[0], y.shape[2], y.shape[3], dtype=torch.float32)

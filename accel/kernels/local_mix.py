@@ -25,8 +25,8 @@ def local_mix(
     bias: Float[Tensor, "D"],
     grid: tuple[int, int],
 ) -> Float[Tensor, "B L D"]:
-    """`silu(depthwise_conv(x))` with zero padding: 3 × 3 taps reach the eight neighbours on the
-    grid; 1 × k taps on a grid of one row reach the neighbours in the sequence."""
+    """Computes `silu(depthwise_conv(x))` with zero padding. 3 × 3 taps reach the eight neighbours
+    on the grid; 1 × k taps on a grid of one row reach the neighbours in the sequence."""
     mixed = convolve(x, with_contiguous_strides(weight).to(x.dtype), bias.to(x.dtype), grid)
     return F.silu(mixed).flatten(2).transpose(1, 2)
 
@@ -34,17 +34,19 @@ def local_mix(
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]
 ) -> Float[Tensor, "B D rows columns"]:
-    """Convolves tokens on their grid, before the SiLU."""
+    """Returns the convolution of the tokens on their grid, without SiLU."""
     image = x.transpose(1, 2).unflatten(2, grid)
     padding = (weight.shape[2] // 2, weight.shape[3] // 2)
     return F.conv2d(image, weight, bias, padding=padding, groups=x.shape[2])
 
 
 def with_contiguous_strides(weight: Tensor) -> Tensor:
-    """Returns the same values, through an operation whose gradient has contiguous strides.
+    """Returns the same values through a view, so that the gradient of `weight` has contiguous
+    strides.
 
-    PyTorch's gradient of a depthwise weight has an odd stride in the dimension of size 1. DDP would
-    warn and copy it into its bucket, although `gradient_as_bucket_view` should save that copy.
+    PyTorch's gradient of a depthwise weight has an odd stride in the dimension of size 1. Because
+    of it DDP warns and copies the gradient into its bucket, a copy that `gradient_as_bucket_view`
+    should save.
     """
     return weight.flatten().view(weight.shape)
 
@@ -62,8 +64,9 @@ def compute_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns:
 def compute_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of weight and bias; writes the one of x to `dx`, which may be a slice.
-    It computes the convolution again, because the forward pass does not keep it."""
+    """Returns the gradients of weight and bias; writes the gradient of x to `dx`, which may be a
+    slice of a larger tensor. Computes the convolution again, because the forward pass does not save
+    it."""
     wide = upcast(x)
     kernel = upcast(weight)
     u = convolve(wide, kernel, upcast(bias), (rows, columns))
@@ -103,7 +106,7 @@ backward_operator = register(
 
 
 def compute_gradients(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of x, weight and bias."""
+    """Returns the gradients of x, weight and bias."""
     dx = x.new_empty(x.shape)
     return dx, *backward_operator(dy.contiguous(), x, *rest, dx)
 
@@ -112,9 +115,9 @@ differentiable_mix = make_differentiable(keep_inputs(operator), compute_gradient
 
 
 def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Tensor:
-    """`local_mix` as one operator. It reads a slice of a projection in place, and copies x only if
-    its channels are not neighbours in memory. ValueError for an even number of taps, or a grid that
-    does not fit the tokens."""
+    """Computes `local_mix` as one operator. Reads x in place, also a slice of a projection; copies
+    it only if its channels are not neighbours in memory. ValueError for an even number of taps, or
+    a grid that does not fit the tokens."""
     refuse_empty("local_mix", x)
     check_shape(x, weight, grid)
     x = x if x.stride(2) == 1 else x.contiguous()

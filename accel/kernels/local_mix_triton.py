@@ -1,10 +1,11 @@
-"""Triton kernels of `local_mix`. Tokens lie in raster order with their channels side by side, so a
-tap is a shift.
+"""Triton kernels of `local_mix`. Tokens lie in raster order, each with its channels side by side,
+so the token that a tap reads lies at a fixed distance.
 
-Forward: one pass, which reads neighbours from the cache. Backward: the first pass computes the
-convolution again, the gradient before the activation, and the sums for weight and bias; each
-program stores the sums of its tile, so there are no atomics. The second pass convolves that
-gradient with the reversed taps.
+The forward pass is one kernel, which reads neighbouring tokens from the cache. The backward pass
+has two. The first computes the convolution again, the gradient before the activation, and the sums
+for the gradients of weight and bias; each program stores the sums of its tile, so there are no
+atomics. The second convolves the gradient before the activation with the reversed taps, which gives
+the gradient of x.
 
 Letters: B samples, L tokens, D width.
 """
@@ -40,7 +41,7 @@ def load_tap(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Loads the neighbours of tokens t that tap TAP reads, zero outside the grid."""
+    """Loads for each token of t the neighbour that tap number TAP reads; zero outside the grid."""
     row = t // COLUMNS + TAP // C - R // 2
     column = t % COLUMNS + TAP % C - C // 2
     seen = mask & ((row >= 0) & (row < ROWS) & (column >= 0) & (column < COLUMNS))[:, None]
@@ -68,7 +69,8 @@ def local_mix_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Convolves and applies SiLU; BACKWARDS reverses the taps and leaves out bias and SiLU."""
+    """Convolves and applies SiLU. With BACKWARDS it reverses the taps and leaves out bias and SiLU,
+    for the gradient of x."""
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -107,8 +109,8 @@ def local_mix_backward_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Stores the gradient before SiLU, and a tile's sums for the R·C taps and the bias in SUMS
-    (B, tiles, R·C + 1, D)."""
+    """Stores the gradient before SiLU in DU, and in SUMS (B, tiles, R·C + 1, D) a tile's sums for
+    the gradients of the R·C taps and the bias."""
     tile = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     t = tile * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -122,13 +124,13 @@ def local_mix_backward_kernel(
         u += weight[None, :] * load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
     u += tl.load(BIAS + c, mask=channel, other=0.0).to(tl.float32)[None, :]
 
-    # Derivative of SiLU.
+    # Multiply the incoming gradient by the derivative of SiLU.
     here = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
     gate = tl.sigmoid(u)
     du = tl.load(DY + here, mask=mask, other=0.0).to(tl.float32) * gate * (1.0 + u * (1.0 - gate))
     tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
 
-    # A tap's sum pairs each gradient with the neighbour that the tap read.
+    # For each tap, sum over tokens the gradient times the neighbour that the tap read.
     sums = SUMS + (b * tl.num_programs(0) + tile) * (R * C + 1) * D + c
     for tap in tl.static_range(R * C):
         x = load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
@@ -137,12 +139,13 @@ def local_mix_backward_kernel(
 
 
 def choose_grid(x: Tensor) -> tuple[int, int, int]:
-    """Returns the number of tiles of tokens, tiles of channels, and samples."""
+    """Returns the grid of a launch: the numbers of tiles of tokens, of tiles of channels, and of
+    samples."""
     return triton.cdiv(x.shape[1], BLOCK_L), triton.cdiv(x.shape[2], BLOCK_C), x.shape[0]
 
 
 def choose_constants(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
-    """Returns constants and options of a launch."""
+    """Returns the constants and the options of a launch."""
     taps = {"R": weight.shape[2], "C": weight.shape[3]}
     return {
         "ROWS": rows,
@@ -172,7 +175,7 @@ def launch(
 def launch_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of weight and bias (fp32); writes the one of x to `dx`."""
+    """Returns the gradients of weight and bias (fp32); writes the gradient of x to `dx`."""
     batch, _, dim = x.shape
     grid = choose_grid(x)
     constants = choose_constants(weight, rows, columns)

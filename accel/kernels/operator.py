@@ -1,5 +1,5 @@
-"""Registers our operators with PyTorch, makes them differentiable, and offers the checks and casts
-that all of them share."""
+"""Registers our operators with PyTorch, makes them differentiable, and holds the checks and casts
+that several of them use."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ LIBRARY = torch.library.Library("fastlatent", "FRAGMENT")
 
 
 class Operator(NamedTuple):
-    """The two ways to compute an operator; both take the arguments of its schema."""
+    """The two functions that compute an operator, its definition in PyTorch and its kernel; both
+    take the arguments of the operator's schema."""
 
     definition: Callable[..., Any]
     kernel: Callable[..., Any] | None
-    """None: the definition calls other operators of this package, on a GPU too."""
+    """Launches the kernel; None: the operator has no kernel of its own, so on a GPU too the
+    definition runs, which calls other operators of this package."""
     repeatable: bool = True
-    """True if two equal calls of the kernel give equal bits."""
+    """Whether two equal calls of the kernel give equal bits."""
 
 
 MAX_SAMPLES_PER_LAUNCH = 65_535
-"""Samples, or chunks of samples, per launch: CUDA's limit for the second and third dimension of a
-grid."""
+"""Largest number of samples, or of chunks of samples, in one launch: CUDA's limit for the second
+and third dimension of a grid."""
 OPERATORS: dict[str, Operator] = {}
 """All registered operators by name; accel/trial.py compares definition and kernel."""
 
@@ -39,12 +41,13 @@ def register(
     launcher: str | None = None,
     repeatable: bool = True,
 ) -> Callable[..., Any]:
-    """Defines `fastlatent::<schema>` and returns it: `definition` computes it on a CPU, `launcher`
-    on a GPU. All outputs are contiguous; `definition`, run on fake tensors, gives their shapes.
+    """Defines the PyTorch operator `fastlatent::<schema>` and returns it. On a CPU `definition`
+    computes it, on a GPU `launcher`. All outputs must be contiguous; their shapes for fake tensors
+    come from `definition`.
 
     `launcher` is "<module of accel.kernels>.<function>", imported at the first launch because it
-    needs Triton or another package; None if `definition` calls other operators of this package.
-    `repeatable` is False if the kernel adds in any order, as one of another package does.
+    needs Triton or another package; None: `definition` also runs on a GPU. `repeatable` is False if
+    the kernel adds in varying order, as a kernel of another package does.
     """
     name = schema.partition("(")[0]
     module, _, function = (launcher or "").partition(".")
@@ -58,7 +61,7 @@ def register(
             )
         launch = getattr(importlib.import_module(f"accel.kernels.{module}"), function)
 
-        # Triton launches on the current device.
+        # Triton launches on the current device, so make the tensors' device the current one.
         with torch.cuda.device_of(arguments[0]):
             return launch(*arguments)
 
@@ -74,10 +77,11 @@ def register(
 
 
 def keep_inputs(operator: Callable[..., Any], keep_second: bool = False) -> Callable[..., Any]:
-    """Makes a `compute` for `make_differentiable` that keeps the inputs for the backward pass.
+    """Makes the function `compute` that `make_differentiable` takes: it calls `operator`, and saves
+    the operator's inputs for the backward pass.
 
-    `keep_second`: only the first of two outputs is the result; the second is kept, before the
-    inputs.
+    `keep_second`: the operator has two outputs, of which only the first is the result; the second
+    is saved too, before the inputs.
     """
 
     def compute(*inputs: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -92,14 +96,15 @@ def make_differentiable(
 ) -> Callable[..., Any]:
     """Joins an operator and its backward pass into one function for autograd.
 
-    `compute(*inputs)` returns the result, or a tuple of results, and a tuple of all that the
-    backward pass needs. `gradients(*gradients of the results, *needed)` returns the gradients of
-    the first inputs, in any dtype. Without `zeros` the gradient of an unused result is None. The
-    function has no autocast rule, because one would cast fp32 inputs too.
+    `compute(*inputs)` returns the result, or a tuple of results, and a tuple `needed` of all that
+    the backward pass needs. `gradients(*gradients of the results, *needed)` returns the gradients
+    of the first inputs, in any dtype; the remaining inputs get None. With `zeros` the gradient of
+    an unused result is a tensor of zeros, otherwise None. The function has no autocast rule,
+    because such a rule casts fp32 inputs too.
     """
 
     class Function(torch.autograd.Function):
-        """A function that PyTorch differentiates once."""
+        """The operator as an autograd function, which PyTorch can differentiate once."""
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -112,17 +117,18 @@ def make_differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            # `create_graph=True` runs this pass with gradients on. Autograd would take its result
-            # for a constant, and a sum with other terms would silently get a wrong gradient.
-            # PyTorch itself refuses to differentiate a compiled backward pass, and gradients are
-            # always on while Dynamo traces.
+            # Refuse a second derivative. With `create_graph=True` PyTorch runs this pass with
+            # gradients on; autograd then treats its result as a constant, and the gradient of a sum
+            # with other terms is silently wrong. Compiled code needs no check: PyTorch itself
+            # refuses to differentiate a compiled backward pass, and gradients are always on while
+            # Dynamo traces.
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     "The fused operators have no second derivative, and create_graph=True asks for "
                     "one; set the keys runtime.fused_… of kernels to false for it (the selective "
                     "scan has none either way)."
                 )
-            # Lists, because Dynamo of torch 2.14 refuses generators here.
+            # Build lists, because Dynamo of torch 2.14 refuses generators here.
             saved = list(zip(ctx.saved_tensors, ctx.constants, strict=True))
             input_grads = gradients(*grads, *[c if t is None else t for t, c in saved])
             cast = [
@@ -135,8 +141,8 @@ def make_differentiable(
 
 
 def pack_heads(t: Tensor) -> Tensor:
-    """Returns `t` (B, L, groups, width), copied if the values of one token are not contiguous; the
-    tokens themselves may lie apart."""
+    """Returns `t` (B, L, groups, width), as a contiguous copy if the values of one token do not lie
+    side by side in memory; there may be gaps between tokens."""
     return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()
 
 
@@ -150,5 +156,6 @@ def refuse_empty(operator: str, t: Tensor) -> None:
 
 
 def upcast(tensor: Tensor) -> Tensor:
-    """Casts narrower types to fp32; fp64 stays, so that fp64 inputs give an fp64 reference."""
+    """Casts a tensor of a narrower dtype to fp32; fp64 stays, so that fp64 inputs give a reference
+    in fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Queries and keys of attention: RMSNorm per head, then the rotary position embedding.
+"""Prepares queries and keys for attention: RMSNorm per head, then the rotary position embedding.
 
 `qk_rope` is the definition in PyTorch. `fused_qk_rope` computes it as one operator whose backward
 pass writes one gradient for queries, keys and values: Triton on a GPU (qk_rope_triton.py), PyTorch
@@ -25,8 +25,8 @@ Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, 
 def rotate(
     x: Float[Tensor, "... L P"], rotations: Float[Tensor, "2 L P"]
 ) -> Float[Tensor, "... L P"]:
-    """Rotates each pair of neighbouring channels by an angle, in fp32; `rotations` are cosines and
-    sines (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
+    """Rotates each pair of neighbouring channels by an angle, in fp32; `rotations` holds the
+    angles' cosines and sines (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
     pairs = upcast(x).unflatten(-1, (-1, 2))
     quarter_turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
     return (upcast(x) * rotations[0] + quarter_turned * rotations[1]).to(x.dtype)
@@ -84,12 +84,12 @@ def compute_backward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Turns the gradients of queries, keys and values, (B, L, K, P), into those of qkv and of both
-    weights (2, P); the latter are 0 if there are no weights."""
+    """Returns the gradient of qkv, and that of both weights (2, P), which is 0 if there are no
+    weights. dq, dk and dv are the gradients of queries, keys and values, (B, L, K, P)."""
     parts = []
     sums = []
 
-    # The inverse rotation, (2, L, 1, P).
+    # Cosines and sines of the inverse rotation, (2, L, 1, P).
     inverse = None if rotations is None else torch.stack((rotations[0], -rotations[1])).unsqueeze(2)
     for d, x, weight in zip((dq, dk), qkv.unbind(2), (q_weight, k_weight), strict=False):
         d = upcast(d)
@@ -120,14 +120,14 @@ backward_operator = register(
 
 
 def compute(qkv: Tensor, *rest: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Returns queries, keys and values, and the inputs, which the backward pass needs."""
+    """Returns (queries, keys, values), and the inputs, which the backward pass needs."""
     return (*operator(qkv, *rest), qkv.select(2, 2)), (qkv, *rest)
 
 
 def compute_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Any
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of qkv and of the weights, if there are any."""
+    """Returns the gradients of qkv and, if there are weights, of both weights."""
     parts = [pack_heads(g) for g in (dq, dk, dv)]
     dqkv, dweights = backward_operator(*parts, *inputs)
     return (dqkv,) if inputs[1] is None else (dqkv, *dweights)
@@ -143,8 +143,8 @@ def fused_qk_rope(
     rotations: Tensor | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """`qk_rope` as one operator. ValueError for an empty tensor, one weight without the other,
-    shapes that do not fit, or a head dim that is not a power of two of at least 8."""
+    """Computes `qk_rope` as one operator. ValueError for an empty tensor, one weight without the
+    other, shapes that do not fit, or a head dim that is not a power of two of at least 8."""
     refuse_empty("qk_rope", qkv)
     inputs = {"q_weight": q_weight, "k_weight": k_weight, "rotations": rotations}
     shapes = {

@@ -1,9 +1,10 @@
-"""Triton kernels of `qk_rope`: one pass forward, and one backward, which computes the statistics
-again.
+"""Triton kernels of `qk_rope`: one for the forward pass, and one for the backward pass, which
+computes the norm's statistics again.
 
 A program takes some tokens of one sample, of queries or of keys (backward also of values), and
-loops over their heads, so that it loads their rotations once. Each stores its sums for the weights,
-which PyTorch adds afterwards: no atomics.
+loops over their heads, so that it loads the tokens' rotations once. In the backward pass each
+program stores its own sums for the weights' gradients, and PyTorch adds these sums afterwards, so
+there are no atomics.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
@@ -39,7 +40,8 @@ def rotate_pairs(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def load_angles(ROTATIONS, t, L: tl.constexpr, P: tl.constexpr):
-    """Loads cosines and sines of tokens t, one for each pair of channels."""
+    """Loads the cosines and sines of tokens t, each (BLOCK_L, P / 2): one for each pair of
+    channels."""
     pairs = ROTATIONS + t[:, None] * P + 2 * tl.arange(0, P // 2)[None, :]
     inside = (t < L)[:, None]
     return tl.load(pairs, mask=inside, other=0.0), tl.load(pairs + L * P, mask=inside, other=0.0)
@@ -67,7 +69,7 @@ def qk_rope_kernel(
     source = QKV + ((b * L + t[:, None]) * 3 + is_key) * (K * P) + p[None, :]
     here = (b * L + t[:, None]) * (K * P) + p[None, :]
 
-    # One load for all heads.
+    # Load weight and rotations once for all heads.
     if Q_WEIGHT is not None:
         weight = tl.load(Q_WEIGHT + p).to(tl.float32)
         if is_key == 1:
@@ -106,8 +108,9 @@ def store_gradient(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Stores the gradient of all heads of queries or keys, or of values, which are neither normed
-    nor rotated: `source` lies in qkv, `target` in its gradient, SUMS (P) is for the weight."""
+    """Stores the gradient of all heads of queries or of keys; or of values, which are neither
+    normed nor rotated, so WEIGHT and ROTATIONS are None. `source` points into qkv, `target` into
+    the gradient of qkv; SUMS (P) takes the sum for the weight's gradient."""
     p = tl.arange(0, P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     D += b * d_batch + t[:, None] * d_token + p[None, :]
@@ -117,7 +120,7 @@ def store_gradient(
     if ROTATIONS is not None:
         cosine, sine = load_angles(ROTATIONS, t, L, P)
 
-    # Backward through the rotation, then through the norm.
+    # Compute the gradient backward through the rotation, then through the norm.
     for k in tl.range(0, K, num_stages=2):
         d = tl.load(D + k * P, mask=mask, other=0.0).to(tl.float32)
         if ROTATIONS is not None:
@@ -157,7 +160,8 @@ def qk_rope_backward_kernel(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Stores the gradient of qkv, and in SUMS (B, tiles, 2, P) the sums for both weights."""
+    """Stores the gradient of qkv, and in SUMS (B, tiles, 2, P) each program's sums for the
+    gradients of both weights."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -168,7 +172,7 @@ def qk_rope_backward_kernel(
     target = DQKV + here
     sums = SUMS + ((b * tl.num_programs(0) + tile) * 2 + part) * P
 
-    # The second index of the grid: queries, keys or values.
+    # The second index of the grid selects queries (0), keys (1) or values (2).
     if part == 0:
         store_gradient(
             DQ,
@@ -212,7 +216,7 @@ def qk_rope_backward_kernel(
 
 
 def choose_constants(qkv: Tensor, eps: float) -> dict[str, float | int]:
-    """Returns constants and options of a launch."""
+    """Returns the constants and the options of a launch."""
     _, length, _, heads, head_dim = qkv.shape
     block = max(1, TILE_ELEMENTS // head_dim)
     return {
@@ -232,7 +236,7 @@ def launch_forward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns queries and keys, (B, L, K, P)."""
+    """Returns normed and rotated queries and keys, (B, L, K, P)."""
     constants = choose_constants(qkv, eps)
     q, k = (qkv.new_empty(qkv.shape[0], qkv.shape[1], *qkv.shape[3:]) for _ in range(2))
     grid = (triton.cdiv(qkv.shape[1], constants["BLOCK_L"]), 2, qkv.shape[0])
@@ -250,7 +254,7 @@ def launch_backward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of qkv, and those of both weights (2, P) in fp32."""
+    """Returns the gradient of qkv, and that of both weights, (2, P) in fp32."""
     constants = choose_constants(qkv, eps)
     dqkv = qkv.new_empty(qkv.shape)
     tiles = triton.cdiv(qkv.shape[1], constants["BLOCK_L"])

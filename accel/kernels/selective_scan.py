@@ -4,10 +4,10 @@ recurrence with a separate decay for each channel and each element of its state.
     step = softplus(dt + dt_bias),   h_t = exp(step_t·A)·h_{t-1} + step_t·x_t·B_t,
     y_t = C_t·h_t + D·x_t,   with A = -exp(A_log) below zero.
 
-Mamba-2 has one decay per head, so its scan consists of matrix products (bidirectional_ssd.py). This
-one is elementwise work on N numbers per token and channel. `selective_scan` is the definition in
-PyTorch. `fused_selective_scan` computes it as one operator: mamba-ssm's CUDA kernel on a GPU
-(selective_scan_cuda.py), PyTorch elsewhere.
+Mamba-2 has one decay per head, so its scan consists of matrix products (bidirectional_ssd.py). The
+selective scan is elementwise work on N numbers per token and channel. `selective_scan` is the
+definition in PyTorch. `fused_selective_scan` computes it as one operator: mamba-ssm's CUDA kernel
+on a GPU (selective_scan_cuda.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, E channels, N state size.
 """
@@ -26,22 +26,24 @@ from accel.kernels.operator import keep_inputs, make_differentiable, register, u
 
 
 def solve_recurrence(decay: Tensor, added: Tensor) -> Tensor:
-    """Computes h_t = decay_t·h_{t-1} + added_t from h = 0 on, all (B, L, E, N), without a loop over
-    tokens: an associative scan (Blelloch 1990, "Prefix sums and their applications") in 2·log2(L)
-    steps and about twice the work.
+    """Computes h_t = decay_t·h_{t-1} + added_t for all tokens, starting from h = 0; all tensors are
+    (B, L, E, N). There is no loop over tokens: it is an associative scan (Blelloch 1990, "Prefix
+    sums and their applications") in 2·log2(L) steps and about twice the work.
 
-    Products of decays are decays, so nothing overflows, and there is no division.
+    It multiplies decays with each other and never divides, so nothing overflows: a product of
+    decays is at most 1.
     """
     if decay.shape[1] == 1:
         return added
 
-    # A token and the one before it make one step of a recurrence of half the length; its states are
-    # those of every second token.
+    # Join each second token with the token before it to one step of a recurrence of half the
+    # length, whose states are those of the second tokens.
     odd = decay[:, 1::2]
     pairs = torch.addcmul(added[:, 1::2], odd, added[:, :-1:2])
     second = solve_recurrence(odd * decay[:, :-1:2], pairs)
 
-    # Every other token, except the first, follows one of these.
+    # Each remaining token, except the first, follows a second token: compute its state from that
+    # token's state.
     states = added.clone()
     states[:, 1::2] = second
     even = decay[:, 2::2]
@@ -52,7 +54,8 @@ def solve_recurrence(decay: Tensor, added: Tensor) -> Tensor:
 def unroll(
     x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, B_in: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns steps (B, L, E), A (E, N), decays and states (B, L, E, N)."""
+    """Runs the recurrence over all tokens and returns every state: step sizes (B, L, E), A (E, N),
+    decays exp(step·A) and states, both (B, L, E, N)."""
     steps = F.softplus(upcast(dt) + upcast(dt_bias))
     A = -upcast(A_log).exp()
     decay = (steps.unsqueeze(-1) * A).exp()
@@ -69,19 +72,20 @@ def scan_forward(
     C_out: Float[Tensor, "B L N"],
     D: Float[Tensor, "E"],
 ) -> Float[Tensor, "B L E"]:
-    """Scans from the first token to the last; computes in fp32, returns y in the dtype of x."""
+    """Scans from the first token to the last by plain operations; computes in fp32, returns y in
+    the dtype of x."""
     states = unroll(x, dt, dt_bias, A_log, B_in)[-1]
     y = (states * upcast(C_out).unsqueeze(2)).sum(-1) + upcast(D) * upcast(x)
     return y.to(x.dtype)
 
 
 def compute_gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the seven inputs of `scan_forward`, whose states are computed again."""
+    """Returns the gradients of the seven inputs of `scan_forward`; computes its states again."""
     steps, A, decay, states = unroll(*inputs[:5])
     dy, x, dt, dt_bias, _, B_in, C_out, D = map(upcast, (dy, *inputs))
 
-    # The gradient of a state is the gradient of its token's read, plus the decayed gradient of the
-    # next state: the same recurrence, backward.
+    # A state's gradient is the gradient of the read by its own token, plus the gradient of the next
+    # state times the next decay: the same recurrence, from the last token to the first.
     read = dy.unsqueeze(-1) * C_out.unsqueeze(2)
     dstates = solve_recurrence(decay.flip(1).roll(1, 1), read.flip(1)).flip(1)
 
@@ -117,9 +121,11 @@ fused_selective_scan = make_differentiable(
 
 
 def selective_scan(*inputs: Tensor) -> Tensor:
-    """`scan_forward` that keeps only its inputs for the backward pass. Autograd would keep several
-    tensors (B, L, E, N) per layer; these now exist for one layer at a time."""
+    """Computes `scan_forward`, and saves only the inputs for the backward pass, which computes the
+    states again. Otherwise autograd saves several tensors (B, L, E, N) in every layer; so they
+    exist for one layer at a time."""
     if torch.compiler.is_compiling():
-        # The compiler would notice that the states are computed twice, and keep them.
+        # Use `checkpoint`, not `scan_keeping_inputs`, in compiled code: in the latter the compiler
+        # notices that the states are computed twice, computes them once, and keeps them in memory.
         return cast("Tensor", checkpoint(scan_forward, *inputs, use_reentrant=False))
     return scan_keeping_inputs(*inputs)

@@ -1,7 +1,9 @@
 """Calls mamba-ssm's CUDA kernel of the selective scan, `selective_scan_fn`, if that package is
-installed (https://github.com/state-spaces/mamba). It takes channels before tokens.
+installed (https://github.com/state-spaces/mamba). The kernel takes tensors with channels before
+tokens, (B, E, L).
 
-Its backward kernel adds the gradients of A, B, C, D and the bias atomically, so in any order.
+Its backward kernel adds up the gradients of A, B, C, D and the bias with atomic additions, so in
+varying order.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def launch_forward(*inputs: Tensor) -> Tensor:
             "pip install mamba-ssm, or use runtime.fused_scan=false."
         ) from error
 
-    # The kernel wants one dtype for all inputs with tokens, and fp32 for the rest.
+    # The kernel requires one dtype for all inputs that have tokens, and fp32 for the others.
     x, dt, dt_bias, A_log, B_in, C_out, D = inputs
     x, dt, B_in, C_out = (t.mT.to(x.dtype) for t in (x, dt, B_in, C_out))
     A = -A_log.float().exp()
@@ -31,8 +33,8 @@ def launch_forward(*inputs: Tensor) -> Tensor:
 
 
 def launch_backward(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the seven inputs of `launch_forward`, which it runs again. UserError under
-    deterministic algorithms."""
+    """Returns the gradients of the seven inputs of `launch_forward`; runs that function again.
+    UserError under deterministic algorithms."""
     if torch.are_deterministic_algorithms_enabled():
         raise UserError(
             "deterministic=true cannot use mamba-ssm's kernel, whose backward pass adds in any "

@@ -1,4 +1,5 @@
-"""Prelude of the bidirectional scan: raw step sizes to steps and running sums of log decays.
+"""Prelude of the bidirectional scan: turns the raw step sizes dt into steps, and into running sums
+of the tokens' log decays a.
 
     step = softplus(dt + dt_bias),   a = -exp(A_log)·step   (Mamba-2, Dao & Gu 2024,
     https://arxiv.org/abs/2405.21060)
@@ -30,8 +31,9 @@ from accel.kernels.operator import (
 
 LOG2E = 1.0 / math.log(2.0)
 MIN_LOG2_DECAY = -32.0
-"""Smallest log2 decay of one token. 2^-32 = 2e-10 is as good as 0 in an fp32 sum; a larger step
-down would make the running sums so large that the decays of later tokens lose precision."""
+"""Smallest log2 decay of one token; smaller ones are clamped. 2^-32 = 2e-10 is as good as 0 in an
+fp32 sum, and without the clamp the running sums grow so large that the decays of later tokens lose
+precision."""
 
 
 def ssd_decays(
@@ -40,11 +42,12 @@ def ssd_decays(
     A_log: Float[Tensor, "2 K"],
     piece: int,
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
-    """Returns steps, and the inclusive running sums of a in units of log2, in fp32: direction 0
-    sums from the first token of each piece of `piece` tokens, direction 1 from its last.
+    """Cuts the sequence into pieces of `piece` tokens. Returns the steps, and the inclusive running
+    sums of a within each piece, in units of log2 and in fp32: direction 0 sums from the first token
+    of a piece, direction 1 from the last.
 
-    Padding beyond L has no step and no decay. No a is below `MIN_LOG2_DECAY`, so 512 tokens sum to
-    at most 2^14 in magnitude, where fp32 is precise to 2^-10.
+    Padding after the last token has step 0 and so log decay 0. No a is below `MIN_LOG2_DECAY`, so
+    512 tokens sum to at most 2^14 in magnitude, where fp32 is precise to 2^-10.
     """
     steps = F.softplus(upcast(dt) + upcast(dt_bias))
     steps = F.pad(steps, (0, 0, 0, 0, 0, -dt.shape[1] % piece))
@@ -56,15 +59,16 @@ def ssd_decays(
 
 
 def prefix_sums(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Inclusive sums along the last dimension; PyTorch's cumsum raises an error on CUDA under
-    deterministic algorithms, so shifted additions replace it there."""
+    """Returns inclusive running sums along the last dimension. On CUDA under deterministic
+    algorithms PyTorch's cumsum raises an error, so shifted additions replace it there."""
     if a.is_cuda and torch.are_deterministic_algorithms_enabled():
         return prefix_sums_by_doubling(a)
     return a.cumsum(-1)
 
 
 def prefix_sums_by_doubling(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Inclusive sums in log2(n) shifted additions (Hillis & Steele 1986)."""
+    """Returns inclusive running sums of n values by log2(n) shifted additions (Hillis & Steele
+    1986)."""
     shift = 1
     length = a.shape[-1]
     while shift < length:
@@ -76,7 +80,8 @@ def prefix_sums_by_doubling(a: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def compute_backward(
     dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of dt_bias and A_log; writes the one of dt to `ddt`, maybe a slice."""
+    """Returns the gradients of dt_bias and A_log; writes the gradient of dt to `ddt`, which may be
+    a slice of a larger tensor."""
     batch, length = dt.shape[:2]
 
     def order_by_token(t: Tensor) -> Tensor:
@@ -87,7 +92,7 @@ def compute_backward(
     )
     da = order_by_token(da)
 
-    # A clamped decay passes no gradient on.
+    # Compute the steps again; a decay that was clamped passes no gradient on.
     raw = upcast(dt) + upcast(dt_bias)
     A = -upcast(A_log).exp()
     steps = F.softplus(raw)
@@ -111,7 +116,7 @@ backward_operator = register(
 
 
 def compute_gradients(dsteps: Tensor, dsums: Tensor, dt: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of dt, dt_bias and A_log; `rest` begins with the latter two."""
+    """Returns the gradients of dt, dt_bias and A_log; `rest` begins with dt_bias and A_log."""
     grads = (dsteps.contiguous(), dsums.contiguous())
     ddt = dt.new_empty(dt.shape)
     return ddt, *backward_operator(*grads, dt, *rest[:2], ddt)
@@ -123,6 +128,6 @@ differentiable_decays = make_differentiable(keep_inputs(operator), compute_gradi
 def fused_ssd_decays(
     dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int
 ) -> tuple[Tensor, Tensor]:
-    """`ssd_decays` as one operator; it reads dt in place if dt is a slice of a projection."""
+    """Computes `ssd_decays` as one operator; reads dt in place if dt is a slice of a projection."""
     refuse_empty("ssd_decays", dt)
     return differentiable_decays(pack_heads(dt), dt_bias.contiguous(), A_log.contiguous(), piece)

@@ -1,10 +1,10 @@
 """Triton kernels of `ssd_decays`: softplus, decay and running sums in one launch, and their
 gradients in another.
 
-A program takes all tokens of one piece, some heads and one direction. It transposes its tile, so
-that the scan finds the values of a head side by side. The sum from the end reads the tokens in
-reverse order, because `tl.cumsum(reverse=True)` is reported to be wrong
-(triton-lang/triton#4362, open).
+A program takes all tokens of one piece, some heads and one direction. It reads a tile in which the
+heads of a token lie side by side in memory, and writes steps and sums with the tokens of a head
+side by side. For the sums from the end it reads the tokens in reverse order, because
+`tl.cumsum(reverse=True)` is reported to be wrong (triton-lang/triton#4362, open).
 
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
 """
@@ -45,8 +45,8 @@ def sigmoid(u):
 
 @triton.jit
 def locate_program(program, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Returns the piece and the heads of a program; both share the first grid dimension, because
-    only that one has no limit of 65,535."""
+    """Returns the index of a program's piece, and the indices of its heads. One grid dimension, the
+    first, counts both, because the other two have a limit of 65,535."""
     blocks: tl.constexpr = tl.cdiv(K, BLOCK_K)
     return program // blocks, program % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
 
@@ -83,7 +83,7 @@ def ssd_decays_kernel(
         + k[None, :]
     )
 
-    # Padding has step 0, and so no decay.
+    # Load bias, rate and raw steps. Padding gets step 0, and so no decay.
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32)) * -LOG2E
     raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
@@ -115,13 +115,15 @@ def ssd_decays_backward_kernel(
     LOG2E: tl.constexpr,
     MIN_LOG2_DECAY: tl.constexpr,
 ):
-    """Stores the gradient of dt, and in TOTALS (2, S, 2, K) the sums for dt_bias and A_log."""
+    """Stores the gradient of dt, and in TOTALS (2, S, 2, K) the sums over a piece for the gradients
+    of dt_bias (index 0) and A_log (index 1)."""
     piece, k = locate_program(tl.program_id(0), K, BLOCK_K)
     direction = tl.program_id(1)
     pieces = tl.cdiv(L, T)
     r = tl.arange(0, BLOCK_T)
 
-    # The running sum of gradients goes in the opposite direction of the forward sum.
+    # The gradient of a running sum is a running sum in the opposite direction, so read the tokens
+    # in the other order.
     t = tl.where(direction == 0, T - 1 - r, r)
     token = (piece % pieces) * T + t
     row = (r < T)[:, None] & (k < K)[None, :]
@@ -129,7 +131,7 @@ def ssd_decays_backward_kernel(
     source = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
     da = tl.cumsum(tl.load(DSUMS + source, mask=row, other=0.0), 0) * LOG2E
 
-    # Forward values again; a clamped decay passes no gradient on.
+    # Compute the forward values again; a decay that was clamped passes no gradient on.
     b = (piece // pieces).to(tl.int64)
     dt_at = b * dt_batch + token[:, None] * dt_token + direction * K + k[None, :]
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -150,7 +152,7 @@ def ssd_decays_backward_kernel(
 
 
 def choose_constants(heads: int, piece: int) -> dict[str, float | int]:
-    """Returns constants of a launch for `heads` heads and pieces of `piece` tokens."""
+    """Returns the constants of a launch for `heads` heads and pieces of `piece` tokens."""
     block_t = triton.next_power_of_2(piece)
     block_k = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // block_t))
     return {
@@ -178,7 +180,7 @@ def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tu
 def launch_backward(
     dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of dt_bias and A_log (fp32); writes the one of dt to `ddt`."""
+    """Returns the gradients of dt_bias and A_log (fp32); writes the gradient of dt to `ddt`."""
     length = dt.shape[1]
     heads = dt.shape[3]
     pieces, _, _, piece = dsteps.shape
@@ -189,6 +191,6 @@ def launch_backward(
     ssd_decays_backward_kernel[grid](
         dsteps, dsums, dt, dt_bias, A_log, ddt, totals, *strides, **shape, num_warps=WARPS
     )
-    # Two sums instead of two halves of one: compiled code asserts that outputs begin at a multiple
+    # Make two sums, not two halves of one: compiled code asserts that outputs begin at a multiple
     # of 16 bytes, and with an odd number of heads the second half does not.
     return totals[0].sum(0), totals[1].sum(0)

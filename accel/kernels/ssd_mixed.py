@@ -1,9 +1,9 @@
-"""Local mixing, the bidirectional scan, its gate and head norm as one operator that keeps only its
-inputs and y.
+"""Computes local mixing, the bidirectional scan, its gate and its norm per head as one operator,
+which saves only its inputs and y for the backward pass.
 
 It launches the kernels of local_mix.py, ssd_decays.py and fused_ssd.py one after the other, and in
-the backward pass launches the first two again: their results, the mixed x, B and C, steps and sums,
-are cheaper to compute again than to keep. It is one operator, so that a compiler cannot keep more.
+the backward pass launches the first two again: their results (mixed x, B and C; steps and sums) are
+cheaper to compute again than to keep. It is one operator, so that a compiler cannot keep more.
 
 Letters: B samples, L = rows · columns tokens, K heads, P head dim, N state size, E = K·P + 4·N
 mixed channels, W channels of the projection.
@@ -40,7 +40,7 @@ def mixed_ssd(
     mix: Callable[..., Tensor] = local_mix,
     scan: Callable[..., Tensor] = bidirectional_ssd,
 ) -> Float[Tensor, "B L K P"]:
-    """Definition of `fused_mixed_ssd`: `local_mix` of a slice of a projection, then
+    """Defines what `fused_mixed_ssd` computes: `local_mix` of a slice of a projection, then
     `bidirectional_ssd`. The arguments `mix` and `scan` may be their fused versions."""
     z, xBC, dt = split_projection(projected, weight, norm_weight)
     x, B_in, C_out = split_channels(mix(xBC, weight, bias, grid), *z.shape[2:])
@@ -50,8 +50,8 @@ def mixed_ssd(
 def split_projection(
     projected: Tensor, weight: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits a projection, or its gradient, into views z (B, L, K, P), xBC (B, L, E) and
-    dt (B, L, 2, K)."""
+    """Splits a projection, or its gradient, into three views: z (B, L, K, P), xBC (B, L, E), which
+    is x, B and C together, and dt (B, L, 2, K)."""
     heads, head_dim = norm_weight.shape
     z, xBC, dt = projected.split((heads * head_dim, weight.shape[0], 2 * heads), dim=-1)
     return z.unflatten(-1, (heads, head_dim)), xBC, dt.unflatten(-1, (2, heads))
@@ -60,8 +60,8 @@ def split_projection(
 def prepare_scan(
     parts: tuple[Tensor, ...], weight: Tensor, bias: Tensor, rows: int, columns: int, *rest: Tensor
 ) -> tuple[Tensor, ...]:
-    """Computes the inputs of the scan: mixed x, steps, sums, mixed B and C, and D; `rest` begins
-    with dt_bias, A_log and D."""
+    """Computes the inputs of the scan: mixed x, steps, sums, mixed B and C, and D. `parts` is the
+    result of `split_projection`; `rest` begins with dt_bias, A_log and D."""
     z, xBC, dt = parts
     mixed = FASTLATENT_OPS.local_mix(xBC, weight, bias, rows, columns)
     decays = FASTLATENT_OPS.ssd_decays(dt, *rest[:2], dt.shape[1])
@@ -70,7 +70,7 @@ def prepare_scan(
 
 
 def forward(projected: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Computes the gated and normed y, and y."""
+    """Returns the gated and normed y, and y itself."""
     *_, norm_weight, eps = rest
     parts = split_projection(projected, weight, norm_weight)
     return FASTLATENT_OPS.ssd_gated(*prepare_scan(parts, weight, *rest), parts[0], norm_weight, eps)
@@ -79,12 +79,12 @@ def forward(projected: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tens
 def backward(
     dh: Tensor, y: Tensor, projected: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight."""
+    """Returns the gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight."""
     *mixing, dt_bias, A_log, _, norm_weight, eps = rest
     parts = split_projection(projected, weight, norm_weight)
     z, xBC, dt = parts
 
-    # Three operators write their parts of the projection's gradient in place.
+    # Three operators write into one tensor: each its slice of the projection's gradient.
     dprojected = torch.empty_like(projected)
     dz, dxBC, ddt = split_projection(dprojected, weight, norm_weight)
     dy, dnorm = FASTLATENT_OPS.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
@@ -106,7 +106,8 @@ backward_operator = register(
 
 
 def compute_gradients(dh: Tensor, *needed: Any) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs; rows and columns have none."""
+    """Returns the gradients of the operator's inputs: None for rows and columns, which are
+    integers."""
     grads = backward_operator(dh.contiguous(), *needed)
     return *grads[:3], None, None, *grads[3:]
 
@@ -125,8 +126,8 @@ def fused_mixed_ssd(
     norm_weight: Tensor,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`local_mix` of a slice of a projection, then `bidirectional_ssd`, as one operator for up to
-    512 tokens.
+    """Computes `local_mix` of a slice of a projection, then `bidirectional_ssd`, as one operator
+    for up to 512 tokens.
 
     The projection holds the gate z, then x, B and C, then dt: W = K·P + E + 2·K; its gradient is
     one tensor. ValueError for a head dim or state size that the matrix units do not support, or for

@@ -21,7 +21,8 @@ from common.errors import UserError
 
 
 class SiluProduct(torch.autograd.Function):
-    """`silu(gate)·value`, keeping gate and value only; autograd would keep silu(gate) too."""
+    """Computes `silu(gate)·value`, and saves only gate and value for the backward pass, not
+    silu(gate) as plain operations do."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
@@ -37,22 +38,22 @@ class SiluProduct(torch.autograd.Function):
 def silu_product(
     gate: Float[Tensor, "B L H"], value: Float[Tensor, "B L H"]
 ) -> Float[Tensor, "B L H"]:
-    """`silu(gate)·value`; the backward pass keeps gate and value only.
+    """Computes `silu(gate)·value`, and saves only gate and value for the backward pass.
 
-    Under a compiler plain operations stand in for `SiluProduct`: the compiler chooses what to keep,
-    and PyTorch 2.11 would not recompute the function under checkpointing.
+    Compiled code uses plain operations instead of `SiluProduct`: the compiler itself chooses what
+    to save, and PyTorch 2.11 does not recompute an autograd function under checkpointing.
     """
     return F.silu(gate) * value if torch.compiler.is_compiling() else SiluProduct.apply(gate, value)
 
 
 def compute_forward(joined: Tensor) -> Tensor:
-    """Computes `silu_product` of both halves in fp32."""
+    """Computes `silu_product` of the two halves of `joined` (B, L, 2·H) in fp32."""
     gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
     return (F.silu(gate) * value).to(joined.dtype)
 
 
 def compute_backward(dh: Tensor, joined: Tensor) -> Tensor:
-    """Returns the gradient of both halves, joined."""
+    """Returns the gradient of `joined`: those of gate and value, side by side."""
     gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
     dgate = torch.ops.aten.silu_backward(upcast(dh) * value, gate)
     return torch.cat((dgate, upcast(dh) * F.silu(gate)), dim=-1).to(joined.dtype)
@@ -74,8 +75,8 @@ differentiable_swiglu = make_differentiable(
 
 
 def fused_swiglu(joined: Tensor) -> Tensor:
-    """`silu_product` of the first and the second half of the channels. ValueError for an empty
-    tensor, or an odd number of channels."""
+    """Computes `silu_product` of the first and the second half of the channels as one operator.
+    ValueError for an empty tensor, or an odd number of channels."""
     refuse_empty("swiglu", joined)
     if joined.shape[-1] % 2:
         raise UserError(

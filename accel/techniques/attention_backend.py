@@ -7,7 +7,8 @@ FlashAttention-3 and -4, separate packages, for the whole process (a prototype i
 other value restores PyTorch's kernels. The ledger shows the backend that ran.
 
 The choice costs nothing, except that `math` stores all L² scores. Speed on a GPU is not measured
-yet. `flash3` and `flash4` have never run on a GPU: the tests replace their kernels.
+yet. `flash3` and `flash4` have never run on a GPU: in the tests, stand-ins without kernels take
+their place in PyTorch's registry.
 References:
 https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 and https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html;
