@@ -1,2 +1,2 @@
-"""Denoisers and their parts: blocks, mixers, conditioning, samplers, autoencoders. No Hydra
-here."""
+"""Denoisers and their parts (blocks, mixers, conditioning), samplers and autoencoders. Nothing here
+imports Hydra."""

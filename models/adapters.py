@@ -1,7 +1,8 @@
-"""Adapters: small trained parts on a frozen model, and merging them into it.
+"""Adapters: small trained modules that are attached to a frozen model, and can be merged into its
+weights.
 
-An adapted layer contains the layer that it replaces as `base_layer`, whose weights training never
-changes.
+An adapted layer replaces a layer of the model and contains it as `base_layer`, whose weights
+training never changes.
 Letters: B samples, I inputs and O outputs of a layer, R rank, K classes, D width, H hidden width.
 """
 
@@ -23,7 +24,7 @@ from models.layers import LabelEmbedding
 
 
 class Adapted(nn.Module, ABC):
-    """A layer with an adapter."""
+    """Base class of layers with an adapter: such a layer replaces `base_layer` and contains it."""
 
     base_layer: Any
 
@@ -34,7 +35,8 @@ class Adapted(nn.Module, ABC):
 
 
 class LoraLinear(Adapted):
-    """A linear layer with a trained product of low rank: `W x + b + alpha/rank · B A x`.
+    """A linear layer to which a trained product of low rank is added: `W x + b + alpha/rank · B A
+    x`.
 
     Hu et al. 2021, https://arxiv.org/abs/2106.09685. A (R, I) starts as in PEFT and B (O, R) at
     zero, so the layer starts unchanged. Both are fp32 parameters, whatever the dtype of
@@ -55,7 +57,8 @@ class LoraLinear(Adapted):
 
     @property
     def weight(self) -> Tensor:
-        """Weight of `base_layer`, for code that reads a linear layer's size."""
+        """Weight of `base_layer`, for code that reads the size of a linear layer from its
+        weight."""
         return self.base_layer.weight
 
     def forward(self, x: Float[Tensor, "B L I"]) -> Float[Tensor, "B L O"]:
@@ -105,7 +108,8 @@ class PromptedLabels(Adapted):
 
 
 class Adapter(ABC):
-    """Base class of adapters in the configuration."""
+    """Base class of the adapters that a configuration can name; it decides which layers get an
+    adapter."""
 
     no_layer_message: str
     """Error message for a model without a layer to adapt."""
@@ -147,8 +151,8 @@ class Lora(Adapter):
 
 
 class Prompt(Adapter):
-    """Adds a trained vector to the condition, one for each label; with `hidden` > 0 an MLP of that
-    width computes it."""
+    """Adds a trained vector for each label to the label's embedding; with `hidden` > 0 an MLP of
+    that width computes the vectors."""
 
     no_layer_message = (
         "adapter=prompt needs a LabelEmbedding, which this model has not; use adapter=lora."
@@ -164,7 +168,8 @@ class Prompt(Adapter):
 
 
 def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> None:
-    """Freezes the model and attaches the adapter; `train_labels`: the label table trains too.
+    """Freezes the model and attaches the adapter to the layers that fit it; `train_labels`: the
+    label embedding trains too.
 
     ValueError if the model has no layer that the adapter fits.
     """
@@ -180,23 +185,23 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
 
 
 def find_adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """Returns the adapted layers of a model by name; {} without an adapter."""
+    """Returns the layers of a model that have an adapter, by name; {} without an adapter."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Adapted)}
 
 
 def find_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters that training changes and a checkpoint keeps: all, or those of an
-    adapter."""
+    """Returns by name the parameters that training changes and a checkpoint keeps: all of them, or
+    with an adapter only those that train."""
     adapted = bool(find_adapted_layers(model))
     return {name: p for name, p in model.named_parameters() if p.requires_grad or not adapted}
 
 
 def count_passes(model: nn.Module) -> float:
-    """Returns the cost of a training step in forward passes.
+    """Returns the cost of a training step as a multiple of the cost of a forward pass.
 
-    Without an adapter 3. With frozen weights the backward pass costs only its products for
-    activations, from the last block to the first one with a trained parameter, all blocks taken as
-    alike.
+    Without an adapter it is 3. With frozen weights the backward pass computes only gradients of
+    activations, and only from the last block back to the first block with a trained parameter; all
+    blocks count as equally costly.
     """
     if not find_adapted_layers(model):
         return 3.0
@@ -206,13 +211,13 @@ def count_passes(model: nn.Module) -> float:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Merges the adapter into the weights: the model then computes the same up to rounding, as fast
-    as without it."""
+    """Merges the adapter into the weights: the model then computes the same up to rounding, and as
+    fast as without an adapter."""
     for name, layer in find_adapted_layers(model).items():
         replace_layer(model, name, layer.merge())
 
 
 def replace_layer(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Replaces the submodule called `name`, a path with dots."""
+    """Replaces the submodule called `name`, a path with dots such as blocks.0.qkv, by `layer`."""
     parent, _, child = name.rpartition(".")
     cast("Any", model.get_submodule(parent)).register_module(child, layer)

@@ -1,7 +1,8 @@
-"""Frozen autoencoders with one interface: images in [-1, 1] to raw latents (mean and std) and back.
+"""Frozen autoencoders with one interface: they turn images in [-1, 1] into raw latents (mean and
+std) and back.
 
-"Raw" means unchanged outputs of the encoder: the latent set's manifest holds scaling, shift and
-normalisation.
+"Raw" means the encoder's outputs without scaling, shift or normalisation, which the manifest of a
+latent set holds.
 Letters: B samples, C latent channels, h w latent size, H W image size.
 """
 
@@ -27,7 +28,8 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 class PixelAutoencoder(Autoencoder):
     """The identity: pixels are the latents, for small images and for synthetic data.
 
-    Decoding keeps one or three channels; of any other number it shows the first as grey.
+    Decoding returns one or three channels as they are; with another number of channels, it returns
+    only the first, a grey image.
     """
 
     kind = "PixelAutoencoder"
@@ -46,9 +48,9 @@ class DiffusersAutoencoder(Autoencoder):
     """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny
     or AutoencoderDC.
 
-    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. It reads only
-    safetensors and no code. ValueError if the weights do not fit exactly: a tensor is missing,
-    unknown or of another shape.
+    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. It reads weights
+    from safetensors only, and runs no code of the folder. ValueError if the weights do not fit
+    exactly: a tensor is missing, unknown or of another shape.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class DiffusersAutoencoder(Autoencoder):
             revision,
         )
         folder = repository / (subfolder or "")
-        # The hub's cache names its folders by commit.
+        # For a hub id keep the commit: the hub's cache names its folders by commit.
         self.revision = None if is_folder(path) else repository.name
         weights = folder / WEIGHTS_FILE
         config_file = folder / "config.json"
@@ -89,7 +91,7 @@ class DiffusersAutoencoder(Autoencoder):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The encoder, which `runtime.compile` compiles in place."""
+        """The encoder as the only block, so that `runtime.compile` compiles it in place."""
         return nn.ModuleList([self.vae.get_submodule("encoder")])
 
     @torch.no_grad()
@@ -97,7 +99,7 @@ class DiffusersAutoencoder(Autoencoder):
         self, images: Float[Tensor, "B 3 H W"]
     ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
         encoded = self.vae.encode(images)[0]  # pyright: ignore[reportCallIssue]
-        # AutoencoderKL returns a distribution.
+        # AutoencoderKL returns a normal distribution, so return its mean and std.
         if self.kind == "AutoencoderKL":
             return encoded.mean.float(), encoded.std.float()
         return encoded.float(), None
@@ -115,9 +117,11 @@ def is_folder(path: str) -> bool:
 def find_folder(
     key: str, path: str, files: list[str], example: str, revision: str | None = None
 ) -> Path:
-    """Returns the local folder, or downloads `files` of a hub id and returns its cache folder.
+    """Returns `path` if it is a local folder; otherwise takes it for a hub id, downloads `files`,
+    and returns the folder in the hub's cache.
 
-    `key` is the configuration key of the path; an error names it, and `example`, a hub id.
+    Error messages show `key`, the configuration key that holds the path, and `example`, an example
+    of a hub id.
     """
     folder = Path(os.path.expanduser(path))
     if not is_folder(path):
@@ -138,11 +142,12 @@ def find_folder(
 
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
-    """Builds the diffusers class and loads its weights; ValueError if a tensor does not fit."""
+    """Builds the diffusers class named `kind` and loads its weights from `folder`; ValueError if a
+    tensor does not fit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    # diffusers imports torchao and bitsandbytes if they are installed.
+    # Silence messages: diffusers imports torchao and bitsandbytes if they are installed.
     with silence_libraries():
         import diffusers
 
@@ -176,10 +181,10 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
             return model
         # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
         arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-        # True would need accelerate; it is for models much larger than these.
+        # With True, which is meant for much larger models, loading needs the package accelerate.
         arguments["low_cpu_mem_usage"] = False
         model, info = cls.from_pretrained(folder, **arguments)
-    # A tensor has another shape.
+    # Loading raises RuntimeError if a tensor has another shape.
     except RuntimeError as error:
         raise UserError(f"{folder / WEIGHTS_FILE} does not fit {kind}: {error}") from error
     problems = [

@@ -1,6 +1,7 @@
-"""The block: one or two layers, whose branches go to a residual stream that stays fp32.
+"""The block: one or two layers, whose outputs, called branches, are added to a residual stream that
+stays fp32.
 
-Letters: B samples, L tokens, D width, M = 3 modulations a branch.
+Letters: B samples, L tokens, D width, M modulations: scale, shift and gate for each layer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ Norm = Literal["rms", "layer"]
 
 
 class SwiGLU(Layer):
-    """`w2(silu(w1 x)·w3 x)`, Shazeer 2020, https://arxiv.org/abs/2002.05202; one product computes
-    w1 and w3.
+    """Computes `w2(silu(w1 x)·w3 x)` (Shazeer 2020, https://arxiv.org/abs/2002.05202); the layer
+    `w13` computes w1 x and w3 x in one product.
 
-    `bias`: both products have a bias, as in LightningDiT's weights.
+    `bias`: both linear layers have a bias, as in LightningDiT's weights.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool = False) -> None:
@@ -40,8 +41,8 @@ class SwiGLU(Layer):
 
 
 class GeluMLP(Layer):
-    """`fc2(gelu(fc1 x))` with biases and GELU by tanh (Hendrycks & Gimpel 2016), as in SiT's
-    weights."""
+    """Computes `fc2(gelu(fc1 x))` with biases, and GELU approximated by tanh (Hendrycks & Gimpel
+    2016), as in SiT's weights."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -56,13 +57,15 @@ class Block(nn.Module):
     """Maps `(branch, gate, residual, cond) -> (branch, gate, residual)`, the contract of all
     blocks.
 
-    The stream is `residual + gate·branch`. A block adds the *previous* branch inside the pass that
-    also normalises, and returns its last branch with its gate, not yet added. It never returns a
-    normalised residual: with gate 0 a block leaves the stream unchanged.
+    The residual stream is `residual + gate·branch`. A block first adds the branch of the layer
+    *before* it, in the same kernel that also normalises the sum, and returns its own last branch
+    with its gate, not yet added. The residual that it returns is never normalised: if its gates are
+    0, a block leaves the stream unchanged.
 
-    A layer with an `order` (L,) works on tokens in that order: `order[m]` is its m-th token. The
-    norm before the layer permutes the tokens, and the sum after it permutes the branch back, inside
-    their own passes. `arriving` is the order of the incoming branch.
+    A layer with an attribute `order` (L,) gets the tokens in that order: `order[m]` is the index of
+    its m-th token. The norm before the layer permutes the tokens, and the sum after it permutes the
+    branch back, both within kernels that run anyway. `arriving` is the order of the incoming
+    branch; None: the order of the stream.
 
     `norm` is "rms", or "layer" for weights that were trained with LayerNorm.
     """
@@ -78,7 +81,8 @@ class Block(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.eps = eps
         self.orders = [arriving, *(getattr(layer, "order", None) for layer in layers)]
-        # The inverse orders are buffers: integer attributes would recompile every block.
+        # Store the inverse orders as buffers: torch.compile treats integers in attributes as
+        # constants, and recompiles for each block that has others.
         for i, order in enumerate(self.orders):
             rows = None if order is None else torch.empty(len(order), dtype=torch.int32)
             self.register_buffer(f"rows_{i}", rows, persistent=False)
@@ -112,7 +116,8 @@ class Block(nn.Module):
         layers: int,
         h_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Applies `add_norm` with this block's settings, after `layers` of its layers."""
+        """Adds a branch to the stream and norms the sum (`add_norm`) with this block's settings;
+        `layers` is the number of this block's layers that have run before."""
         normalise = fused_add_norm if self.fused_add_norm else add_norm
         options: dict[str, Any] = {"eps": self.eps, "residual_in_fp32": self.residual_in_fp32}
         options |= {"branch_rows": getattr(self, f"rows_{layers}"), "h_rows": h_rows}

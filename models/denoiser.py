@@ -29,18 +29,19 @@ class Denoiser(nn.Module):
     """A velocity model `v(x, t, y)` for latents of any size, with any mixer.
 
     `channels`, `height`, `width` and `num_classes` describe the data; `dim`, `depth`, `head_dim`,
-    `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer,
-    with `layer=` if it has that parameter. With `mlp_ratio` 0 a block is the mixer alone (the Mamba
-    recipe), otherwise `mlp(dim, hidden)` of that hidden width follows the mixer (the transformer
-    recipe). `mlp`, `norm` and `time_scale` (the factor of t before its sinusoids) are for weights
-    trained elsewhere: scripts/import_weights.py.
+    `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer;
+    it also gets `layer=`, the number of the block, if it has that parameter. With `mlp_ratio` 0 a
+    block is the mixer alone (the Mamba recipe); otherwise `mlp(dim, hidden)` follows the mixer,
+    with a hidden width of about mlp_ratio · dim (the transformer recipe). `mlp`, `norm` and
+    `time_scale` (the factor by which t is multiplied before its sinusoids) exist for weights that
+    were trained elsewhere (scripts/import_weights.py).
 
-    Training needs from any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the contract
+    Training expects of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the contract
     of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none),
     `init_weights()`, `flops_per_sample()` and `no_weight_decay()`.
 
-    Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. y is int64; `num_classes` is
-    the null label.
+    Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. Labels y are int64; the label
+    `num_classes` is the null label, no class.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Denoiser(nn.Module):
         hidden = 32 * round(mlp_ratio * dim / 32)
         takes_layer = "layer" in inspect.signature(mixer).parameters
 
-        # Each block gets the order in which the block before it leaves the tokens.
+        # Tell each block in which order the block before it leaves the tokens.
         self.blocks = nn.ModuleList()
         leaving = None
         for number in range(depth):
@@ -98,7 +99,8 @@ class Denoiser(nn.Module):
             self.blocks.append(block)
             leaving = block.orders[-1]
 
-        # One product computes the modulations of all blocks, and the two of the final norm.
+        # One linear layer computes the modulations of all blocks, and scale and shift of the final
+        # norm.
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
@@ -106,8 +108,8 @@ class Denoiser(nn.Module):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialises every parameter and buffer. The constructor calls it, except on the meta
-        device: then call it after `to_empty()`.
+        """Initialises every parameter and buffer. The constructor calls this method, except on the
+        meta device: then call it after `to_empty()`.
 
         Modulations start at zero, so each block starts as the identity. The head starts at zero, so
         v = 0.
@@ -125,7 +127,7 @@ class Denoiser(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fills the buffers of the layers, which weights files do not hold."""
+        """Fills the buffers of the layers, which are not in files of weights."""
         for part in self.blocks.modules():
             if hasattr(part, "init_buffers"):
                 part.init_buffers()  # pyright: ignore[reportCallIssue]
@@ -137,8 +139,8 @@ class Denoiser(nn.Module):
         y: Int[Tensor, "B"],
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
     ) -> Float[Tensor, "B C H W"]:
-        """Computes the velocity at (x, t) for labels y; `drop_uniforms` in (0, 1) decide which
-        blocks are dropped."""
+        """Computes the velocity at (x, t) for labels y. `drop_uniforms`, random numbers in (0, 1),
+        decide for each sample which blocks are dropped; None: no block."""
         cond = self.modulation(nn.functional.silu(self.time_embed(t) + self.label_embed(y)))
         cond, last = cond.unflatten(1, (-1, self.dim)).split(
             (self.depth * self.modulations, 2), dim=1
@@ -151,19 +153,19 @@ class Denoiser(nn.Module):
         branch = self.patch_embed(self.patchify(x))
         gate = torch.ones_like(branch[:, 0])
         residual = self.pos_embed.expand_as(branch).contiguous()
-        # unbind has one copy as its backward pass; cond[:, i] would write a gradient as large as
-        # cond for each block.
+        # Use unbind, whose backward pass is one copy: that of cond[:, i] writes a gradient as large
+        # as cond for each block.
         for block, modulations in zip(self.blocks, cond.unbind(1), strict=True):
             branch, gate, residual = block(branch, gate, residual, modulations)
 
-        # The final norm uses the last block's fused kernel.
+        # The final norm runs in the last block, which also adds its branch, by its fused kernel.
         final = cast("Block", self.blocks[-1])
         h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], len(final.layers))
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
-        """Zeroes the gates of dropped blocks and scales up the gates of the others: stochastic
-        depth at no cost.
+        """Zeroes the gates of dropped blocks, and scales up the gates of the others to keep the
+        mean: stochastic depth at no cost.
 
         Huang et al. 2016, https://arxiv.org/abs/1603.09382. Rates grow linearly with depth up to
         `drop_path`.
@@ -187,8 +189,8 @@ class Denoiser(nn.Module):
         return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the names of parameters without weight decay: vectors, embeddings, and the scan's
-        A and dt."""
+        """Returns the names of the parameters that get no weight decay: vectors, embeddings,
+        weights of norms and convolutions, and the scan's A, D and bias of dt."""
         exempt = ("A_log", "dt_bias", "D", "norm_weight", "pos_embed", "conv_weight")
         return {
             name
@@ -197,11 +199,11 @@ class Denoiser(nn.Module):
         }
 
     def flops_per_sample(self) -> int:
-        """Returns the FLOPs of one forward pass of one sample, in closed form: products, scan or
-        attention, convolution, adaLN.
+        """Computes the FLOPs of one forward pass of one sample by formulas: matrix products, scan
+        or attention, convolution, modulations.
 
         A training step costs three times as much (the backward pass has two products for each
-        product of the forward pass). Elementwise work and recomputation do not count.
+        product of the forward pass). Elementwise operations and recomputation do not count.
         """
         linears = (self.patch_embed, self.head)
         per_token = sum(layer.weight.numel() for layer in linears)

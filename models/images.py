@@ -1,4 +1,5 @@
-"""Images: the interface of autoencoders, images as arrays, and PNG grids.
+"""The interface of autoencoders, conversion and comparison of images, and grids of images as PNG
+files.
 
 Letters: B images, H W height and width in pixels, C latent channels, h w latent size.
 """
@@ -19,15 +20,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LONGEST_NAME = 24
-"""Characters of a class's name that fit beside its row."""
+"""Number of characters of a class's name that fit beside its row of images."""
 SMALLEST_TILE = 32
-"""Pixels to which a grid enlarges smaller images."""
+"""Smallest height in pixels of an image in a grid; smaller images are enlarged."""
 LINE_HEIGHT = 14
-"""Pixels of a line of text."""
+"""Height of a line of text in pixels."""
 
 
 class Autoencoder(nn.Module, ABC):
-    """The interface of autoencoders for precompute and sampling."""
+    """The interface of autoencoders: encoding images in advance uses `encode`, sampling uses
+    `decode`."""
 
     kind: str
     scaling_factor: float | None = None
@@ -35,18 +37,18 @@ class Autoencoder(nn.Module, ABC):
     shift_factor: float | None = None
     weights_sha256: str | None = None
     revision: str | None = None
-    """Commit to which a hub id was resolved."""
+    """Commit of the hub's repository from which the weights come; None for a local folder."""
 
     @abstractmethod
     def encode(
         self, images: Float[Tensor, "B c H W"]
     ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
-        """Returns the mean of the posterior in fp32, and its std if the autoencoder is
-        variational."""
+        """Returns the mean of the latents' posterior in fp32, and its std if the autoencoder is
+        variational, otherwise None."""
 
     @abstractmethod
     def decode(self, latents: Float[Tensor, "B C h w"]) -> Float[Tensor, "B c H W"]:
-        """Decodes raw latents to images, about in [-1, 1]."""
+        """Decodes raw latents to images, whose values lie approximately in [-1, 1]."""
 
 
 def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
@@ -58,8 +60,8 @@ def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
 
 
 def select_rgb(latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B c H W"]:
-    """Selects the channels to show of latents that are pixels: one or three; of any other number
-    the first."""
+    """Selects the channels to show as an image from latents that are pixels: all if there are one
+    or three, otherwise the first."""
     return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
 

@@ -18,8 +18,8 @@ from common.errors import UserError
 
 
 def count_heads(width: int, head_dim: int, name: str) -> int:
-    """Counts the heads of `head_dim` in `width`; ValueError, which calls the width `name`, if they
-    do not fit."""
+    """Returns how many heads of size `head_dim` a width holds; ValueError if `head_dim` does not
+    divide it. The message calls the width `name`."""
     if width % head_dim:
         raise UserError(
             f"model.head_dim={head_dim} does not divide {name}={width}; choose a divisor of "
@@ -29,7 +29,8 @@ def count_heads(width: int, head_dim: int, name: str) -> int:
 
 
 def refuse_below_one(sizes: dict[str, int]) -> None:
-    """Raises a UserError if a size, named by its key below `model`, is not at least 1."""
+    """Raises a UserError if one of `sizes` is below 1; `sizes` maps keys below `model` to
+    values."""
     for key, value in sizes.items():
         if value < 1:
             raise UserError(f"model.{key}={value} must be at least 1.")
@@ -80,8 +81,8 @@ class TimestepEmbedding(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """One vector for each class, and one for the null label `num_classes`, which classifier-free
-    guidance needs."""
+    """Embeds labels: a trained vector for each class, and one for the null label, `num_classes`,
+    which classifier-free guidance needs."""
 
     def __init__(self, dim: int, num_classes: int) -> None:
         super().__init__()
@@ -95,8 +96,8 @@ class LabelEmbedding(nn.Module):
 
 
 def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]:
-    """Returns row and column of each token times `count` frequencies from 1 to nearly 1 / base;
-    both (L, count), in fp64."""
+    """Returns two tensors of angles, (L, count) in fp64: the row of each token times `count`
+    frequencies, and its column times the same frequencies, which fall from 1 to nearly 1 / base."""
     frequencies = base ** -(torch.arange(count, dtype=torch.float64) / count)
     sides = [torch.arange(side, dtype=torch.float64) for side in grid]
     axes = torch.meshgrid(*sides, indexing="ij")
@@ -104,7 +105,8 @@ def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]
 
 
 def sincos_positions(grid: tuple[int, int], dim: int) -> Float[Tensor, "1 L D"]:
-    """Returns fixed 2-D sinusoids: half of the channels encode the row, half the column."""
+    """Returns a fixed position embedding of 2-D sinusoids: half of the channels encode a token's
+    row, half its column."""
     angles = axial_angles(grid, -(-dim // 4), 10_000.0)
     waves = [wave(angle) for angle in angles for wave in (torch.sin, torch.cos)]
     return torch.cat(waves, dim=1)[:, :dim].float().unsqueeze(0)

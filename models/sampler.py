@@ -1,5 +1,5 @@
 """Samples latents from noise: ODE and SDE solvers for a velocity model, with classifier-free
-guidance. No training code.
+guidance.
 
 Letters: B samples, C channels, H W latent height and width.
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 Velocity = Callable[[Tensor, float], Tensor]
 SOLVERS = ("euler", "heun", "ab2", "sde")
 STEP_STRIDE = 1 << 40
-"""Offset of stream positions between steps of a solver that adds noise; positions of samples are
-below it."""
+"""A solver that adds noise draws the noise of step i at the sample's stream position plus i times
+this number, which no sample's position reaches."""
 
 
 def shift_times(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
-    """Shifts timesteps by `t' = s·t / (1 + (s - 1)·t)`: s > 1 spends more steps on noise (Esser et
-    al. 2024, eq. 23)."""
+    """Shifts times by `t' = s·t / (1 + (s - 1)·t)`, where s is `shift`: s > 1 spends more steps
+    near t = 1, the noise (Esser et al. 2024, eq. 23)."""
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
@@ -42,8 +42,8 @@ def make_guided_velocity(
     guidance: float = 1.0,
     guidance_interval: tuple[float, float] = (0.0, 1.0),
 ) -> Velocity:
-    """Returns v = v_null + guidance·(v_label - v_null) for t inside the interval, v_label outside
-    it, in fp32.
+    """Returns a function of (x, t) that computes the velocity in fp32: v_null + guidance·(v_label -
+    v_null) for t inside `guidance_interval`, v_label outside it.
 
     Guidance: Ho & Salimans 2022; limited to an interval: Kynkäänniemi et al. 2024,
     https://arxiv.org/abs/2404.07724. If guidance is 1 or t is outside the interval, the model runs
@@ -73,7 +73,8 @@ def sample(
 ) -> Float[Tensor, "B C H W"]:
     """Integrates dx/dt = v(x, t) from t = 1 (`noise`) to t = 0 and returns the clean latents.
 
-    `steps` intervals, equal before the timestep shift. `solver` is one of `SOLVERS`:
+    It takes `steps` steps, which are equally long before `shift` acts on the times (`shift_times`).
+    `solver` is one of `SOLVERS`:
 
     - "euler" calls the model once a step.
     - "heun" (second order, Karras et al. 2022) calls it twice, except in the last step.
@@ -96,7 +97,7 @@ def sample(
     times = shift_times(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
 
-    # Step size and velocity of the previous step, for ab2.
+    # Size and velocity of the previous step, which ab2 uses; None before the first step.
     previous: tuple[float, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(times)):
         dt = t_next - t
@@ -118,7 +119,8 @@ def sample(
 
 
 def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
-    """Raises a ValueError if guidance is on but the data has no classes."""
+    """Raises a ValueError that names `key` if guidance is on (not 1) but the data has no
+    classes."""
     if not spec.num_classes and guidance != 1.0:
         raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
 

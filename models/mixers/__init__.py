@@ -1,2 +1,2 @@
-"""Mixers: modules (B, L, D) -> (B, L, D) over the tokens of a grid; every mixer fits every
-block."""
+"""Mixers: modules that let the tokens of a grid exchange information. They map (B, L, D) to (B, L,
+D), samples × tokens × width, and each fits into every block."""

@@ -21,8 +21,8 @@ from models.layers import Layer, axial_angles, count_heads
 def axial_rotations(
     grid: tuple[int, int], head_dim: int, base: float = 100.0
 ) -> Float[Tensor, "2 L P"]:
-    """Returns cosines and sines of 2-D RoPE: the row rotates the first half of a head, the column
-    the second half.
+    """Returns the cosines and sines of 2-D RoPE: a token's row gives the angles for the first half
+    of a head's channels, its column those for the second half.
 
     Su et al. 2021, https://arxiv.org/abs/2104.09864; axial form as in EVA-02,
     https://arxiv.org/abs/2303.11331.
@@ -33,8 +33,8 @@ def axial_rotations(
 
 
 def split_into_windows(side: int, window: int, offset: int) -> list[int]:
-    """Returns the number of tokens of each window along a side of the grid: the first window has
-    `window - offset`, the last the remainder."""
+    """Cuts a side of the grid into windows, and returns the length of each in tokens: `window -
+    offset` for the first, the remainder for the last, `window` for all others."""
     edges = [0, *range(window - offset, side, window), side]
     return [end - start for start, end in pairwise(edges)]
 
@@ -44,16 +44,17 @@ class Attention(Layer):
 
     `qk_norm` puts a learned RMSNorm on queries and keys: it prevents divergence in 16-bit training
     of large models, at some cost in quality at equal steps (LightningDiT issue 68). `rope_base`
-    null: no rotary embedding. `bias`: both products have a bias. These two are for weights trained
-    elsewhere. `window` null: each token attends to all tokens; an integer: only to its window of
-    `window` × `window` tokens. Odd layers shift their windows by `shift` tokens up and left (null:
-    half a window), so that information crosses the edges of windows. Unlike in Swin (Liu et al.
-    2021, https://arxiv.org/abs/2103.14030) nothing wraps around: windows at the edges are smaller.
+    null: no rotary embedding. `bias`: both linear layers have a bias. These two parameters exist
+    for weights that were trained elsewhere. `window` null: each token attends to all tokens; an
+    integer: only to its window of `window` × `window` tokens. Odd layers shift their windows by
+    `shift` tokens up and left (null: half a window), so that information crosses the edges of
+    windows. Unlike in Swin (Liu et al. 2021, https://arxiv.org/abs/2103.14030) nothing wraps
+    around: windows at the edges are smaller.
     """
 
     rotations: Tensor | None
     windows: Int[Tensor, "L"] | None
-    """Index of each token's window."""
+    """Index of each token's window, int32; None without windows."""
     fused_rope: bool
 
     def __init__(
@@ -89,7 +90,8 @@ class Attention(Layer):
         self.grid = grid
         self.eps = eps
         self.attention_backend = "auto"
-        # Without the attribute `runtime.fused_rope` finds no kernel to switch.
+        # The attribute tells `runtime.fused_rope` that this layer can use the kernel; without norm
+        # and rotation there is nothing to compute.
         if qk_norm or rope_base is not None:
             self.fused_rope = False
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
@@ -99,7 +101,8 @@ class Attention(Layer):
         angles = None if rope_base is None else torch.empty(2, grid[0] * grid[1], head_dim)
         self.register_buffer("rotations", angles, persistent=False)
 
-        # The sides of this layer's windows; without windows the whole grid is one window.
+        # Lengths of this layer's windows, along rows and along columns; without windows the whole
+        # grid is one window.
         self.spans = [[side] for side in grid]
         if window is not None:
             odd_shift = window // 2 if shift is None else shift
@@ -136,7 +139,7 @@ class Attention(Layer):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def flops(self, tokens: int) -> int:
-        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens, without scores
-        that windows mask."""
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens, without the
+        scores between different windows."""
         rows, columns = (sum(span * span for span in spans) for spans in self.spans)
         return super().flops(tokens) + 4 * rows * columns * self.heads * self.head_dim

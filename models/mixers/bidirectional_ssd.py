@@ -25,21 +25,21 @@ from models.layers import Layer, count_heads, refuse_below_one
 def init_steps(dt_bias: Tensor) -> None:
     """Draws biases whose softplus is log-uniform in [0.001, 0.1], as in Mamba-1 and Mamba-2."""
     dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-    # The inverse of softplus.
+    # Apply the inverse of softplus to the step sizes.
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 class BidirectionalSSD(Layer):
     """Gated bidirectional SSD: `out_proj(headwise_norm(silu(z)·ssd(local_mix(x, B, C))))`.
 
-    `expand` is E / D (2 in the Mamba recipe, 1 where a SwiGLU follows). The convolution starts as
-    the identity:
-    a random start cost a published model 30 FID points (DiG, https://arxiv.org/abs/2405.18428).
-    Initial dt is log-uniform in [0.001, 0.1] and -A uniform in [1, 16], as in Mamba-2.
+    `expand` is E / D (2 in the Mamba recipe, 1 if a SwiGLU follows). The convolution starts as the
+    identity, because a random start cost a published model 30 FID points (DiG,
+    https://arxiv.org/abs/2405.18428). Initial dt is log-uniform in [0.001, 0.1] and -A uniform in
+    [1, 16], as in Mamba-2.
     """
 
     taps = (3, 3)
-    """Rows and columns of the convolution's kernel."""
+    """Numbers of rows and of columns of the convolution's kernel."""
 
     def __init__(
         self,

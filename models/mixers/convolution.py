@@ -1,7 +1,8 @@
-"""Convolution as the only mixing of tokens: the baseline for the other mixers.
+"""A mixer that exchanges information between tokens by a convolution alone: the baseline for the
+other mixers.
 
-DiCo (Ai et al. 2025, https://arxiv.org/abs/2505.11196) reports that it does most of the work at 256
-tokens.
+DiCo (Ai et al. 2025, https://arxiv.org/abs/2505.11196) reports that convolution does most of the
+work at 256 tokens.
 Letters: B samples, L tokens, D width, E inner width.
 """
 
@@ -22,7 +23,7 @@ class Convolution(Layer):
     as the identity.
 
     `expand` is E / D, rounded to a multiple of 32; at 4/3 it has as many parameters as attention.
-    It has no heads: it ignores `head_dim`, which every mixer takes.
+    This mixer has no heads: it accepts `head_dim`, as every mixer must, and ignores it.
     """
 
     def __init__(

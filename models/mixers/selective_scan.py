@@ -19,7 +19,7 @@ from models.mixers.bidirectional_ssd import init_steps
 from models.mixers.zigzag_ssd import make_zigzag_path
 
 TAPS = 4
-"""Taps of the convolution: a token and its three predecessors."""
+"""Number of taps of the convolution: a token and its three predecessors on the path."""
 
 
 class SelectiveScan(Layer):
@@ -27,13 +27,13 @@ class SelectiveScan(Layer):
 
     The eight paths are the four of models/mixers/zigzag_ssd.py and their reverses, each path
     followed by its reverse in the next layer, so that a token sees its predecessors on the path in
-    one layer and its successors in the next. `order` is the token at each step of the path, for the
-    block.
+    one layer and its successors in the next. `order[i]` is the index of the i-th token on the path;
+    the block reorders the tokens by it (models/block.py).
 
-    The convolved x determines steps, B and C, the steps through a bottleneck of rank D / 16.
-    `expand` is E / D. Initially -A is 1 … N in each channel, dt is log-uniform in [0.001, 0.1], and
-    the convolution is the identity, as in all mixers here. It has no heads: it ignores `head_dim`,
-    which every mixer takes.
+    Linear layers compute steps, B and C from the convolved x, the steps through a bottleneck of
+    rank D / 16. `expand` is E / D. Initially -A is 1 … N in each channel, dt is log-uniform in
+    [0.001, 0.1], and the convolution is the identity, as in all mixers here. It has no heads: it
+    ignores `head_dim`, which every mixer takes.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SelectiveScan(Layer):
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens: products, one
-        multiply-add for each tap of the convolution, and three for each number of a state, two to
-        update and one to read it."""
+        multiply-add for each tap of the convolution, and three for each number of a state: two to
+        update it, one to read it."""
         multiply_adds = tokens * self.inner * (TAPS + 3 * self.state_dim)
         return super().flops(tokens) + 2 * multiply_adds

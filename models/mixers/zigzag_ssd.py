@@ -18,7 +18,7 @@ reverse."""
 
 
 def make_zigzag_path(grid: tuple[int, int], layer: int) -> Int[Tensor, "L"]:
-    """Returns the token at each step of the path of `layer`.
+    """Returns the path of a layer: element i is the index of the i-th token on it.
 
     Odd layers run by columns, even ones by rows. The first two of four paths start at one end of
     the first line, the last two at the other end. Each line runs against the line before, so
@@ -33,12 +33,12 @@ def make_zigzag_path(grid: tuple[int, int], layer: int) -> Int[Tensor, "L"]:
 
 
 class ZigzagSSD(BidirectionalSSD):
-    """`BidirectionalSSD` over tokens in the order of path `layer` modulo 4, with local mixing along
-    the path.
+    """`BidirectionalSSD` that visits the tokens along zigzag path number `layer` modulo 4, and
+    mixes neighbours on the path by a 1-D convolution, which has fewer parameters than the 2-D one.
 
-    `order` is the token at each step of the path; the block's norm before and sum after this layer
-    apply it, so the layer gathers nothing (models/block.py). With 1-D taps it has fewer parameters
-    than the plain scan.
+    `order[i]` is the index of the i-th token on the path. This layer permutes nothing: the block
+    reorders the tokens in the norm before it, and back in the residual sum after it
+    (models/block.py).
     """
 
     taps = (1, 7)
