@@ -26,8 +26,8 @@ def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[K
 
 
 def replace_between(text: str, start: str, end: str, content: str, page: str) -> str:
-    """Returns the text of `page` with `content` between two marks. ValueError if a mark is
-    missing."""
+    """Returns `text` with `content` between the marks `start` and `end`. ValueError if a mark is
+    missing; it names `page`."""
     if start not in text or end not in text:
         raise UserError(
             f"{page} has lost the lines {start.strip()} and {end}; put them around the table."

@@ -41,10 +41,10 @@ CLOCKS = {
 """Name in the findings -> name of the field in nvidia-smi. The clocks are momentary values: low on
 an idle GPU, and lowered by heat and power limits."""
 NVIDIA_SMI_SECONDS = 10.0
-"""Time limit for nvidia-smi."""
+"""Seconds after which the command gives up a call of nvidia-smi."""
 UNKNOWN = "unknown"
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Precision of a timed product -> name of its matrices' dtype in PyTorch."""
+"""Precision of a timed matrix product -> name of the matrices' dtype in PyTorch."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -119,8 +119,8 @@ def list_ways() -> dict[str, tuple[type[Technique], Value]]:
 
 
 def find_capabilities(device: torch.device) -> dict[str, str | None]:
-    """Returns for every override that enables a technique, such as runtime.tf32=true, why it is
-    unavailable here; None if it is available."""
+    """Returns override that enables a technique, such as runtime.tf32=true -> why this machine does
+    not support it; None if it does."""
     return {
         word: kind(value, device).find_obstacle() for word, (kind, value) in list_ways().items()
     }
@@ -142,7 +142,7 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
     rows = [["technique", *names, "needs"]]
     for word, (kind, value) in list_ways().items():
         row = [word]
-        notes: dict[str, None] = {}  # a set in order
+        notes: dict[str, None] = {}  # a set that keeps its order
         for name in names:
             with pretend_gpu(CARDS[name].capability) as needs:
                 reason = kind(value, torch.device("cuda")).find_obstacle()

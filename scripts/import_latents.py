@@ -82,8 +82,8 @@ class ImportConfig:
     shard_size: Positive = 2048
     block_size: Positive = 256
     check_scale: bool = True
-    """If true, the command refuses a `scale` that gives the raw latents another std than the
-    encoder's latents have, by a factor of 2.5."""
+    """If true, the command refuses a `scale` with which the std of the raw latents differs by a
+    factor of 2.5 or more from the std of the encoder's latents."""
     device: str = "auto"
 
 
@@ -320,7 +320,8 @@ def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
-    """Checks that the encoder can have made these latents; ValueError if not."""
+    """Raises a ValueError unless the encoder can have made these latents: it decodes their shape,
+    and their std fits its scaling factor."""
     from common.text import shorten_error
 
     latents = chunk["latents"][:4]

@@ -9,10 +9,10 @@ a base for training.
 
 `source` is a .safetensors or .pt checkpoint; from a training checkpoint the command takes the
 averaged weights (weights=model: the trained ones). From a .pt it unpickles only tensors, plain
-values and an argparse.Namespace. The file also stores which encoder and which normalisation the
-model was trained with, because with any others its samples are noise: kind=sit knows both (Stable
-Diffusion's VAE and 0.18215), kind=lightningdit needs encoder= and statistics=. docs/exchange.md
-explains the conversion.
+values and an argparse.Namespace. The file that it writes also names the encoder and the
+normalisation with which the model was trained, because with any others its samples are noise:
+kind=sit knows both (Stable Diffusion's VAE and 0.18215), kind=lightningdit needs encoder= and
+statistics=. docs/exchange.md explains the conversion.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def disassemble(cubin: bytes) -> str:
 
 @dataclass(frozen=True)
 class ResourcesConfig:
-    """Keys of the command."""
+    """Keys of the command `kernel_resources`."""
 
     arch: int | None = None
     like: str = ""

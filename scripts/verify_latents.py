@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Keys of the command."""
+    """Keys of the command `verify_latents`."""
 
     path: str | None = None
     """Folder or URL with manifest.json."""
     source: str | None = None
-    """The original images, which the grid shows beside the decoded latents."""
+    """Folder of the original images, which the grid shows beside the decoded latents."""
     count: int = 8
-    """Samples to decode; 0 for none."""
+    """Number of training samples to decode; 0: none."""
     encoder: str | None = None
     """The autoencoder's folder, if it has moved since precompute_latents.py used it."""
     out: str | None = None
@@ -127,7 +127,8 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) -> str:
-    """Decodes the first training latents, writes them as a grid and describes it in a sentence."""
+    """Decodes the first training latents, writes them as a grid of images, and returns a sentence
+    about the grid."""
     import numpy as np
     import torch
 

@@ -79,8 +79,8 @@ class BenchConfig:
     value of the setting."""
 
     setting: str | None = None
-    """Sizes of model and data: tiny, s256, s32, s32x512 or b256; null: s256 on a GPU, tiny without
-    one."""
+    """Sizes of model and data: tiny, s256, s32, s32x512 or b256; null: s256 on a machine with a
+    GPU, else tiny."""
     steps: Natural = 0
     """Training steps in one round."""
     repeats: Natural = 0
@@ -94,7 +94,8 @@ class BenchConfig:
     out: str = "bench"
     """The folder for the results."""
     again: str | None = None
-    """all: measures every case again; failed: measures again the cases that failed."""
+    """all: measures every case again; failed: measures again the cases that failed; null: measures
+    only cases that have no result."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ class DataConfig(BenchConfig):
     """Keys of the command `data`."""
 
     step_ms: float = 100.0
-    """Milliseconds that a training step is assumed to take; the time in which it waits for a batch
-    is measured beside it."""
+    """Milliseconds that a training step is assumed to take. With such steps the command measures
+    the share of time in which training waits for batches."""
 
 
 @dataclass(frozen=True)
@@ -144,4 +145,5 @@ class TestsConfig(BenchConfig):
     """Keys of the command `tests`."""
 
     select: str = "all"
-    """smoke: some tests of every kind, in two minutes; rest: all, file by file; all: both."""
+    """smoke: some tests of every kind, in two minutes; rest: all tests, file by file; all: first
+    smoke, then rest."""

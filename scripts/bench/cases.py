@@ -130,7 +130,8 @@ def plan_removed(words: Words) -> Iterator[Case]:
 
 
 def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
-    """Plans a training step of each family of models, with attention as the baseline of all."""
+    """Plans a case for each family of models: its training step, compared with that of the family
+    with attention."""
     files = (CONF_FOLDER / "model").glob(f"*_{cfg.size}.yaml")
     families = sorted(file.stem.rpartition("_")[0] for file in files)
     if not families:

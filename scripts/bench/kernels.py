@@ -1,9 +1,9 @@
 """Times each fused operator, its definition (eager and compiled) and kernels of other packages.
 
-The forward pass and both passes are timed in turn with the definition. Bytes per second are given
-as a share of the measured copy rate, FLOPs per second as a share of the measured product rate. The
-input sets alternate, so that no call finds its inputs in the cache. On a CPU only the definitions
-run.
+Each kernel is timed in turn with the definition: the forward pass alone, and the forward and
+backward pass together. Bytes per second are given as a share of the measured copy rate, FLOPs per
+second as a share of the measured rate of matrix products. Several sets of inputs alternate, so that
+no call finds its inputs in the cache. On a CPU only the definitions run.
 """
 
 from __future__ import annotations
@@ -127,13 +127,14 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
 
 
 def make_liger_swiglu() -> Function:
-    """Returns Liger's SwiGLU as a function of our inputs."""
+    """Returns Liger's SwiGLU as a function that takes the inputs of our operator."""
     product = import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     return lambda joined: product.apply(*joined.chunk(2, dim=-1))
 
 
 def make_mamba_scan() -> Function:
-    """Returns mamba-ssm's scan, in one direction, as a function of our inputs."""
+    """Returns mamba-ssm's scan, in one direction, as a function that takes the inputs of our
+    operator."""
     scan = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
     def function(*inputs: Tensor) -> Tensor:
@@ -161,7 +162,8 @@ OURS: dict[str, Callable[[Op], Function]] = {
 def make_runner(
     function: Function, sets: list[list[Tensor]], steps: int, backward: bool
 ) -> Callable[[], None]:
-    """Returns a function that makes `steps` calls, each on the next input set, and has run once."""
+    """Returns a function that makes `steps` calls, each on the next set of inputs. It was already
+    called once, as a warm-up."""
     with torch.no_grad():
         weights = [torch.randn_like(t) for t in tree_leaves(function(*sets[0]))]
 
@@ -178,8 +180,8 @@ def make_runner(
 
 
 def count_bytes(op: Op, inputs: list[Tensor]) -> int:
-    """Counts the bytes that both passes must move: the inputs twice, the outputs once, and the
-    gradients of both."""
+    """Counts the bytes that the forward and backward pass must move: the inputs twice, the outputs
+    once, and the gradients of inputs and outputs."""
     with torch.no_grad():
         outputs = tree_leaves(op.definition(*inputs))
     return 3 * sum(t.nbytes for t in inputs) + 2 * sum(t.nbytes for t in outputs)

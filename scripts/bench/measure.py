@@ -139,7 +139,8 @@ class Baseline(NamedTuple):
 
 
 BASELINE_CACHE: dict[tuple[str, ...], Baseline] = {}
-"""The latest baseline, since consecutive cases often share it."""
+"""Overrides -> baseline. Holds only the latest baseline, because consecutive cases often share
+it."""
 
 
 def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
@@ -281,7 +282,8 @@ def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def replace_family(words: Words, family: str) -> Words:
-    """Replaces the model by one of another family in the same size."""
+    """Replaces the model in the overrides `words` by the model of another family in the same
+    size."""
     return [re.sub(r"^model=\w+_", f"model={family}_", word) for word in words]
 
 

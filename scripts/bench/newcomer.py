@@ -136,7 +136,8 @@ class NewcomersLoop(Loop):
         return ((x.to(device), labels.to(device)) for x, labels in loader)
 
     def prepare(self) -> None:
-        """Sets flags, and consumes the batches that workers prefetched while another loop ran."""
+        """Sets PyTorch's flags for this loop, and consumes the batches that workers prefetched
+        while another loop ran."""
         super().prepare()
         for _ in range(self.prefetch_factor * self.num_workers):
             next(self.batches)

@@ -118,8 +118,8 @@ class Result(NamedTuple):
 
 
 def rate(result: Result) -> tuple[bool, str]:
-    """Key that sorts the results of one case, the best last: results with figures after failures,
-    then by date."""
+    """Returns a key that sorts the results of one case, the best last: failures before figures,
+    then old before new."""
     return "error" not in result.entry, result.environment["date"]
 
 
@@ -200,7 +200,7 @@ def write_figures(page: Page, docs: Path) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Writes a file unless it holds that text already."""
+    """Writes `text` to a file, unless the file holds this text already."""
     if not file.is_file() or file.read_text() != text:
         write_atomically(file, text)
         print(file)

@@ -262,7 +262,7 @@ def open_runner(out: str, limit: float = inf, minutes: float = inf) -> Iterator[
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Keys of `gpu`."""
+    """Keys of the command `gpu`."""
 
     out: str = "bench/gpu"
     """The folder for the results, one file each, and log.txt."""

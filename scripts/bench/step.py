@@ -28,7 +28,8 @@ from training.weights.adapter_base import compose_pretrained
 NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")
 POINTWISE_PREFIXES = ("triton_poi", "triton_red", "triton_per")
-"""Prefixes of Inductor's kernels without products, although their names may mention products."""
+"""Prefixes of the names of Inductor's kernels that compute no matrix products, although the rest of
+a name may mention some."""
 FASTER_PRODUCTS = ("precision=bf16", "tf32=true")
 LESS_TRAFFIC = (
     *(f"{key}=true" for key in (*KERNEL_KEYS, "compile", "fused_adamw")),
@@ -50,7 +51,8 @@ class Loop:
         self.device = pick_device(self.cfg.runtime.device.value)
 
     def prepare(self) -> None:
-        """Sets this loop's process-wide flags; called before it runs, outside the measured time."""
+        """Sets PyTorch's process-wide flags for this loop. The timer calls this before the loop
+        runs, outside the measured time."""
         self.stack.on_process()
 
     def take_step(self, comparable: bool = False) -> torch.Tensor:

@@ -15,7 +15,7 @@
 `hardware` is a GPU model from training/environment.py, or `here` for this machine's GPU, or for its
 CPU if it has no GPU. If the run does not fit, the plan names the cheapest change that makes it fit
 and counts what each change saves by itself. Hours and cost need a rate: that of an earlier run
-(`rate_of`), one that you give (`samples_per_s`), or a share of the card's peak (`mfu`). Any word
+(`rate_of`), one that you give (`samples_per_s`), or a share of the GPU's peak (`mfu`). Any word
 that sets no key of the command is an override of the training configuration. `--json` prints one
 object.
 """

@@ -88,7 +88,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def allocate_on_host(self) -> Iterator[None]:
-        """Makes tensors that are tracked inside count as host memory."""
+        """Inside the `with` block, the tracker counts new tensors as host memory."""
         self.on_host = True
         try:
             yield
@@ -96,7 +96,8 @@ class Tracker(TorchDispatchMode):
             self.on_host = False
 
     def enter(self, phase: str, block: int | None = None) -> None:
-        """Assigns the operations from now on to this place."""
+        """Tells the tracker which place of the step now begins: its phase, and the block that
+        runs."""
         self.place = (phase, block)
         self.track(())
 
@@ -248,8 +249,8 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
 def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, float]:
     """Counts the bytes of the optimizer's second update, for which its state exists already.
     Returns by name: the bytes of each part that lasts until the next step; `temporary`, the bytes
-    that the update frees again; and `part`, the number of elements of the largest part of the
-    parameters, if an optimizer updates part by part."""
+    that the update frees again; and `part`, the number of elements of the largest part into which
+    an optimizer may divide the parameters."""
     training = build_without_data(cfg, spec, gpu)
     step = training.step
     optimizer = step.optimizer

@@ -54,7 +54,7 @@ class LargestConfig:
     """The key that grows: depth or dim."""
     hardware: str = "h100"
     gpus: Positive = 8
-    """GPUs that share a step, in the ways that shard."""
+    """Number of GPUs in the ways that shard the model; all other ways have one GPU."""
     ways: list[str] = field(default_factory=lambda: list(WAYS))
 
 

@@ -126,7 +126,8 @@ class Forecast:
     machine."""
 
     def extrapolate(self, values: Sequence[float]) -> float:
-        """Extrapolates the values of the counted depths linearly to the model's depth."""
+        """Extrapolates `values`, one for each depth that was counted, linearly to the model's
+        depth."""
         if len(self.depths) == 1:
             return values[0]
         first, second = self.depths

@@ -51,7 +51,8 @@ class PlanConfig:
     """Keys of the command; any other word is an override of the training configuration."""
 
     hardware: str | None = None
-    """Name of a GPU model, or here; null: this machine's GPU, or h100 if it has none."""
+    """Name of a GPU model, or `here` for this machine; null: this machine's GPU, or h100 if it has
+    none."""
     gpus: Positive = 1
     price_per_hour: Annotated[float, Ge(0)] | None = None
     """Price of one GPU per hour, in any currency."""
@@ -67,7 +68,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Keys of `tune`; any other word is an override of the training configuration."""
+    """Keys of the command `tune`; any other word is an override of the training configuration."""
 
     out: str | None = None
     """File to which the command writes the fastest runtime keys; null: conf/runtime/tuned.yaml,

@@ -39,8 +39,8 @@ SMALLER_RANK = 20
 """Place of a smaller micro-batch in the order in which savings are tried, the lowest number
 first."""
 MUCH_SMALLER_RANK = 50
-"""Place in that order of a micro-batch with fewer than `FEW_SAMPLES` samples: late, because its
-matrix products are slow."""
+"""Place in the order of savings of a micro-batch with fewer than `FEW_SAMPLES` samples: late,
+because its matrix products are slow."""
 OPTIM = "optim"
 EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
 Apply = Callable[[Mapping[str, Any]], TrainConfig]

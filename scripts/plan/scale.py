@@ -206,7 +206,8 @@ def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
         last = reduction / buckets
         return max(0.0, reduction - last - backward) + last
 
-    # The forward pass gathers each block, the backward pass gathers it again and reduces it.
+    # The forward pass gathers the parameters of each block; the backward pass gathers them again
+    # and reduces their gradients.
     calls = step.scatters
     shards = gpus if way == "fsdp" else min(gpus, GPUS_A_MACHINE)
     one_gather = time_gather(4.0 * step.parameters / calls, shards, card)

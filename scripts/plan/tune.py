@@ -47,7 +47,8 @@ from training.environment import GIB, memory_of, set_deterministic
 from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
 
 NEEDED_SHARE = 0.98
-"""Share of the best step time so far that a candidate must stay below."""
+"""A candidate replaces the best one so far only if its step time is below this share of the
+best."""
 CANDIDATE_SHARE = 0.75
 """Share of the remaining time that a candidate may take, so that a candidate that hangs leaves time
 for others."""
@@ -55,11 +56,13 @@ USABLE_MEMORY = 0.95
 """Largest share of the device's memory that a step may need, by the forecast."""
 TOO_LATE = "the budget was over before it was measured"
 PROBE_STEPS = 3
-"""Steps whose losses and gradient norms are compared with those of the first candidate."""
+"""Number of steps whose losses and gradient norms are compared with those of the first
+candidate."""
 MAX_TIMED_STEPS = 16
-"""Limit on the timed steps of a candidate."""
+"""Number of steps of a candidate after which timing ends."""
 GPU_STEPS_AT_A_TIME = 4
-"""Steps of a GPU that are timed together, so that launches run ahead as they do in training."""
+"""Number of steps on a GPU that are timed together, so that launches run ahead as they do in
+training."""
 LEAST_TOLERANCE = 1e-3
 """Relative difference of losses and gradient norms that is always allowed: the effect of another
 order of sums after a few updates."""
@@ -69,7 +72,7 @@ Changes = dict[str, Any]
 
 class Search:
     """Tries candidates for a job of training/tune.py: a run on `processes` devices of the same
-    kind, of which this process uses one, until a `deadline` (of time.monotonic)."""
+    kind, of which this process uses one, until `deadline`, a time of time.monotonic()."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self.job = job
@@ -154,7 +157,7 @@ class Search:
         stack = AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
         unused = self.reference.get("unused", ())
 
-        # Techniques with the same `tried_with` change together.
+        # Group techniques with the same `tried_with`, which change together.
         groups: dict[str, list[Any]] = {}
         for technique in reversed(stack.techniques):
             candidates = technique.list_candidates()
@@ -294,7 +297,8 @@ def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
 
 
 def time_steps(training: Training, until: float) -> list[float]:
-    """Measures the seconds per step until `until` (of time.monotonic), at least once."""
+    """Measures the seconds per step, again and again until `until`, a time of time.monotonic(); at
+    least once."""
     steps = GPU_STEPS_AT_A_TIME if training.device.type == "cuda" else 1
     seconds: list[float] = []
 

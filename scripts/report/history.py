@@ -26,7 +26,7 @@ UNFINISHED = "no: there is no summary.json, and figures are the last logged ones
 
 
 class Evaluation(NamedTuple):
-    """Content of one file of `python -m scripts.evaluate`."""
+    """Content of one file that `python -m scripts.evaluate` wrote."""
 
     rows: list[list[Any]]
     """One row of cells for each feature space; `HEADS` names the columns."""
@@ -105,7 +105,8 @@ class History:
         return dict(flatten(read_state_file(checkpoints[-1]))), weights
 
     def read_evaluation(self, file: Path) -> Evaluation | None:
-        """Reads a file of `scripts.evaluate`; returns None for another file."""
+        """Reads a file that `scripts.evaluate` wrote; returns None if it is another kind of
+        file."""
         content = read_object(file)
         try:
             settings = dict(flatten(content["protocol"]))
@@ -199,7 +200,7 @@ def format_cell(value: Any) -> str:
 
 
 def align_values(*trees: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Returns a row (key, value in each flat mapping…) for every key."""
+    """Returns for every key a row: the key, and its value in each of the flat mappings `trees`."""
     keys = dict.fromkeys(key for tree in trees for key in tree)
     return [(key, *(tree.get(key) for tree in trees)) for key in keys]
 
@@ -222,7 +223,7 @@ def compare_figures(first: History, second: History) -> list[tuple[Any, ...]]:
 
 
 class Group(NamedTuple):
-    """Evaluations or runs that share a protocol, and are comparable."""
+    """Evaluations or runs with the same protocol, whose figures can therefore be compared."""
 
     members: list[Any]
     protocol: dict[str, Any]
@@ -233,8 +234,8 @@ class Group(NamedTuple):
 def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
     """Groups evaluations or runs by protocol.
 
-    Weights, floors and the folder of the reference may differ. A member without a protocol is its
-    own group.
+    Protocols count as the same if they differ only in weights, floors or the folder of the
+    reference. A member without a protocol forms a group alone.
     """
     groups: list[Group] = []
     for member in members:

@@ -92,7 +92,7 @@ def encode_grids(run: History) -> Iterator[tuple[str, str]]:
     for place in sorted({round(i * last / (MAX_GRIDS - 1)) for i in range(MAX_GRIDS)}):
         step, file = run.grids[place]
         picture = Image.open(file).convert("RGB")
-        # Shrinks wide pictures only.
+        # Shrink only pictures that are wider than GRID_WIDTH.
         picture.thumbnail((GRID_WIDTH, picture.height))
         stream = io.BytesIO()
         picture.save(stream, "webp", quality=90)
@@ -228,13 +228,13 @@ def collect_curves(plot: Plot, runs: Sequence[History]) -> list[Curve]:
 
 
 def name_curve(key: str) -> str:
-    """Returns the label of a key of metrics.jsonl."""
+    """Returns the label that a plot shows for a key of metrics.jsonl."""
     part = re.sub(r"^eval_loss_t([\d.]+)_([\d.]+)$", r"t \1 to \2", key)
     return {"eval_loss": "held-out loss", "loss": "training loss"}.get(key, part.replace("_", " "))
 
 
 def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
-    """Draws the plot as a data URI."""
+    """Draws the plot and returns it as a data URI of an SVG image."""
     # Import matplotlib only here, because a model card is rendered without it.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
