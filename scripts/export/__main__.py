@@ -58,7 +58,7 @@ class ExportConfig(ModelConfig):
     dry_run: bool = False
 
     def check(self) -> None:
-        """Raises a ValueError for missing or contradictory settings."""
+        """Checks the keys; ValueError if some are missing or contradict each other."""
         self.refuse_no_model("export")
         if self.out is None:
             raise UserError("out is not set; say where to write: out=exported/<name>.")
@@ -114,7 +114,7 @@ def load_trained(cfg: ExportConfig) -> TrainedModel:
 
 
 def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
-    """Writes a folder for diffusers."""
+    """Writes a folder that diffusers opens."""
     from scripts.export.folder import can_be_included, write_folder
 
     trained = load_trained(cfg)

@@ -78,8 +78,8 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
     def forward(
         self, x: Tensor, t: Tensor, y: Tensor, drop_uniforms: Tensor | None = None
     ) -> Tensor:
-        """Computes the velocity. With weights in 16 bits products run in that dtype, and all else,
-        also the result, is fp32."""
+        """Computes the velocity. If the weights have 16 bits, matrix products run in their dtype;
+        everything else is fp32, the result too."""
         if self.dtype == torch.float32:
             return super().forward(x, t, y, drop_uniforms)
         with torch.autocast(x.device.type, self.dtype):

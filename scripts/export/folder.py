@@ -74,12 +74,12 @@ def write_folder(
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file."""
+    """Writes `content` as a JSON file."""
     file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]) -> None:
-    """Writes the denoiser: code, configuration and weights."""
+    """Writes the denoiser to the folder `part`: code, configuration and weights."""
     spec = trained.spec
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     arguments = {key: value for key, value in node.items() if key != "_target_"}
@@ -110,7 +110,8 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
 
 
 def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, list[int]]) -> None:
-    """Writes code and configuration of an autoencoder with global branches."""
+    """Writes to the folder `part` the code and configuration of an autoencoder with global
+    branches."""
     # Leave out block_out_channels, which diffusers adds itself.
     added = "block_out_channels"
     sizes = {key: value for key, value in config.items() if key != added and key[0] != "_"}

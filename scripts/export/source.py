@@ -34,8 +34,8 @@ def is_off(node: ast.expr) -> bool:
 
 
 class Cut(ast.NodeTransformer):
-    """Removes code that an exported model never runs, and statements that set or declare
-    switches."""
+    """Removes code that an exported model never runs, and statements that set or declare the
+    switches of fused kernels."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         return None if node.name in TRAINING_METHODS else self.generic_visit(node)
@@ -56,8 +56,8 @@ class Cut(ast.NodeTransformer):
 
 
 def keep_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
-    """Returns the lines of a statement without the code that `Cut` removes, after the lines from
-    `start` up to it.
+    """Returns the lines from `start` up to the statement `node`, and then the lines of the
+    statement without the code that `Cut` removes.
 
     Copies the lines unchanged; only a statement that itself changes is unparsed.
     """
@@ -78,8 +78,8 @@ def keep_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
 
 @cache
 def read_statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
-    """Reads a module; returns its lines, and its top-level statements by the names that they
-    define."""
+    """Reads a module; returns its lines, and name -> the top-level statement that defines this
+    name."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     text = Path(str(spec.origin)).read_text()
@@ -106,7 +106,7 @@ class File:
         """Name of a definition -> its module."""
 
     def add(self, module: str, name: str) -> None:
-        """Adds the definition of a name in a module, after all definitions that it needs."""
+        """Adds the definition of `name` in `module`, after all definitions that it needs."""
         lines, definitions = read_statements(module)
         node = definitions.get(name)
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -124,7 +124,8 @@ class File:
             self.parts.append(f"# From {module.replace('.', '/')}.py\n{text}")
 
     def add_import(self, node: ast.Import | ast.ImportFrom, name: str) -> None:
-        """Adds the imported definition, or, for another package, the import itself."""
+        """Adds what `name` imports: its definition if that is in this project, or the import itself
+        if it is another package's."""
         alias = next(alias for alias in node.names if name in (alias.asname, alias.name))
         if isinstance(node, ast.Import):
             self.imports.add(ast.unparse(ast.Import([alias])))
