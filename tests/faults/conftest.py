@@ -1,7 +1,6 @@
 """Runs of twelve steps, in processes that may be killed."""
 
-from __future__ import annotations
-
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ def zygote(zygote):
 @pytest.fixture(scope="session")
 def run_whole(zygote, tmp_path_factory):
     """`run_whole(*words)`: the folder of an undisturbed run, made once for each choice of words."""
-    folders: dict[tuple, Path] = {}
+    folders = {}
 
     def find(*words, ranks=1):
         key = (*words, ranks)
@@ -30,6 +29,12 @@ def run_whole(zygote, tmp_path_factory):
         return folders[key]
 
     return find
+
+
+@pytest.fixture
+def finished(run_whole, tmp_path):
+    """A copy of a finished run, whose checkpoints are step-10 and step-12."""
+    return Path(shutil.copytree(run_whole(), tmp_path / "run"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,13 @@ import errno
 import json
 import os
 import pty
+import re
 import resource
-import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from training.distributed.ranks import JointWork, Ranks
 from training.failures import explain_failures
 
 PATIENCE = 3.0
-Work = Callable[[JointWork], object]
 
 
 def join_work(folder, rank, work):
@@ -61,10 +60,6 @@ def find_no_space(joint):
     raise OSError(errno.ENOSPC, "No space left on device", "file")
 
 
-def find_no_key(joint):
-    raise KeyError("x")
-
-
 TOGETHER = pytest.mark.fault(
     "a disk of one process that hangs or fails in a save", "all processes give up together"
 )
@@ -97,7 +92,6 @@ TOGETHER = pytest.mark.fault(
         pytest.param(
             find_no_space, *["OSError: No space left on device: file"] * 2, marks=TOGETHER
         ),
-        pytest.param(find_no_key, *["KeyError: 'x'"] * 2, marks=TOGETHER),
     ],
 )
 def test_processes_wait_for_progress_only(work, first, second, tmp_path):
@@ -110,15 +104,6 @@ def test_processes_wait_for_progress_only(work, first, second, tmp_path):
         process.join()
     files = [tmp_path / f"answer-{rank}" for rank in range(2)]
     assert [file.read_text() if file.exists() else None for file in files] == answers
-
-
-@pytest.mark.fault(
-    "a disk that hangs in a save of one process", "given up after runtime.parallel.timeout_minutes"
-)
-def test_one_process_waits_for_progress_only():
-    joint = JointWork(Ranks(), timedelta(seconds=0.2))
-    with pytest.raises(TimeoutError, match=r"process 0 has written nothing for 0 s"):
-        joint.run_everywhere(lambda: time.sleep(HANG))
 
 
 @pytest.mark.fault(
@@ -141,11 +126,6 @@ def open_without_reader():
     return os.fdopen(writer, "w")
 
 
-def open_full_disk():
-    # The test closes it.
-    return open("/dev/full", "w")
-
-
 READER = pytest.mark.fault(
     "`train.py … | head`: the reader of stdout goes away", "one warning; the run goes on"
 )
@@ -158,7 +138,9 @@ DISK = pytest.mark.fault(
     ("open_stdout", "why"),
     [
         pytest.param(open_without_reader, "Broken pipe", marks=READER, id="gone"),
-        pytest.param(open_full_disk, "No space left on device", marks=DISK, id="full"),
+        pytest.param(
+            partial(open, "/dev/full", "w"), "No space left on device", marks=DISK, id="full"
+        ),
         pytest.param(lambda: None, None, marks=DISK, id="closed"),
     ],
 )
@@ -170,12 +152,10 @@ def test_what_nobody_can_read_ends_no_run(open_stdout, why, run, tmp_path, monke
         run("save_every=2", "log_every=1", "total_samples=64")
     if stdout is not None:
         stdout.close()
-    assert (tmp_path / "run" / "summary.json").exists()
     assert list_checkpoints(tmp_path / "run") == ["step-6", "step-8"]
-    lines = capsys.readouterr().err.splitlines()
-    warnings = [line for line in lines if line.startswith("warning: output cannot be written")]
-    assert len(warnings) == (why is not None)
-    assert all(f"({why}); the command continues" in line for line in warnings)
+    errors = capsys.readouterr().err
+    assert errors.count("warning: output cannot be written") == (why is not None)
+    assert why is None or why in errors
 
 
 @pytest.mark.parametrize(("name", "heard"), [("SIGHUP", False), ("SIGINT", True)])
@@ -226,20 +206,12 @@ def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path):
     [
         (MemoryError(), "error: this machine ran out of memory; use smaller batches"),
         (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
-            "error: this machine ran out of memory",
-        ),
-        (
             RuntimeError("can't start new thread"),
             "error: this user may start no more threads or processes; raise",
         ),
         (
             RuntimeError("DataLoader timed out after 1800 seconds"),
             "error: DataLoader timed out after 1800 seco",
-        ),
-        (
-            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
-            "error: this user may start no more",
         ),
         (
             OSError(errno.EDQUOT, "Disk quota exceeded", "x.npz"),
@@ -276,12 +248,9 @@ def test_no_room_anywhere_is_one_sentence(error, sentence, capsys, monkeypatch):
         ({"leaves": {"a": 1}}, "is no checkpoint that this version can read"),
     ],
 )
-def test_a_hostile_state(change, sentence, zygote, run_whole, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(run_whole(), folder)
-    file = folder / "checkpoints" / "step-12" / "state.json"
+def test_a_hostile_state(change, sentence, zygote, finished):
+    file = finished / "checkpoints" / "step-12" / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     seal_checkpoint(file.parent)
-    assert zygote(folder, "total_samples=104") == [1]
-    (line,) = [line for line in read_output(folder).splitlines() if line.startswith("error: ")]
-    assert sentence in line
+    assert zygote(finished, "total_samples=104") == [1]
+    assert re.search(f"^error: .*{sentence}", read_output(finished), re.M)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,11 +51,7 @@ TIMING = (
 )
 
 
-Tensors = Iterable[Any] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The part of a run that no interruption may change."""
 
     state: str
@@ -82,11 +77,11 @@ def read_outcome(folder: Path) -> Outcome:
     return Outcome(digest.hexdigest(), metrics)
 
 
-def are_equal(tensors: Tensors, others: Tensors) -> bool:
+def are_equal(tensors: Any, others: Any) -> bool:
     """Whether tensors, in a row or by name, have the same bits."""
-    if isinstance(tensors, Mapping) and isinstance(others, Mapping):
-        return tensors.keys() == others.keys() and are_equal(
-            tensors.values(), (others[name] for name in tensors)
+    if isinstance(tensors, Mapping):
+        return tensors.keys() == others.keys() and all(
+            torch.equal(tensor, others[name]) for name, tensor in tensors.items()
         )
     return all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
 

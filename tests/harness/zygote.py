@@ -1,7 +1,7 @@
 """Starts training processes in milliseconds: a process imports everything once and forks.
 
-It reads one request a line, a number and an `Attempt` in JSON, and answers each with that number
-and the exit codes of the run's processes (minus the signal where one was killed).
+It reads one request a line, an `Attempt` in JSON, and answers each with the exit codes of the run's
+processes (minus the signal where one was killed).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,22 +26,21 @@ import pytest
 
 from common.files import ROOT
 
-Start = Callable[..., list[int]]
-"""`start(folder, *words, **how)`: a zygote, with or without words of its own."""
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 """Python's audit events for the changes of files that a save makes."""
 PARENT = os.getppid()
 HANG = 600.0
 """Seconds after which a run, or a wait of a few seconds, counts as hanging."""
 IMPORTED_ONCE = [
-    *(
-        "tests.harness.parallel_worker",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.profiler",
-        "functorch.compile",
-    ),
-    *("sklearn.datasets", "networkx", "evaluation.evaluator", "models.mixers.bidirectional_ssd"),
+    "tests.harness.parallel_worker",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.profiler",
+    "functorch.compile",
+    "sklearn.datasets",
+    "networkx",
+    "evaluation.evaluator",
+    "models.mixers.bidirectional_ssd",
 ]
 
 
@@ -71,20 +70,16 @@ class Zygote:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
-        self.number = 0
 
     def __call__(self, folder: Path, *words: str, **how: Any) -> list[int]:
-        self.number += 1
-        request = [self.number, Attempt([*words], str(folder), **how)._asdict()]
+        request = Attempt([*words], str(folder), **how)._asdict()
         try:
             self.process = self.process or self.start()
             print(json.dumps(request), file=self.process.stdin, flush=True)
-            number, codes = json.loads(self.read_line(self.process))
-            assert number == self.number
+            return json.loads(self.read_line(self.process))
         except BaseException:
             self.stop()
             raise
-        return codes
 
     def start(self) -> subprocess.Popen[str]:
         program = [sys.executable, "-m", "tests.harness.zygote"]
@@ -177,7 +172,7 @@ def run(attempt: Attempt) -> list[int]:
         port = free.getsockname()[1]
     log = Path(f"{attempt.folder}.log")
     log.touch()
-    due = Due(attempt, log.stat().st_size)
+    due = watch(attempt, log.stat().st_size)
     pids = []
     for rank in range(attempt.ranks):
         pid = os.fork()
@@ -194,7 +189,7 @@ def run(attempt: Attempt) -> list[int]:
                 for other in set(pids) - codes.keys() if codes[pid] not in (0, 75) else ():
                     os.kill(other, signal.SIGKILL)
         target = pids[attempt.kill_rank]
-        if not struck and target not in codes and due():
+        if not struck and target not in codes and next(due):
             os.kill(target, getattr(signal, attempt.signal))
             struck = True
         # The tests are gone.
@@ -204,33 +199,26 @@ def run(attempt: Attempt) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-class Due:
-    """Whether it is time for the signal of an attempt."""
-
-    def __init__(self, attempt: Attempt, log_size: int) -> None:
-        self.attempt = attempt
-        self.log_size = log_size
-        """Bytes that earlier attempts have printed."""
-        self.began: float | None = None
-
-    def __call__(self) -> bool:
-        if self.attempt.after_lines is not None:
-            metrics = Path(self.attempt.folder) / "metrics.jsonl"
-            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-            return lines >= self.attempt.after_lines
-        output = Path(f"{self.attempt.folder}.log").read_bytes()[self.log_size :]
-        if self.began is None and re.search(rb"^(starting|resumed) from", output, re.MULTILINE):
-            self.began = time.monotonic()
-        seconds = self.attempt.after_seconds or 0.0
-        return self.began is not None and time.monotonic() - self.began > seconds
+def watch(attempt: Attempt, log_size: int) -> Iterator[bool]:
+    """Yields whether it is time for the signal of an attempt; earlier attempts have printed
+    `log_size` bytes."""
+    metrics = Path(attempt.folder) / "metrics.jsonl"
+    while attempt.after_lines is not None:
+        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        yield lines >= attempt.after_lines
+    log = Path(f"{attempt.folder}.log")
+    while not re.search(rb"^(starting|resumed) from", log.read_bytes()[log_size:], re.MULTILINE):
+        yield False
+    began = time.monotonic()
+    while True:
+        yield time.monotonic() - began > (attempt.after_seconds or 0.0)
 
 
 def main() -> None:
     for module in IMPORTED_ONCE:
         importlib.import_module(module)
     for line in sys.stdin:
-        number, attempt = json.loads(line)
-        print(json.dumps([number, run(Attempt(**attempt))]), flush=True)
+        print(json.dumps(run(Attempt(**json.loads(line)))), flush=True)
 
 
 if __name__ == "__main__":
