@@ -2,16 +2,13 @@
 
 import json
 import random
-import signal
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 
 import pytest
 
 from tests.harness.outcomes import assert_newest_loads, assert_tidy, list_checkpoints, read_outcome
-from tests.harness.sets import draw_random_samples, save_latent_set
-from tests.harness.zygote import HANG, read_output
+from tests.harness.sets import save_random_set
+from tests.harness.zygote import read_output
 
 # Each of the many runs has a limit of its own.
 pytestmark = pytest.mark.timeout(0)
@@ -24,7 +21,6 @@ MODES = {
     ],
 }
 THIRTY_STEPS = ["total_samples=240"]
-Find = Callable[..., Path]
 
 
 def kill_until_done(start, parent, words, ranks, plan, kills):
@@ -57,10 +53,10 @@ def kill_until_done(start, parent, words, ranks, plan, kills):
 @pytest.mark.parametrize(
     ("ranks", "rank", "step"),
     [
-        pytest.param(1, 0, 19, id="one process"),
-        pytest.param(2, 1, 9, id="the second of two", marks=pytest.mark.slow),
-        pytest.param(1, 0, 1, id="one process, every change", marks=pytest.mark.slow),
-        pytest.param(2, 0, 1, id="the first of two, every change", marks=pytest.mark.slow),
+        (1, 0, 19),
+        pytest.param(2, 1, 9, marks=pytest.mark.slow),
+        pytest.param(1, 0, 1, marks=pytest.mark.slow),
+        pytest.param(2, 0, 1, marks=pytest.mark.slow),
     ],
 )
 def test_kills_within_a_save(ranks, rank, step, zygote, run_whole, tmp_path, record_property):
@@ -80,31 +76,18 @@ def test_kills_within_a_save(ranks, rank, step, zygote, run_whole, tmp_path, rec
 @pytest.mark.parametrize(
     ("ranks", "kills", "words"),
     [
-        pytest.param(1, 3, [], id="one process"),
-        pytest.param(1, 50, [], id="one process, 50 times", marks=pytest.mark.slow),
-        pytest.param(2, 50, [], id="two processes, 50 times", marks=pytest.mark.slow),
-        pytest.param(
-            1,
-            20,
-            ["async_checkpoints=false"],
-            id="saving in the foreground",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(1, 20, ["runtime.precision=bf16"], id="bf16", marks=pytest.mark.slow),
-        pytest.param(2, 20, ["runtime.parallel.mode=ddp"], id="ddp", marks=pytest.mark.slow),
-        pytest.param(
-            1,
-            15,
-            ["data=webdataset", "data.streams=4", "data.window=6", "data.num_workers=1"],
-            id="streamed",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            1,
-            15,
-            ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],
-            id="in chunks",
-            marks=pytest.mark.slow,
+        (1, 3, []),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (1, 50, []),
+                (2, 50, []),
+                (1, 20, ["async_checkpoints=false"]),
+                (1, 20, ["runtime.precision=bf16"]),
+                (2, 20, ["runtime.parallel.mode=ddp"]),
+                (1, 15, ["data=webdataset", "data.streams=4", "data.window=6"]),
+                (1, 15, ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"]),
+            )
         ),
     ],
 )
@@ -113,9 +96,7 @@ def test_kills_at_random(ranks, kills, words, zygote, run_whole, tmp_path, recor
     record_property("struck", kills)
     words = [*MODES[ranks], *words, *THIRTY_STEPS]
     if "data=" in str(words):
-        shards = [("train", draw_random_samples(45, 0)), ("held_out", draw_random_samples(4, 1))]
-        save_latent_set(tmp_path / "set", shards)
-        words.append(f"data.path={tmp_path / 'set'}")
+        words.append(f"data.path={save_random_set(tmp_path / 'set', 45, held_out=4)}")
     undisturbed = run_whole(*words, ranks=ranks)
     expected = read_outcome(undisturbed)
     summary = json.loads((undisturbed / "summary.json").read_text())
@@ -162,14 +143,3 @@ def test_a_signal_to_one_stops_all(zygote, tmp_path):
     assert codes == [75, 75], read_output(folder)
     (saved,) = list_checkpoints(folder)
     assert f"asked to stop at step {saved.removeprefix('step-')}" in read_output(folder)
-
-
-@pytest.mark.timeout(HANG)
-def test_a_run_that_is_given_up_does_not_answer_for_the_next(zygote, tmp_path):
-    assert zygote(tmp_path / "first", "total_samples=8") == [0]
-    # The alarm of pytest-timeout, after 3 s.
-    signal.setitimer(signal.ITIMER_REAL, 3)
-    with pytest.raises(pytest.fail.Exception, match="Timeout"):
-        zygote(tmp_path / "run", *MODES[2], ranks=2, environment={"FAULT": "hang:1:4"})
-    # The lock of the folder is free again.
-    assert zygote(tmp_path / "run") == [0], read_output(tmp_path / "run")
