@@ -209,8 +209,8 @@ def make_image_list(
 
 
 def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> list[str]:
-    """Returns notes on class folders that may be something else. ValueError if most of them are
-    named like splits (train, test, …)."""
+    """Returns notes on class folders that may be parts of the set, or may hold several classes.
+    ValueError if most of them are named like splits (train, test, …)."""
     splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
     if 2 * len(splits) > len(names):
         first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))

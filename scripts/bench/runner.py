@@ -299,7 +299,8 @@ def choose_items(cfg: GpuConfig) -> dict[str, Words]:
 
 
 def run_queue(words: Words) -> None:
-    """Measures the cases that fit the budget, and lists those that remain for the next call."""
+    """Measures the cases for which the budget of minutes suffices, and lists those that remain for
+    the next call."""
     cfg = parse_words(GpuConfig, words, scripts.bench.__doc__ or "")
     items = choose_items(cfg)
     minutes = 0.0

@@ -51,7 +51,7 @@ class LargestConfig:
     """Keys of the command; any other word is an override of the training configuration."""
 
     of: str = "depth"
-    """The key that grows: depth or dim."""
+    """The key of the model whose value grows: depth or dim."""
     hardware: str = "h100"
     gpus: Positive = 8
     """Number of GPUs in the ways that shard the model; all other ways have one GPU."""

@@ -81,7 +81,7 @@ def list_savings(question: Question, exact: bool = False) -> list[Saving]:
         savings.append(Saving({STEPS_KEY: steps}, "smaller products", smaller + times.bit_length()))
         times *= 2
 
-    # Merge the changes of the same rank, because they are tried together.
+    # Merge the savings of the same `rank` into one, because they are tried together.
     rank = attrgetter("rank")
     groups = [list(group) for _, group in groupby(sorted(savings, key=rank), rank)]
     return [group[-1]._replace(values=merge_values(group)) for group in groups]

@@ -178,8 +178,8 @@ TRAINING_PLOTS = (
 
 
 def list_distance_plots(runs: Sequence[History]) -> list[Plot]:
-    """Lists plots of each distance over samples and over seconds, with the floor in the
-    protocol."""
+    """Lists two plots for each distance, over samples and over seconds of training, each with the
+    floor from the protocol as a line."""
     plots = []
     for key in dict.fromkeys(key for run in runs for key in run.distances):
         kind, space = key.split("_", 1)
