@@ -291,7 +291,8 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
             f"seconds={cfg.seconds}: nothing was measured ({refusals}); give more seconds."
         )
 
-    # The file starts from the runtime that the search started from, and adds the changes.
+    # The new file names the runtime file from which the search started as its `defaults`, and adds
+    # the changes.
     runtime = dict(choice["changes"])
     steps = runtime.pop(STEPS_KEY, None)
     hardware = describe_environment(device)["hardware"]
