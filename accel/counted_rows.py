@@ -29,8 +29,8 @@ NARROW_DTYPES = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
 
 class Promise(NamedTuple):
-    """The form of state that an optimizer class promises (see the list above), and for which
-    parameters."""
+    """The form of state, such as "8bit" (listed at the top of this file), that an optimizer class
+    promises, and for which parameters."""
 
     form: str
     block: int = 1
@@ -88,8 +88,8 @@ class OptimizerState(Technique):
         self.optimizer = getattr(step, "optimizer", None)
         return step
 
-    # What would still say "on" if this did nothing? The optimizer's class would, so the row looks
-    # at dtype and size of every tensor in the state.
+    # What would still say "on" if this did nothing? The optimizer's class would, so this method
+    # looks at dtype and size of every tensor in the state.
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = self.optimizer
         promised: Counter[str] = Counter()
@@ -177,8 +177,8 @@ class AdapterGradients(Technique):
         vars(self.step).pop("update_parameters", None)
         return False
 
-    # What would still say "on" if this did nothing? Attached layers would, so the row counts the
-    # non-zero gradients that reach them.
+    # What would still say "on" if this did nothing? Attached layers would, so this method counts
+    # the non-zero gradients that reach them.
     def observe(self, evidence: Evidence) -> Observation:
         kinds = {name: kind for name, _, kind in self.iterate_parameters()}
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}

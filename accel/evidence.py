@@ -210,8 +210,8 @@ def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
 def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
     """Profiles one call of `run`; returns the raw events of the host and of `device`.
 
-    The raw events, because torch.profiler takes several times as long as a small step to parse them
-    into its own classes.
+    It returns raw events, because torch.profiler takes several times as long as a small step to
+    parse them into its own classes.
     """
     use_device = "cuda" if device.type == "cuda" else None
     # Without use_kineto this class records no kernels, silently.
@@ -227,8 +227,8 @@ def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
 def select_kernels(events: Iterable[Any]) -> list[Any]:
     """Selects the events of the device: kernels, copies and fills.
 
-    Leaves out annotations such as `record_function`, which the profiler copies from the host to the
-    device, around their kernels.
+    Leaves out annotations such as `record_function`: the profiler repeats them on the device,
+    around the kernels that they annotate.
     """
     device = (event for event in events if event.device_type() != torch.autograd.DeviceType.CPU)
     return [event for event in device if not event.is_user_annotation()]
@@ -246,11 +246,11 @@ def select_host_events(events: Iterable[Any]) -> list[Any]:
 def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
     """Counts the products among the host's events by (op name, dtype).
 
-    A nested product counts once. Of two with the same name (a dispatch mode or autocast enters an
-    op twice) the inner one counts; of two with different names the outer one, except that an 8-bit
-    product replaces the product around it. Products of the optimizer, such as Muon's, do not count:
-    they say nothing about the step's precision. The dtype is the one of the second tensor argument,
-    which is never a bias.
+    If a product contains another one, only one of them counts: the inner one if both have the same
+    name (a dispatch mode or autocast enters an operation twice), otherwise the outer one. But an
+    8-bit product always counts instead of the product around it. Products of the optimizer, such as
+    Muon's, do not count: they say nothing about the step's precision. The dtype is that of the
+    second tensor argument, which is never a bias.
     """
     updates = [event for event in events if event.name().startswith(UPDATE_PREFIX)]
     # An entry is [event, whether it counts]. `around` holds the entries whose events contain the

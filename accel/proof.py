@@ -31,11 +31,11 @@ from common.text import shorten_error
 from common.workers import run_watched
 
 TRIAL_TIMEOUT_SECONDS = 120.0
-"""Seconds without news after which a trial counts as hanging; a trial that compiles asks for
-more."""
+"""Seconds after which a trial's process that writes nothing counts as hanging; one that compiles
+asks for more time."""
 MAX_SLOWDOWN = 1.03
 """Largest time of a kernel that is still chosen, as a multiple of its definition's time: above 1,
-because a kernel saves less memory for the backward pass."""
+because a kernel keeps less data in memory for the backward pass."""
 TIME_KEYS = {False: "times", True: "replayed"}
 """Whether the run captures its step as a CUDA graph -> key under which a finding holds the times
 that then decide."""

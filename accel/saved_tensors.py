@@ -62,9 +62,9 @@ class SavedCounter:
                 self.large_unmoved[storage._cdata] = size
 
 
-# The contexts below that are open now. PyTorch calls only the innermost pair of hooks on saved
-# tensors, so all contexts install the same `pack`, which lets the last technique in `MOVES` move a
-# tensor and then informs every counter.
+# These lists hold the contexts (`move_saved`, `count_saved`) that are open now. PyTorch calls only
+# the innermost pair of hooks on saved tensors, so all contexts install the same `pack`, which lets
+# the last technique in `MOVES` move a tensor and then informs every counter.
 MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
 COUNTERS: list[SavedCounter] = []
 CACHES: list[list[Any]] = []

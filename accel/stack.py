@@ -184,8 +184,8 @@ class AccelerationStack:
         ]
 
     def explain_separate_training(self) -> str | None:
-        """Returns a sentence that says why the processes would train separately; None if they train
-        together."""
+        """Returns a sentence that says why the processes train separately, each a model of its own;
+        None if they train together."""
         if get_world_size() == 1 or self.values[DataParallel.key] != DataParallel.off:
             return None
         alone = "Each would train a model of its own; use auto, or start one process."

@@ -214,9 +214,9 @@ class Trial:
 def race(
     variants: dict[str, Variant], inputs: list[Inputs], replayed: bool
 ) -> dict[str, float | None]:
-    """Times the block with the kernel ("on") and without it ("off") alternately, on rotating
-    inputs. Returns the median milliseconds of each; None for a variant that is absent because its
-    memory ran out."""
+    """Times the block with the kernel ("on") and without it ("off") alternately, on inputs that
+    change from call to call. Returns the median milliseconds of each; None for a variant that is
+    absent because its memory ran out."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for i in range(REPEATS):
         for name in sorted(times, reverse=bool(i % 2)):

@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.eps = eps
         self.orders = [arriving, *(getattr(layer, "order", None) for layer in layers)]
         # Store the inverse orders as buffers: torch.compile treats integers in attributes as
-        # constants, and recompiles for each block that has others.
+        # constants, and recompiles for each block whose integers differ.
         for i, order in enumerate(self.orders):
             rows = None if order is None else torch.empty(len(order), dtype=torch.int32)
             self.register_buffer(f"rows_{i}", rows, persistent=False)

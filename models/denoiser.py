@@ -153,8 +153,8 @@ class Denoiser(nn.Module):
         branch = self.patch_embed(self.patchify(x))
         gate = torch.ones_like(branch[:, 0])
         residual = self.pos_embed.expand_as(branch).contiguous()
-        # Use unbind, whose backward pass is one copy: that of cond[:, i] writes a gradient as large
-        # as cond for each block.
+        # Use unbind, whose backward pass is one copy; the backward pass of cond[:, i] writes a
+        # gradient as large as cond for each block.
         for block, modulations in zip(self.blocks, cond.unbind(1), strict=True):
             branch, gate, residual = block(branch, gate, residual, modulations)
 

@@ -82,7 +82,7 @@ def write_grid(
     """Writes the images row by row as one PNG, and enlarges images below `SMALLEST_TILE` pixels by
     a whole factor.
 
-    `names`, one a row, go into a margin on the left, `note` into a line below.
+    `names`, one for each row of images, go into a margin on the left, `note` into a line below.
     """
     from PIL import Image, ImageOps
 

@@ -10,8 +10,9 @@ Letters: B samples, L tokens, D width. A tile has BLOCK_L rows, and its columns 
 of two, BLOCK_D and REST: 768 = 512 + 256.
 """
 
-# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
-# under `if` of a constexpr is defined wherever it is used:
+# The checks below are off in this file. Pyright does not know that the launch of a kernel turns
+# numbers into tl.constexpr, nor that a name which is assigned under an `if` with a constexpr
+# condition exists wherever it is used.
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportPossiblyUnboundVariable=false
@@ -178,7 +179,7 @@ def add_norm_backward_kernel(
     GATE += b * gate_stride
     SCALE += b * scale_stride
 
-    # Gate, scale and the three sums stay in registers for all rows.
+    # Load gate and scale once; they and the three sums stay in registers for all rows.
     c = tl.arange(0, BLOCK_D)
     gate = tl.load(GATE + c, mask=c < D, other=0.0).to(tl.float32)
     slope = 1.0 + tl.load(SCALE + c, mask=c < D, other=0.0).to(tl.float32)
@@ -222,7 +223,8 @@ def add_norm_backward_kernel(
             z = subtract_mean(z, total, c, D)
             w = subtract_mean(w, w_total, c, D)
 
-        # The norm passes on the part of w that is orthogonal to the normed z.
+        # Remove from w its part along the normed z: the norm passes on only the part that is
+        # orthogonal to it.
         normed = z * rstd[:, None]
         along = tl.sum(normed * w, 1)
         if REST > 0:

@@ -18,8 +18,9 @@ The backward pass is in bidirectional_ssd_backward_triton.py.
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """
 
-# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
-# under `if` of a constexpr is defined wherever it is used:
+# The checks below are off in this file. Pyright does not know that the launch of a kernel turns
+# numbers into tl.constexpr, nor that a name which is assigned under an `if` with a constexpr
+# condition exists wherever it is used.
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false

@@ -4,8 +4,9 @@ For each number the kernel computes a Philox block of four words and uses one of
 arithmetic is cheap compared with the launch.
 """
 
-# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
-# under `if` of a constexpr is defined wherever it is used:
+# The checks below are off in this file. Pyright does not know that the launch of a kernel turns
+# numbers into tl.constexpr, nor that a name which is assigned under an `if` with a constexpr
+# condition exists wherever it is used.
 # pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false

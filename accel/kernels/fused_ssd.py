@@ -52,14 +52,14 @@ def compute_backward(
     steps, sums and D."""
     decay, scores, step, lower = definition.compute_masks(x, steps, sums, B_in, C_out)
 
-    # Gradient of x. `rows` (dy) and `columns` (x) are (S, K, T, P): one factor for the rows of M,
-    # one for its columns.
+    # Compute the gradient of x. `rows` is dy and `columns` is x, both (S, K, T, P): dy_i belongs to
+    # row i of M, x_j to column j.
     rows = upcast(dy).transpose(1, 2)
     columns = upcast(x).transpose(1, 2)
     dx = (decay * scores * step).mT @ rows + upcast(D)[:, None, None] * rows
 
-    # Gradients of steps and sums: each direction's half of the mask, summed over rows and over
-    # columns.
+    # Compute the gradients of steps and sums: for each direction, sum its half of the pairs over
+    # rows and over columns.
     g = (rows @ columns.mT) * decay
     dS = (g * step).sum(1)
     q = g * scores

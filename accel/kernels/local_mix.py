@@ -44,9 +44,9 @@ def with_contiguous_strides(weight: Tensor) -> Tensor:
     """Returns the same values through a view, so that the gradient of `weight` has contiguous
     strides.
 
-    PyTorch's gradient of a depthwise weight has an odd stride in the dimension of size 1. Because
-    of it DDP warns and copies the gradient into its bucket, a copy that `gradient_as_bucket_view`
-    should save.
+    PyTorch's gradient of a depthwise weight has an unusual stride in the dimension of size 1.
+    Because of it DDP warns and copies the gradient into its bucket, a copy that
+    `gradient_as_bucket_view` should save.
     """
     return weight.flatten().view(weight.shape)
 

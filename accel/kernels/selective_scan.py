@@ -122,8 +122,8 @@ fused_selective_scan = make_differentiable(
 
 def selective_scan(*inputs: Tensor) -> Tensor:
     """Computes `scan_forward`, and saves only the inputs for the backward pass, which computes the
-    states again. Otherwise autograd saves several tensors (B, L, E, N) in every layer; so they
-    exist for one layer at a time."""
+    states again. Otherwise autograd saves several tensors (B, L, E, N) in every layer at once; this
+    way they exist for one layer at a time."""
     if torch.compiler.is_compiling():
         # Use `checkpoint`, not `scan_keeping_inputs`, in compiled code: in the latter the compiler
         # notices that the states are computed twice, computes them once, and keeps them in memory.

@@ -9,8 +9,9 @@ side by side. For the sums from the end it reads the tokens in reverse order, be
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
 """
 
-# Pyright does not know that a launch turns plain numbers into constexpr, nor that a name bound
-# under `if` of a constexpr is defined wherever it is used:
+# The checks below are off in this file. Pyright does not know that the launch of a kernel turns
+# numbers into tl.constexpr, nor that a name which is assigned under an `if` with a constexpr
+# condition exists wherever it is used.
 # pyright: reportArgumentType=false
 # pyright: reportReturnType=false
 # pyright: reportCallIssue=false
@@ -29,7 +30,8 @@ WARPS = 4
 
 @triton.jit
 def softplus(u):
-    """Computes log(1 + exp(u)) without overflow; Kahan's correction of log1p keeps small values."""
+    """Computes log(1 + exp(u)) without overflow; Kahan's correction of log1p keeps small results
+    precise."""
     e = tl.exp(-tl.abs(u))
     w = 1.0 + e
     rest = tl.where(w == 1.0, 1.0, w - 1.0)

@@ -161,7 +161,7 @@ class AttentionBackend(Technique):
         return self.failure
 
     # What would still say "on" if this did nothing? The attribute `attention_backend` of the layers
-    # would, so the row counts the operations and kernels that ran in each layer.
+    # would, so this method counts the operations and kernels that ran in each layer.
     def observe(self, evidence: Evidence) -> Observation:
         count = sum(map(len, self.layers))
         if not count:

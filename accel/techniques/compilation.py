@@ -112,7 +112,7 @@ class Compile(Technique):
         return self.failure
 
     # What would still say "on" if this did nothing? A block on which compile() was called would. So
-    # the row counts calls of compiled functions in each block, and with Inductor also calls of
+    # this method counts calls of compiled functions in each block, and with Inductor also calls of
     # graphs that it compiled.
     def observe(self, evidence: Evidence) -> Observation:
         regions = evidence.compiled_calls

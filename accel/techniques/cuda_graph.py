@@ -80,7 +80,7 @@ class CudaGraph(Technique):
         return True
 
     # What would still say "on" if this did nothing? An object that holds a captured graph would, so
-    # the row counts launches of graphs in a step after warm-up.
+    # this method counts launches of graphs in a step after warm-up.
     def observe(self, evidence: Evidence) -> Observation:
         if self.failure:
             return Observation(False, self.failure)

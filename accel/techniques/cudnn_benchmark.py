@@ -58,8 +58,8 @@ class CudnnBenchmark(Technique):
         finally:
             torch.backends.cudnn.benchmark = True
 
-    # What would still say "on" if this did nothing? PyTorch's flag would, so the row compares the
-    # kernels of a step with the autotuner to those of a step without.
+    # What would still say "on" if this did nothing? PyTorch's flag would, so this method compares
+    # the kernels of a step with the autotuner to those of a step without.
     def observe(self, evidence: Evidence) -> Observation:
         calls = evidence.ops[CONVOLUTION]
         note = f"{calls} cuDNN convolutions in one step"

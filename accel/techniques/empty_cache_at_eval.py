@@ -30,8 +30,8 @@ class EmptyCacheAtEval(Technique):
         if self.enabled:
             torch.cuda.empty_cache()
 
-    # What would still say "on" if this did nothing? A call of empty_cache() would, so the row calls
-    # it and reads how many bytes PyTorch reserves before and after.
+    # What would still say "on" if this did nothing? A call of empty_cache() would, so this method
+    # calls it and reads how many bytes PyTorch reserves before and after.
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no cache to empty")

@@ -7,10 +7,10 @@ conditioning or the final layer, which are outside the blocks. Weights stay fp32
 their own names; each pass computes scales on the device.
 
 The limits come from torchao's own filters (`_auto_filter_for_recipe`, by its measurements on H100).
-For "tensorwise" it leaves out layers with at most 1,024 outputs unless they have more than 4,096
-inputs; for "rowwise" also those with at most 2,048 outputs or 1,024 inputs; it has none for
-"rowwise_with_gw_hp". The benefit for our models is not measured, and this file has not run on a GPU
-yet: the tests run the same code on a CPU, which emulates the products.
+For "tensorwise" torchao leaves out layers with at most 1,024 outputs unless they have more than
+4,096 inputs; for "rowwise" also layers with at most 2,048 outputs or 1,024 inputs; for
+"rowwise_with_gw_hp" it has no filter. The benefit for our models is not measured, and this file has
+not run on a GPU yet: the tests run the same code on a CPU, which emulates the products.
 References: https://github.com/pytorch/ao/tree/main/torchao/float8 and Micikevicius et al. 2022,
 https://arxiv.org/abs/2209.05433
 """

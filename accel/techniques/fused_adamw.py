@@ -28,8 +28,8 @@ class FusedAdamW(Technique):
         # on a CPU. So pass no argument: fused=False switches foreach off too.
         return {"fused": True} if self.enabled else {}
 
-    # What would still say "on" if this did nothing? The optimizer's argument `fused` would, so the
-    # row counts calls of the fused operation, and of those that run without it.
+    # What would still say "on" if this did nothing? The optimizer's argument `fused` would, so this
+    # method counts calls of the fused operation, and of those that run without it.
     def observe(self, evidence: Evidence) -> Observation:
         fused, foreach, loop = (
             evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")

@@ -74,7 +74,7 @@ class FusedKernel(Technique):
         return model
 
     # What would still say "on" if this did nothing? The modules' switches would, and so would a
-    # call of the operator, because it may run the definition. So the row counts launches of the
+    # call of the operator, because it may run the definition. So this method counts launches of the
     # operator's kernels.
     def observe(self, evidence: Evidence) -> Observation:
         ops = (self.op, *self.other_ops)
@@ -107,7 +107,7 @@ class FusedKernel(Technique):
 
 
 class FusedAddNorm(FusedKernel):
-    """Add, gate, norm and modulate in one pass over the residual stream."""
+    """Computes add, gate, norm and modulation in one pass over the residual stream."""
 
     key = "fused_add_norm"
     summary = "Triton: add, gate, norm and modulate in one pass"
@@ -115,8 +115,8 @@ class FusedAddNorm(FusedKernel):
 
 
 class FusedScan(FusedKernel):
-    """Both directions of the state-space scan in one kernel; the selective scan, which has one
-    direction, by mamba-ssm's CUDA kernel."""
+    """Computes both directions of the state-space scan in one kernel. The selective scan, which has
+    one direction, uses mamba-ssm's CUDA kernel."""
 
     key = "fused_scan"
     summary = "Triton: both directions of the scan in one kernel; the selective scan by mamba-ssm's"
@@ -125,7 +125,7 @@ class FusedScan(FusedKernel):
 
 
 class FusedConv(FusedKernel):
-    """The local convolution and its activation in one kernel."""
+    """Computes the local convolution and its activation in one kernel."""
 
     key = "fused_conv"
     summary = "Triton: local convolution and activation"
@@ -133,7 +133,8 @@ class FusedConv(FusedKernel):
 
 
 class FusedSwiglu(FusedKernel):
-    """Activation and product of a SwiGLU in one kernel, with one gradient for both halves."""
+    """Computes activation and product of a SwiGLU in one kernel, whose backward pass writes one
+    gradient for both halves."""
 
     key = "fused_swiglu"
     summary = "Triton: activation and product of the SwiGLU"
@@ -141,8 +142,8 @@ class FusedSwiglu(FusedKernel):
 
 
 class FusedRope(FusedKernel):
-    """Norm and rotary embedding of queries and keys in one kernel, with one gradient for queries,
-    keys and values."""
+    """Computes norm and rotary embedding of queries and keys in one kernel, whose backward pass
+    writes one gradient for queries, keys and values."""
 
     key = "fused_rope"
     summary = "Triton: QK-norm and rotary embedding of attention"

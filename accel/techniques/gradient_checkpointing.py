@@ -88,8 +88,8 @@ class CheckpointBlocks(Technique):
             with torch.compiler.set_stance("force_eager"), probe_blocks(self.blocks, calls):
                 run()
 
-    # What would still say "on" if this did nothing? The wrapped `forward` of a block would. So the
-    # row compares the bytes that blocks save with the bytes of their inputs; with "selective" it
+    # What would still say "on" if this did nothing? The wrapped `forward` of a block would. So this
+    # method compares the bytes that blocks save with the bytes of their inputs; with "selective" it
     # inspects their caches, which may hold results of the intended operations only.
     def observe(self, evidence: Evidence) -> Observation:
         calls = [call for calls in evidence.blocks for call in calls]

@@ -7,8 +7,8 @@ It costs two copies of the saved bytes in every step, to the host and back, thro
 memory, without prefetching. It frees these bytes on the device. Its speed on a GPU is not measured
 yet. Weights stay on the device, also those that fsdp gathers for a block, because fsdp itself can
 free them and gather them again. The technique uses hooks on saved tensors. torch's
-`CheckpointPolicy.MUST_CPU_OFFLOAD` would not do: it moves the results of chosen operations, but not
-the inputs of a block that is recomputed as a whole.
+`CheckpointPolicy.MUST_CPU_OFFLOAD` is not enough: it moves the results of chosen operations, but
+not the inputs of a block that is recomputed as a whole.
 Reference:
 https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks
 """
@@ -106,8 +106,8 @@ class OffloadActivations(Technique):
         return copy.copy_(tensor.detach(), non_blocking=True)
 
     # What would still say "on" if this did nothing? The count of the hooks in this file would. So
-    # the row uses the blocks' probes: they inspect the object that autograd keeps for each tensor,
-    # and caches that no hook sees.
+    # this method uses the blocks' probes: they inspect the object that autograd keeps for each
+    # tensor, and caches that no hook sees.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.enabled:
             return Observation(False, "saved tensors stay on the device")

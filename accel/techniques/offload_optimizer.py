@@ -116,8 +116,8 @@ class OffloadOptimizer(Technique):
         hosts = [host for state in self.states for host in state.host.values()]
         return [tensor for host in hosts for tensor in host.values()]
 
-    # What would still say "on" if this did nothing? The count of moved bytes would, so the row also
-    # reads the device of each tensor of the state.
+    # What would still say "on" if this did nothing? The count of moved bytes would, so this method
+    # also reads the device of each tensor of the state.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:
             return Observation(False, "the state lies where the parameters are")

@@ -171,7 +171,7 @@ class DataParallel(Technique):
 
     @contextmanager
     def surround_evaluation(self) -> Iterator[None]:
-        """Reshards the parameters afterwards.
+        """Reshards the parameters after evaluation.
 
         With `reshard_after_forward` off, a forward pass without a backward pass leaves the
         parameters of evaluation gathered, and the next step would train with them.
@@ -184,8 +184,8 @@ class DataParallel(Technique):
                 if isinstance(part, fsdp.FSDPModule):
                     part.reshard()
 
-    # What would still say "on" if this did nothing? The wrapper around the model would, so the row
-    # counts the collectives that reduce gradients in this mode.
+    # What would still say "on" if this did nothing? The wrapper around the model would, so this
+    # method counts the collectives that reduce gradients in this mode.
     def observe(self, evidence: Evidence) -> Observation:
         numbers: Counter[str] = Counter()
         for name, n in evidence.ops.items():

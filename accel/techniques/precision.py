@@ -153,9 +153,9 @@ class Precision(Technique):
             self.around_forward = nullcontext()
             self.wide_weights = products.wide_weights
 
-    # What would still say "on" if this did nothing? Autocast's flag would, so the row counts the
-    # dtypes of products. An fp32 product may be intended if it multiplies two activations, but not
-    # if it multiplies a weight; the name of the operation does not tell which, so `compare`
+    # What would still say "on" if this did nothing? Autocast's flag would, so this method counts
+    # the dtypes of products. An fp32 product may be intended if it multiplies two activations, but
+    # not if it multiplies a weight; the name of the operation does not tell which, so `compare`
     # inspects the operands.
     def observe(self, evidence: Evidence) -> Observation:
         if self.layers is None:
@@ -225,8 +225,8 @@ class LossScaler:
 
     `scale` multiplies the loss and divides the gradients. It halves after a step that overflowed
     and doubles after 2,000 steps in a row that did not, with the constants of torch.amp.GradScaler.
-    GradScaler itself would overwrite `found_inf`, which also skips steps whose gradients are not
-    finite for other reasons.
+    GradScaler itself does not fit, because it overwrites `found_inf`, by which `training/step.py`
+    also skips steps for other reasons.
     """
 
     def __init__(self, device: torch.device, initial: float = 65536.0) -> None:

@@ -24,7 +24,8 @@ class ResidualInFp32(Technique):
         return model
 
     # What would still say "on" if this did nothing? The dtype of the stream would, even if the
-    # stream had been rounded to 16 bits before. So the row looks for bits that 16-bit formats lack.
+    # stream had been rounded to 16 bits before. So this method looks for bits that 16-bit formats
+    # lack.
     def observe(self, evidence: Evidence) -> Observation:
         wide = evidence.check_blocks(lambda call: call.residual_dtype == torch.float32)
         whole = find_unrounded(evidence)

@@ -44,7 +44,7 @@ class Tf32(Technique):
         torch.set_float32_matmul_precision("high" if self.enabled else "highest")
         torch.backends.cudnn.allow_tf32 = self.enabled
 
-    # What would still say "on" if this did nothing? PyTorch's flags would, so the row tries a
+    # What would still say "on" if this did nothing? PyTorch's flags would, so this method tries a
     # product and a convolution on this device and shows how they round.
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":

@@ -271,7 +271,7 @@ class Weights(Technique):
             self.update.counting = False
 
     # What would still say "on" if this did nothing? The dtype of the weights would, and so would
-    # the number of elements that the update visits. So for random rounding the row compares the
+    # the number of elements that the update visits. So for random rounding this method compares the
     # number of elements that did not round to the nearest value with its expectation; for Kahan's
     # rounding it counts the rounding errors that were kept and used.
     def observe(self, evidence: Evidence) -> Observation:
