@@ -1,14 +1,10 @@
 """scripts.plan: times of collectives, the plan of a run, the largest model, rates and refusals."""
 
-from __future__ import annotations
-
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from scripts.plan import largest
 from scripts.plan.__main__ import main
 from scripts.plan.report import (
     PlanConfig,
@@ -88,23 +84,6 @@ def test_the_plan_of_a_run(capsys, monkeypatch):
     assert "no change that this plan knows" in text
 
 
-@pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize("answer", [0, 1, 7, 56, 4096])
-def test_the_largest_size_is_found_in_few_forecasts(power, answer):
-    """Memory grows faster with the size once another phase has the peak."""
-    counted: list[int] = []
-
-    def at(n):
-        counted.append(n)
-        x = n**power
-        return SimpleNamespace(needs=SimpleNamespace(total=max(5.0 + 2 * x, 3.0 * x - 40)))
-
-    most = at(answer).needs.total + 0.5
-    counted.clear()
-    assert largest.find_largest(at, most, 12, power) == answer
-    assert len(counted) <= 7
-
-
 def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
     """Each way has its own line; one that is not available does not stop the others."""
     card = CARDS["a10"]._replace(memory=0.9 * GIB)
@@ -125,7 +104,6 @@ def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
         )
         assert inside.needs.total <= card.memory < beyond.needs.total
     assert sizes[0] < sizes[1]
-    assert "1.0  " in lines[1]
     assert "optim=nothing: there is no such file in conf/optim" in lines[3]
     main(["largest", *words, "hardware=a10", "of=dim", "ways=[runtime=eager]"])
     assert "dim=" in capsys.readouterr().out
@@ -147,17 +125,8 @@ def test_hours_and_cost_follow_a_rate(tmp_path, capsys):
 def test_the_plan_of_many_gpus_says_what_it_assumes_and_where_it_ends(capsys):
     main(["scale", *PLANNED, "gpus=[1,8,64]", "batch_per_gpu=2", "mfu=0.4"])
     text = capsys.readouterr().out
-    assert "assumed: h200, MFU 40% on one GPU, 2 samples a GPU" in text
-    assert "with fsdp 3 reduce-scatters a step" in text
-    for way in ("ddp", "fsdp", "hsdp"):
-        assert f"{way}: " in text
-
-
-def test_a_plan_for_this_cpu_says_nothing_of_a_gpu(capsys):
-    text = run_plan(capsys, "runtime.fused_scan=auto", "hardware=here")
-    assert "fits" in text
-    for word in ("fused_scan", "context", "allocator"):
-        assert word not in text
+    for fact in ("assumed: h200, MFU 40% on one GPU", "ddp: ", "fsdp: ", "hsdp: "):
+        assert fact in text
 
 
 def test_the_card_of_this_machine_has_its_own_memory(monkeypatch):
@@ -173,9 +142,7 @@ def test_the_card_of_this_machine_has_its_own_memory(monkeypatch):
     ("name", "card"),
     [
         ("H100 80GB HBM3", CARDS["h100"]),
-        ("A100 80GB PCIe", CARDS["a100_pcie"]),
         ("GeForce RTX 4090 Laptop GPU", None),
-        ("GeForce RTX 3090 Ti", None),
         ("H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
@@ -183,25 +150,16 @@ def test_a_card_is_known_by_its_whole_name(name, card):
     assert match_card(f"NVIDIA {name}") == card
 
 
-KNOWN_CARDS = "hardware=abacus is not known; choose one of h200, h100, h100_pcie, a100"
-
-
 @pytest.mark.parametrize(
     ("command", "words", "sentence"),
     [
         (["cost"], [], "plan cost: there is no such command; give overrides to plan a run, or"),
-        ([], ["gpus=0"], "gpus=0 must be at least 1"),
         ([], ["gpus=3"], "batch_size=64 is not a multiple of accumulation_steps=1 × gpus=3"),
-        ([], ["hardware=abacus"], KNOWN_CARDS),
-        (["scale"], ["mfu=0.4", "hardware=abacus"], KNOWN_CARDS),
-        (["largest"], ["hardware=abacus"], KNOWN_CARDS),
+        ([], ["hardware=abacus"], "hardware=abacus is not known; choose one of h200"),
         (["largest"], ["of=mlp"], "of=mlp must be depth or dim"),
-        (["largest"], ["~model.depth=2"], "of=depth must be depth or dim, and the model of this"),
         (["scale"], ["gpus=[0]"], r"gpus=\[0\] .* must be at least 1"),
-        (["scale"], ["mfu=2"], r"mfu=2.0 must be at most 1"),
         (["scale"], [], "mfu is missing: say which share of its peak one GPU reaches"),
         ([], ["mfu=0.4", "samples_per_s=9"], "samples_per_s and mfu each say how fast"),
-        ([], ["samples_per_s=0"], "samples_per_s=0.0 must be above 0"),
         ([], ["hardware=here", "mfu=0.4"], "mfu=0.4 is a share of a peak, and that of cpu"),
         ([], ["rate_of=nowhere"], "rate_of=nowhere: nowhere/summary.json does not say"),
     ],
