@@ -1,13 +1,10 @@
 """The report of a run: its facts, sentences for missing parts, and its page in a browser."""
 
 import json
-import math
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +60,6 @@ FILES = {
 }
 """Files of a run, except its configuration, weights, metrics and grids."""
 DEFAULTS = compose([]).source
-Plant = Callable[..., Path]
 
 
 def edit_json(file, changes):
@@ -75,9 +71,8 @@ def plant_metrics(folder):
     (folder / "samples").mkdir()
     lines = []
     for step in range(10, 101, 10):
-        line = {"step": step, "samples": 32 * step, "loss": 12.0 / step, "grad_norm": 1.0}
-        line |= {"skipped": 0, "mfu": None, "train_seconds": step / 2}
-        line |= {"eval_loss": 1.0, "eval_loss_t0.00_0.25": 0.5}
+        line = {"step": step, "samples": 32 * step, "loss": 12.0 / step, "train_seconds": step / 2}
+        line |= {"skipped": 0, "eval_loss": 1.0, "eval_loss_t0.00_0.25": 0.5}
         if step % 50 == 0:
             line |= {"fd_random": 900.0 / step, "distances_s": 3.0}
         lines.append(json.dumps(line) + "\n")
@@ -224,7 +219,7 @@ def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant):
     drawn = draw_plots(plots, [run])
     assert draw_plots(plots, [run]) == drawn
     assert draw_plots([plots[0]._replace(floor=None)], [run]) != drawn
-    run.lines = [{"samples": i, "loss": 2.0 + math.sin(1.7 * i)} for i in range(20_000)]
+    run.lines = [{"samples": i, "loss": i % 7} for i in range(20_000)]
     assert len(draw_plots(TRAINING_PLOTS[:1], [run])[0][1]) < 200_000
 
 
@@ -262,8 +257,7 @@ def test_missing_parts_are_a_sentence(plant):
     page, card = read_report(run_dir=run)
     for sentence in MISSING.splitlines():
         assert sentence in page, sentence
-    for sentence in ("The run is not finished.", "not evaluated", "holds no checkpoint"):
-        assert sentence in card, sentence
+    assert "holds no checkpoint" in card
 
 
 DIFFERENCES = """<th scope="row">batch_size</th><td>32</td><td>48</td>
@@ -285,7 +279,6 @@ def test_two_runs_of_one_protocol_stand_side_by_side(plant, tmp_path):
     for alt in find_alts(cut_section(page, "distance")):
         assert "mine from" in alt
         assert "theirs from" in alt
-    assert cut_section(page, "evaluations").count("<thead>") == 2  # figures and their protocol
     assert "Another protocol" not in page
     between = cut_section(page, "configuration").partition("What differs between the two")[2]
     for row in DIFFERENCES.splitlines():
@@ -301,8 +294,6 @@ def test_figures_of_two_protocols_stand_apart(plant):
         section = cut_section(page, name)
         assert section.count(sentence) == 1
         assert not any("mine" in alt and "theirs" in alt for alt in find_alts(section))
-    # two tables of figures and two of settings
-    assert cut_section(page, "evaluations").count("<thead>") == 4
 
 
 @pytest.mark.parametrize(
@@ -310,14 +301,8 @@ def test_figures_of_two_protocols_stand_apart(plant):
     [
         ({}, "run_dir is not set"),
         ({"run_dir": "{tmp_path}"}, "run_dir=.* has no config.yaml; name the run_dir of a run"),
-        (
-            {"run_dir": "{run}", "other": "{tmp_path}"},
-            "other=.* has no config.yaml; name the run_dir",
-        ),
-        (
-            {"run_dir": "{run}", "out": "{run}/config.yaml/page.html"},
-            r"cannot be written \(.*\); set out=<folder>/<name>\.html",
-        ),
+        ({"run_dir": "{run}", "other": "{tmp_path}"}, "other=.* has no config.yaml"),
+        ({"run_dir": "{run}", "out": "{run}/config.yaml/page.html"}, "cannot be written"),
     ],
 )
 def test_a_mistake_is_a_sentence(words, sentence, plant, tmp_path):
@@ -325,11 +310,6 @@ def test_a_mistake_is_a_sentence(words, sentence, plant, tmp_path):
     values = {key: value.format(run=run, tmp_path=tmp_path) for key, value in words.items()}
     with pytest.raises(ValueError, match=sentence):
         report(ReportConfig(**values))
-
-
-def test_a_folder_without_a_configuration_is_no_run(tmp_path):
-    with pytest.raises(ValueError, match=r"is no run folder: it has no config\.yaml"):
-        History(tmp_path)
 
 
 def test_a_report_without_matplotlib_says_how_to_install_it(plant, monkeypatch):
