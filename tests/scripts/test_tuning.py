@@ -15,7 +15,7 @@ from scripts.plan import tune as tuner
 from scripts.plan.__main__ import main
 from scripts.plan.memory import Question, forecast
 from tests.harness.sets import wait_until_dead
-from tests.harness.words import CPU, TINY_SYNTHETIC
+from tests.harness.words import CPU, TINY_RUN, TINY_SYNTHETIC
 from train import train
 from training import tune
 from training.assemble import to_json_types
@@ -73,7 +73,6 @@ def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch):
     assert rows["accumulation_steps=8"]["refusal"] == "memory ran out"
     row = tune.make_ledger_row(choice)
     assert (row.active, row.missing) == ("accumulation_steps=2", False)
-    assert "as given: " in row.evidence
 
     monkeypatch.setattr(tune, "measure_choice", None)
     assert tune.tune_config(cfg, CPU, SINGLE)[1] == json.loads(json.dumps(choice))
@@ -92,10 +91,9 @@ def test_the_choice_of_a_run_is_kept_where_it_fits(monkeypatch, tmp_path):
         assert tune.read_choice(file, cfg, CPU, 1) is None
 
     # other memory or other code makes a choice invalid
-    facts = tune.hash_facts(cfg, CPU, 1, {}, 0.0)
-    assert facts == tune.hash_facts(cfg, CPU, 1, {}, 0.0)
-    assert facts != tune.hash_facts(cfg, CPU, 1, HALVES, 0.0)
-    assert facts != tune.hash_facts(replace(cfg, extensions=[]), CPU, 1, {}, 0.0)
+    facts = tune.hash_facts(cfg, CPU, 1, 1e9)
+    assert facts != tune.hash_facts(cfg, CPU, 1, 2e9)
+    assert facts != tune.hash_facts(replace(cfg, extensions=[]), CPU, 1, 1e9)
 
 
 ACTOR = """
@@ -129,18 +127,19 @@ def test_a_candidate_that_hangs_crashes_or_computes_something_else_costs_itself(
     assert refusals["as given"] is None
     assert refusals["accumulation_steps=2"] == "it was not measured after 2 s"
     assert "its process ended" in refusals["accumulation_steps=4"]
-    norms = "its norms are 2.2 instead of 2, more than 1e-03 apart"
-    assert norms in refusals["accumulation_steps=8"]
+    assert "its norms are 2.2 instead of 2" in refusals["accumulation_steps=8"]
     late = make_search(cfg, seconds=-1.0).run()
     assert {row["refusal"] for row in late["tried"]} == {tuner.TOO_LATE}
 
 
-STARTS = (
-    "import subprocess, sys, time; from pathlib import Path;"
-    "child = subprocess.Popen(['sleep', '99999']).pid;"
-    "Path(sys.argv[1]).with_suffix('.pid').write_text(str(child));"
-)
-"""A candidate that starts a process, which could hold the GPU."""
+STARTS = "sleep 99999 & echo $! > {}/child; wait"
+"""Starts a process, which could hold the GPU, and writes its number."""
+CANDIDATE = """
+import subprocess, sys
+from common.workers import end_with_parent
+end_with_parent(int(sys.argv[2]))
+subprocess.run(["sh", "-c", sys.argv[1]])
+"""
 PARENT = """
 import os, subprocess, sys
 command = [sys.executable, "-c", *sys.argv[1:], str(os.getpid())]
@@ -149,28 +148,24 @@ sys.stdin.read()
 """
 
 
-def wait_for_child(file):
+def wait_for_child(folder):
     """Waits until the candidate has written the number of its process."""
+    file = folder / "child"
     while not (file.exists() and file.read_text()):
         time.sleep(0.05)
     return int(file.read_text())
 
 
 def test_a_candidate_ends_with_all_that_it_started(tmp_path):
-    command = [sys.executable, "-c", STARTS + "time.sleep(99999)", str(tmp_path / "one")]
-    assert workers.run_to_end(command, 2.0) is None
-    wait_until_dead(wait_for_child(tmp_path / "one.pid"))
+    assert workers.run_to_end(["sh", "-c", STARTS.format(tmp_path)], 2.0) is None
+    wait_until_dead(wait_for_child(tmp_path))
 
 
 def test_a_candidate_ends_with_its_parent(tmp_path):
     """The parent is killed, so it cannot end the candidate itself."""
-    candidate = (
-        f"{STARTS}from common.workers import end_with_parent;"
-        "end_with_parent(int(sys.argv[2])); time.sleep(99999)"
-    )
-    command = [sys.executable, "-c", PARENT, candidate, tmp_path / "one"]
+    command = [sys.executable, "-c", PARENT, CANDIDATE, STARTS.format(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) as process:
-        child = wait_for_child(tmp_path / "one.pid")
+        child = wait_for_child(tmp_path)
         process.kill()
     wait_until_dead(child)
 
@@ -233,11 +228,9 @@ def test_candidates_go_with_the_rest_of_the_configuration():
     candidates = list_candidates()
     for technique in ("cuda_graph", "attention", "fused"):
         assert not any(technique in candidate for candidate in candidates)
-    compiled = "runtime.compile=true runtime.compile_scope=model"
-    assert {compiled, "as given", "accumulation_steps=2"} <= candidates
+    assert {"as given", "accumulation_steps=2"} <= candidates
     assert "accumulation_steps=2" not in list_candidates("batch_size=6", processes=2)
-    more = list_candidates("accumulation_steps=4")
-    assert {"accumulation_steps=2", "accumulation_steps=8"} <= more
+    assert "accumulation_steps=8" in list_candidates("accumulation_steps=4")
 
 
 def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(monkeypatch):
@@ -252,37 +245,33 @@ def test_values_of_a_technique_that_the_model_has_no_use_for_are_not_tried(monke
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("word", "sentence"),
     [
-        (["deterministic=true"], "=true chooses techniques by their time, so runs differ"),
-        (["runtime.tune_seconds=0"], r"_seconds=0.0 must be above 0"),
-        (["runtime.parallel.mode=fsdp"], "=true contradicts runtime.parallel.mode=fsdp: it"),
-        (
-            ["runtime.tune_seconds=1800", "runtime.parallel.timeout_minutes=30"],
-            r"_seconds=1800.0 must be below the 30.0? minutes of runtime.par",
-        ),
+        ("deterministic=true", "=true chooses techniques by their time, so runs differ"),
+        ("runtime.tune_seconds=0", "_seconds=0.0 must be above 0"),
+        ("runtime.parallel.mode=fsdp", "=true contradicts runtime.parallel.mode=fsdp"),
+        ("runtime.tune_seconds=1800", "_seconds=1800.0 must be below the 30"),
     ],
 )
-def test_a_run_that_cannot_be_tuned_is_refused(words, sentence):
+def test_a_run_that_cannot_be_tuned_is_refused(word, sentence):
     with pytest.raises(ValueError, match=f"runtime.tune{sentence}"):
-        compose([*TINY_SYNTHETIC, "runtime=auto", *words])
+        compose([*TINY_SYNTHETIC, "runtime=auto", word])
 
 
 def test_a_run_says_what_was_chosen_and_keeps_it(tmp_path):
-    run = [*TINY_SYNTHETIC, "runtime=auto", "batch_size=8", "save_every=2", f"run_dir={tmp_path}"]
-    run += ["eval_every=0", "sample_every=0", "log_every=2"]
+    words = [*TINY_SYNTHETIC, *TINY_RUN, "runtime=auto", f"run_dir={tmp_path}"]
     file = save_choice(tmp_path, HALVES)
-    choice = file.read_text()
-    for samples in (32, 48):
-        row = train(compose([*run, f"total_samples={samples}"]))["ledger"]["tune"]
+    choice = json.loads(file.read_text())
+    for samples in (16, 32):
+        row = train(compose([*words, f"total_samples={samples}"]))["ledger"]["tune"]
         assert row["active"] == "accumulation_steps=2"
-    assert json.loads(file.read_text()) == json.loads(choice)
+    assert json.loads(file.read_text()) == choice
 
 
 def test_tune_writes_a_runtime_file(tmp_path, monkeypatch, capsys):
     changes = {"compile": True, "compile_scope": "model"} | HALVES
-    row = {"words": tuner.describe_changes(changes), "step_ms": 5.0, "steps": 8, "refusal": None}
-    choice = {"words": row["words"], "changes": changes, "tried": [row]}
+    row = {"words": "", "step_ms": 5.0, "steps": 8, "refusal": None}
+    choice = {"words": "", "changes": changes, "tried": [row]}
     monkeypatch.setattr("training.tune.find_choice", lambda *_: choice)
     out = tmp_path / "tuned.yaml"
     main(["tune", *TINY_SYNTHETIC, f"out={out}"])
@@ -292,13 +281,10 @@ def test_tune_writes_a_runtime_file(tmp_path, monkeypatch, capsys):
     assert text.endswith("defaults:\n- fast\n- _self_\ncompile: true\ncompile_scope: model\n")
 
     row["step_ms"] = None
-    for words, sentence in (
-        ([f"out={tmp_path / 'no' / 'tuned.yaml'}"], r"out=.*there is no folder"),
-        (
-            ["runtime=fast", f"out={tmp_path / 'fast.yaml'}"],
-            "runtime=fast would be based on itself",
-        ),
-        ([f"out={out}"], r"seconds=120.0: nothing was measured .* give more seconds"),
+    for name, sentence in (
+        ("no/tuned.yaml", "out=.*there is no folder"),
+        ("fast.yaml runtime=fast", "runtime=fast would be based on itself"),
+        ("tuned.yaml", r"seconds=120.0: nothing was measured .* give more seconds"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            main(["tune", *TINY_SYNTHETIC, *words])
+            main(["tune", *TINY_SYNTHETIC, *f"out={tmp_path}/{name}".split()])
