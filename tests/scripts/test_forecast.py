@@ -1,7 +1,5 @@
 """The plan of memory against a whole step of the whole model, whose live tensors are counted."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -38,7 +36,7 @@ class CountLive(TorchDispatchMode):
 
     def __init__(self, tensors):
         super().__init__()
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.live = {}
         self.peak = 0
         self.add(tensors)
 
@@ -75,12 +73,9 @@ def count_peak(words):
 
     training.step(make_batches())
     batches = make_batches()
-    states = (collect_state(training.step.optimizer, p) for p in training.step.parameters)
+    states = [collect_state(training.step.optimizer, p) for p in training.step.parameters]
     lasting = [*training.model.parameters(), *training.model.buffers()]
-    lasting += training.state.ema.averages
-    for values in (*[state.values() for state in states], *batches):
-        lasting += values
-    with CountLive(lasting) as counter:
+    with CountLive(tree_leaves((lasting, training.state.ema.averages, states, batches))) as counter:
         training.step(batches)
     return float(counter.peak - count_lasting_bytes(training).on_host)
 
