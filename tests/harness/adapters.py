@@ -1,11 +1,6 @@
 """Tiny base models of five digits, and adapters on them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -13,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tests.harness.denoisers import fill_zero_layers
 from tests.harness.words import CPU
 from train import train
-from training.assemble import Training, assemble
+from training.assemble import assemble
 from training.checkpoint.files import make_header
 from training.config.compose import compose
 from training.weights.adapter_base import compose_pretrained
@@ -32,7 +27,7 @@ OTHER_CLASSES = "data.classes=[3,4,5,6]"
 """Two classes that a base knows, and two that it does not."""
 
 
-def save_base(file: Path, family: str = "ssd_mlp") -> Path:
+def save_base(file, family="ssd_mlp"):
     """Saves weights of a model of five digits in which every layer matters."""
     training = assemble(compose([f"model={family}_xs", *EAGER_RUN, BASE_CLASSES]).cfg, CPU)
     spec = training.loader.spec.as_dict()
@@ -41,22 +36,22 @@ def save_base(file: Path, family: str = "ssd_mlp") -> Path:
     return file
 
 
-def make_words(base: Path | str, *words: str) -> list[str]:
+def make_words(base, *words):
     """Overrides of a run that goes on from `base`."""
     return [*EAGER_RUN, "model=pretrained", f"init_from={base}", OTHER_CLASSES, *words]
 
 
-def assemble_on(base: Path | str, *words: str) -> Training:
+def assemble_on(base, *words):
     return assemble(compose_pretrained(make_words(base, *words)).cfg, CPU)
 
 
-def train_on(base: Path | str, run: Path, samples: int, *words: str) -> dict[str, Any]:
+def train_on(base, run, samples, *words):
     """Trains in the folder `run`; returns the summary."""
     ends = [f"run_dir={run}", f"total_samples={samples}"]
     return train(compose(make_words(base, *words, *ends)))
 
 
-def edit_header(file: Path, out: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+def edit_header(file, out, edit):
     """Copies a weights file to `out` with an edited description."""
     with safe_open(file, "pt") as opened:
         described = json.loads(opened.metadata()["fastlatent"])

@@ -1,12 +1,8 @@
 """Tiny denoisers of every family, and inputs for them."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from models.denoiser import Denoiser
 from models.mixers.attention import Attention
@@ -15,7 +11,7 @@ from models.mixers.convolution import Convolution
 from models.mixers.selective_scan import SelectiveScan
 from models.mixers.zigzag_ssd import ZigzagSSD
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "mamba": {"mixer": partial(BidirectionalSSD, expand=2, state_dim=16)},
     "ssd_mlp": {"mixer": partial(BidirectionalSSD, expand=1, state_dim=16), "mlp_ratio": 8 / 3},
     "dit": {"mixer": Attention, "mlp_ratio": 8 / 3},
@@ -38,13 +34,13 @@ SIZES = {
 }
 
 
-def make_denoiser(family: str, **changes: Any) -> Denoiser:
+def make_denoiser(family, **changes):
     """An initialised tiny denoiser, always with the same weights; `changes` replace arguments."""
     torch.manual_seed(0)
     return Denoiser(**SIZES | FAMILIES[family] | changes)
 
 
-def fill_zero_layers(model: Denoiser) -> Denoiser:
+def fill_zero_layers(model):
     """Draws the modulations and the head, which start at zero, so that every part matters."""
     for layer in (model.modulation, model.head):
         # drawn in fp32, so that the draws are the same whatever dtype holds them
@@ -54,7 +50,7 @@ def fill_zero_layers(model: Denoiser) -> Denoiser:
     return model
 
 
-def make_inputs(model: Denoiser, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(model, batch=2):
     """Latents, times and labels for a denoiser, always the same."""
     generator = torch.Generator().manual_seed(1)
     rows, columns = model.grid

@@ -1,32 +1,23 @@
 """The Triton kernels in the configurations that are shipped, as scripts/kernel_resources.py
 compiles them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
-TYPES = {
-    **dict.fromkeys(("X", "Y", "Z", "H", "DY", "DX", "DZ", "DH"), "*bf16"),
-    **dict.fromkeys(("B_IN", "C_OUT", "DS", "DT", "DDT"), "*bf16"),
-    **dict.fromkeys(("GROUPS", "INSIDE", "OTHER", "OUT"), "*bf16"),
-    **dict.fromkeys(("BRANCH", "DBRANCH", "GATE", "SCALE", "SHIFT", "DU"), "*bf16"),
-    **dict.fromkeys(("JOINED", "DJOINED"), "*bf16"),
-    **dict.fromkeys(("QKV", "Q", "KEYS", "DQ", "DK", "DV", "DQKV"), "*bf16"),
-    **dict.fromkeys(("STEPS", "SUMS", "D", "DD", "DSTEPS", "DSUMS", "TOTALS"), "*fp32"),
-    **dict.fromkeys(("ROWS", "COLUMNS", "ROWS_BEHIND", "COLUMNS_BEHIND"), "*fp32"),
-    **dict.fromkeys(("STATES", "WEIGHTS", "DOTS"), "*fp32"),
-    **dict.fromkeys(("RESIDUAL", "DRESIDUAL", "RSTD"), "*fp32"),
-    **dict.fromkeys(("BIAS", "A_LOG", "NORM", "WEIGHT", "Q_WEIGHT", "K_WEIGHT"), "*fp32"),
-    "ROTATIONS": "*fp32",
-    **dict.fromkeys(("BRANCH_ROWS", "H_ROWS"), "*i32"),
-    **dict.fromkeys(("L", "K", "rows", "gate_stride", "scale_stride", "shift_stride"), "i32"),
-    **dict.fromkeys(("dt_batch", "dt_token", "ddt_batch", "ddt_token"), "i32"),
+ARGUMENTS = {
+    "*bf16": "X Y Z H DY DX DZ DH B_IN C_OUT DS DT DDT GROUPS INSIDE OTHER OUT "
+    "BRANCH DBRANCH GATE SCALE SHIFT DU JOINED DJOINED QKV Q KEYS DQ DK DV DQKV",
+    "*fp32": "STEPS SUMS D DD DSTEPS DSUMS TOTALS ROWS COLUMNS ROWS_BEHIND COLUMNS_BEHIND "
+    "STATES WEIGHTS DOTS RESIDUAL DRESIDUAL RSTD BIAS A_LOG NORM WEIGHT Q_WEIGHT K_WEIGHT "
+    "ROTATIONS",
+    "*i32": "BRANCH_ROWS H_ROWS",
+    "i32": "L K rows gate_stride scale_stride shift_stride dt_batch dt_token ddt_batch ddt_token",
 }
-"""Argument of a kernel -> Triton's type, where one kernel does not say otherwise."""
+"""Triton's type -> the kernels' arguments of it, where one kernel does not say otherwise."""
+TYPES = {name: kind for kind, names in ARGUMENTS.items() for name in names.split()}
 NO_GATE = {"Z": None, "NORM": None, "H": None, "EPS": 0.0}
 """Constants of the scan's forward kernel without its epilogue."""
-SCAN_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+SCAN_VARIANTS = {
     "forward": {", gated": {"EPS": 1e-6}, "": NO_GATE},
     "dx": {"": {}},
     "ds": {", diagonal": {"DIAGONAL": True}, "": {"DIAGONAL": False}},
@@ -56,24 +47,24 @@ class Case(NamedTuple):
     """Limit of registers per thread of the launch; None: the hardware's."""
 
 
-def add_backward(case: Case, kernel: Any, **changes: Any) -> Iterator[Case]:
+def add_backward(case, kernel, **changes):
     """Yields a forward case, and the same case of the backward kernel."""
     yield case
     yield case._replace(name=f"{case.name}, backward", kernel=kernel, **changes)
 
 
-def make_strides(length: int, **tokens: int) -> dict[str, int]:
+def make_strides(length, **tokens):
     """Strides of a token and of a sample of `length` tokens, by tensor."""
     strides = {f"{name}_token": n for name, n in tokens.items()}
     return strides | {f"{name}_batch": n * length for name, n in tokens.items()}
 
 
-def widen(types: dict[str, str]) -> dict[str, str]:
+def widen(types):
     """Types of a run in fp32."""
     return {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
 
 
-def cases(architecture: int) -> Iterator[Case]:
+def cases(architecture):
     """Every kernel in every configuration that is shipped for an architecture."""
     yield from add_norm_cases()
     yield from ssd_cases(architecture)
@@ -85,7 +76,7 @@ def cases(architecture: int) -> Iterator[Case]:
     yield from counter_noise_cases()
 
 
-def add_norm_cases() -> Iterator[Case]:
+def add_norm_cases():
     """Tokens in one order, as in most models; with both row maps, as where a layer has an order of
     its own; and with LayerNorm, as in SiT's weights."""
     from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, choose_tile
@@ -111,7 +102,7 @@ def add_norm_cases() -> Iterator[Case]:
             )
 
 
-def ssd_cases(architecture: int) -> Iterator[Case]:
+def ssd_cases(architecture):
     """24 heads; the flagship's head dim and state size, and the largest and smallest."""
     from accel.kernels import bidirectional_ssd_backward_triton as backward
     from accel.kernels import bidirectional_ssd_triton as ssd
@@ -126,7 +117,7 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     sizes = [(256, 64, 64), (300, 64, 64)]
     sizes += [(256, 128, 128), (256, 32, 16), (256, 128, 16), (256, 16, 128)]
     wide = [(256, 64, 64), (256, 128, 128)]
-    for shape, fp32 in (*((shape, False) for shape in sizes), *((shape, True) for shape in wide)):
+    for shape, fp32 in (*product(sizes, [False]), *product(wide, [True])):
         name = "L={} P={} N={}".format(*shape) + (" fp32" if fp32 else "")
         for part, kernel in kernels.items():
             block, warps, most = ssd.choose_configuration(part, *shape, architecture, fp32=fp32)
@@ -163,19 +154,19 @@ def ssd_cases(architecture: int) -> Iterator[Case]:
     yield decays._replace(name="ssd decay L=256", kernel=kernel, constants=decay, warps=4)
 
 
-def chunked_ssd_cases() -> Iterator[Case]:
+def chunked_ssd_cases():
     """Chunks of 256 tokens; forward reads into y, backward takes products with its gradient."""
     from accel.kernels import chunked_ssd_triton as between
 
     read = between.ssd_read_kernel
-    kernels: dict[str, tuple[Any, dict[str, None]]] = {
+    kernels = {
         "states": (between.ssd_states_kernel, {}),
         "read": (read, {"OTHER": None, "DOTS": None}),
         "read, products": (read, {"INSIDE": None}),
         "groups": (between.ssd_groups_kernel, {}),
     }
-    for size, fp32 in ((64, False), (128, False), (64, True), (128, True)):
-        sizes: dict[str, Any] = choose_scan_sizes(256, size, size)
+    for fp32, size in product((False, True), (64, 128)):
+        sizes = choose_scan_sizes(256, size, size)
         sizes |= {"g_token": sizes["x_token"], "g_batch": sizes["x_batch"], "o_token": 24 * size}
         block, block_n, warps = between.choose_configuration(size, size, fp32)
         sizes |= {"o_batch": 256 * 24 * size, "T": 256, "BLOCK": block, "BLOCK_N": block_n}
@@ -193,7 +184,7 @@ def chunked_ssd_cases() -> Iterator[Case]:
             )
 
 
-def choose_scan_sizes(length: int, head_dim: int, state_dim: int) -> dict[str, int]:
+def choose_scan_sizes(length, head_dim, state_dim):
     """Constants of a launch for 24 heads: x, B and C lie as `local_mix` writes them, and z in the
     projection."""
     inner = 24 * head_dim
@@ -202,7 +193,7 @@ def choose_scan_sizes(length: int, head_dim: int, state_dim: int) -> dict[str, i
     return {"L": length, "K": 24, "N": state_dim, "P": head_dim} | strides
 
 
-def local_mix_cases() -> Iterator[Case]:
+def local_mix_cases():
     """3 × 3 taps on a 16 × 16 grid, and 7 taps along 1,024 tokens."""
     from accel.kernels import local_mix_triton as mix
 
@@ -216,26 +207,23 @@ def local_mix_cases() -> Iterator[Case]:
         constants = sizes | {"BACKWARDS": False}
         kernel = mix.local_mix_kernel
         case = Case(name, kernel, types, constants, mix.WARPS, quick=rows == 16)
-        yield case
         turned = sizes | {"BACKWARDS": True}
         yield case._replace(name=f"{name}, turned", constants=turned, quick=False)
-        kernel = mix.local_mix_backward_kernel
-        yield case._replace(name=f"{name}, backward", kernel=kernel, constants=sizes)
+        yield from add_backward(case, mix.local_mix_backward_kernel, constants=sizes)
 
 
-def gated_norm_cases() -> Iterator[Case]:
+def gated_norm_cases():
     from accel.kernels import gated_norm_triton as norm
 
     strides = make_strides(256, z=1816, dz=1816)
     for head_dim in (32, 64, 128):
         sizes = {"EPS": 1e-6, "P": head_dim, "BLOCK_L": norm.BLOCK_L, "BLOCK_P": head_dim} | strides
         name = f"gated_norm P={head_dim}"
-        kernel = norm.gated_norm_kernel
-        case = Case(name, kernel, TYPES, sizes, norm.WARPS, quick=head_dim == 64)
+        case = Case(name, norm.gated_norm_kernel, TYPES, sizes, norm.WARPS, quick=head_dim == 64)
         yield from add_backward(case, norm.gated_norm_backward_kernel)
 
 
-def swiglu_cases() -> Iterator[Case]:
+def swiglu_cases():
     from accel.kernels import swiglu_triton as swiglu
 
     sizes = {"H": 2048, "BLOCK_R": swiglu.BLOCK_R, "BLOCK_H": swiglu.BLOCK_H}
@@ -243,7 +231,7 @@ def swiglu_cases() -> Iterator[Case]:
     yield from add_backward(case, swiglu.swiglu_backward_kernel)
 
 
-def qk_rope_cases() -> Iterator[Case]:
+def qk_rope_cases():
     """Gradients as attention returns them, each in its own tensor."""
     from accel.kernels import qk_rope_triton as rope
 
@@ -264,7 +252,7 @@ def qk_rope_cases() -> Iterator[Case]:
         yield from add_backward(case, rope.qk_rope_backward_kernel)
 
 
-def counter_noise_cases() -> Iterator[Case]:
+def counter_noise_cases():
     from accel.kernels import counter_noise_triton as noise
 
     integers = dict.fromkeys(("purpose", "key_low", "key_high", "words", "half"), "i32")

@@ -1,15 +1,11 @@
 """Plans of tiny runs, and processes that exist only in name."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scripts.plan.memory import Forecast
 from scripts.plan.report import PlanConfig, forecast_run
 from training.environment import CARDS
 
@@ -25,7 +21,7 @@ PLANNED_RUN = [*PLANNED, "model.head_dim=32", "model.depth=6", "batch_size=32", 
 
 
 @contextmanager
-def pretend_processes(count: int) -> Iterator[None]:
+def pretend_processes(count):
     """Inside, this process is the first of `count`; what it sends goes nowhere."""
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
@@ -35,5 +31,5 @@ def pretend_processes(count: int) -> Iterator[None]:
 
 
 @cache
-def forecast_words(*words: str, gpus: int = 1) -> Forecast:
+def forecast_words(*words, gpus=1):
     return forecast_run([*PLANNED_RUN, *words], PlanConfig(gpus=gpus), CARDS["h100"])

@@ -5,12 +5,8 @@ checkpoints. Ma et al. 2024, https://arxiv.org/abs/2401.08740; Yao et al. 2025,
 https://arxiv.org/abs/2501.01423.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +33,7 @@ class Shape:
     qk_norm: bool = False
 
     @property
-    def hidden(self) -> int:
+    def hidden(self):
         return int(2 / 3 * 4 * self.dim) if self.lightning else 4 * self.dim
 
 
@@ -49,13 +45,13 @@ SHAPES = {
 }
 
 
-def draw_weights(shape: Shape, seed: int = 0) -> Weights:
+def draw_weights(shape, seed=0):
     """Every tensor of the checkpoint, none of them zero."""
     D = shape.dim
     P = shape.patch
     C = shape.channels
     values = P * P * C * (2 if shape.sigma else 1)
-    sizes: dict[str, tuple[int, ...]] = {
+    sizes = {
         "x_embedder.proj.weight": (D, C, P, P),
         "x_embedder.proj.bias": (D,),
         "pos_embed": (1, shape.rows**2, D),
@@ -101,30 +97,28 @@ def draw_weights(shape: Shape, seed: int = 0) -> Weights:
     return weights
 
 
-def rotations(shape: Shape) -> tuple[Tensor, Tensor]:
+def rotations(shape):
     """Angle of each token and channel of a head: position along rows, then along columns, over
     10000^(2j/half)."""
     half = shape.dim // shape.heads // 2
-    angles = torch.empty(shape.rows**2, 2 * half)
-    for token in range(shape.rows**2):
-        for axis, position in enumerate(divmod(token, shape.rows)):
-            for j in range(half):
-                angles[token, axis * half + j] = position / 10000 ** (2 * (j // 2) / half)
+    rows = torch.arange(shape.rows)
+    periods = 10000 ** (torch.arange(half).double() // 2 * 2 / half)
+    angles = (torch.cartesian_prod(rows, rows).unsqueeze(2) / periods).flatten(1).float()
     return angles.cos(), angles.sin()
 
 
-def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+def linear(w, name, x):
     return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
 
-def norm(w: Weights, name: str, x: Tensor) -> Tensor:
+def norm(w, name, x):
     """RMSNorm where it has a weight, otherwise LayerNorm without one."""
     if f"{name}.weight" in w:
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
     return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
 
 
-def attention(w: Weights, name: str, x: Tensor, shape: Shape) -> Tensor:
+def attention(w, name, x, shape):
     B, L, D = x.shape
     q, k, v = linear(w, f"{name}.qkv", x).view(B, L, 3, shape.heads, -1).permute(2, 0, 3, 1, 4)
     if shape.qk_norm:
@@ -134,7 +128,7 @@ def attention(w: Weights, name: str, x: Tensor, shape: Shape) -> Tensor:
         cos = w["feat_rope.freqs_cos"]
         sin = w["feat_rope.freqs_sin"]
 
-        def rotate(x: Tensor) -> Tensor:
+        def rotate(x):
             pairs = x.view(*x.shape[:-1], -1, 2)
             return x * cos + torch.stack((-pairs[..., 1], pairs[..., 0]), -1).view_as(x) * sin
 
@@ -144,14 +138,14 @@ def attention(w: Weights, name: str, x: Tensor, shape: Shape) -> Tensor:
     return linear(w, f"{name}.proj", (weights @ v).transpose(1, 2).reshape(B, L, D))
 
 
-def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
+def mlp(w, name, x):
     if f"{name}.w12.weight" in w:
         gate, value = linear(w, f"{name}.w12", x).chunk(2, -1)
         return linear(w, f"{name}.w3", F.silu(gate) * value)
     return linear(w, f"{name}.fc2", F.gelu(linear(w, f"{name}.fc1", x), approximate="tanh"))
 
 
-def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+def velocity(w, shape, x, t, y):
     """z - ε of latents x (B, C, H, W) at times t (B,), where 1 is the image."""
     P = shape.patch
     rows = shape.rows
@@ -179,12 +173,10 @@ def velocity(w: Weights, shape: Shape, x: Tensor, t: Tensor, y: Tensor) -> Tenso
     return out.permute(0, 5, 1, 3, 2, 4).reshape(len(x), shape.channels, rows * P, rows * P)
 
 
-def import_published(
-    folder: Path, content: Any, encoder: Path, shape: Shape, **changes: Any
-) -> Path:
+def import_published(folder, content, encoder, shape, **changes):
     """Saves a checkpoint and imports it; returns the imported file."""
     torch.save(content, folder / "published.pt")
-    settings: dict[str, Any] = {
+    settings = {
         "kind": Kind.lightningdit if shape.lightning else Kind.sit,
         "encoder": str(encoder),
         "head_dim": shape.dim // shape.heads,
