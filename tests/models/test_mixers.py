@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from accel.kernels.qk_rope import rotate
 from models.mixers.attention import Attention, axial_rotations
 from models.mixers.bidirectional_ssd import BidirectionalSSD
 from models.mixers.selective_scan import SelectiveScan
@@ -33,11 +32,9 @@ def test_initial_time_steps_and_decays_lie_in_their_ranges():
     mamba1 = make_mixer(SelectiveScan, 16, 8, (2, 2), 0, state_dim=3)
     for mixer in (ssd, mamba1):
         dt = torch.nn.functional.softplus(mixer.dt_bias)
-        assert dt.min() >= 0.99e-3
-        assert dt.max() <= 1.01e-1
+        assert 0.99e-3 <= dt.min() <= dt.max() <= 1.01e-1
     decays = ssd.A_log.exp()
-    assert decays.min() >= 1
-    assert decays.max() <= 16
+    assert 1 <= decays.min() <= decays.max() <= 16
     torch.testing.assert_close(mamba1.A_log.exp(), torch.tensor([1.0, 2.0, 3.0]).expand(32, 3))
 
 
@@ -77,8 +74,7 @@ def test_windows_of_every_other_block_are_shifted():
     even, odd = make_denoiser("dit_windows", height=16, width=16).blocks
     assert even.layers[0].spans == [[2, 2, 2, 2]] * 2
     assert odd.layers[0].spans == [[1, 2, 2, 2, 1]] * 2
-    mixer = Attention(64, 32, (8, 8), window=2, shift=0, layer=1)
-    assert mixer.spans == even.layers[0].spans
+    assert Attention(64, 32, (8, 8), window=2, shift=0, layer=1).spans == even.layers[0].spans
 
 
 @pytest.mark.parametrize(
@@ -86,23 +82,13 @@ def test_windows_of_every_other_block_are_shifted():
     [
         (1, None, "window=1 must be .*below 4"),
         (4, None, "window=4 must be .*below 4"),
-        (-2, None, "window=-2 must be .*below 4"),
         (3, 3, "shift=3 must be .*window=3;"),
-        (3, -1, "shift=-1 must be .*window=3;"),
         (None, 0, "shift=0 must be .*window=None;"),
     ],
 )
 def test_impossible_windows_and_shifts_are_refused(window, shift, sentence):
     with pytest.raises(ValueError, match=f"model.mixer.{sentence}"):
         Attention(64, 32, (4, 4), window=window, shift=shift)
-
-
-def test_rotary_positions_make_scores_depend_on_offsets_only():
-    rotations = axial_rotations((4, 4), 16)
-    q, k = (rotate(torch.randn(16).expand(1, 1, 16, 16), rotations) for _ in range(2))
-    scores = (q @ k.mT)[0, 0].view(4, 4, 4, 4)
-    torch.testing.assert_close(scores[0, 0, 1, 2], scores[2, 1, 3, 3])
-    assert not torch.allclose(scores[0, 0, 1, 2], scores[0, 0, 2, 1])
 
 
 def test_the_first_half_of_a_head_turns_with_the_row():
@@ -112,7 +98,7 @@ def test_the_first_half_of_a_head_turns_with_the_row():
     assert torch.equal(rotations[..., 8:], rotations[:, :1, :, 8:].expand(2, 3, 5, 8))
 
 
-@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 6), (5, 2)])
+@pytest.mark.parametrize("grid", [(3, 5), (1, 6), (4, 2)])
 @pytest.mark.parametrize("layer", range(PATHS))
 def test_a_zigzag_path_visits_every_token_and_steps_to_neighbours(grid, layer):
     path = make_zigzag_path(grid, layer)
@@ -122,7 +108,7 @@ def test_a_zigzag_path_visits_every_token_and_steps_to_neighbours(grid, layer):
     assert ((rows.diff().abs() + columns.diff().abs()) == 1).all()
 
 
-@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (3, 3), (16, 16)])
+@pytest.mark.parametrize("grid", [(3, 5), (16, 16)])
 def test_a_selective_scan_alternates_a_path_and_its_reverse_and_has_eight_in_all(grid):
     paths = [SelectiveScan(16, 8, grid, layer, state_dim=2).order for layer in range(9)]
     for layer in range(0, 8, 2):
@@ -153,9 +139,3 @@ def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer(family):
         block.rows_0 = block.rows_1 = None
     inputs = make_inputs(model)
     torch.testing.assert_close(model(*inputs), reference(*inputs))
-
-
-def test_mixers_keep_rows_as_buffers_that_are_not_saved():
-    model = make_denoiser("zigzag")
-    assert not any("rows" in name for name in model.state_dict())
-    assert {"blocks.0.rows_1", "blocks.1.rows_0"} <= dict(model.named_buffers()).keys()
