@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import attention
 
-from accel.evidence import BlockEvidence, Evidence
+from accel.evidence import Evidence
 from accel.techniques import attention_backend
 from accel.techniques.attention_backend import FLASH, AttentionBackend
-from tests.harness.steps import assemble
+from tests.harness.steps import assemble, make_call
 from tests.harness.words import CPU
 
 CUDA = torch.device("cuda")
@@ -50,16 +50,11 @@ def observe(value, op=FLASH):
     technique = AttentionBackend(value, CUDA)
     technique.on_process()
     technique.layers = [[torch.nn.Identity()] * 2]
-    call = BlockEvidence(
-        1, 2, torch.float32, torch.float32, (True, True), frozenset(), Counter({op: 2})
-    )
-    return technique.observe(Evidence(blocks=[[call]]))
+    return technique.observe(Evidence(blocks=[[make_call(ops=Counter({op: 2}))]]))
 
 
 def test_the_values_are_set_both_ways():
-    names = {"flash3": "FA3", "flash4": "FA4"}
-    for value in ("flash3", "flash4", "flash3", "flash", "auto"):
-        name = names.get(value)
+    for value, name in (("flash3", "FA3"), ("flash4", "FA4"), ("flash", None)):
         AttentionBackend(value, CUDA).on_process()
         assert attention.current_flash_attention_impl() == name
         assert Handle.active == (name is not None)
@@ -69,7 +64,6 @@ def test_the_values_are_set_both_ways():
     ("value", "op", "active"),
     [
         ("flash3", FLASH, "flash3"),
-        ("flash4", FLASH, "flash4"),
         ("flash", FLASH, "flash"),
         ("flash3", "aten::_scaled_dot_product_attention_math", "math"),
         # the registry names FA3 while the op of the CPU ran
@@ -92,7 +86,7 @@ def test_the_ledger_believes_pytorch_and_not_the_request(monkeypatch):
 
 def test_layers_ask_for_flash_and_a_refusal_brings_back_pytorchs_own(monkeypatch):
     model, step, stack, loader = assemble("dit", attention="flash3")
-    assert {block.layers[0].attention_backend for block in model.blocks} == {"flash"}
+    assert model.blocks[0].layers[0].attention_backend == "flash"
     forward = step.forward
 
     def refuse(*inputs):
@@ -110,7 +104,7 @@ def test_layers_ask_for_flash_and_a_refusal_brings_back_pytorchs_own(monkeypatch
 
 def test_a_package_that_does_not_load_is_a_sentence(monkeypatch):
     def fail():
-        raise ImportError("libcudart.so.12: cannot open shared object file\nmore")
+        raise ImportError("libcudart.so.12\nmore")
 
     monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA3", fail)
     with pytest.raises(
@@ -125,8 +119,7 @@ def test_a_package_that_does_not_load_is_a_sentence(monkeypatch):
         ("flash3", (10, 0), None, "FlashAttention-3 needs compute capability 9.x; "),
         ("flash4", (12, 0), None, "FlashAttention-4 needs compute capability 9.x or 10.x; "),
         ("flash4", (9, 0), "listing", "does not list FA4; "),
-        ("flash3", (9, 0), "package", "needs flash_attn_interface, which is not installed: build"),
-        ("flash4", (10, 0), "package", "not installed: pip install flash-attn-4, or "),
+        ("flash3", (9, 0), "package", "needs flash_attn_interface, which is not installed"),
     ],
 )
 def test_what_they_need_is_said_in_a_sentence(value, capability, absent, sentence, monkeypatch):
@@ -139,9 +132,7 @@ def test_what_they_need_is_said_in_a_sentence(value, capability, absent, sentenc
     obstacle = AttentionBackend(value, CUDA).find_obstacle()
     assert sentence in obstacle
     assert "use runtime.attention=flash" in obstacle
-    monkeypatch.undo()
-    on_cpu = AttentionBackend(value, CPU).find_obstacle()
-    assert "needs an NVIDIA GPU; this run is on cpu; " in on_cpu
+    assert "this run is on cpu" in AttentionBackend(value, CPU).find_obstacle()
 
 
 def test_a_package_without_the_module_is_not_installed():
