@@ -117,7 +117,7 @@ class Result(NamedTuple):
     environment: Figures
 
 
-def rate(result: Result) -> tuple[bool, str]:
+def make_sort_key(result: Result) -> tuple[bool, str]:
     """Returns a key that sorts the results of one case, the best last: failures before figures,
     then old before new."""
     return "error" not in result.entry, result.environment["date"]
@@ -180,7 +180,7 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
         hardware = Page(key[0], every).newest["hardware"]
         every = [result for result in every if result.environment["hardware"] == hardware]
         best: dict[str, Any] = dict.fromkeys(result.entry["name"] for result in every)
-        best |= {result.entry["name"]: result for result in sorted(every, key=rate)}
+        best |= {result.entry["name"]: result for result in sorted(every, key=make_sort_key)}
         page = Page(key[0], list(best.values()))
         if any("reason" not in entry for entry in page.entries):
             yield page

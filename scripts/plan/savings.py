@@ -35,10 +35,10 @@ USEFUL_SHARE = 0.99
 FEW_SAMPLES = 8
 """A micro-batch is tried before gradient checkpointing if it has at least this number of samples,
 and after it if it has fewer."""
-SMALLER_RANK = 20
+SMALLER_ORDER = 20
 """Place of a smaller micro-batch in the order in which savings are tried, the lowest number
 first."""
-MUCH_SMALLER_RANK = 50
+MUCH_SMALLER_ORDER = 50
 """Place in the order of savings of a micro-batch with fewer than `FEW_SAMPLES` samples: late,
 because its matrix products are slow."""
 OPTIM = "optim"
@@ -76,7 +76,7 @@ def list_savings(question: Question, exact: bool = False) -> list[Saving]:
             savings += kind.savings
     times = 2
     while question.samples % times == 0:
-        smaller = SMALLER_RANK if question.samples // times >= FEW_SAMPLES else MUCH_SMALLER_RANK
+        smaller = SMALLER_ORDER if question.samples // times >= FEW_SAMPLES else MUCH_SMALLER_ORDER
         steps = times * question.cfg.accumulation_steps
         savings.append(Saving({STEPS_KEY: steps}, "smaller products", smaller + times.bit_length()))
         times *= 2

@@ -144,7 +144,7 @@ def test_a_failure_replaces_no_figures():
     good = Result({"name": "a"}, {"date": "2026-12-01"})
     failed = Result({"name": "a", "error": "e"}, {"date": "2026-12-05"})
     newer = Result({"name": "a", "speed": 2.0}, {"date": "2026-12-03"})
-    assert sorted((newer, failed, good), key=publish.rate) == [failed, good, newer]
+    assert sorted((newer, failed, good), key=publish.make_sort_key) == [failed, good, newer]
 
 
 def test_a_result_from_a_place_without_git_gets_the_commit_of_its_code(
