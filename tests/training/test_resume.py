@@ -4,19 +4,13 @@ tests/faults/test_kills.py kills runs at any moment; here a copy of a finished r
 checkpoints, which is all that a kill leaves.
 """
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
-import torch
 
-from common.files import ROOT
 from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
-from tests.harness.sets import draw_random_samples, save_latent_set
+from tests.harness.refusals import expect_refusal
+from tests.harness.sets import save_random_set
 from tests.harness.words import TINY_RUN
 from train import train
 from training.checkpoint.load import find_checkpoints
@@ -62,23 +56,6 @@ def copy(uninterrupted, tmp_path):
     return copy_until(uninterrupted, tmp_path / "copy", 24)
 
 
-@pytest.mark.slow
-def test_killed_twice_and_started_again_ends_bit_for_bit_the_same(uninterrupted, tmp_path):
-    folder = tmp_path / "killed"
-    command = [sys.executable, "train.py", *WORDS, f"run_dir={folder}"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    metrics = folder / "metrics.jsonl"
-    for lines in (2, 4):
-        process = subprocess.Popen(command, cwd=ROOT, env=environment)
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= lines):
-            assert process.poll() is None, "the run ended before it could be killed"
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    assert read_outcome(folder) == read_outcome(uninterrupted)
-
-
 @pytest.mark.parametrize(
     "step", [10, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 15, 20))]
 )
@@ -101,20 +78,15 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, ste
 def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
     words = [*words, "eval_every=0", "total_samples=96"]
     if words[0] in ("data=webdataset", "data=resident"):
-        shards = [("train", draw_random_samples(45, 0)), ("held_out", draw_random_samples(4, 1))]
-        save_latent_set(tmp_path / "set", shards)
-        words.append(f"data.path={tmp_path / 'set'}")
+        words.append(f"data.path={save_random_set(tmp_path / 'set', 45, held_out=4)}")
     start_run(tmp_path / "whole", *words)
     resumed = copy_until(tmp_path / "whole", tmp_path / "resumed", 5)
     start_run(resumed, *words)
     assert read_outcome(resumed) == read_outcome(tmp_path / "whole")
     if words[0] == "data=webdataset":
-        checkpoint = tmp_path / "whole" / "checkpoints" / "step-10"
-        sentence = (
-            "The latents are the same, but their order, .* was channel-6 and is channel; data="
-        )
-        with pytest.raises(ValueError, match=sentence):
-            start_run(tmp_path / "other", "data=resident", words[-1], f"resume={checkpoint}")
+        words = ["data=resident", words[-1], f"resume={tmp_path / 'whole'}"]
+        with expect_refusal(r"The latents are the same, but their order, .* was"):
+            start_run(tmp_path / "other", *words)
 
 
 @pytest.mark.fault(
@@ -122,16 +94,13 @@ def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
 )
 def test_another_model_or_data_set_is_refused(uninterrupted, copy):
     for words, sentence in (
-        (["model.depth=3"], r"another model: depth was 2, is 3"),
-        (["seed=1"], r"another data: .*seed was 0, is 1"),
-        (["objective.timestep_shift=2"], r"another objective: timestep_shift was 1.0, is 2"),
-        (
-            ["optim._target_=torch.optim.SGD", "~optim.betas"],
-            r"another optimizer: class was torch.optim.AdamW, is torch.optim.SGD",
-        ),
+        (["model.depth=3"], "another model: depth was 2, is 3"),
+        (["seed=1"], "another data: .*seed was 0, is 1"),
+        (["objective.timestep_shift=2"], "another objective: timestep_shift was 1.0, is 2"),
+        (["optim._target_=torch.optim.SGD", "~optim.betas"], "another optimizer: class was"),
         (["resume=never"], "resume=never"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with expect_refusal(sentence):
             start_run(copy, *words)
     assert read_outcome(copy) == read_outcome(uninterrupted)
 
@@ -168,11 +137,11 @@ def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, copy, t
         assert find_checkpoints(str(path))[-1] == last
     # A path without a checkpoint is refused, even where run_dir has some.
     sentence = r"resume=/nope is or has no usable checkpoint; name a run folder"
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         start_run(copy, "resume=/nope")
 
 
 def test_an_older_checkpoint_of_the_same_run_is_refused(uninterrupted):
     older = uninterrupted / "checkpoints" / "step-5"
-    with pytest.raises(ValueError, match=r"holds a later checkpoint, step-24"):
+    with expect_refusal(r"holds a later checkpoint, step-24"):
         start_run(uninterrupted, f"resume={older}")
