@@ -11,14 +11,11 @@ from training.environment import find_peak_flops
     [
         ("NVIDIA H200", "bf16", 989e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
-        ("NVIDIA H100 80GB HBM3", "fp16", 989e12),
         # Its peak is lower than its name says.
         ("NVIDIA H100 NVL", "bf16", None),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
-        # A share of the 16-bit peak would mean nothing for fp32, nor for products partly in 8 bits.
-        ("NVIDIA A100-SXM4-80GB", "fp32", None),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
+        # A share of the 16-bit peak would mean nothing for products partly in 8 bits.
         ("NVIDIA H100 80GB HBM3", "fp8", None),
-        ("NVIDIA A40", "bf16", 149.7e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
     ],
 )

@@ -16,17 +16,16 @@ def make_batch(size):
     return Batch(latents, position % 3, position, position)
 
 
-def compute_losses(objective, model=lambda x, *_: x, size=4000, **options):
-    return objective.compute_losses(model, make_batch(size), seed=0, null_label=3, **options)
+def compute_losses(objective, model=lambda x, *_: x, batch=None, **options):
+    batch = batch or make_batch(4000)
+    return objective.compute_losses(model, batch, seed=0, null_label=3, **options)
 
 
 def test_a_perfect_model_has_no_loss():
     """Where z is 0, the target v = ε - z is x / t."""
     batch = make_batch(64)
     batch = batch._replace(latents=torch.zeros_like(batch.latents))
-    losses, t = FlowMatching().compute_losses(
-        lambda x, t, y: x / t.view(-1, 1, 1, 1), batch, seed=0, null_label=3
-    )
+    losses, t = compute_losses(FlowMatching(), lambda x, t, y: x / t.view(-1, 1, 1, 1), batch)
     assert losses.max() < 1e-10
     assert ((t > 0) & (t < 1)).all()
 
@@ -67,8 +66,6 @@ def test_a_dropped_label_becomes_the_one_that_no_class_has():
 def test_draws_follow_the_position_not_the_batch():
     batch = make_batch(8)
     model = fill_zero_layers(make_denoiser("mamba", channels=1, height=4, width=4))
-    whole, _ = FlowMatching().compute_losses(model, batch, seed=0, null_label=3)
-    part, _ = FlowMatching().compute_losses(
-        model, Batch(*(t[3:5] for t in batch)), seed=0, null_label=3
-    )
+    whole, _ = compute_losses(FlowMatching(), model, batch)
+    part, _ = compute_losses(FlowMatching(), model, Batch(*(t[3:5] for t in batch)))
     torch.testing.assert_close(part, whole[3:5])
