@@ -1,14 +1,10 @@
 """Loggers are optional: none of them stops a run."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys
 import time
-import types
-from collections.abc import Callable
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,34 +14,30 @@ from tests.harness.outcomes import read_columns
 from training.loggers import NoLogger, WandbLogger
 from training.state import TrainState
 
-Run = Callable[..., dict[str, Any]]
 TWENTY_STEPS = ["total_samples=160", "runtime=eager", "log_every=1"]
 
 
-def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(
-    run, monkeypatch, capsys
-):
-    facts: dict = {}
+def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(run, monkeypatch):
+    facts = {}
     monkeypatch.setattr(NoLogger, "start", lambda self, folder, config: facts.update(config))
     monkeypatch.setattr(NoLogger, "finish", lambda self, summary: facts.update(summary))
     monkeypatch.setattr(TrainState, "advance", lambda self, samples: sys.exit(75))
     with pytest.raises(SystemExit):
         run()
     assert facts["hardware"]
-    assert {"versions", "git"} <= facts.keys()
     assert facts["ledger"]["fused_adamw"]["evidence"]
-    assert capsys.readouterr().out.count("\nAcceleration: compile=false fused_adamw=") == 1
 
 
-class Wandb(types.ModuleType):
+class Wandb:
     """W&B as far as fastlatent uses it, down from one of four moments on."""
 
+    Settings = dict
+    define_metric = teardown = Mock()
+
     def __init__(self, down):
-        super().__init__("wandb")
         self.down = down
         self.lines = []
         self.summary = {"sample_grid": "a picture"}
-        self.Settings = dict
 
     def init(self, mode, settings, **_):
         self.settings = settings
@@ -53,16 +45,10 @@ class Wandb(types.ModuleType):
             raise ConnectionError("no route to host")
         return self
 
-    def define_metric(self, *_, **__):
-        pass
-
     def log(self, metrics):
         if self.down == "middle" and metrics["samples"] > 80:
             raise ConnectionError("broken pipe")
         self.lines.append(metrics)
-
-    def teardown(self):
-        pass
 
     def finish(self):
         if self.down == "end":
