@@ -1,14 +1,11 @@
 """Mutants of everything that the commands read: each is used right, or refused in one sentence, in
 1 GiB and 5 s."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
@@ -34,7 +31,7 @@ from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.limits import is_unfit, run_limited
-from tests.harness.mutants import Draw, mutate_file, mutate_safetensors, mutate_tree
+from tests.harness.mutants import mutate_file, mutate_safetensors, mutate_tree
 from tests.harness.outcomes import seal_checkpoint
 from tests.harness.payloads import as_json, make_weights, read_description, with_description
 from tests.harness.sets import draw_random_samples, save_images, save_latent_set, write_tar
@@ -46,9 +43,6 @@ from training.config.explain import flatten_tree
 from training.config.schema import PrecomputeConfig
 from training.distributed.exit import run_app
 from training.weights.pretrained import fit_weights, load_pretrained
-
-Case = Callable[[], object]
-Subject = Callable[[Draw, Path], Case]
 
 
 def hash_bytes(content):
@@ -157,7 +151,7 @@ def read_rows(folder, split):
     return rows
 
 
-MIXERS: list[tuple[str, dict[str, int]]] = [
+MIXERS = [
     ("attention.Attention", {}),
     ("convolution.Convolution", {}),
     ("zigzag_ssd.ZigzagSSD", {"expand": 2, "state_dim": 8}),

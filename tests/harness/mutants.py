@@ -37,7 +37,7 @@ EDGES = (
 VALUES = st.sampled_from(EDGES) | st.recursive(
     SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
 )
-TENSOR_CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+TENSOR_CHANGES = [
     torch.Tensor.double,
     torch.Tensor.bool,
     torch.Tensor.neg,
