@@ -1,12 +1,7 @@
 """Loaders of a latent set by kind, and batches: compared, joined, sorted."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,20 +14,20 @@ SAMPLE_BYTES = 240
 """Size of one sample of `draw_random_samples`, with its posterior and both mirrored tensors."""
 
 
-def resident(path: str | Path | None, **changes: Any) -> ResidentLatents:
+def resident(path, **changes):
     """Opens a set that lies on the device; batches of 10 unless `changes` say otherwise."""
-    settings: dict[str, Any] = {"batch_size": 10, "seed": 0, "device": CPU} | changes
+    settings = {"batch_size": 10, "seed": 0, "device": CPU} | changes
     return ResidentLatents(path=path if path is None else str(path), **settings)
 
 
-def chunked(path: str | Path, samples: int = 15, **changes: Any) -> ResidentLatents:
+def chunked(path, samples=15, **changes):
     """Opens a set of which two chunks of so many samples fit on the device."""
     return resident(path, device_memory_gib=2 * samples * SAMPLE_BYTES / 2**30, **changes)
 
 
-def streamed(path: str | Path, **changes: Any) -> StreamedLatents:
+def streamed(path, **changes):
     """Opens a set that six streams read in windows of five, without worker processes."""
-    settings: dict[str, Any] = {"batch_size": 12, "seed": 0, "device": CPU}
+    settings = {"batch_size": 12, "seed": 0, "device": CPU}
     settings |= {"streams": 6, "window": 5, "num_workers": 0} | changes
     return StreamedLatents(path=str(path), **settings)
 
@@ -47,20 +42,20 @@ LOADERS = {
 """Loaders that read a latent set."""
 
 
-def join(batches: Iterable[Batch]) -> Batch:
+def join(batches):
     return Batch(*map(torch.cat, zip(*batches, strict=True)))
 
 
-def take(loader: Iterable[Batch], count: int) -> Batch:
+def take(loader, count):
     """Joins the next `count` batches."""
     return join(islice(loader, count))
 
 
-def sort_by_position(batch: Batch) -> Batch:
+def sort_by_position(batch):
     order = batch.position.argsort()
     return Batch(*(tensor[order] for tensor in batch))
 
 
-def assert_same(first: Batch, second: Batch) -> None:
+def assert_same(first, second):
     for name, a, b in zip(Batch._fields, first, second, strict=True):
         assert torch.equal(a, b), name

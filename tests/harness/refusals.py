@@ -1,8 +1,5 @@
 """The refusal that most faults of users must end in."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +8,7 @@ from common.errors import UserError
 
 
 @contextmanager
-def expect_refusal(sentence: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
+def expect_refusal(sentence):
     """Expects a UserError whose text is one line that the pattern `sentence` matches."""
     with pytest.raises(UserError, match=sentence) as error:
         yield error

@@ -1,31 +1,27 @@
 """A web server of a folder on the loopback device whose answers a test chooses."""
 
-from __future__ import annotations
-
 import http.server
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 
 class Server(http.server.ThreadingHTTPServer):
     """Sends files of a folder, whole or in parts."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
-        self.script: Callable[[int, str], object] = lambda number, path: None
+        self.script = lambda number, path: None
         """Decides about each request: a status to answer, "hang", "cut", None for an honest answer,
         or a function that answers itself."""
-        self.requests: list[str] = []
+        self.requests = []
         self.ranges = True
         self.released = threading.Event()
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, request, client_address):
         """Ignores clients that leave early."""
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -33,7 +29,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         server = self.server
         server.requests.append(self.path)
         part = self.headers.get("Range", "")
@@ -50,7 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             self.send_file(file.read_bytes(), part if server.ranges else "", verdict == "cut")
 
-    def send_file(self, content: bytes, part: str, cut: bool) -> None:
+    def send_file(self, content, part, cut):
         """Sends all of a file, or the `part` of a Range header; a `cut` reply breaks off in the
         middle."""
         if part:
@@ -62,14 +58,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content[: len(content) // 2] if cut else content)
         self.close_connection = cut
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         """Keeps requests out of the tests' output."""
 
 
-def reply(status: int, content: bytes = b"", **headers: str) -> Callable[[Handler], None]:
+def reply(status, content=b"", **headers):
     """Makes an answer with headers that need not be true; `_` in their names stands for `-`."""
 
-    def send(handler: Handler) -> None:
+    def send(handler):
         handler.send_response(status)
         for name, value in {"Content_Length": str(len(content)), **headers}.items():
             handler.send_header(name.replace("_", "-"), value)

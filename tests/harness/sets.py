@@ -1,17 +1,13 @@
 """Small things that several tests need: autoencoders with random weights, images, a latent set,
 pairs of choices."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +15,9 @@ from PIL import Image
 
 from accel.saved_tensors import count_saved
 from data.loader import Batch
-from data.manifest import Manifest, Shard
-from encoding.images import ImageList
+from data.manifest import Manifest
 from encoding.job import ShardWriter
 from models.autoencoders import add_global_branch
-from training.assemble import Training
 
 TINY = {
     "AutoencoderKL": {
@@ -53,10 +47,9 @@ TINY = {
     },
 }
 """Arguments of diffusers' classes for the smallest model of each; all of them halve the side."""
-Job = Callable[..., Path]
 
 
-def save_tiny_autoencoder(kind: str, folder: Path) -> Path:
+def save_tiny_autoencoder(kind, folder):
     """Saves a model of diffusers' class `kind` with random weights, always the same, to
     `folder`."""
     import diffusers
@@ -67,7 +60,7 @@ def save_tiny_autoencoder(kind: str, folder: Path) -> Path:
     return folder
 
 
-def save_tiny_taef2(folder: Path) -> Path:
+def save_tiny_taef2(folder):
     """Saves an AutoencoderTiny with a global branch in every block; TAEF2 has them in its middle
     blocks."""
     import diffusers
@@ -84,7 +77,7 @@ def save_tiny_taef2(folder: Path) -> Path:
     return folder
 
 
-def save_images(folder: Path, classes: tuple[str, ...], per_class: int) -> Path:
+def save_images(folder, classes, per_class):
     """Writes random PNGs and JPEGs of various sizes to `folder/<class>/<number>.<extension>`."""
     draw = np.random.default_rng(0)
     for name in classes:
@@ -95,9 +88,7 @@ def save_images(folder: Path, classes: tuple[str, ...], per_class: int) -> Path:
     return folder
 
 
-def save_latent_set(
-    folder: Path, shards: list[tuple[str, dict[str, torch.Tensor]]], **changes: Any
-) -> Manifest:
+def save_latent_set(folder, shards, **changes):
     """Writes `(split, tensors)` as one shard each, and their manifest; `changes` replace fields of
     the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +97,7 @@ def save_latent_set(
         for i, (split, tensors) in enumerate(shards)
     ]
     channels, height, width = shards[0][1]["latents"].shape[1:]
-    fields: dict[str, Any] = {
+    fields = {
         "channels": channels,
         "height": height,
         "width": width,
@@ -131,7 +122,6 @@ def save_latent_set(
         "precision": "fp32",
         "count": sum(shard.count for shard in written if shard.split == "train"),
         "held_out": sum(shard.count for shard in written if shard.split == "held_out"),
-        "skipped": [],
         "source": "random numbers",
         "source_sha256": "0" * 64,
         "seed": 0,
@@ -143,7 +133,7 @@ def save_latent_set(
     return manifest
 
 
-def save_named_set(folder: Path, names: list[str]) -> list[str]:
+def save_named_set(folder, names):
     """Writes random latents of classes with these names, and returns the words of a run on them."""
     samples = [draw_random_samples(count, seed, (1, 4, 4)) for seed, count in enumerate((20, 4))]
     for split in samples:
@@ -154,7 +144,7 @@ def save_named_set(folder: Path, names: list[str]) -> list[str]:
     return ["data=resident", f"data.path={folder}", "model.patch_size=2"]
 
 
-def save_random_set(folder: Path, *train: int, held_out: int = 0) -> Path:
+def save_random_set(folder, *train, held_out=0):
     """Saves a training shard for each of these numbers of samples, with seeds 0, 1, 2 …, and a
     held-out one, with seed 9."""
     shards = [("train", draw_random_samples(count, seed)) for seed, count in enumerate(train)]
@@ -164,19 +154,15 @@ def save_random_set(folder: Path, *train: int, held_out: int = 0) -> Path:
     return folder
 
 
-def write_shard(
-    file: Path, tensors: dict[str, torch.Tensor], split: str = "train", parts: int = 5
-) -> Shard:
-    """One shard in blocks of four samples, handed over in chunks of `parts`."""
+def write_shard(file, tensors, split="train"):
+    """One shard in blocks of four samples, handed over in chunks of five."""
     writer = ShardWriter(file, split, block_size=4)
-    for chunk in torch.arange(len(tensors["labels"])).split(parts):
+    for chunk in torch.arange(len(tensors["labels"])).split(5):
         writer.add({name: tensor[chunk] for name, tensor in tensors.items()})
     return writer.close()
 
 
-def draw_random_samples(
-    count: int, seed: int, shape: tuple[int, int, int] = (3, 4, 2)
-) -> dict[str, torch.Tensor]:
+def draw_random_samples(count, seed, shape=(3, 4, 2)):
     """All tensors that a block can hold, random."""
     generator = torch.Generator().manual_seed(seed)
     names = ("latents", "std", "mirrored", "mirrored_std")
@@ -185,15 +171,17 @@ def draw_random_samples(
     return tensors | {"labels": torch.arange(count) % 3}
 
 
-def write_tar(file: Path, members: Mapping[str, bytes]) -> Path:
+def write_tar(file, members):
     file.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file, "w") as tar:
         for name, content in members.items():
-            add_member(tar, name, content)
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
     return file
 
 
-def encode_png() -> bytes:
+def encode_png():
     stream = io.BytesIO()
     Image.new("RGB", (8, 8), (200, 0, 0)).save(stream, "PNG")
     return stream.getvalue()
@@ -203,14 +191,14 @@ PNG = encode_png()
 """A whole image."""
 
 
-def save_files(path: Path, *names: str, content: bytes = PNG) -> Path:
+def save_files(path, *names, content=PNG):
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
     return path
 
 
-def label_images(*labels: object, first: int = 0) -> dict[str, bytes]:
+def label_images(*labels, first=0):
     """Makes members of a tar: an image and a label each."""
     members = {}
     for i, label in enumerate(labels, first):
@@ -219,34 +207,28 @@ def label_images(*labels: object, first: int = 0) -> dict[str, bytes]:
     return members
 
 
-def read_keys(listed: ImageList) -> list[str]:
+def read_keys(listed):
     return [entry.key for entry in listed.entries]
 
 
-def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
-
-
-def read_contents(folder: Path) -> dict[str, bytes]:
+def read_contents(folder):
     """The files of a folder but its lock, by name."""
     files = [file for file in sorted(folder.iterdir()) if file.name != ".lock"]
     return {file.name: file.read_bytes() for file in files}
 
 
-def flip_byte(file: Path, place: int = -1) -> None:
+def flip_byte(file, place=-1):
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)
 
 
-def edit_manifest(folder: Path, **changes: Any) -> None:
+def edit_manifest(folder, **changes):
     file = folder / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def match(samples: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> list[int]:
+def match(samples, expected, tolerance=1e-5):
     """Finds for each sample the expected one that equals it; every expected one is found once."""
     distance = (samples.flatten(1).float()[:, None] - expected.flatten(1)[None]).abs().amax(2)
     assert distance.amin(1).max() < tolerance
@@ -255,11 +237,11 @@ def match(samples: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5
     return index
 
 
-def list_pairs(row: tuple[Any, ...]) -> set[tuple]:
+def list_pairs(row):
     return {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)}
 
 
-def cover_pairs(*axes: list[Any]) -> list[tuple[Any, ...]]:
+def cover_pairs(*axes):
     """Few rows that hold every pair of values of any two axes, chosen greedily."""
     rows = list(product(*axes))
     wanted = set().union(*map(list_pairs, rows))
@@ -271,14 +253,14 @@ def cover_pairs(*axes: list[Any]) -> list[tuple[Any, ...]]:
     return chosen
 
 
-def wait_until_dead(process: int) -> None:
+def wait_until_dead(process):
     """Waits until a process has ended, whoever started it; the limit of the test ends the wait."""
     with suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.05)
 
 
-def measure_kept_bytes(training: Training, samples: int) -> int:
+def measure_kept_bytes(training, samples):
     """Counts the bytes that stay on the device for the backward pass of the loss on `samples`
     samples of zeros; nothing runs compiled."""
     spec = training.loader.spec
