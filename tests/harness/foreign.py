@@ -1,18 +1,12 @@
 """Latents and labels as other tools save them, and edits that break their files."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save, save_file
-from torch import Tensor
 
 from data.blocks import BlockReader
 from data.manifest import read_manifest
@@ -20,37 +14,35 @@ from data.source import open_source
 from tests.harness.sets import write_tar
 
 COUNT = 30
-Settings = dict[str, str]
-"""Settings of scripts.import_latents that name the files just written."""
-Edit = Callable[[Path], object]
-Write = Callable[[Path, Tensor, Tensor], Settings]
+"""Number of samples that each format writes; the writers return the settings of
+scripts.import_latents that name their files."""
 
 
-def npy(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+def npy(path, latents, labels):
     np.save(path / "latents.npy", latents.numpy())
     np.save(path / "labels.npy", labels.numpy())
     return {"source": f"{path}/latents.npy", "labels": f"{path}/labels.npy"}
 
 
-def pt(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+def pt(path, latents, labels):
     torch.save({"z": latents, "y": labels}, path / "all.pt")
     return {"source": f"{path}/all.pt", "latents_key": "z", "labels_key": "y"}
 
 
-def pt_alone(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+def pt_alone(path, latents, labels):
     torch.save(latents, path / "latents.pt")
     torch.save(labels, path / "labels.pt")
     return {"source": f"{path}/latents.pt", "labels": f"{path}/labels.pt"}
 
 
-def safetensors(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+def safetensors(path, latents, labels):
     for i, part in enumerate(torch.arange(COUNT).split(13)):
         tensors = {"latents": latents[part], "labels": labels[part]}
         save_file(tensors, path / f"latents_{i}.safetensors")
     return {"source": str(path)}
 
 
-def fast_dit(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+def fast_dit(path, latents, labels):
     for kind, column in (("features", latents), ("labels", labels)):
         folder = path / f"imagenet256_{kind}"
         folder.mkdir()
@@ -59,7 +51,7 @@ def fast_dit(path: Path, latents: Tensor, labels: Tensor) -> Settings:
     return {"source": str(path)}
 
 
-def edm2(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+def edm2(path, latents, labels):
     (path / "00000").mkdir()
     pairs = []
     for i in range(COUNT):
@@ -70,10 +62,10 @@ def edm2(path: Path, latents: Tensor, labels: Tensor) -> Settings:
     return {"source": str(path)}
 
 
-def tars(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+def tars(path, latents, labels):
     """Writes one tar of .npy and .cls members and one of .safetensors and .json members."""
-    first: dict[str, bytes] = {}
-    second: dict[str, bytes] = {}
+    first = {}
+    second = {}
     for i in range(COUNT):
         label = int(labels[i])
         if i < 17:
@@ -88,24 +80,24 @@ def tars(path: Path, latents: Tensor, labels: Tensor) -> Settings:
     return {"source": str(path)}
 
 
-FORMATS: list[Write] = [npy, pt, pt_alone, safetensors, fast_dit, edm2, tars]
+FORMATS = [npy, pt, pt_alone, safetensors, fast_dit, edm2, tars]
 
 
-def one_file(**tensors: Tensor) -> Write:
+def one_file(**tensors):
     """Makes the writer of a safetensors file in which `tensors` replace latents, labels, or add to
     them."""
 
-    def write(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    def write(path, latents, labels):
         save_file({"latents": latents, "labels": labels} | tensors, path / "a.safetensors")
         return {"source": str(path)}
 
     return write
 
 
-def write_edited(write: Write, edit: Edit) -> Write:
+def write_edited(write, edit):
     """Makes the writer of a format whose files `edit` then changes."""
 
-    def write_both(path: Path, latents: Tensor, labels: Tensor) -> Settings:
+    def write_both(path, latents, labels):
         settings = write(path, latents, labels)
         edit(path)
         return settings
@@ -113,18 +105,18 @@ def write_edited(write: Write, edit: Edit) -> Write:
     return write_both
 
 
-def cut(file: str, size: int) -> Edit:
+def cut(file, size):
     return lambda path: (path / file).write_bytes((path / file).read_bytes()[:size])
 
 
-def edit_array(file: str, change: Callable[[Any], Any]) -> Edit:
+def edit_array(file, change):
     return lambda path: np.save(path / file, change(np.load(path / file)))
 
 
-def edit_list(change: Callable[[list], object]) -> Edit:
+def edit_list(change):
     """Changes the pairs (file, label) that dataset.json lists."""
 
-    def edit(path: Path) -> None:
+    def edit(path):
         file = path / "dataset.json"
         pairs = json.loads(file.read_text())["labels"]
         file.write_text(json.dumps({"labels": change(pairs)}))
@@ -132,12 +124,12 @@ def edit_list(change: Callable[[list], object]) -> Edit:
     return edit
 
 
-def edit_members(changes: dict[str, bytes | None]) -> Edit:
+def edit_members(changes):
     """Replaces the content of members of the first tar; None drops a member."""
 
-    def edit(path: Path) -> None:
+    def edit(path):
         with tarfile.open(path / "0.tar") as tar:
-            members = {member.name: tar.extractfile(member).read() for member in tar}  # pyright: ignore[reportOptionalMemberAccess]
+            members = {member.name: tar.extractfile(member).read() for member in tar}
         members |= changes
         kept = {name: content for name, content in members.items() if content is not None}
         write_tar(path / "0.tar", kept)
@@ -145,7 +137,7 @@ def edit_members(changes: dict[str, bytes | None]) -> Edit:
     return edit
 
 
-def read_set(folder: Path) -> dict[str, Tensor]:
+def read_set(folder):
     """Reads all samples of a latent set, the training split first."""
     source = open_source(folder)
     readers = [BlockReader(source, read_manifest(source), split) for split in ("train", "held_out")]
