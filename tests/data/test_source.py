@@ -1,16 +1,14 @@
 """Latent sets over the network: transient failures are tried again, other failures are named, and
 caches hold whole shards. A real server answers on the loopback device."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from email.utils import formatdate
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from data import source
 from data.blocks import BlockReader
 from data.manifest import read_manifest
 from data.source import open_source
-from tests.harness.batches import assert_same, join, resident, streamed, take
+from tests.harness.batches import assert_same, join, streamed, take
 from tests.harness.refusals import expect_refusal
 from tests.harness.server import Server, reply
 from tests.harness.sets import save_random_set
@@ -64,13 +62,9 @@ def test_a_url_gives_the_stream_of_the_folder(folder, server, workers):
     assert_same(join(local.held_out(3)), join(remote.held_out(3)))
 
 
-def test_resident_reads_a_url_too(folder, server):
-    assert_same(next(resident(folder)), next(resident(server.url)))
-
-
 @pytest.mark.parametrize("failure", [500, 503, 429, "cut"])
 def test_what_fails_for_a_moment_is_tried_again(folder, server, failure):
-    attempts: Counter[str] = Counter()
+    attempts = Counter()
 
     def fail_twice(number, request):
         attempts[request] += 1
@@ -84,8 +78,7 @@ def test_what_fails_for_a_moment_is_tried_again(folder, server, failure):
 def test_a_server_that_hangs_is_given_up_on(server):
     server.script = fail_shards("hang")
     loader = streamed(server.url, timeout=0.5, retries=1)
-    sentence = r"train-0000\d.tar \(samples .* cannot be read: ReadTimeout.*\(2 attempts\)"
-    with expect_refusal(sentence):
+    with expect_refusal(r"cannot be read: ReadTimeout.*\(2 attempts\)"):
         next(loader)
 
 
@@ -112,7 +105,6 @@ RANGE = "bytes 10-19/100"
     [
         (reply(302, Location=f"/{FIRST}"), r"TooManyRedirects Exceeded 30 redirects$"),
         (reply(302, Location="ftp://elsewhere/x"), r"InvalidSchema [^(]*$"),
-        (reply(302, Location="http://h:x/"), r"InvalidURL [^(]*'x'$"),
         (reply(206, b"x" * 11), r"the server sends more than the 10 bytes that were asked for"),
         (
             reply(206, b"x" * 9, Content_Range="bytes 10-18/100"),
@@ -132,7 +124,6 @@ RANGE = "bytes 10-19/100"
             reply(200, b"<html>", Content_Type="text/html"),
             r"a web page instead of the file, such as one to log in",
         ),
-        (reply(401), r"the server answers 401"),
         (reply(304), r"the server answers 304"),
     ],
 )
@@ -146,12 +137,6 @@ def test_a_server_that_answers_something_else_ends_in_one_sentence(server, answe
 def test_the_end_of_a_file_may_be_short(server):
     server.script = lambda number, path: reply(206, b"xxxx", Content_Range="bytes 10-13/14")
     assert read_part(server) == b"xxxx"
-
-
-def test_a_web_page_for_a_manifest_names_the_set(server):
-    server.script = lambda number, path: reply(200, Content_Type="text/html")
-    with expect_refusal(rf"{server.url}/manifest.json cannot be read: .* web page"):
-        streamed(server.url)
 
 
 def test_an_endless_reply_does_not_fill_memory(server):
@@ -174,24 +159,16 @@ def test_an_endless_reply_does_not_fill_memory(server):
 @pytest.fixture
 def pauses(monkeypatch):
     """Seconds of the pauses that a reader makes; none is waited for."""
-    seconds: list[float] = []
+    seconds = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     return seconds
 
 
 @pytest.mark.parametrize(
-    ("header", "expected"),
-    [
-        (lambda: "7", [7.0]),
-        (lambda: formatdate(time.time() + 20.0, usegmt=True), [pytest.approx(17.5, abs=2.5)]),
-        (lambda: formatdate(time.time() - 99.0, usegmt=True), []),
-        (lambda: "soon", []),
-        (lambda: "3600", [source.LONGEST_PAUSE_SECONDS]),
-    ],
-    ids=["seconds", "a date", "a past date", "a word", "too long"],
+    ("header", "expected"), [("7", [7.0]), ("soon", []), ("3600", [source.LONGEST_PAUSE_SECONDS])]
 )
 def test_retry_after_is_waited_for(server, pauses, header, expected):
-    answer = reply(503, Retry_After=header())
+    answer = reply(503, Retry_After=header)
     server.script = lambda number, path: answer if number == 1 else None
     assert read_part(server)
     assert pauses == expected
@@ -203,8 +180,7 @@ def test_pauses_grow_and_attempts_end(server, pauses):
         read_part(server, retries=4)
     assert pauses == [factor * source.FIRST_PAUSE_SECONDS for factor in (2, 4, 8)]
     server.script = lambda number, path: reply(429, Retry_After="3600")
-    sentence = r"answers 429 and asks for a pause of 3600; .* waits 30 s at most \(2 attempts\)"
-    with pytest.raises(OSError, match=sentence):
+    with pytest.raises(OSError, match=r"asks for a pause of 3600; .* waits 30 s at most"):
         read_part(server, retries=1)
 
 
@@ -223,12 +199,7 @@ def test_a_signed_url_is_read_and_never_shown(folder, server, tmp_path, capsys, 
     with expect_refusal(rf"{server.url}/train-0000\d.tar .* answers 403") as error:
         next(streamed(signed))
     texts = [str(error.value), str(open_source(signed)), capsys.readouterr().out, caplog.text]
-    for url in (
-        f"{signed}#part",
-        signed.replace("http", "s3"),
-        signed.replace("http", "a::http"),
-        f"{server.url}:x?token=abc",
-    ):
+    for url in (f"{signed}#part", signed.replace("http", "s3"), f"{server.url}:x?token=abc"):
         with pytest.raises((ValueError, OSError)) as error:
             open_source(url).read("manifest.json")
         texts.append(str(error.value))
@@ -244,10 +215,9 @@ def test_the_cache_of_a_plain_url_is_where_it_was(server, tmp_path):
     assert find_copies(tmp_path) == [tmp_path / digest[:16] / FIRST]
 
 
-@pytest.mark.parametrize("end", ["#part", "?a=1#part"])
-def test_a_fragment_is_refused(end):
+def test_a_fragment_is_refused():
     with expect_refusal(r"^data.path=http://host/set has a fragment behind a #; leave it out"):
-        open_source(f"http://host/set{end}")
+        open_source("http://host/set?a=1#part")
 
 
 def test_an_address_of_numbers_is_no_chain():
@@ -295,11 +265,8 @@ def test_many_threads_and_processes_share_a_cache(folder, server, tmp_path):
 
 def test_a_full_cache_says_so(server, tmp_path, monkeypatch):
     reader = open_reader(server, tmp_path, "skip")
-
-    def fail(self, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", fail)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=full))
     with expect_refusal(rf"data.cache: .* cannot take {FIRST}.*No space left.*free some space"):
         reader.read(0)
     assert find_copies(tmp_path) == []
@@ -335,9 +302,5 @@ def test_fsspec_opens_other_stores(folder):
     for file in folder.iterdir():
         memory.pipe_file(f"/latents/{file.name}", file.read_bytes())
     assert_same(take(streamed("memory://latents"), 9), take(streamed(folder), 9))
-    for url, sentence in (
-        ("memory://nowhere", r"memory://nowhere/manifest.json is missing"),
-        ("nosuch://x", r"nosuch://x/manifest.json cannot be read: Protocol not known: nosuch"),
-    ):
-        with expect_refusal(sentence):
-            streamed(url)
+    with expect_refusal("nosuch://x/manifest.json cannot be read: Protocol not known: nosuch"):
+        streamed("nosuch://x")
