@@ -3,15 +3,12 @@ other set by name."""
 
 import hashlib
 import json
-import time
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
-from common.files import hash_file
 from data.manifest import read_manifest
-from encoding.job import ShardWriter
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, chunked, join, resident
 from tests.harness.refusals import expect_refusal
@@ -27,18 +24,6 @@ from tests.harness.sets import (
 SAMPLES = draw_random_samples(11, seed=0)
 
 
-def test_equal_samples_make_equal_bytes(tmp_path, monkeypatch):
-    shards = []
-    for folder, parts in (("a", 5), ("b", 3)):
-        (tmp_path / folder).mkdir()
-        monkeypatch.setattr(time, "time", lambda parts=parts: 1e9 * parts)
-        shards.append(write_shard(tmp_path / folder / "x.tar", SAMPLES, parts=parts))
-    assert shards[0] == shards[1]
-    assert (tmp_path / "a" / "x.tar").read_bytes() == (tmp_path / "b" / "x.tar").read_bytes()
-    other = write_shard(tmp_path / "x.tar", draw_random_samples(11, seed=1))
-    assert other.sha256 != shards[0].sha256
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves the tar open
 def test_plain_webdataset_reads_a_shard(tmp_path):
     import webdataset
@@ -50,26 +35,6 @@ def test_plain_webdataset_reads_a_shard(tmp_path):
     blocks = [load(member["safetensors"]) for member in members]
     for name, tensor in SAMPLES.items():
         assert torch.equal(torch.cat([block[name] for block in blocks]), tensor), name
-
-
-def test_the_description_of_a_shard_is_true(tmp_path):
-    file = tmp_path / "train-00000.tar"
-    shard = write_shard(file, SAMPLES)
-    content = file.read_bytes()
-    assert (shard.count, shard.bytes, shard.sha256) == (11, len(content), hash_file(file))
-    assert [block.samples for block in shard.blocks] == [4, 4, 3]
-    labels = []
-    for block in shard.blocks:
-        labels += load(content[block.offset : block.offset + block.size])["labels"]
-    assert labels == SAMPLES["labels"].tolist()
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # the abandoned file stays open
-def test_an_abandoned_writer_leaves_no_shard(tmp_path):
-    writer = ShardWriter(tmp_path / "train-00000.tar", "train", block_size=2)
-    writer.add(SAMPLES)
-    del writer
-    assert list(tmp_path.glob("*.tar")) == []
 
 
 # Refusals
@@ -96,67 +61,52 @@ def assert_says(message, *parts):
 
 
 def test_no_path_is_refused():
-    advice = ("data.path=<folder of latents>", "precompute_latents.py", "data=digits")
-    assert_says(read_refusal(None), *advice)
+    assert_says(read_refusal(None), "data.path=<folder of latents>", "data=digits")
 
 
 def test_a_folder_without_manifest_is_refused(tmp_path):
-    file = tmp_path / "manifest.json"
-    assert_says(read_refusal(tmp_path), file, "data.path", "precompute_latents.py source=")
+    assert_says(read_refusal(tmp_path), tmp_path / "manifest.json", "precompute_latents.py source=")
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize(
-    ("key", "wrong", "right", "words"),
+    ("key", "wrong", "right"),
     [
-        ("encoder", "someone/other-vae", "someone/some-vae", ["change one of them"]),
-        ("latent_scale", 0.18215, 0.5, ["change one of them"]),
-        ("normalisation", "whiten", "scale_shift", ["choose channel or scale_shift"]),
+        ("encoder", "someone/other-vae", "someone/some-vae"),
+        ("latent_scale", 0.18215, 0.5),
+        ("normalisation", "whiten", "scale_shift"),
     ],
 )
-def test_a_set_of_another_encoder_or_scale_is_refused(folder, kind, key, wrong, right, words):
-    assert_says(read_refusal(folder, kind, **{key: wrong}), f"data.{key}={wrong}", *words)
+def test_a_set_of_another_encoder_or_scale_is_refused(folder, kind, key, wrong, right):
+    assert_says(read_refusal(folder, kind, **{key: wrong}), f"data.{key}={wrong}")
     LOADERS[kind](folder, **{key: right})
 
 
 def test_scale_shift_without_a_scaling_factor_is_refused(folder):
     edit_manifest(folder, scaling_factor=None)
     message = read_refusal(folder, normalisation="scale_shift")
-    assert_says(message, "data.normalisation=scale_shift", folder, "no scaling factor", "use chan")
+    assert_says(message, "data.normalisation=scale_shift", "no scaling factor")
 
 
 FAULTS = [
     ("format", 9, "format 9"),
     ("mean", [0.0], "mean has 1 values, and there are 3 channels"),
-    ("std", [1.0] * 4, "std has 4 values, and there are 3 channels"),
     ("std.1", 0.0, "std.1 should be greater than 0.000000000001, and is 0.0"),
-    ("std.1", float("nan"), "std.1 should be"),
     ("mean.1", float("inf"), "mean.1 should be a finite number"),
     # normalised latents would overflow fp32
     ("std.0", 1e-40, "std.0 should be"),
     ("std.0", 1e300, "std.0 should be"),
-    ("mean.0", -1e300, "mean.0 should be"),
-    ("scaling_factor", 0.0, "scaling_factor should be greater than 0"),
     ("channels", 0, "channels should be greater than or equal to 1"),
-    ("height", "4", 'height should be a valid integer, and is "4"'),
-    ("class_names", ["a", 1], "class_names.1 should be a valid string"),
-    ("dtype", "float64", "dtype should be 'float16', 'bfloat16' or 'float32'"),
-    ("encoder", [], "encoder should be an object"),
     ("count", 12, "the train shards hold 9 samples, and it says 12"),
-    ("held_out", 12, "the held_out shards hold 3 samples, and it says 12"),
-    ("shards", ["train-00000.tar"], "shards.0 should be an object"),
     ("shards.0.file", "../train-00000.tar", "'../train-00000.tar' is outside its folder"),
     ("shards.0.file", "a.tar?b", "'a.tar?b' is outside its folder or no .tar"),
     ("shards.1.file", "train-00000.tar", "the shard train-00000.tar is there 2 times"),
-    ("shards.0.split", "test", "shards.0.split should be 'train' or 'held_out'"),
     ("shards.1.split", "train", "the train shards hold 12 samples, and it says 9"),
-    ("shards.0.count", -1, "shards.0.count should be greater than or equal to 1"),
     ("shards.0.count", 8, "the blocks of train-00000.tar do not hold its count"),
     ("shards.0.bytes", 2000, "lie beyond its 2000 bytes"),
     ("shards.0.blocks.0.0", 5000, "the blocks of train-00000.tar overlap"),
     ("shards.0.blocks.1.1", 100, "a block of train-00000.tar is too small for its"),
     ("shards.0.blocks.1.2", 2**70, "shards.0.blocks.1.2 should be less than"),
-    ("shards.0.blocks.1.3", None, "shards.0.blocks.1.3 should be a valid string"),
 ]
 """Place of a value in the manifest, another value, and what the reader then says."""
 
@@ -179,9 +129,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(folder, place, value, sen
         (b'{"format": 2}', "lacks channels"),
         (b"", ""),
         (b"\xff\xfe", ""),
-        (b"null", ""),
         (b"[" * 10**6, ""),
-        (b'{"a":' * 10**5, ""),
         (b"\x00" * 100, ""),
     ],
 )
@@ -192,15 +140,10 @@ def test_a_manifest_that_is_none_is_refused(folder, content, words):
 
 BLOCKS = [
     ("labels", lambda labels: labels + 1, "labels from 1 to 3, but there are 3 classes"),
-    ("labels", lambda labels: labels - 1, "holds labels from -1 to 1, but there are 3 classes"),
-    ("labels", lambda labels: labels / 2, "holds labels float32[4], the manifest says"),
-    ("labels", lambda _: torch.eye(4).long(), "holds labels int64[4, 4], the manifest says int64"),
     ("latents", torch.Tensor.float, "latents float32[4, 3, 4, 2], the manif"),
     ("latents", lambda latents: latents[:, :2].clone(), "latents float16[4, 2, 4, 2], the"),
-    ("mirrored", lambda latents: latents[:2].clone(), "mirrored float16[2, 3, 4, 2], th"),
     ("std", torch.neg, "holds std below 0"),
     ("std", lambda std: std / 0, "holds std that are not finite"),
-    ("more", lambda _: torch.zeros(4), "holds labels, latents, mirrored, mirrored_std, more"),
     ("mirrored", None, "holds labels, latents, mirrored_std, std, but a block of"),
     ("std mirrored_std", None, "holds labels, latents, mirrored, but"),
     ("\n\x1b[31m", lambda _: torch.zeros(4), r"holds \n\x1b[31m, labels, latents"),
@@ -248,12 +191,7 @@ def test_a_held_out_sample_that_stands_in_keeps_its_own_id(tmp_path, open_set):
 
 def test_statistics_and_class_names_are_part_of_the_fingerprint(folder):
     fingerprints = {read_manifest(folder).compute_fingerprint()}
-    for changes in (
-        {"std": [2.0] * 3},
-        {"mean": [1.0] * 3},
-        {"class_names": ["a", "b"]},
-        {"class_names": ["a\nb"]},
-    ):
+    for changes in ({"std": [2.0] * 3}, {"class_names": ["a", "b"]}, {"class_names": ["a\nb"]}):
         edit_manifest(folder, **changes)
         fingerprints.add(read_manifest(folder).compute_fingerprint())
-    assert len(fingerprints) == 5
+    assert len(fingerprints) == 4
