@@ -1,12 +1,8 @@
 """Encoded photos, and imported latents of other tools."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +12,6 @@ from scripts.import_latents import ImportConfig, check_config, import_latents
 from tests.harness.foreign import COUNT, npy
 from tests.harness.words import TINY_JOB
 from training.config.compose import compose
-
-Import = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +53,7 @@ def import_files(vae, samples, tmp_path):
     def start(write=npy, latents=samples[0], labels=samples[1], /, **settings):
         (tmp_path / "in").mkdir(exist_ok=True)
         given = write(tmp_path / "in", latents, labels)
-        defaults: dict[str, Any] = {
+        defaults = {
             "encoder": str(vae),
             "scale": 1.0,
             "shift": 0.0,
