@@ -26,7 +26,6 @@ from tests.harness.foreign import (
 from tests.harness.refusals import expect_refusal
 
 FEATURE = "imagenet256_features/0003.npy"
-LABEL = "imagenet256_labels/0003.npy"
 ZEROS = torch.zeros(COUNT, 2, 8, 8)
 
 
@@ -44,26 +43,19 @@ def double_members(path):
     (path / "0.tar").write_bytes((path / "0.tar").read_bytes() * 2)
 
 
-def link_nowhere(path):
-    (path / FEATURE).unlink()
-    (path / FEATURE).symlink_to("nowhere")
-
-
 LABELS = [
     (lambda labels: labels + 0.5, r"sample 0 of .* has the label 0\.5"),
     (lambda labels: np.eye(3)[labels], r"\[1\.0, 0\.0, 0\.0\], not one class.*argmax\(1\)"),
     (lambda labels: labels.astype(str), "has the label '0'"),
     (lambda labels: labels > 0, "has the label False"),
-    (lambda labels: labels + 0j, "has the label 0j"),
     (lambda labels: labels + np.nan, "has the label nan"),
+    (lambda labels: labels - 1, "has the label -1, not one class index"),
     (lambda labels: labels + 10**9, "label 1000000000, not one class index from 0 to 29"),
-    (lambda labels: labels - 1, "sample 0 of .* has the label -1, not one class index from 0 to"),
 ]
 LISTS = [
     (lambda pairs: pairs + pairs[:1], r"names 00000/img0000\.npy twice"),
     (lambda pairs: pairs[1:], r"1 \.npy files in .* have no label in dataset"),
     (lambda pairs: [*pairs, ["a.npy", 0]], r"a\.npy cannot be read \(it is no file"),
-    (lambda pairs: [[pairs[0][0], None], *pairs[1:]], r"img0000\.npy has the label None"),
     (dict, r'has no "labels": \[\[file, label\], …\]'),
     (lambda pairs: [3, *pairs], r"has the entry 3; it must be \[file, label\]"),
     (lambda pairs: [["a\0b", 0], *pairs], r"cannot be read .*it is no file"),
@@ -82,19 +74,14 @@ ARRAYS = [
 ]
 TENSORS = [
     ({"latents": ZEROS[:9]}, r"a\.safetensors has 9 latents and 30 labels"),
-    ({"flip": ZEROS[:9]}, "30 latents and 30 labels and 9 mirrored"),
     ({"flip": ZEROS / 0.0}, "sample 0 of .* has nan in the source itself"),
     ({"latents": ZEROS.long()}, r"sample 0 of .*a\.safetensors holds int64, and latents are"),
-    ({"latents": ZEROS[:, 0].clone()}, r"sample 0 of .* has the shape \(8, 8\), and"),
     ({"latents": ZEROS[:, :, :0].clone()}, r"sample 0 of .* has the shape \(2, 0, 8\), and"),
     ({"latents": ZEROS[:0], "labels": torch.zeros(0)}, "source=.* holds no samples"),
 ]
 FILES = [
     (npy, cut("latents.npy", 900), r"latents\.npy cannot be read \(mmap length is greater"),
-    (fast_dit, cut(FEATURE, 20), rf"{FEATURE} cannot be read \(EOF"),
     (fast_dit, lambda path: (path / FEATURE).unlink(), rf"0003\.npy lacks .*{FEATURE}; restore"),
-    (fast_dit, lambda path: (path / LABEL).unlink(), rf"0003\.npy lacks .*{LABEL}; restore"),
-    (fast_dit, link_nowhere, rf"{FEATURE} cannot be read \(it is no file, or a link to none"),
     (safetensors, cut("latents_1.safetensors", 20), r"latents_1\.safetensors cannot be read"),
     (pt, cut("all.pt", 900), r"all\.pt cannot be read"),
     (pt, save_pt(ZEROS, [0]), "labels is a list"),
@@ -105,15 +92,12 @@ FILES = [
     ),
     (tars, double_members, r"0000.latent.npy is there twice"),
     (tars, cut_between_members, r"0\.tar was cut or is damaged: .* no end marker"),
-    (tars, cut("0.tar", 4000), r"0\.tar was cut or is damaged"),
     (tars, cut("0.tar", 0), r"0\.tar is empty; fetch it again"),
-    (edm2, cut("dataset.json", 20), r"dataset\.json cannot be read"),
     (
         edm2,
         lambda path: (path / "dataset.json").write_text("[" * 100000),
         r"dataset\.json cannot be read",
     ),
-    (edm2, lambda path: (path / "x.npy").mkdir(), r"\.npy files in .* have no label"),
     (edm2, lambda path: (path / "a.tar").touch(), "holds several formats; give one"),
     (lambda path, *_: {"source": str(path)}, lambda path: None, "holds no known format; give one"),
 ]
@@ -147,12 +131,3 @@ def test_nothing_is_unpickled(import_files, tmp_path):
         with expect_refusal("cannot be read .*save plain tensors, for nothing is unpickled"):
             open_foreign(str(tmp_path / name), ForeignOptions())
     assert not (tmp_path / "owned").exists()
-
-
-def test_a_damaged_npy_header_shows_no_address_in_memory(tmp_path):
-    file = tmp_path / "latents.npy"
-    np.save(file, np.zeros((3, 2, 8, 8), np.float32))
-    file.write_bytes(file.read_bytes().replace(b"False", b"xalse"))
-    with expect_refusal("malformed node") as error:
-        open_foreign(str(file), ForeignOptions(classes=0))
-    assert "0x" not in str(error.value)
