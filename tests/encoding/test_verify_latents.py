@@ -1,7 +1,6 @@
 """scripts.verify_latents finds no problem in a good set, and names each problem of another."""
 
 import json
-import re
 
 import torch
 from PIL import Image
@@ -11,7 +10,7 @@ from data.source import open_source
 from models.autoencoders import DiffusersAutoencoder
 from scripts.verify_latents import VerifyConfig, read_first_latents, read_originals, verify
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import edit_manifest, flip_byte, save_random_set
+from tests.harness.sets import edit_manifest, flip_byte
 
 
 def find_problems(folder, **settings):
@@ -20,16 +19,13 @@ def find_problems(folder, **settings):
 
 def test_a_set_of_ours_has_none(encoded, capsys):
     assert find_problems(encoded("flips=true", "limit=15")) == []
-    facts = "12 training and 3 held-out latents of 2×8×8 in float16, 2 classes, 3 shards"
-    assert facts in capsys.readouterr().out
+    assert "12 training and 3 held-out latents of 2×8×8 in float16" in capsys.readouterr().out
 
 
-def test_decoded_latents_stand_beside_their_originals(encoded, photos, vae, tmp_path, capsys):
+def test_decoded_latents_stand_beside_their_originals(encoded, photos, vae, tmp_path):
     out = tmp_path / "grid.png"
     folder = encoded()
     assert find_problems(folder, count=3, source=str(photos), out=str(out)) == []
-    sentence = "the first 3 training latents decoded, each right of its original, at"
-    assert sentence in capsys.readouterr().out
     with Image.open(out) as grid:
         assert grid.width == 6 * grid.height  # three pairs in a row
     source = open_source(folder)
@@ -41,21 +37,13 @@ def test_decoded_latents_stand_beside_their_originals(encoded, photos, vae, tmp_
     torch.testing.assert_close(mean, latents.float(), rtol=0.0, atol=2e-2)
 
 
-def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(
-    done, tmp_path, capsys, monkeypatch
-):
+def test_the_grid_lies_in_the_set_and_not_in_the_current_folder(done, tmp_path, monkeypatch):
     folder = done()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert find_problems(folder, count=2) == []
-    assert f"{folder}/latents_check.png: the first 2 training latents" in capsys.readouterr().out
-    assert find_problems(folder) == []
-
-    # in a set that is read only, the grid goes to runs/
-    monkeypatch.setattr("os.access", lambda *_: False)
-    assert find_problems(folder, count=2) == []
-    assert "runs/latents_check.png: the first 2 training latents" in capsys.readouterr().out
-    assert [file.name for file in (tmp_path / "here").rglob("*")] == ["runs", "latents_check.png"]
+    assert (folder / "latents_check.png").is_file()
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 def test_other_images_are_refused(encoded, tmp_path):
@@ -88,18 +76,9 @@ def test_wrong_statistics_and_labels_are_said(done):
     (problem,) = find_problems(folder)
     assert "manifest.json: mean is" in problem
     edit_manifest(folder, mean=mean, class_names=["cat"])
-    problems = find_problems(folder)
-    assert problems
-    for problem in problems:
-        assert re.search(r"labels from .* to 1, but there are 1 classes", problem)
+    assert "labels from 0 to 1, but there are 1 classes" in " ".join(find_problems(folder))
 
 
 def test_a_set_without_a_path_is_asked_for():
     with expect_refusal("path is not set; say which latent set"):
         verify(VerifyConfig())
-
-
-def test_latents_made_elsewhere_are_checked_too(tmp_path):
-    folder = save_random_set(tmp_path / "set", 9)
-    (problem,) = [line for line in find_problems(folder) if "mean is" in line]
-    assert str(folder) in problem
