@@ -1,13 +1,11 @@
 """The figures of a run, during it and after it: the same from the loop, from the command and from
 two processes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 import sys
-from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -16,13 +14,7 @@ from PIL import Image
 
 from common.files import ROOT
 from evaluation import evaluator as comparing
-from evaluation.distances import (
-    collect_stats,
-    compute_distances,
-    compute_figures,
-    compute_floor,
-    frechet_distance,
-)
+from evaluation.distances import collect_stats, compute_figures
 from evaluation.evaluator import Evaluator, make_folder_source
 from models.autoencoders import PixelAutoencoder
 from sampling import draw
@@ -56,7 +48,7 @@ RUN = [
     "runtime.precision=fp32",
     *TINY_MODEL,
 ]
-CHUNKS: dict[str, Any] = {"count": 1100, "batch_size": 64, "steps": 1, "features": ["encoder"]}
+CHUNKS = {"count": 1100, "batch_size": 64, "steps": 1, "features": ["encoder"]}
 """Settings of an evaluation in three pieces."""
 
 
@@ -77,22 +69,23 @@ def trained(tmp_path_factory):
     return folder
 
 
-def evaluate(out, /, **changes):
-    settings = {"count": 200, "batch_size": 16, "device": "cpu", "out": out and str(out)}
+def evaluate(out, run_dir, /, **changes):
+    settings = {"count": 200, "batch_size": 16, "device": "cpu"}
+    settings |= {"out": out and str(out), "run_dir": run_dir and str(run_dir)}
     return evaluate_run(EvaluateConfig(**settings | changes))
 
 
 @pytest.fixture(scope="module")
 def result(trained, tmp_path_factory):
     """The evaluation of `trained`."""
-    return evaluate(tmp_path_factory.mktemp("result") / "out", run_dir=str(trained))
+    return evaluate(tmp_path_factory.mktemp("result") / "out", trained)
 
 
 @pytest.fixture(scope="module")
 def whole(trained, tmp_path_factory):
     """The features' figures of an evaluation in three pieces that nothing interrupts."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    return evaluate(out, run_dir=str(trained), **CHUNKS)["features"]
+    return evaluate(out, trained, **CHUNKS)["features"]
 
 
 @pytest.fixture(scope="module")
@@ -127,37 +120,16 @@ def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(evaluator,
         assert abs(of_digits["fd"]) < 1e-6
         for share in ("precision", "recall", "copied"):
             assert of_digits[share] == 1.0
-        assert "the model may repeat images of the reference" in of_digits["why"]
         assert of_noise["copied"] == 0.0
         assert of_noise["precision"] < 0.1
         assert 0.0 < of_digits["floor_fd"] < of_noise["fd"] / 20
         assert abs(of_digits["floor_kd"]) < of_noise["kd"] / 20
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x // 2,
-        lambda x: x // 32 * 32,
-        lambda x: 255 - x,
-        lambda x: np.ascontiguousarray(x[:, ::-1]),
-    ],
-    ids=["half the range", "a coarser grid", "inverted", "upside down"],
-)
-def test_images_that_are_not_what_was_meant_are_far_away(evaluator, digits, change):
-    """They are farther away than one half of the reference is from the other."""
-    for name, stats in compute_stats(evaluator, change(digits)).items():
-        real = evaluator.reference[name]
-        assert frechet_distance(stats.all, real.all) > 1.2 * frechet_distance(*real.halves), name
-
-
 def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, result, tmp_path):
     """The loop draws from the averages it holds, the command from those of a checkpoint. The tiny
     model has seen 128 samples, so its averages are far from its weights."""
-    first, last = read_metrics(trained)
-    assert [first["step"], last["step"]] == [2, 4]
-    assert "fd_encoder" in first
-    assert first["train_seconds"] < last["train_seconds"]
+    _, last = read_metrics(trained)
     assert result["protocol"]["weights"]["kind"] == "ema"
     figures = result["features"]
     for name in ("encoder", "random"):
@@ -167,25 +139,9 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, result,
     assert protocol["features"] == result["protocol"]["features"]
     assert protocol["floors"]["encoder"]["floor_fd"] == figures["encoder"]["floor_fd"]
     weights = trained / "checkpoints" / "step-4" / "model.safetensors"
-    raw = evaluate(tmp_path / "raw", weights=str(weights), features=["encoder"])
+    raw = evaluate(tmp_path / "raw", None, weights=str(weights), features=["encoder"])
     assert raw["protocol"]["weights"]["kind"] == "model"
     assert abs(raw["features"]["encoder"]["fd"] / figures["encoder"]["fd"] - 1) > 0.01
-
-
-def test_no_minutes_go_by_without_a_word(evaluator, capsys, monkeypatch, tmp_path):
-    """The command announces that it computes features of a reference, and then counts images; it is
-    silent where it has them."""
-    monkeypatch.setattr("common.terminal.LINE_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    evaluator.collect_reference_stats(SINGLE)
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == (
-        "making features (encoder, random) of 1617 images of the reference; a later run finds "
-        f"them in {tmp_path}/fastlatent/references"
-    )
-    assert second.startswith("64/1617 images, ")
-    evaluator.collect_reference_stats(SINGLE)
-    assert capsys.readouterr().out == ""
 
 
 def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained, result):
@@ -225,13 +181,10 @@ def test_a_figure_that_no_checkpoint_has_cannot_choose_the_best(words, sentence)
 
 
 def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsys):
-    settings: dict[str, Any] = {"labels": [3], "steps": 3, "seed": 2}
-    result = evaluate(tmp_path / "out", run_dir=str(trained), **settings)
+    settings = {"labels": [3], "steps": 3, "seed": 2}
+    result = evaluate(tmp_path / "out", trained, **settings)
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
     figures = result["features"]
-    assert figures.keys() == {"encoder", "random"}
-    columns = {"fd", "kd", "kd_std", "precision", "recall", "copied", "floor_fd", "floor_kd"}
-    assert figures["encoder"].keys() == columns
     assert figures["random"]["why"] in capsys.readouterr().out
     protocol = result["protocol"]
     assert protocol.items() >= {**settings, "count": 200, "solver": "heun", "shift": 1.0}.items()
@@ -239,7 +192,6 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsy
     assert protocol.keys() >= {*keys.split(), "reference", "features", "weights"}
     assert protocol["reference"].keys() >= {"kind", "sha256", "count", "resize"}
     assert len(protocol["weights"]["sha256"]) == 64
-    assert "torch" in result["environment"]["versions"]
     assert not list(tmp_path.glob("*.parts"))
 
 
@@ -270,7 +222,7 @@ def test_a_killed_command_goes_on_to_the_same_figures(trained, whole, tmp_path):
     out = tmp_path / "samples"
     assert run_command(["-c", DYING], trained, out).returncode == -9
     assert len(list((tmp_path / "samples.parts").glob("*.safetensors"))) == 1
-    assert evaluate(out, run_dir=str(trained), **CHUNKS)["features"] == whole
+    assert evaluate(out, trained, **CHUNKS)["features"] == whole
 
 
 def test_two_processes_come_to_the_same_figures(trained, whole, tmp_path):
@@ -281,30 +233,18 @@ def test_two_processes_come_to_the_same_figures(trained, whole, tmp_path):
     assert figures == pytest.approx(whole["encoder"], rel=1e-9)
 
 
-def test_a_folder_of_images_is_a_reference_and_is_read_once(
-    trained, evaluator, digits, tmp_path, monkeypatch
-):
+def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, digits, tmp_path, monkeypatch):
     folder = tmp_path / "images"
-    for name in ("0", "1"):
-        (folder / name).mkdir(parents=True)
+    folder.mkdir()
     for i, image in enumerate(digits[:300]):
-        Image.fromarray(image).save(folder / str(i % 2) / f"{i:04d}.png")
+        Image.fromarray(image).save(folder / f"{i:04d}.png")
     folder.chmod(0o555)  # a read-only set works
-    settings = {"run_dir": str(trained), "reference": str(folder), "reference_count": 250}
-    result = evaluate(tmp_path / "a", **settings)
+    settings = {"reference": str(folder), "reference_count": 250}
+    result = evaluate(tmp_path / "a", trained, **settings)
     facts = result["protocol"]["reference"]
     assert (facts["kind"], facts["count"]) == ("images", 250)
-
-    def refuse(*_):
-        raise AssertionError("the reference was read again")
-
-    monkeypatch.setattr(comparing, "DecodedImages", refuse)
-    assert evaluate(tmp_path / "b", **settings)["features"] == result["features"]
-
-    # the PNGs are digits, and no pixel moved
-    stats = compute_stats(evaluator, digits[:300])["encoder"]
-    distance = compute_distances(stats, evaluator.reference["encoder"])["fd"]
-    assert abs(distance) < 3 * compute_floor(stats)["floor_fd"]
+    monkeypatch.setattr(comparing, "DecodedImages", None)  # the reference is not read again
+    assert evaluate(tmp_path / "b", trained, **settings)["features"] == result["features"]
 
 
 def save_flat(folder, count):
@@ -341,7 +281,7 @@ def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypa
     bad = torch.zeros(16).long(), torch.full((16, 1, 8, 8), torch.nan)
     monkeypatch.setattr(SampleStream, "draw_batch", lambda self, number: bad)
     with expect_refusal("draws samples that are not finite"):
-        evaluate(tmp_path / "out", run_dir=str(trained))
+        evaluate(tmp_path / "out", trained)
     folder = tmp_path / "run"
     assert train(compose([*RUN, f"run_dir={folder}", "keep_best=eval_loss"]))["steps"] == 4
     assert "warning: samples are not finite" in capsys.readouterr().out
@@ -351,44 +291,32 @@ def test_samples_that_are_not_finite_have_no_figures(trained, tmp_path, monkeypa
 def test_results_of_other_settings_do_not_replace_each_other(trained, tmp_path):
     folder = shutil.copytree(trained, tmp_path / "run")
     for steps in (1, 2, 2):
-        evaluate(None, run_dir=str(folder), steps=steps, features=["encoder"], count=20)
+        evaluate(None, folder, steps=steps, features=["encoder"], count=20)
     assert len(list((folder / "evaluation").glob("step-4-*.json"))) == 2
 
 
 def test_what_cannot_be_evaluated_is_said(trained, tmp_path):
     weights = str(tmp_path / "copied.safetensors")
     shutil.copy(trained / "checkpoints" / "step-4" / "ema.safetensors", weights)
-    (tmp_path / "empty").mkdir()
     few = save_flat(tmp_path / "few", 3)
     for changes, sentence in (
         ({"run_dir": None, "weights": weights}, "give reference=<folder>"),
         ({"run_dir": None, "weights": weights, "out": None}, "out is not set"),
         ({"features": ["encodr"]}, "features=encodr is unknown"),
-        ({"features": ["inception"]}, "inception="),
-        ({"count": 3}, "count=3 must be at least 4"),
-        ({"reference": f"{tmp_path}/empty"}, f"reference={tmp_path}/empty holds no images"),
         ({"reference": few}, "gives 3 images to compare with; give 8 or more"),
         ({"reference_count": 2}, "reference_count=2 must be at least 8"),
     ):
         with expect_refusal(sentence):
-            evaluate(tmp_path / "out", **{"run_dir": str(trained)} | changes)
+            evaluate(tmp_path / "out", trained, **changes)
 
 
 def test_a_reference_that_another_process_makes_is_waited_for(tmp_path, monkeypatch):
     """`waits=True` waits for the lock; without it the command is refused."""
-    attempts = []
-    lock_folder = draw.lock_folder
-
-    def fail_twice(folder, refusal):
-        attempts.append(folder)
-        if len(attempts) < 3:
-            raise ValueError(refusal)
-        return lock_folder(folder, refusal)
-
-    monkeypatch.setattr(draw, "lock_folder", fail_twice)
+    held = ValueError("held")
+    lock_folder = Mock(wraps=draw.lock_folder, side_effect=[held, held, DEFAULT, held])
+    monkeypatch.setattr(draw, "lock_folder", lock_folder)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     chunks = ResumableChunks(tmp_path / "waits", {}, 1, SINGLE, waits=True)
     assert chunks.list_missing_chunks() == [0]
-    attempts.clear()
-    with pytest.raises(ValueError, match="another process works on it"):
+    with pytest.raises(ValueError, match="held"):
         ResumableChunks(tmp_path / "refused", {}, 1, SINGLE)
