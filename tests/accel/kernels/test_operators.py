@@ -1,9 +1,5 @@
 """The fused operators on a CPU, where they compute their definition: gradients and refusals."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +13,6 @@ from tests.harness.operators import (
     CASES,
     OF_TRITON,
     Sizes,
-    as_tuple,
     assert_all_close,
     make_add_norm,
     make_mixed_ssd,
@@ -48,13 +43,6 @@ def test_the_fused_scan_in_chunks_has_the_gradients_of_its_definition(
     assert_all_close(run_both_ways(fused, inputs), run_both_ways(plain, inputs))
 
 
-@pytest.mark.parametrize("operator", CASES)
-def test_inputs_may_lie_in_any_order_in_memory(operator):
-    fused, _, inputs, _ = CASES[operator](Sizes())
-    turned = [t.detach().transpose(0, -1).contiguous().transpose(0, -1) for t in inputs]
-    assert_all_close(as_tuple(fused(*turned)), as_tuple(fused(*inputs)))
-
-
 def test_row_maps_are_gathers_left_out():
     branch_rows = torch.randperm(12)
     h_rows = torch.randperm(12)
@@ -70,18 +58,16 @@ class Recording(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "fastlatent":
             return func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
         inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in args]
-        self.calls[f"{name} {len(self.calls)}"] = func, tuple(inputs)
-        if OPERATORS[name].kernel is not None:
-            return func(*args)
+        self.calls.append((func, tuple(inputs)))
+        # a definition may call other operators
         with self:
-            return OPERATORS[name].definition(*args)
+            return OPERATORS[func.overloadpacket.__name__].definition(*args)
 
 
 def test_every_operator_is_well_formed(monkeypatch):
@@ -97,8 +83,9 @@ def test_every_operator_is_well_formed(monkeypatch):
         fused, _, inputs, _ = make_ssd(Sizes(grid=(1, 17), dtype=torch.float32))
         run_both_ways(fused, inputs)
     planted = {name for name in OPERATORS if name.startswith("planted")}  # by test_trial
-    assert {name.partition(" ")[0] for name in recording.calls} == OPERATORS.keys() - planted
-    for operator, arguments in recording.calls.values():
+    names = {operator.overloadpacket.__name__ for operator, _ in recording.calls}
+    assert names == OPERATORS.keys() - planted
+    for operator, arguments in recording.calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -117,8 +104,6 @@ def test_impossible_shapes_are_refused():
         ValueError, match=r"at most 8192 channels, and got 8193.*fused_add_norm=false"
     ):
         fused_add_norm(wide, vector, wide, vector, vector)
-    with pytest.raises(ValueError, match=r"branch \(1, 1, 8193\) and residual \(1, 8193\)"):
-        fused_add_norm(wide, vector, vector, vector, vector)
     x = torch.zeros(1, 12, 5)
     bias = torch.zeros(5)
     with pytest.raises(ValueError, match="3 × 2 taps"):
