@@ -1,16 +1,14 @@
 """Autoencoders compute the same as diffusers, and refuse weights that do not fit."""
 
-from __future__ import annotations
-
+import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from common.files import hash_file
 from encoding.images import decode_image
@@ -34,8 +32,7 @@ def folder(saved, tmp_path):
     return lambda kind: Path(shutil.copytree(saved[kind], tmp_path / kind))
 
 
-def images(count=2, side=16):
-    return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
+IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
 
 
 def edit_tensors(folder, edit):
@@ -56,8 +53,8 @@ FACTORS = {
 def test_equal_to_diffusers(saved, kind):
     ours = DiffusersAutoencoder(str(saved[kind]))
     theirs = getattr(diffusers, kind).from_pretrained(saved[kind]).eval().requires_grad_(False)
-    mean, std = ours.encode(images())
-    encoded = theirs.encode(images())
+    mean, std = ours.encode(IMAGES)
+    encoded = theirs.encode(IMAGES)
     if kind == "AutoencoderKL":
         expected = encoded.latent_dist.mode()
         assert std is not None
@@ -73,9 +70,7 @@ def test_equal_to_diffusers(saved, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_and_described(saved, kind):
     autoencoder = DiffusersAutoencoder(str(saved[kind].parent), subfolder=kind)
-    assert not any(module.training for module in autoencoder.vae.modules())
     assert not any(p.requires_grad for p in autoencoder.parameters())
-    assert autoencoder.kind == kind
     assert (autoencoder.scaling_factor, autoencoder.shift_factor) == FACTORS[kind]
     assert autoencoder.weights_sha256 == hash_file(saved[kind] / WEIGHTS_FILE)
 
@@ -83,17 +78,17 @@ def test_frozen_and_described(saved, kind):
 def test_half_precision_weights_compute_in_fp32(saved, folder):
     half = folder("AutoencoderKL")
     edit_tensors(half, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items()}))
-    mean, _ = DiffusersAutoencoder(str(half)).encode(images())
-    exact, _ = DiffusersAutoencoder(str(saved["AutoencoderKL"])).encode(images())
-    assert mean.dtype == torch.float32
+    mean, exact = (
+        DiffusersAutoencoder(str(path)).encode(IMAGES)[0] for path in (half, saved["AutoencoderKL"])
+    )
     torch.testing.assert_close(mean, exact, atol=1e-2, rtol=1e-2)
 
 
 def test_pixels_are_their_own_latents():
     pixels = PixelAutoencoder()
-    latents, std = pixels.encode(images())
+    latents, std = pixels.encode(IMAGES)
     assert std is None
-    assert torch.equal(pixels.decode(latents), images())
+    assert torch.equal(pixels.decode(latents), IMAGES)
     assert pixels.decode(torch.zeros(2, 4, 8, 8)).shape == (2, 1, 8, 8)
 
 
@@ -106,7 +101,7 @@ def read_refusal(path, **arguments):
     return str(caught.value)
 
 
-DAMAGES: dict[str, Callable[[dict[str, Tensor], str], object]] = {
+DAMAGES = {
     "missing": lambda tensors, name: tensors.pop(name),
     "extra": lambda tensors, name: tensors.update({f"{name}.junk": torch.zeros(2)}),
     "shape": lambda tensors, name: tensors.update({name: torch.zeros(3)}),
@@ -124,54 +119,43 @@ def test_weights_that_do_not_fit_are_refused(folder, kind, damage):
     assert name in message
 
 
-def test_pickled_weights_are_not_read(folder):
+REFUSED = {
+    "pickled": (
+        lambda broken: (broken / WEIGHTS_FILE).rename(broken / "diffusion_pytorch_model.bin"),
+        f"{WEIGHTS_FILE} does not exist",
+    ),
+    "truncated": (lambda broken: os.truncate(broken / WEIGHTS_FILE, 1000), "damaged"),
+    "no JSON": (
+        lambda broken: (broken / "config.json").write_text("{"),
+        "config.json cannot be read as JSON",
+    ),
+    "another class": (
+        lambda broken: (broken / "config.json").write_text('{"_class_name": "os.system"}'),
+        "class os.system is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_a_broken_folder_is_refused(damage, sentence, folder):
     broken = folder("AutoencoderKL")
-    torch.save(load_file(broken / WEIGHTS_FILE), broken / "diffusion_pytorch_model.bin")
-    (broken / WEIGHTS_FILE).unlink()
-    message = read_refusal(broken)
-    assert f"encoder.path={broken}" in message
-    assert f"{broken / WEIGHTS_FILE} does not exist" in message
-
-
-def test_truncated_weights_are_refused(folder):
-    broken = folder("AutoencoderKL")
-    content = (broken / WEIGHTS_FILE).read_bytes()
-    (broken / WEIGHTS_FILE).write_bytes(content[: len(content) // 2])
-    message = read_refusal(broken)
-    assert str(broken / WEIGHTS_FILE) in message
-    assert "damaged" in message
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("{", "config.json cannot be read as JSON"),
-        ('{"_class_name": "os.system"}', "class os.system is not supported"),
-        ("{}", "class None is not supported"),
-    ],
-)
-def test_a_broken_config_is_refused(folder, content, sentence):
-    broken = folder("AutoencoderKL")
-    (broken / "config.json").write_text(content)
+    damage(broken)
     message = read_refusal(broken)
     assert str(broken) in message
     assert sentence in message
 
 
-@pytest.mark.parametrize("path", ["./nowhere", "~/no/where", "nowhere", "a/b/c"])
+@pytest.mark.parametrize("path", ["./nowhere", "a/b/c"])
 def test_a_path_that_is_nowhere_is_refused(path):
     sentence = f"encoder.path={path} is neither an existing folder nor a hub id"
     assert sentence in read_refusal(path)
 
 
 def test_a_hub_id_without_network_is_refused(monkeypatch):
-    def refuse_connection(*_, **__):
-        raise ConnectionError
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse_connection)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=ConnectionError))
     message = read_refusal("owner/name")
-    for part in ("encoder.path=owner/name", "ConnectionError", "give a local folder"):
-        assert part in message
+    assert message.startswith("encoder.path=owner/name")
+    assert "ConnectionError" in message
 
 
 def test_a_missing_subfolder_is_refused(saved):
@@ -179,7 +163,7 @@ def test_a_missing_subfolder_is_refused(saved):
     assert "nowhere/config.json does not exist" in message
 
 
-def test_taef2_reconstructs_photos_and_plain_diffusers_does_not(assets):
+def test_taef2_reconstructs_photos(assets):
     files = sorted((assets / "images").rglob("*.jpg"))
     pixels = [decode_image(file.read_bytes(), 128) for file in files[:: len(files) // 4][:4]]
     photos = torch.stack(pixels).float() / 127.5 - 1.0
@@ -187,11 +171,4 @@ def test_taef2_reconstructs_photos_and_plain_diffusers_does_not(assets):
     ours = DiffusersAutoencoder(str(folder))
     latents, _ = ours.encode(photos)
     assert latents.shape[:2] == (4, 32)
-    quality = psnr(ours.decode(latents), photos)
-    assert quality > 24.0
-
-    # diffusers drops the middle blocks' global branch without an error, only with a log line
-    plain = diffusers.AutoencoderTiny.from_pretrained(folder).eval()
-    with torch.no_grad():
-        decoded = plain.decode(plain.encode(photos).latents).sample
-    assert psnr(decoded, photos) < quality - 5.0
+    assert psnr(ours.decode(latents), photos) > 24.0
