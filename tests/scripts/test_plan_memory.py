@@ -60,37 +60,6 @@ def test_what_saves_memory_saves_it(base, saving, part):
     assert getattr(less, part) < 0.95 * getattr(forecast_words(*base).needs, part)
 
 
-def test_a_fused_optimizer_needs_less_workspace():
-    fused = forecast_words("runtime.fused_adamw=true").phases["optimizer"]
-    assert fused.workspace < forecast_words().phases["optimizer"].workspace
-
-
-CHECKPOINTS = ["runtime.gradient_checkpointing=true"]
-
-
-@pytest.mark.parametrize(("n", "recomputed"), [(2, 3), (5, 2), (9, 1)])
-def test_recomputing_one_block_in_n_saves_its_share(n, recomputed):
-    """Recomputes the first of six blocks and each n-th after it; neighbours share some tensors."""
-    none, all_blocks, every_nth = (
-        forecast_words(*words).kept
-        for words in ([], CHECKPOINTS, [*CHECKPOINTS, f"runtime.checkpoint_policy=every_{n}"])
-    )
-    assert every_nth == pytest.approx(none - (none - all_blocks) * recomputed / 6, rel=0.03)
-
-
-def test_what_is_counted_alike_is_counted_once():
-    """Another optimizer, or more processes with as many samples each, leave the passes as they are;
-    a key of the blocks changes them."""
-    forecast_words()
-    with patch("scripts.plan.counting.build_without_data", side_effect=ValueError("counts")):
-        forecast_words("batch_size=64", gpus=2)
-        with pytest.raises(ValueError, match="counts"):
-            forecast_words("runtime.precision=bf16", "seed=1")
-    keys = [key for key in memory.COUNT_CACHE if key.startswith("('passed'")]
-    forecast_words("optim=sgd")
-    assert keys == [key for key in memory.COUNT_CACHE if key.startswith("('passed'")]
-
-
 def test_sharding_cuts_the_state():
     alone = forecast_words()
     on_64 = {
@@ -163,15 +132,8 @@ def test_what_each_change_saves_is_counted_and_the_most_comes_first(monkeypatch)
     assert names == [blocks, "offload_activations=true", "accumulation_steps=2", selective]
     changed = forecast_words("batch_size=256", *rows[0]["words"])
     assert sizes[0] == pytest.approx(now.needs.total - changed.needs.total)
-
-    wide = count_savings(forecast_words("batch_size=2", "model.dim=256", gpus=2))
-    assert [row["words"][-1] for row in wide[:2]] == [
-        "runtime.parallel.cpu_offload=true",
-        "runtime.parallel.mode=fsdp",
-    ]
     rest = count_savings(now, barred=["gradient_checkpointing"])
     assert [row["words"] for row in rest] == [rows[i]["words"] for i in (1, 2)]
-    assert count_savings(now, until=0.0) == []
 
 
 @pytest.mark.parametrize("words", [(), ("runtime.weights=bf16", "runtime.offload_optimizer=true")])
