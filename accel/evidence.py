@@ -134,7 +134,7 @@ class BlockProbe(nn.Module):
     (bytes of inputs, saved bytes, dtypes).
 
     It relies on the contract of blocks, `(branch, gate, residual, cond) -> (branch, gate,
-    residual)`, and needs no hook, which `torch.compile` would ignore or trace.
+    residual)`, and uses no hook, because `torch.compile` ignores or traces hooks.
     """
 
     def __init__(self, block: nn.Module, notes: list[BlockEvidence], index: int = 0) -> None:

@@ -1,5 +1,5 @@
-"""Counts the tensors that a forward pass saves for its backward pass, and lets a technique move
-them elsewhere meanwhile."""
+"""Counts the tensors that a forward pass saves for its backward pass, and lets a technique keep
+them elsewhere until the backward pass."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class SavedCounter:
     storages: dict[int, int] = field(default_factory=dict)
     """Address of a saved storage -> its bytes; without storages of parameters and buffers."""
     unmoved: dict[int, int] = field(default_factory=dict)
-    """Those `storages` that autograd keeps as they are; of all others it keeps a copy in host
-    memory."""
+    """Subset of `storages` that autograd keeps on the device; of all other storages it keeps a copy
+    in host memory."""
     large_unmoved: dict[int, int] = field(default_factory=dict)
-    """Those `unmoved` storages whose saved tensors have `MIN_MOVED_BYTES` or more, and so are large
+    """Subset of `unmoved` whose saved tensors have `MIN_MOVED_BYTES` or more, and so are large
     enough to move to the host."""
     cached_ops: set[str] = field(default_factory=set)
     """Names of operations whose results a cache of selective checkpointing holds."""

@@ -58,14 +58,14 @@ class Block(nn.Module):
     blocks.
 
     The residual stream is `residual + gate·branch`. A block first adds the branch of the layer
-    *before* it, in the same kernel that also normalises the sum, and returns its own last branch
-    with its gate, not yet added. The residual that it returns is never normalised: if its gates are
-    0, a block leaves the stream unchanged.
+    *before* it, in the same operation that also normalises the sum (`add_norm`), and returns its
+    own last branch with its gate, not yet added. The residual that it returns is never normalised:
+    if its gates are 0, a block leaves the stream unchanged.
 
     A layer with an attribute `order` (L,) gets the tokens in that order: `order[m]` is the index of
     its m-th token. The norm before the layer permutes the tokens, and the sum after it permutes the
-    branch back, both within kernels that run anyway. `arriving` is the order of the incoming
-    branch; None: the order of the stream.
+    branch back, both inside `add_norm`. `arriving` is the order of the incoming branch; None: the
+    order of the stream.
 
     `norm` is "rms", or "layer" for weights that were trained with LayerNorm.
     """

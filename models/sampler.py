@@ -78,13 +78,13 @@ def sample(
 
     - "euler" calls the model once a step.
     - "heun" (second order, Karras et al. 2022) calls it twice, except in the last step.
-    - "ab2" is the two-step Adams–Bashforth method for unequal steps (second order, one call;
-      Hairer, Nørsett & Wanner,
-      Solving Ordinary Differential Equations I, III.5). The first step is Euler's.
-    - "sde" is Euler–Maruyama for dx = [v + ½·ε̂] dt + √t dw̄, the reverse SDE with diffusion w(t) =
-      t of SiT (Ma et al.
-      2024, https://arxiv.org/abs/2401.08740, eq. 4): its score is -ε̂/t with ε̂ = x + (1 - t)·v.
-      `fresh(i)` gives the standard normal noise of step i. The last step adds none.
+    - "ab2" is the two-step Adams–Bashforth method for unequal steps (second order, one call a step;
+      Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, III.5). The first step is
+      Euler's.
+    - "sde" is Euler–Maruyama for dx = [v + ½·ε̂] dt + √t dw̄, SiT's reverse SDE with diffusion
+      w(t) = t (Ma et al. 2024, https://arxiv.org/abs/2401.08740, eq. 4). The score is -ε̂/t with
+      ε̂ = x + (1 - t)·v. `fresh(i)` returns the standard normal noise of step i; the last step adds
+      none.
 
     ValueError for fewer than one step, an unknown solver, or "sde" without `fresh`.
     """

@@ -57,8 +57,8 @@ def bidirectional_ssd(
     If z and `norm_weight` are given, the result is gated, and normed per head:
     `rms_norm(y·silu(z))·norm_weight`. Decays and their sums are fp32; matrix products and the
     result have the dtype of x. The work is quadratic only inside a piece of 64 tokens, and so
-    linear in L up to 1,024 tokens. The models always pass z; scripts.bench compares with other
-    packages without it.
+    linear in L up to 1,024 tokens. The models always pass z; only scripts.bench leaves it out, to
+    compare with other packages.
     """
     refuse_empty("bidirectional_ssd", x)
     length = x.shape[1]

@@ -30,7 +30,7 @@ from common.errors import UserError
 
 LN2 = math.log(2.0)
 MATRIX_UNIT_SIZES = (16, 32, 64, 128)
-"""Supported head dims and state sizes: those for which the GPU's matrix units have instructions."""
+"""Supported head dims and state sizes: sides of the tiles that the GPU's matrix units multiply."""
 
 
 def compute_plain(*inputs: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 time does not grow with depth; "model" compiles the denoiser as one graph. `compile_mode` is the
 mode of `torch.compile`: "default"; "max-autotune-no-cudagraphs" tries more kernels for longer;
 "reduce-overhead" uses Inductor's own CUDA graphs, for the whole model and one accumulation step
-only (the configuration refuses the rest; `cuda_graph` has no such limits).
+only (the configuration refuses all other cases; `cuda_graph` has no such limits).
 
 It costs seconds to minutes in warm-up, which reports show apart from training time. Its speed on a
 GPU is not measured yet. `torch.compile` is lazy, so an error of the compiler appears in warm-up:

@@ -148,8 +148,8 @@ class CapturedUpdate:
         failure = None
         current = torch.cuda.current_stream()
         try:
-            # "thread_local": loaders may copy on other streams meanwhile without breaking the
-            # capture.
+            # With "thread_local", loaders may copy on other streams during the capture without
+            # breaking it.
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 try:
                     output = self.inner(static)

@@ -35,7 +35,7 @@ moments of vectors."""
 
 class HostState(Members):
     """An optimizer that updates one part of the parameters after the other; except during its
-    update, the state of a part is in host memory."""
+    update, the state of a part (its large tensors) is in host memory."""
 
     def __init__(self, groups: Groups, make: MakeOptimizer) -> None:
         super().__init__(groups, [make(part) for part in split_parts(groups)])

@@ -173,8 +173,9 @@ class DataParallel(Technique):
     def surround_evaluation(self) -> Iterator[None]:
         """Reshards the parameters after evaluation.
 
-        With `reshard_after_forward` off, a forward pass without a backward pass leaves the
-        parameters of evaluation gathered, and the next step would train with them.
+        If `reshard_after_forward` is off, a forward pass without a backward pass leaves the
+        parameters gathered. Without resharding, the next step trains with the parameters of
+        evaluation, which are averages.
         """
         yield
         if self.shards:
