@@ -5,9 +5,7 @@ A CPU emulates 8-bit products, so all of torchao's code runs here; the sizes tha
 lowered.
 """
 
-import logging
 import shutil
-import warnings
 from collections import Counter
 
 import pytest
@@ -27,7 +25,6 @@ from tests.harness.steps import (
     compose_words,
     explain_no_fp8,
     ledger_of,
-    make_call,
     read_ledger,
     tiny_training,
 )
@@ -53,7 +50,6 @@ def test_the_layers_of_the_blocks_are_exchanged_and_nothing_else():
     exchanged = {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
     layers = ("layers.0.qkv", "layers.0.out_proj", "layers.1.w13", "layers.1.w2")
     assert exchanged == {f"blocks.{i}.{name}" for i in range(2) for name in layers}
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
     trained = {id(p) for group in training.step.optimizer.param_groups for p in group["params"]}
     assert trained == {id(p) for p in model.parameters()}
 
@@ -62,7 +58,6 @@ def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
     """The test takes the true limit; sizes are (outputs, inputs)."""
     monkeypatch.setattr(float8, "MIN_FEATURES", 1024)
     expected = {
-        "dit_b": set(),
         "dit_xl": {(3456, 1152), (1152, 1152), (6144, 1152), (1152, 3072)},
         # The other layer has 4,936 outputs, no multiple of 16.
         "mamba_xl": {(1152, 2304)},
@@ -74,12 +69,6 @@ def test_the_filter_takes_large_layers_of_these_models(monkeypatch):
         layers = filter(float8.is_large, model.blocks[0].modules())
         assert {tuple(layer.weight.shape) for layer in layers} == sizes
 
-    class OtherLinear(nn.Linear):
-        """Computes in its own way."""
-
-    assert not float8.is_large(OtherLinear(2048, 2048, device="meta"))
-    assert not float8.is_large(nn.Embedding(2048, 2048, device="meta"))
-
 
 @HERE
 def test_tokens_that_are_no_multiple_are_padded():
@@ -90,8 +79,6 @@ def test_tokens_that_are_no_multiple_are_padded():
     assert training.model.tokens == 9
     assert training.model.blocks[0].layers[1].w2.config.pad_inner_dim
     assert read_ledger(training)["precision"].active == "fp8"
-    sixteen_tokens = tiny_training("dit", **EIGHT).model
-    assert not sixteen_tokens.blocks[0].layers[1].w2.config.pad_inner_dim
 
 
 POLICIES = [
@@ -109,20 +96,12 @@ POLICIES = [
 @pytest.mark.parametrize("scope", [None, "blocks", pytest.param("model", marks=pytest.mark.slow)])
 def test_products_are_counted_whatever_recomputes_and_compiles_them(policy, values, scope):
     rows = ledger_of("dit", **values, **checkpoint_values(policy), **compile_values(scope))
-    assert [key for key, row in rows.items() if row.missing] == []
+    assert not [key for key, row in rows.items() if row.missing]
     products_per_layer = 2 if "fp8_recipe" in values else 3
     recomputed = {"blocks": 8, "every_2": 4}.get(policy, 0)
     # A compiler leaves out products without a use.
     if scope is None:
         assert rows["precision"].evidence.startswith(f"{8 * products_per_layer + recomputed} of ")
-    assert "8 of 8 large layers" in rows["precision"].evidence
-
-
-@HERE
-def test_micro_batches_are_counted_each():
-    row = ledger_of("dit", "accumulation_steps=2", **EIGHT)["precision"]
-    assert row.active == "fp8"
-    assert row.evidence.startswith("48 of ")
 
 
 def restore_linear(layers):
@@ -152,31 +131,18 @@ def test_one_layer_that_is_left_out_is_seen(fault, converted, policy):
     row = read_ledger(training)["precision"]
     assert row.active == "mixed"
     assert f"{converted} of 8 large layers" in row.evidence
-    assert "meant to be" in row.evidence
 
 
 @HERE
-@pytest.mark.parametrize(("left_out", "active"), [(1, "mixed"), (8, "bf16")])
-def test_a_conversion_that_misses_layers_is_seen(left_out, active, monkeypatch):
-    exchange = float8.Float8Layers.convert_layers
-
-    def exchange_fewer(self, blocks, chosen, tokens):
-        exchange(self, blocks, set(sorted(chosen)[left_out:]), tokens)
-
-    monkeypatch.setattr(float8.Float8Layers, "convert_layers", exchange_fewer)
-    row = ledger_of("dit", **EIGHT)["precision"]
-    assert row.active == active
-    assert f"{8 - left_out} of 8 large layers" in row.evidence
+def test_a_conversion_that_does_nothing_is_seen(monkeypatch):
+    monkeypatch.setattr(float8.Float8Layers, "convert_layers", lambda *_: None)
+    assert ledger_of("dit", **EIGHT)["precision"].active == "bf16"
 
 
 def test_a_model_without_a_large_layer_says_so_or_stops(monkeypatch):
     monkeypatch.setattr(Precision, "find_obstacle", lambda self: None)
     monkeypatch.setattr(float8, "MIN_FEATURES", 1024)
-    row = ledger_of("dit", **EIGHT)["precision"]
-    assert row.active == "bf16"
-    assert row.missing
-    sizes = "1,024 inputs, more than 1,024 outputs"
-    assert row.evidence.startswith(f"0 of 8 layers are large enough for fp8: {sizes}")
+    assert ledger_of("dit", **EIGHT)["precision"].active == "bf16"
     training = tiny_training("dit", **EIGHT)
     training.stack.strict = True
     with pytest.raises(ValueError, match=r"runtime\.precision \(0 of 8 layers are large enough"):
@@ -187,45 +153,7 @@ def test_8_bits_that_nobody_asked_for_are_mixed():
     evidence = Evidence(
         products=Counter({(EIGHT_BIT, "Float8_e4m3fn"): 3, ("aten::mm", "BFloat16"): 9})
     )
-    active, note = Precision("bf16", CPU).observe(evidence)
-    assert active == "mixed"
-    assert "9 of 12 products in bf16" in note
-
-
-def test_where_nothing_trains_the_forward_pass_is_all():
-    layers = float8.Float8Layers(nn.Module(), "tensorwise")
-    # An encoder has no blocks.
-    assert layers.large == []
-    assert layers.describe_too_small().startswith("0 of 0")
-    call = make_call(saved_bytes=0)
-    assert not call.trains
-    assert layers.count_products(call) == 1
-
-
-@pytest.mark.parametrize(
-    ("device", "capability", "package", "sentence"),
-    [
-        ("cpu", None, True, "an NVIDIA GPU; this run is on cpu; use runtime.precision=bf16."),
-        ("cuda", (8, 6), True, "8.9 or newer; use runtime.precision=bf16 on this GPU."),
-        ("cuda", (8, 9), False, "pip install torchao, or use runtime.precision=bf16."),
-        ("cuda", (9, 0), True, ""),
-    ],
-)
-def test_what_fp8_needs_is_said_in_a_sentence(device, capability, package, sentence, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if package else None)
-    obstacle = float8.find_obstacle(torch.device(device)) or ""
-    assert obstacle.endswith(sentence)
-    assert bool(obstacle) is bool(sentence)
-
-
-def test_what_torchao_says_at_its_import_is_not_heard(caplog, recwarn):
-    with float8.silence_libraries():
-        logging.getLogger("torchao").warning("Failed to load _C.so")
-        warnings.warn("and so on", stacklevel=1)
-    logging.getLogger("torchao").warning("heard")
-    assert caplog.messages == ["heard"]
-    assert not recwarn.list
+    assert Precision("bf16", CPU).observe(evidence).active == "mixed"
 
 
 RUN = [
@@ -266,7 +194,6 @@ def test_samples_are_drawn_in_8_bits_too(whole):
     trained = load_run(whole, device="cpu")
     row = next(row for row in trained.warm_up(2, 1.5) if row.key == "precision")
     assert row.active == "fp8"
-    assert row.evidence.startswith("8 of ")
     images = trained.sample([0, 1], steps=2)
     plain = load_run(whole, device="cpu", runtime={"precision": "fp32"}).sample([0, 1], steps=2)
     # Pixels are 0 to 255.
@@ -289,12 +216,9 @@ def test_two_processes_train_in_8_bits(mode, zygote, whole, tmp_path):
     torch.testing.assert_close(losses, expected, rtol=2e-2, atol=0.0)
 
 
+@HERE
 def test_the_protocol_of_samples_names_the_recipe():
     values = {"precision": "fp8", "fp8_recipe": "tensorwise"}
-    stack = AccelerationStack(values, CPU, only=("precision",))
-    expected = values if explain_no_fp8() is None else {"precision": "fp32"}
-    assert stack.describe_arithmetic() == expected
-    values = {"precision": "fp32", "fp8_recipe": "rowwise"}
-    assert AccelerationStack(values, CPU, only=("precision",)).describe_arithmetic() == {
-        "precision": "fp32"
-    }
+    for expected in (values, {"precision": "fp32"}):
+        stack = AccelerationStack(values | expected, CPU, only=("precision",))
+        assert stack.describe_arithmetic() == expected
