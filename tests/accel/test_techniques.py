@@ -1,13 +1,11 @@
 """Every technique keeps the contract; tests enrol by walking the stack's own tuple."""
 
 import functools
-import warnings
 
 import pytest
 import torch
 
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
-from accel.technique import Observation, Technique
 from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.compilation import Compile
 from accel.techniques.fused_adamw import FusedAdamW
@@ -32,24 +30,17 @@ from tests.harness.words import CPU
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 CUDA_ONLY = {"tf32", "cudnn_benchmark", "empty_cache_at_eval", "cuda_graph"}
+GPU_ONLY = CUDA_ONLY | {"offload_optimizer", "offload_activations"}
 CUDA_BACKENDS = {"cudnn", "efficient", "flex", "flash3", "flash4"}
 EVERY = pytest.mark.parametrize("variant", VARIANTS, ids=name_variant)
-MAX_AUTOTUNE = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}
 take_plain_step = functools.cache(take_one_step)
 
 
 def test_every_technique_is_enrolled():
     assert {key_of(variant) for variant in VARIANTS} == {kind.key for kind in TECHNIQUES}
     keys = {key for kind in TECHNIQUES for key in (kind.key, *kind.options)}
-    run_keys = {"device", "on_unavailable", "tune", "tune_seconds"}
-    process_keys = {"mode", "timeout_minutes", "nccl"}
-    assert keys == set(EAGER) - run_keys - process_keys
-
-
-def test_the_order_of_the_tuple():
-    keys = [kind.key for kind in TECHNIQUES]
-    assert keys.index("gradient_checkpointing") < keys.index("compile")
-    assert keys[-1] == "cuda_graph"
+    others = {"device", "on_unavailable", "tune", "tune_seconds", "mode", "timeout_minutes", "nccl"}
+    assert keys == EAGER.keys() - others
 
 
 @pytest.mark.parametrize(
@@ -83,30 +74,10 @@ def assert_within(plain, fast, rtol):
         torch.testing.assert_close(fast["grad_norm"], plain["grad_norm"], rtol=20 * rtol, atol=0.0)
 
 
-class ScaledLoss(Technique):
-    """A planted fault: the velocity is off by one part in ten thousand."""
-
-    key = "scaled"
-
-    def on_step(self, step):
-        forward = step.forward
-        step.forward = lambda *a: forward(*a) * 1.0001
-        return step
-
-    def observe(self, evidence):
-        return Observation(True, "")
-
-
-@pytest.mark.parametrize("rtol", [0.0, 1e-5])
-def test_a_planted_fault_is_caught(rtol):
-    with pytest.raises(AssertionError):
-        assert_within(take_plain_step(), take_one_step(planted=ScaledLoss(True, CPU)), rtol)
-
-
 @EVERY
 def test_what_cannot_be_had_here_says_so_in_a_sentence(variant):
     reason = explain_unavailable(variant)
-    if key_of(variant) in CUDA_ONLY or variant.get("attention") in CUDA_BACKENDS:
+    if key_of(variant) in GPU_ONLY or variant.get("attention") in CUDA_BACKENDS:
         assert "cpu" in reason
     if reason is not None:
         assert reason.endswith(".")
@@ -118,11 +89,6 @@ def test_16_bits_are_refused_on_a_cpu_without_native_instructions(name, word, mo
     for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
         monkeypatch.setattr(torch.cpu, probe, lambda: False)
     assert word in Precision(name, CPU).find_obstacle()
-    values = EAGER | {"precision": name, "tf32": True}
-    stack = AccelerationStack(values, CPU, on_unavailable="emulate")
-    assert stack.precision == name
-    assert stack.values["tf32"] is False
-    assert stack.reasons["precision"].startswith("emulated: This CPU has no native")
 
 
 def test_compiling_without_a_compiler_is_refused(monkeypatch):
@@ -157,8 +123,7 @@ def test_deterministic_switches_off_what_is_not(monkeypatch):
 
 def test_work_that_must_end_with_the_same_bytes_leaves_cudnn_no_choice(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    values = EAGER | {"cudnn_benchmark": True}
-    stack = AccelerationStack(values, CPU, on_unavailable="error", same_bytes=SAME_BYTES)
+    stack = AccelerationStack(EAGER | {"cudnn_benchmark": True}, CPU, same_bytes=SAME_BYTES)
     stack.on_process()
     assert "must end with the same bytes" in stack.reasons["cudnn_benchmark"]
     assert torch.backends.cudnn.benchmark is False
@@ -218,40 +183,29 @@ def broken_backend(graph, inputs):
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "values", "warning", "active", "error"),
+    ("key", "value", "warning", "active", "error"),
     [
         (
-            AttentionBackend,
-            {"find_obstacle": lambda self: None},
-            {"attention": "efficient"},
+            "attention",
+            "efficient",
             "efficient attention does not take",
             "flash",
             "No viable backend",
         ),
-        (
-            Compile,
-            {"backend": staticmethod(broken_backend)},
-            {"compile": True},
-            "nothing runs compiled.*broken",
-            False,
-            "broken",
-        ),
+        ("compile", True, "nothing runs compiled.*broken", False, "broken"),
     ],
-    ids=["attention", "compile"],
 )
 def test_what_fails_in_warm_up_falls_back_loudly_or_stops(
-    kind, change, values, warning, active, error, monkeypatch
+    key, value, warning, active, error, monkeypatch
 ):
-    for name, value in change.items():
-        monkeypatch.setattr(kind, name, value)
-    training = tiny_training("dit", **values)
+    monkeypatch.setattr(AttentionBackend, "find_obstacle", lambda self: None)
+    monkeypatch.setattr(Compile, "backend", staticmethod(broken_backend))
+    training = tiny_training("dit", **{key: value})
     with pytest.warns(UserWarning, match=warning):
-        row = read_ledger(training)[kind.key]
-    assert row.active == active
-    assert row.missing
+        assert read_ledger(training)[key].active == active
     assert training.take_step().loss.isfinite()
 
-    training = tiny_training("dit", **values)
+    training = tiny_training("dit", **{key: value})
     training.stack.strict = True
     with pytest.raises(RuntimeError, match=error):
         training.warm_up()
@@ -274,8 +228,8 @@ def inductor(monkeypatch):
     torch._dynamo.reset()
 
 
-def fail_assertion(*_):
-    assert not _, ""
+def fail_assertion(*arguments):
+    assert not arguments, ""
 
 
 # Inductor imports torch.utils.mkldnn.
@@ -285,18 +239,8 @@ def test_a_failed_assertion_of_the_autotuner_falls_back_loudly(inductor, monkeyp
     monkeypatch.setattr("torch._inductor.graph.GraphLowering.run", fail_assertion)
     place = r"\(in test_techniques.py, fail_assertion\)"
     with pytest.warns(UserWarning, match=rf"AssertionError.*{place}.*max-autotune"):
-        row = ledger_of(**MAX_AUTOTUNE)["compile"]
-    assert row.missing
+        row = ledger_of(compile=True, compile_mode="max-autotune-no-cudagraphs")["compile"]
     assert "nothing runs compiled" in row.evidence
-
-
-@pytest.mark.slow
-def test_max_autotune_is_on_or_falls_back_loudly(inductor):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        row = ledger_of(depth=1, **MAX_AUTOTUNE)["compile"]
-    assert row.missing == any("nothing runs compiled" in str(each.message) for each in caught)
-    assert "max-autotune-no-cudagraphs" in row.evidence
 
 
 @pytest.mark.parametrize(
@@ -309,16 +253,9 @@ def test_reduce_overhead_trains_as_eager_does(inductor, device):
     values = compile_values("model") | {"compile_mode": "reduce-overhead"}
     training = tiny_training("dit", **how, **values)
     assert_near_eager(training, steps=4, rtol=1e-4, **how)
-    row = read_ledger(training)["compile"]
-    assert row.active is True
-    assert "mode reduce-overhead" in row.evidence
+    assert read_ledger(training)["compile"].active is True
 
 
 def test_inductor_compiles_a_block_into_one_graph_with_equal_results(inductor):
     assert_within(take_plain_step(), take_one_step(compile=True), 1e-5)
-    assert "2 of 2 blocks compiled" in ledger_of(compile=True)["compile"].evidence
-
-
-def test_unfused_means_pytorchs_default():
-    """`fused=False` would switch foreach off too."""
-    assert FusedAdamW(False, CPU).make_optimizer_kwargs() == {}
+    assert ledger_of(compile=True)["compile"].active is True

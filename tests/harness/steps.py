@@ -1,7 +1,5 @@
 """One tiny run under any techniques, for tests of accel/."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from dataclasses import replace
@@ -10,38 +8,35 @@ import torch
 
 from accel import saved_tensors
 from accel.evidence import BlockEvidence
-from accel.ledger import LedgerRow
 from accel.stack import TECHNIQUES
-from accel.technique import Technique
 from accel.techniques import float8
 from accel.techniques.precision import Precision
 from tests.harness.denoisers import fill_zero_layers
 from tests.harness.words import CPU
-from training.assemble import Training
 from training.assemble import assemble as assemble_run
 from training.config.compose import compose
-from training.config.schema import RuntimeConfig, TrainConfig
+from training.config.schema import RuntimeConfig
 
 EAGER = RuntimeConfig().values()
 VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.list_ways()]
 """Every technique in each of its ways, alone."""
 
 
-def name_variant(variant: dict) -> str:
+def name_variant(variant):
     """A variant's name in the list of tests."""
     return "-".join(key if value is True else str(value) for key, value in variant.items())
 
 
-def key_of(variant: dict) -> str:
+def key_of(variant):
     """The key of the technique that a variant switches on."""
     return next(iter(variant))
 
 
-def find_technique(key: str) -> type[Technique]:
+def find_technique(key):
     return next(kind for kind in TECHNIQUES if kind.key == key)
 
 
-def explain_unavailable(variant: dict, device: torch.device = CPU) -> str | None:
+def explain_unavailable(variant, device=CPU):
     """Why a variant cannot be had on a device; None if it can."""
     kind = find_technique(key_of(variant))
     options = {name: value for name, value in variant.items() if name in kind.options}
@@ -54,7 +49,7 @@ def allow_any_precision(monkeypatch):
     monkeypatch.setattr(saved_tensors, "MIN_MOVED_BYTES", 1024)
     on_gpu = Precision.find_obstacle
 
-    def find_obstacle(self: Precision) -> str | None:
+    def find_obstacle(self):
         if self.device.type == "cuda":
             return on_gpu(self)
         return explain_no_fp8(self.fp8_recipe) if self.value == "fp8" else None
@@ -64,7 +59,7 @@ def allow_any_precision(monkeypatch):
 
 
 @functools.cache
-def explain_no_fp8(recipe: str = "tensorwise") -> str | None:
+def explain_no_fp8(recipe="tensorwise"):
     """Why an fp8 recipe cannot run here; None if it can."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed."
@@ -79,26 +74,26 @@ def explain_no_fp8(recipe: str = "tensorwise") -> str | None:
 
 
 @functools.cache
-def compose_words(*words: str) -> TrainConfig:
+def compose_words(*words):
     return compose(list(words)).cfg
 
 
-def write_override(key: str, value: object) -> str:
+def write_override(key, value):
     """The override that gives a technique's key a value."""
     return f"runtime.{'parallel.mode' if key == 'parallel' else key}={str(value).lower()}"
 
 
-def checkpoint_values(policy: str | None) -> dict[str, bool | str]:
+def checkpoint_values(policy):
     """Values that checkpoint blocks by a policy; None switches checkpointing off."""
     return {"gradient_checkpointing": policy is not None, "checkpoint_policy": policy or "blocks"}
 
 
-def compile_values(scope: str | None) -> dict[str, bool | str]:
+def compile_values(scope):
     """Values that compile a scope; None switches compilation off."""
     return {"compile": scope is not None, "compile_scope": scope or "blocks"}
 
 
-def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) -> Training:
+def tiny_training(family="mamba", *words, device=CPU, depth=2, **values):
     """Assembles a tiny run on digits under eager plus `values`, ready for its first step; no layer
     of its model is zero."""
     sizes = [
@@ -114,15 +109,12 @@ def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) ->
         "schedule.warmup_samples=0",
         "ema.half_life_samples=100",
         "optim.lr=1e-3",
+        "optim.weight_decay=0.01",
     ]
     runtime = ["runtime=eager", *(write_override(key, value) for key, value in values.items())]
     torch.manual_seed(0)
-    training = assemble_run(
-        compose_words(
-            f"model={family}_s", *sizes, *rates, "optim.weight_decay=0.01", *runtime, *words
-        ),
-        device,
-    )
+    cfg = compose_words(f"model={family}_s", *sizes, *rates, *runtime, *words)
+    training = assemble_run(cfg, device)
     fill_zero_layers(training.model)
     training.state.ema.load_state_dict(
         {name: p.detach() for name, p in training.model.named_parameters()}
@@ -134,36 +126,31 @@ def tiny_training(family="mamba", *words: str, device=CPU, depth=2, **values) ->
     return training
 
 
-def assemble(family="mamba", *words: str, **how):
+def assemble(family="mamba", *words, **how):
     """Model, step, stack and loader of a tiny run."""
     training = tiny_training(family, *words, **how)
     return training.model, training.step, training.stack, training.loader
 
 
-def take_one_step(family="mamba", planted: Technique | None = None, **values):
-    """Takes one step; returns loss, gradient norm and the model's state by name.
-
-    A `planted` technique wraps the step too.
-    """
+def take_one_step(family="mamba", **values):
+    """Takes one step; returns loss, gradient norm and the model's state by name."""
     training = tiny_training(family, **values)
-    if planted is not None:
-        training.step = planted.on_step(training.step)
     output = training.take_step()
     norms = {"loss": output.loss, "grad_norm": output.grad_norm}
     return norms | training.model.state_dict()
 
 
-def read_ledger(training: Training) -> dict[str, LedgerRow]:
+def read_ledger(training):
     """Warms a run up; returns the rows of its ledger by key."""
     return {row.key: row for row in training.warm_up()}
 
 
-def ledger_of(family="mamba", *words: str, **how) -> dict[str, LedgerRow]:
+def ledger_of(family="mamba", *words, **how):
     """The rows of a tiny run's ledger by key."""
     return read_ledger(tiny_training(family, *words, **how))
 
 
-def make_call(**changes) -> BlockEvidence:
+def make_call(**changes):
     """Evidence of one call of a block in fp32, with some fields changed."""
     call = BlockEvidence(10, 100, torch.float32, torch.float32, (True, True), frozenset())
     return replace(call, **changes)
