@@ -1,7 +1,5 @@
 """Proofs of the planted model's kernel (tests/harness/planted_models.py) on a CPU."""
 
-from __future__ import annotations
-
 from accel import proof
 from accel.stack import AccelerationStack
 from tests.harness.planted_models import PlantedModel
@@ -25,7 +23,7 @@ def plant_findings(monkeypatch, findings):
     monkeypatch.setattr(proof, "run_trials", lambda *_: {"fused_scan": dict(findings)})
 
 
-def make_stack(value="auto", runtime=None, **more) -> AccelerationStack:
+def make_stack(value="auto", runtime=None, **more):
     return AccelerationStack(EAGER | {"fused_scan": value} | (runtime or {}), CPU, **more)
 
 
