@@ -141,10 +141,7 @@ def test_the_largest_batch_can_be_launched(samples, length, grids):
     counter_noise_triton.launch("normal", 0, Purpose.NOISE, positions, 4096)
     wide = [(name, grid) for name, grid in grids if max([1, *grid[1:]]) > MAX_SAMPLES_PER_LAUNCH]
     assert not wide
-    launched = {name for name, _ in grids}
-    backward = {"ssd_decays_backward_kernel", "add_norm_backward_kernel"}
-    assert backward | {"counter_noise_kernel"} <= launched
-    assert ("ssd_read_kernel" in launched) is (length == 1024)
+    assert ("ssd_read_kernel" in {name for name, _ in grids}) is (length == 1024)
 
 
 @pytest.mark.parametrize(

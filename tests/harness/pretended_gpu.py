@@ -1,11 +1,7 @@
 """A pretended GPU, for faults of a real one that can be found without it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +15,7 @@ READS = ("_local_scalar_dense", "is_nonzero", "equal")
 """Operations with which the host reads a value of the device."""
 
 
-def list_storages(values) -> set[int]:
+def list_storages(values):
     return {t.untyped_storage()._cdata for t in tree_leaves(values) if isinstance(t, Tensor)}
 
 
@@ -33,7 +29,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls: list[tuple[Any, Any, list[Tensor]]] = []
+        self.calls = []
         """Operation, arguments, and its outputs in new memory."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -81,7 +77,7 @@ class Streams:
         self.current = "default"
 
     @contextmanager
-    def enter(self, name: str) -> Iterator[None]:
+    def enter(self, name):
         before = self.current
         self.current = name
         try:
@@ -90,7 +86,7 @@ class Streams:
             self.current = before
 
     @contextmanager
-    def capture(self, graph: Graph, stream: str, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph, stream, capture_error_mode):
         before = self.current
         self.current = stream
         try:
@@ -106,11 +102,11 @@ class Streams:
 class Name(str):
     """A stream."""
 
-    def wait_stream(self, other: str):
+    def wait_stream(self, other):
         pass
 
 
-def pretend_graphs(monkeypatch) -> Streams:
+def pretend_graphs(monkeypatch):
     """Lets `runtime.cuda_graph=true` run on a CPU."""
     streams = Streams()
     monkeypatch.setattr(CudaGraph, "find_obstacle", lambda self: None)
@@ -132,7 +128,7 @@ class Launching(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...], tuple[Tensor, ...]]] = []
+        self.calls = []
         """Operator, its arguments, its outputs."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -148,13 +144,13 @@ class Launching(TorchDispatchMode):
         return outputs
 
 
-def run_backward(outputs: Tensor | tuple[Tensor, ...]):
+def run_backward(outputs):
     """Runs the backward pass from what an operator returned, with random gradients."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 
-def make_profiler_event(name: str, on_gpu: bool = False, annotation: bool = False):
+def make_profiler_event(name, on_gpu=False, annotation=False):
     """Makes an event of a millisecond as the profiler records it."""
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     facts = {
@@ -162,6 +158,8 @@ def make_profiler_event(name: str, on_gpu: bool = False, annotation: bool = Fals
         "device_type": device,
         "is_user_annotation": annotation,
         "duration_ns": 10**6,
+        "start_ns": 0,
+        "start_thread_id": 1,
+        "dtypes": [],
     }
-    facts |= {"start_thread_id": 1, "start_ns": 0, "dtypes": []}
     return SimpleNamespace(**{key: lambda value=value: value for key, value in facts.items()})
