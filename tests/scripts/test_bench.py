@@ -3,14 +3,12 @@
 from multiprocessing import get_context
 
 import pytest
-from torch.utils._pytree import tree_leaves
 
 from accel.stack import TECHNIQUES
 from common.files import ROOT
-from scripts.bench import TABLES, kernels, measure, runner
+from scripts.bench import TABLES, kernels, runner
 from scripts.bench.__main__ import main as bench
 from scripts.bench.cases import COMMANDS, SETTINGS, plan_job
-from tests.harness.words import CPU
 from training.components import foresee_latents
 from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
@@ -22,8 +20,7 @@ QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]
 
 
 @pytest.mark.parametrize(
-    ("setting", "batch", "tokens"),
-    [("s32", 32, 256), ("s256", 256, 256), ("b256", 256, 256), ("s32x512", 32, 512)],
+    ("setting", "batch", "tokens"), [("s32", 32, 256), ("b256", 256, 256), ("s32x512", 32, 512)]
 )
 def test_settings_are_what_they_say(setting, batch, tokens):
     cfg = compose(SETTINGS[setting]["words"].split()).cfg
@@ -31,25 +28,15 @@ def test_settings_are_what_they_say(setting, batch, tokens):
     assert cfg.batch_size == batch
     assert model.tokens == kernels.SHAPES[setting][1] == tokens
     assert cfg.model == compose([f"model=ssd_mlp_{setting[0]}"]).cfg.model
-    assert set(kernels.SHAPES) == set(SETTINGS)
-
-
-@pytest.mark.parametrize("operator", ["local_mix", "qk_rope"])
-def test_operators_know_the_grid_of_512_tokens(operator):
-    inputs = kernels.draw_inputs(operator, kernels.find_sizes("s32x512") | {"B": 1}, CPU)
-    outputs = kernels.make_operators("s32x512", CPU)[operator].definition(*inputs)
-    assert 512 in tree_leaves(outputs)[0].shape
 
 
 def test_words_are_the_commands_own_or_overrides():
     words = ["setting=s32", "steps=7", "runtime=max", "model=dit_s"]
     job = plan_job("step", [*words, "out=x", "again=all"])
     assert job.cfg.steps == job.cfg.loss_steps == 7
-    assert job.cfg.name == "step_s32"
     overrides = job.cases[0].overrides
     assert "model=ssd_mlp_s" not in overrides
     assert overrides[-2:] == ["runtime=max", "model=dit_s"]
-    assert job.command == f"python -m scripts.bench step {' '.join(words)}"
     # Another data set also replaces the overrides of the setting's own.
     overrides = plan_job("step", ["setting=tiny", "data=digits"]).cases[0].overrides
     assert not [word for word in overrides if word.startswith("data.")]
@@ -61,13 +48,14 @@ def test_words_are_the_commands_own_or_overrides():
         ("nonsense", "nonsense.*choose one of doctor"),
         ("step setting=huge", "setting=huge.*tiny, s32"),
         ("step steps=-1", "steps=-1 must be at least 0"),
-        ("step stuff", "stuff is not of the form key=value"),
         ("publish nowhere", "nowhere has no results"),
         ("techniques setting=tiny precisions=[bf8]", r"precisions=\[bf8\]: choose some of fp32"),
         ("ladder setting=tiny model.depht=3", "depht"),
         ("mixers setting=tiny size=huge", "size=huge: there is no such size"),
         ("mixers setting=tiny families=[mambda]", r"families=\[mambda\]: choose some of conv, dit"),
         ("tests select=some", "select=some: choose all, smoke or rest"),
+        ("gpu only=[laddr]", r"only=\[laddr\]: there is no such item; choose some of doctor"),
+        ("gpu setting=s32", "setting=s32: the queue has setting=tiny"),
     ],
 )
 def test_mistakes_become_one_sentence(words, message):
@@ -105,26 +93,18 @@ def test_techniques_are_judged_over_eager_in_fp32_and_in_bf16():
     cases = [case for case in plan_job("techniques", QUICK).cases if case.labels["part"] == "alone"]
     assert {case.labels["key"] for case in cases} == {kind.key for kind in TECHNIQUES}
     in_bf16 = {case.labels["key"]: case for case in cases if case.labels["over"] == "bf16"}
-    for key in ("attention", "residual_in_fp32", "fused_adamw"):
+    for key in ("residual_in_fp32", "fused_adamw"):
         case = in_bf16[key]
         baseline, cfg = (compose(words).cfg for words in (case.baseline, case.overrides))
         assert baseline.runtime.precision.value == "bf16"
         assert baseline.runtime != cfg.runtime
         assert baseline.model == cfg.model
-        assert ("Attention" in str(cfg.model)) is (key == "attention")
 
 
 def test_features_are_planned_over_eager_and_can_be_composed():
     cases = plan_job("techniques", QUICK).cases
     cases = [case for case in cases if case.labels["part"] == "feature"]
-    planned = {(case.labels["key"], case.labels["over"]) for case in cases}
-    for name, feature in TABLES["features"].items():
-        overs = [feature["over"]] if "over" in feature else ["fp32", "bf16"]
-        assert {(name, over) for over in overs} <= planned
+    assert {case.labels["key"] for case in cases} == TABLES["features"].keys()
     for case in cases:
         if case.labels["over"] == "fp32":
             compose([word for word in case.overrides if not word.startswith("newcomer.")])
-    loader = next(case for case in cases if case.name.startswith("DataLoader, 2 workers × 4"))
-    loop = measure.build_loop([*loader.overrides, "data.count=64"])
-    assert (loop.num_workers, loop.prefetch_factor) == (2, 4)
-    assert loop.measure_loss(2) > 0
