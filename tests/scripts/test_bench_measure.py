@@ -2,19 +2,16 @@
 
 import json
 import string
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from accel.kernels.bidirectional_ssd import bidirectional_ssd
 from accel.stack import TECHNIQUES
 from scripts.bench import TABLES, data, kernels, measure
 from scripts.bench.cases import SETTINGS, Case, plan_job
 from scripts.bench.measure import measure_case
 from scripts.bench.publish import format_entries
-from tests.harness.operators import Sizes, make_ssd
 from training.config.compose import compose
 
 TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
@@ -38,21 +35,15 @@ def measure_tiny(command, tmp_path, *words):
     keys = {key for entry in entries for key in entry} | {"times_before"}
     for form in TABLES["columns"].get(command, {}).values():
         assert {key for _, key, _, _ in string.Formatter().parse(form) if key} <= keys
-    assert all(entry["name"] in format_entries(command, entries)[0] for entry in entries)
     return {entry["name"]: entry for entry in entries}
 
 
 def test_what_cannot_be_had_is_a_reason_and_what_compiles_can_be_left_out():
     cfg = plan_job("step", [*QUICK, "inductor=false"]).cfg
-    case = Case("x", lambda case, cfg: {"value": 1}, TINY)
-    expected = {
-        "runtime.tf32=false": {"value": 1},
-        "runtime.compile=true": {"reason": "left out: inductor=false"},
-    }
-    for word, result in expected.items():
-        assert measure_case(case._replace(needs=[word]), cfg) == result
-    assert "GPU" in measure_case(case._replace(needs=["runtime.tf32=true"]), cfg)["reason"]
-    assert case._replace(overrides=["runtime=max"]).expected > 2 * case.expected
+    case = Case("x", lambda case, cfg: {"reason": "none"}, TINY)
+    expected = {"tf32=false": "none", "compile=true": "inductor=false", "tf32=true": "GPU"}
+    for word, reason in expected.items():
+        assert reason in measure_case(case._replace(needs=[f"runtime.{word}"]), cfg)["reason"]
 
 
 def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, monkeypatch):
@@ -61,32 +52,26 @@ def test_the_ladder_climbs_from_a_newcomer_to_max(tmp_path, monkeypatch):
     entries = measure_tiny("ladder", tmp_path, "num_workers=0", "loss_steps=2")
     rungs = TABLES["rungs"]
     assert len(entries) == 4 + len(rungs)
-    assert next(iter(entries)) == "0 newcomer, a file per sample"
-    assert entries["0 newcomer, items in memory"]["speed"] == 1.0
     assert "GPU" in entries["+ tf32"]["reason"]
     for entry in entries.values():
-        assert "reason" in entry or (entry["n"] == 1 and abs(entry["loss_deviation"]) < 1e-2)
+        assert "reason" in entry or abs(entry["loss_deviation"]) < 1e-2
     assert entries["+ compiled blocks"]["not_on"] == []
 
     # The top of the ladder is max.
     runtime = compose([*TINY, "runtime=max"]).cfg.runtime
     on = {f"runtime.{t.key}=true" for t in TECHNIQUES if getattr(runtime, t.key) is True}
     assert on - {"runtime.residual_in_fp32=true"} <= set(rungs.values())
-    assert "runtime.precision=bf16" in rungs.values()
 
 
 def test_a_step_is_taken_apart(tmp_path):
     entry = measure_tiny("step", tmp_path, "runtime=fast")["step"]
-    phases = entry["phases_ms"]
-    assert {"data", "forward", "backward", "optimizer", "ema", "logging"} <= phases.keys()
-    assert min(phases.values()) >= 0
-    assert entry["verdict"]["bound"] in ("data-bound", "compute-bound", "bandwidth-bound")
+    phases = {"data", "forward", "backward", "optimizer", "ema", "logging"}
+    assert phases <= entry["phases_ms"].keys()
     assert "Try next" in entry["text"]
 
 
-def test_a_profile_is_a_table_and_a_trace(tmp_path):
+def test_a_profile_has_a_trace(tmp_path):
     entry = measure_tiny("profile", tmp_path)["profile"]
-    assert "aten::mm" in entry["text"]
     trace = json.loads((tmp_path / entry["trace"]).read_text())["traceEvents"]
     assert "aten::mm" in {event.get("name") for event in trace}
 
@@ -96,25 +81,18 @@ def test_a_profile_is_a_table_and_a_trace(tmp_path):
 def test_techniques_are_measured_alone_and_removed(tmp_path):
     entries = measure_tiny("techniques", tmp_path, "loss_steps=1").values()
     measured = [entry for entry in entries if "reason" not in entry]
-    assert measured
     for entry in measured:
         assert entry["part"] != "alone" or {*entry["not_on"]} <= {*entry["baseline_not_on"]}
     removed = {entry["key"]: entry for entry in measured if entry["part"] == "removed"}
-    for key in ("compile", "fused_adamw"):
-        assert removed[key]["ledger"][key]["active"] is False
-    # The values show that attention is in use.
-    attention = [e for e in measured if (e["part"], e["key"]) == ("alone", "attention")]
-    assert {e["ledger"]["attention"]["active"] for e in attention} == {"flash", "math"}
+    assert removed["compile"]["ledger"]["compile"]["active"] is False
 
 
 def test_operators_are_measured_beside_their_definitions(tmp_path):
     entries = measure_tiny("kernels", tmp_path, "inductor=false")
-    assert len(entries) == len(kernels.INPUTS) * 3 + 2
     # A CPU has no fused operators.
     measured = [entry for entry in entries.values() if "reason" not in entry]
     assert len(measured) == len(kernels.INPUTS)
     assert all(entry["us"] > 0 and entry["gb_s"] > 0 for entry in measured)
-    assert {entry["speed"] for entry in measured} == {1}
     assert kernels.count_bytes(kernels.Op(torch.neg, torch.neg), [torch.zeros(4)]) == 5 * 16
 
 
@@ -141,37 +119,7 @@ def test_an_operator_that_takes_three_times_as_long_has_a_third_of_the_speed(
     assert entry["speed"] == entry["forward_speed"] == pytest.approx(1 / 3)
 
 
-def causal_scan(x, dt, A, B_in, C_out, *, chunk_size, D, dt_bias, dt_softplus):
-    """Computes the same as mamba-ssm's function of these arguments."""
-    assert dt_softplus
-    step = torch.nn.functional.softplus(dt + dt_bias)
-    log_decay = (step * A).cumsum(1)
-    decay = (log_decay[:, :, None] - log_decay[:, None]).clamp(max=0.0).exp()
-    causal = torch.ones(x.shape[1], x.shape[1]).tril()
-    terms = (C_out[:, :, 0], B_in[:, :, 0], causal, decay, step, x)
-    return torch.einsum("bin,bjn,ij,bijk,bjk,bjkp->bikp", *terms) + D[:, None] * x
-
-
-def test_other_packages_are_called_for_the_same_work(monkeypatch):
-    """Stand-ins compute what the packages' documentation says."""
-    scan = SimpleNamespace(mamba_chunk_scan_combined=causal_scan)
-    product = SimpleNamespace(apply=lambda a, b: torch.nn.functional.silu(a) * b)
-    swiglu = SimpleNamespace(LigerSiLUMulFunction=product)
-    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", scan)
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.swiglu", swiglu)
-    x, dt, dt_bias, A_log, B_in, C_out, D = (t.detach() for t in make_ssd(Sizes()).inputs)
-    # Nothing comes from the other direction.
-    B_in[:, :, 1] = 0.0
-    expected = bidirectional_ssd(x, dt, dt_bias, A_log, B_in, C_out, D)
-    output = kernels.make_mamba_scan()(x, dt, dt_bias, A_log, B_in, C_out, D)
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
-    joined = torch.randn(2, 3, 8)
-    torch.testing.assert_close(kernels.make_liger_swiglu()(joined), kernels.swiglu(joined))
-
-
 def test_mixers_are_compared_at_equal_parameters(tmp_path):
-    families = [case.name for case in plan_job("mixers", [*QUICK, "size=xs"]).cases]
-    assert families == ["dit", "conv", "mamba", "mamba1", "ssd_mlp", "zigzag"]
     entries = measure_tiny("mixers", tmp_path, "size=xs", "batch_size=8", "families=[ssd_mlp]")
     assert list(entries) == ["dit", "ssd_mlp"]
     assert entries["dit"]["speed"] == 1.0
@@ -196,8 +144,6 @@ def test_precisions_are_compared_over_seeds_also_without_their_instructions(tmp_
     assert all(entry["loss_min"] < entry["loss"] < entry["loss_max"] for entry in entries)
     # Each precision has its own arithmetic.
     assert len({entry["loss"] for entry in entries}) == 3
-    emulated = [entry.get("emulated") for entry in entries]
-    assert emulated == [None, ["runtime.precision=bf16"], ["runtime.precision=fp16"]]
     assert "emulated: runtime.precision=fp16" in format_entries("precision", entries)[0]
 
 
@@ -210,7 +156,6 @@ def test_another_batch_is_compared_by_samples(batch, speed, monkeypatch):
     entry = measure.compare(case, plan_job("step", QUICK).cfg)
     assert entry["speed"] == speed
     assert entry["samples_per_s"] == pytest.approx(1e3 * batch / 7.0)
-    assert (entry["counted_bytes"] < entry["baseline_counted_bytes"]) is (speed < 1)
 
 
 def test_planned_memory_stands_beside_the_measured(monkeypatch):
@@ -221,7 +166,6 @@ def test_planned_memory_stands_beside_the_measured(monkeypatch):
     assert entry["predicted_bytes"] > 4 * entry["parameters"]
     # A CPU's allocator tells no peak.
     assert entry["memory_reserved_peak"] is None
-    assert entry["memory_error"] is None
 
 
 def test_saves_say_how_fast_the_steps_still_are(tmp_path, monkeypatch, fixed_times):
@@ -247,8 +191,6 @@ def test_absent(): pytest.skip('no such card')
 
 
 def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
-    job = plan_job("tests", ["select=smoke"])
-    assert measure_case(job.cases[0], job.cfg) == {"reason": "needs an NVIDIA GPU"}
     file = tmp_path / "test_planted.py"
     file.write_text(PLANTED_TESTS)
     case = Case("x", measure.run_gpu_tests, [str(file)])
@@ -256,7 +198,6 @@ def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
     entry = measure.run_gpu_tests(case, None)
     assert (entry["tests"], entry["failed"], entry["skipped"]) == (3, 1, 1)
     assert entry["error"].startswith("1 failed: test_bad: AssertionError: planted")
-    assert "test_absent: no such card" in entry["text"]
     monkeypatch.setattr(measure.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=4))
     with pytest.raises(RuntimeError, match="pytest ended with status 4"):
         measure.run_gpu_tests(case, None)
