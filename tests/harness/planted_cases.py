@@ -3,15 +3,12 @@
 `python -m tests.harness.planted_cases <folder>` runs two good cases and one that hangs.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
 from multiprocessing import get_start_method
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,29 +16,29 @@ from scripts.bench.cases import BenchConfig, Case, Job
 from scripts.bench.runner import Runner
 
 
-def value(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+def value(case, cfg):
     return {"value": case.name, "workers": get_start_method()}
 
 
-def raises(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+def raises(case, cfg):
     raise TypeError("planted")
 
 
-def exhausts(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+def exhausts(case, cfg):
     raise torch.OutOfMemoryError("planted, of 80 GiB")
 
 
-def hangs(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+def hangs(case, cfg):
     time.sleep(1000)
     return {}
 
 
-def is_killed(case: Case, cfg: BenchConfig) -> dict[str, Any]:
+def is_killed(case, cfg):
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
 
-def plan_job(*measures, seconds: float = 0.1) -> Job:
+def plan_job(*measures, seconds=0.1):
     cases = [Case(f"case {i}", measure, seconds=seconds) for i, measure in enumerate(measures)]
     return Job("python -m scripts.bench step", BenchConfig(setting="tiny", name="step_tiny"), cases)
 
