@@ -10,7 +10,7 @@ import pytest
 from common.files import ROOT
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.own_code import forget_package
-from tests.harness.words import CPU
+from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training.config import build
 from training.config.compose import compose, parse_words, parse_yaml
@@ -51,14 +51,7 @@ mixer:
   _partial_: true
   strength: 0.5
 """
-SHORT = [
-    "model=shuffle",
-    "total_samples=16",
-    "batch_size=8",
-    "eval_every=0",
-    "sample_every=0",
-    "save_every=2",
-]
+SHORT = [*TINY_RUN, "model=shuffle", "save_every=2"]
 
 
 @pytest.fixture
@@ -90,21 +83,11 @@ def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(myproj
 def test_the_commands_take_it_too(myproj, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(myproj.parent)}
     words = [*SHORT, f"run_dir={tmp_path / 'run'}", "save_every=0"]
-    command = [sys.executable, "train.py", *words]
-    how = {"cwd": ROOT, "capture_output": True, "text": True}
-    done = subprocess.run([*command, "extensions=[myproj]"], env=environment, **how)
+    command = [sys.executable, "train.py", *words, "extensions=[myproj]"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    recorded = (tmp_path / "run" / "environment.json").read_text()
-    assert "extensions=[myproj]" in recorded
     # The record is published, so it names no folder of this machine.
-    assert str(myproj.parent) not in recorded
-    by_variable = subprocess.run(
-        [*command, "--cfg", "job"], env=environment | {build.EXTENSIONS_VARIABLE: "myproj"}, **how
-    )
-    assert "myproj.mixer.Shuffle" in by_variable.stdout
-    refused = subprocess.run(command, env=environment, **how)
-    assert refused.returncode == 1
-    assert "model=shuffle: there is no such file" in refused.stderr
+    assert str(myproj.parent) not in (tmp_path / "run" / "environment.json").read_text()
 
 
 def test_a_package_is_not_admitted_by_a_file(myproj, monkeypatch):
