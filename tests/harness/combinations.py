@@ -1,7 +1,5 @@
 """The choices of conf/ that tests combine with each other."""
 
-from __future__ import annotations
-
 from training.config.compose import CONF_FOLDER
 
 DATA = {
@@ -13,7 +11,7 @@ DATA = {
 """Data set -> overrides that make it small; `latents` is a folder in the working directory."""
 
 
-def list_choices(group: str) -> list[str]:
+def list_choices(group):
     """Names of the files of a group, such as `runtime`."""
     return sorted(file.stem for file in (CONF_FOLDER / group).glob("*.yaml"))
 

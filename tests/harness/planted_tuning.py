@@ -1,14 +1,11 @@
 """Denoisers with faults. The variable PLANT names the fault for each size of a micro-batch:
 "slow:4,wrong:2"."""
 
-from __future__ import annotations
-
 import os
 import time
-from typing import Any
+from functools import partialmethod
 
 import torch
-from torch import Tensor
 
 from models.denoiser import Denoiser
 
@@ -20,44 +17,22 @@ FAULTS = {
 
 
 class Fixed(Denoiser):
-    """Has a depth that no key sets."""
+    """Has 3 blocks without a key that says so."""
 
-    def __init__(
-        self,
-        *,
-        channels: int,
-        height: int,
-        width: int,
-        num_classes: int,
-        dim: int,
-        head_dim: int,
-        patch_size: int,
-        mixer: Any,
-        mlp_ratio: float,
-        drop_path: float,
-    ):
-        image = {"channels": channels, "height": height, "width": width, "num_classes": num_classes}
-        sizes = {
-            "dim": dim,
-            "depth": 3,
-            "head_dim": head_dim,
-            "patch_size": patch_size,
-            "mlp_ratio": mlp_ratio,
-        }
-        super().__init__(**image, **sizes, mixer=mixer, drop_path=drop_path)
+    __init__ = partialmethod(Denoiser.__init__, depth=3)
 
 
 class Looking(Denoiser):
     """Reads a value, which fake tensors do not have."""
 
-    def forward(self, x: Tensor, *others, **more) -> Tensor:
+    def forward(self, x, *others, **more):
         return super().forward(x, *others, **more) * (1.0 if float(x.sum()) else 2.0)
 
 
 class Planted(Denoiser):
     """Has the fault of the size of its batch."""
 
-    def forward(self, x: Tensor, *others, **more) -> Tensor:
+    def forward(self, x, *others, **more):
         fault = FAULTS.get(len(x))
         if fault == "slow":
             time.sleep(0.15)
