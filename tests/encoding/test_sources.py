@@ -110,11 +110,12 @@ def test_rows_whose_labels_are_no_class_indices_are_refused(tmp_path, labels):
 
 @pytest.mark.parametrize("form", [None, "numpy"])
 def test_rows_have_images_labels_and_names_in_any_format(tmp_path, form):
-    save_rows(tmp_path / "rows", form, ["cat", "dog"], image=[ROW] * 2, label=[1, 0])
+    other = ROW | {"bytes": PNG * 2}
+    save_rows(tmp_path / "rows", form, ["cat", "dog"], image=[ROW, other], label=[1, 0])
     listed = list_images(tmp_path / "rows")
     assert listed.class_names == ["cat", "dog"]
     assert [entry.label for entry in listed.entries] == [1, 0]
-    assert images.read_image(listed.entries[1]) == PNG
+    assert images.read_image(listed.entries[1]) == PNG * 2
 
 
 @pytest.mark.parametrize(

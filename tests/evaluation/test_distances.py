@@ -176,11 +176,11 @@ def test_subsets_have_the_distances_that_they_have_alone(monkeypatch):
 
 @pytest.mark.parametrize("elements", [distances.CHUNK_ELEMENTS, 5])  # 5: a row at a time
 def test_precision_and_recall_by_hand(elements, monkeypatch):
-    """One neighbour: the balls of the real ones reach 1, 1, 1 and 8, those of the fakes 2, 2, 1 and
+    """One neighbour: the balls of the real ones reach 1, 1, 1 and 8, those of the fakes 3, 3, 1 and
     1."""
     monkeypatch.setattr(distances, "CHUNK_ELEMENTS", elements)
     real = torch.tensor([[0.0], [1.0], [2.0], [10.0]]).double()
-    fake = torch.tensor([[0.5], [2.5], [19.0], [20.0]]).double()
+    fake = torch.tensor([[0.5], [3.5], [19.0], [20.0]]).double()
     for offset in (0.0, 1e6):
         shares = compare_neighbours(real + offset, fake + offset, neighbours=1)
         assert shares[:2] == (0.5, 0.75)
