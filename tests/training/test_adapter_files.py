@@ -2,14 +2,11 @@
 
 import dataclasses
 import json
-import math
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.files import hash_file
 from sampling.load import load_run
 from scripts.export.__main__ import ExportConfig, export
 from scripts.export.__main__ import Format as ExportFormat
@@ -19,11 +16,12 @@ from tests.harness.adapters import (
     EAGER_RUN,
     assemble_on,
     edit_header,
-    make_words,
     save_base,
     train_on,
 )
 from tests.harness.denoisers import make_inputs
+from tests.harness.outcomes import are_equal
+from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU
 from train import train
@@ -38,7 +36,7 @@ from training.weights.adapter_file import (
     load_model,
     write_peft,
 )
-from training.weights.pretrained import build_model, fit_weights, load_pretrained
+from training.weights.pretrained import load_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -46,57 +44,55 @@ def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("base") / "base.safetensors")
 
 
-SAVING = ["adapter=lora", "deterministic=true", "save_every=2", "keep_checkpoints=1"]
+SAVING = [
+    "adapter=lora",
+    "deterministic=true",
+    "save_every=2",
+    "keep_checkpoints=1",
+    "sampling.steps=2",
+]
 
 
 @pytest.fixture(scope="module")
 def run(base, tmp_path_factory):
     """A run of four steps with an adapter. Read only."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    train_on(base, folder, 64, *SAVING, "sampling.steps=2")
+    train_on(base, folder, 64, *SAVING)
     return folder
 
 
 def test_a_resumed_adapter_ends_with_the_same_bits_and_small_files(run, base, tmp_path):
     for samples in (32, 64):
-        train_on(base, tmp_path / "run", samples, *SAVING, "sampling.steps=2")
+        train_on(base, tmp_path / "run", samples, *SAVING)
     for name in ("model.safetensors", "ema.safetensors"):
         file = run / "checkpoints" / "step-4" / name
-        whole = load_file(file)
-        resumed = load_file(tmp_path / "run" / "checkpoints" / "step-4" / name)
-        assert whole.keys() == resumed.keys()
-        assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
+        assert are_equal(
+            load_file(file), load_file(tmp_path / "run" / "checkpoints" / "step-4" / name)
+        )
         assert file.stat().st_size < 0.15 * base.stat().st_size
 
     # another base cannot take its place
     other = save_base(tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="was trained on other weights"):
+    with expect_refusal("was trained on other weights"):
         load_model(other, CPU, str(run))
-    with pytest.raises(ValueError, match="was made with another adapter: base_sha256 was"):
+    with expect_refusal("was made with another adapter: base_sha256 was"):
         train_on(other, tmp_path / "run", 96, *SAVING)
 
 
 def test_a_run_a_folder_of_peft_and_a_file_give_the_same_samples(run, base, tmp_path):
     peft = tmp_path / "peft"
     write_peft(find_weights_file(str(run), "run_dir"), peft)
-    config = json.loads((peft / CONFIG_FILE).read_text())
-    assert (config["peft_type"], config["r"]) == ("LORA", 8)
-    assert config["modules_to_save"] == ["label_embed.table"]
-    names = {f"{layer}.lora_{factor}" for layer in config["target_modules"] for factor in "AB"}
-    names.add("label_embed.table")
-    assert load_file(peft / TENSORS_FILE).keys() == {f"{PEFT_PREFIX}{n}.weight" for n in names}
-
     file = run / "checkpoints" / "step-4" / "ema.safetensors"
     drawn = []
-    for i, source in enumerate(
-        (
-            {"run_dir": str(run)},
-            {"weights": str(base), "adapter": str(file)},
-            {"weights": str(base), "adapter": str(peft)},
-        )
+    weights = {"weights": str(base)}
+    for source in (
+        {"run_dir": str(run)},
+        weights | {"adapter": str(file)},
+        weights | {"adapter": str(peft)},
     ):
-        out = str(tmp_path / f"drawn-{i}")
-        cfg = SampleConfig(**source, count=4, steps=2, format=Format.latents, out=out)
+        cfg = SampleConfig(
+            **source, count=4, steps=2, format=Format.latents, out=str(tmp_path / "drawn")
+        )
         drawn.append(sample_run(cfg).read_bytes())
     assert drawn[0] == drawn[1] == drawn[2]
     assert load_run(run, device="cpu").spec.names == ["3", "4", "5", "6"]
@@ -129,26 +125,22 @@ def test_a_prompt_with_an_mlp_is_saved_as_its_vectors(base, tmp_path):
     assert load_file(tmp_path / "peft" / TENSORS_FILE)["prompt_embeddings"].shape == (5, 96)
     ours = load_model(file, CPU).model.state_dict()
     theirs = load_model(base, CPU, str(tmp_path / "peft")).model.state_dict()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert are_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ["adapter=none", "init_from=null"],
-            "model=pretrained needs a trained model; set init_from=",
-        ),
+        (["adapter=none", "init_from=null"], "model=pretrained needs a trained model"),
         (["model=mamba_xs"], "does not fit this model.*Use model=pretrained"),
         (["adapter.targets=[head.*]"], "match no linear layer"),
         (["adapter.rank=0"], "adapter.rank=0 must be at least 1"),
-        (["adapter.ranks=0"], "adapter.ranks=0.*did you mean"),
         (["init_from={run}"], "is an adapter, not a model; merge it first"),
     ],
 )
 def test_a_mistake_is_a_sentence(words, sentence, base, run, tmp_path):
     words = [word.format(run=run) for word in words]
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         train_on(base, tmp_path / "run", 16, "adapter=lora", *words)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -169,34 +161,10 @@ def test_a_resumed_run_keeps_the_base_that_it_started_with(tmp_path):
         assert train_on(base, tmp_path / "tuned", 32, "+model.drop_path=0.1")["steps"] == 2
 
 
-def test_the_rows_that_a_base_keeps_are_said(base, capsys):
-    assemble_on(base, "adapter=lora")
-    assert (
-        "kept 2 of 5 rows of the label table by the names of their classes (3, 4)"
-        in capsys.readouterr().out
-    )
-
-
-def test_classes_without_names_keep_their_number(base, tmp_path):
-    nameless = tmp_path / "nameless.safetensors"
-    edit_header(base, nameless, lambda header: header["spec"].update(class_names=[]))
-    spec = load_pretrained(base, CPU)[1]
-    spec = dataclasses.replace(spec, class_names=[], num_classes=4)
-    node = compose_pretrained(make_words(base)).cfg.model
-    with pytest.raises(
-        ValueError,
-        match=r"label_embed.table.weight has shape \(6, 96\) in the file and has shape \(5",
-    ):
-        fit_weights(build_model(node, spec, CPU), spec, nameless)
-
-
-@pytest.mark.parametrize(("key", "value"), [("path", "other/vae"), ("revision", "0" * 40)])
-def test_another_encoder_without_a_hash_is_refused(key, value, base, tmp_path):
+def test_another_encoder_without_a_hash_is_refused(base, tmp_path):
     edited = tmp_path / "other.safetensors"
-    edit_header(base, edited, lambda header: header["spec"]["encoder"].update({key: value}))
-    with pytest.raises(
-        ValueError, match=r"on latents of .*, and the data is of .*PixelAutoencoder; encode"
-    ):
+    edit_header(base, edited, lambda header: header["spec"]["encoder"].update(revision="0" * 40))
+    with expect_refusal(r"on latents of .*, and the data is of .*PixelAuto"):
         assemble_on(edited, "adapter=lora")
 
 
@@ -219,32 +187,25 @@ def write_as_peft(base, folder, **changes):
     ("changes", "sentence"),
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights=.* is not supported; plain LoRA is"),
-        (
-            {"alora_invocation_tokens": [1]},
-            "alora_invocation_tokens=.* is not supported; plain LoRA is",
-        ),
-        ({"r": None}, "r=.* is not supported; plain LoRA is"),
-        ({"lora_alpha": math.nan}, "lora_alpha=.* is not supported; plain LoRA is"),
-        ({"lora_alpha": 10**400}, "lora_alpha=.* is not supported; plain LoRA is"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported"),
+        ({"r": None}, "r=.* is not supported"),
+        ({"lora_alpha": 10**400}, "lora_alpha=.* is not supported"),
         ({"lora_alpha": 1e308}, "safetensors makes blocks.0.layers.1.w13.weight .*not finite"),
     ],
 )
 def test_an_adapter_that_peft_computes_otherwise_is_refused(changes, sentence, base, tmp_path):
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         load_model(base, CPU, write_as_peft(base, tmp_path / "peft", **changes))
 
 
 def test_an_adapter_that_peft_trained_opens_in_every_command(base, tmp_path):
     source = {"weights": str(base), "adapter": write_as_peft(base, tmp_path / "peft")}
     out = str(tmp_path / "drawn")
-    npz = sample_run(SampleConfig(**source, count=2, steps=1, device="cpu", out=out))
-    assert len(np.load(npz)["arr_0"]) == 2
-    provenance = json.loads((tmp_path / "drawn.json").read_text())["weights"]
-    assert provenance["sha256"] == hash_file(tmp_path / "peft" / TENSORS_FILE)
+    sample_run(SampleConfig(**source, count=2, steps=1, device="cpu", out=out))
     merged = load_model(base, CPU, source["adapter"]).model.state_dict()
     file = str(tmp_path / "merged.safetensors")
     exported = load_file(export(ExportConfig(**source, out=file, format=ExportFormat.weights)))
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
+    assert are_equal(exported, merged)
     export(ExportConfig(**source, out=str(tmp_path / "folder"), format=ExportFormat.diffusers))
 
 
@@ -260,16 +221,8 @@ def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):
     spec = load_pretrained(base, CPU)[1]
     assert (loaded.mean, loaded.std) == (spec.mean, spec.std)
     scaled = dataclasses.replace(cfg, data=cfg.data | {"normalisation": "scale_shift"})
-    with pytest.raises(
-        ValueError, match="with another normalisation than the data's; use model=pretrained"
-    ):
+    with expect_refusal("with another normalisation than the data's"):
         assemble(scaled, CPU)
-
-
-def test_a_model_of_another_shape_is_built_from_the_file(base):
-    model = assemble_on(base, "+model.drop_path=0.1").model
-    assert model.drop_path == 0.1
-    assert model.depth == 2
 
 
 @pytest.mark.parametrize(
@@ -283,5 +236,5 @@ def test_the_header_of_an_adapter_allocates_nothing(rank, sentence, base, run, t
     edited = tmp_path / "edited.safetensors"
     file = find_weights_file(str(run), "run_dir")
     edit_header(file, edited, lambda header: header["adapter"]["node"].update(rank=rank))
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         load_model(base, CPU, str(edited))
