@@ -13,16 +13,10 @@ from common.require_python import refuse_python
 
 
 def test_a_python_that_is_too_old_or_too_new_is_named():
-    for version in ((3, 6, 15), (3, 10, 13), (3, 14, 0)):
-        with pytest.raises(SystemExit) as stopped:
+    for version, name in (((3, 10, 13), "3.10.13"), ((3, 14, 0), "3.14.0")):
+        with pytest.raises(SystemExit, match=rf"this is {name} \(/usr/bin/python\); `make setup"):
             refuse_python(version, "/usr/bin/python")
-        this = ".".join(map(str, version))
-        said = (
-            f"error: fastlatent needs Python 3.11 to 3.13; this is {this} (/usr/bin/python); "
-            "`make setup PYTHON="
-        )
-        assert str(stopped.value).startswith(said)
-    for version in ((3, 11, 0), (3, 12, 1), (3, 13, 9)):
+    for version in ((3, 11, 0), (3, 13, 9)):
         refuse_python(version)
 
 
@@ -42,33 +36,15 @@ def test_a_venv_is_made_anew_for_another_python_on_the_command_line_alone(
     assert (f"rm -rf {tmp_path}" in done.stdout) is anew
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        ["train.py"],
-        ["precompute_latents.py"],
-        ["-m", "scripts.sample"],
-        ["-m", "scripts.bench"],
-        ["make"],
-    ],
-)
+@pytest.mark.parametrize("start", [["train.py"], ["-m", "scripts.sample"], ["make"]])
 def test_an_older_python_is_told_before_anything_fails_on_it(start, tmp_path):
-    places = [
-        shutil.which("python3.10"),
-        *map(str, Path.home().glob(".pyenv/versions/3.10*/bin/python")),
-    ]
-    working = (
-        place
-        for place in places
-        if place and not subprocess.run([place, "-c", ""], check=False).returncode
-    )
-    if (older := next(working, None)) is None:
+    pyenv = Path.home().glob(".pyenv/versions/3.10*/bin/python")
+    older = next(pyenv, shutil.which("python3.10"))
+    if older is None:
         pytest.skip("no Python 3.10 at hand")
-    words = (
-        ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"]
-        if start == ["make"]
-        else [older, *start]
-    )
+    words = [str(older), *start]
+    if start == ["make"]:
+        words = ["make", "setup", f"PYTHON={older}", f"VENV={tmp_path / 'venv'}"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode
     assert done.stderr.startswith("error: fastlatent needs Python 3.11 to 3.13; this is 3.10.")
