@@ -1,8 +1,8 @@
 """Steps that go wrong: not finite, spikes, out of memory."""
 
 import json
-from functools import partial
 from itertools import count
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,6 +33,17 @@ def poison_latents(monkeypatch, first, last, bad=torch.nan):
         return batch._replace(latents=batch.latents * factor)
 
     monkeypatch.setattr(DigitLatents, "__next__", draw_poisoned)
+
+
+def change_losses(monkeypatch, change):
+    """Makes the losses of each step `change(step, losses)`."""
+    compute = TrainStep.compute_losses
+
+    def compute_changed(self, batch, held_out=False):
+        losses, t = compute(self, batch, held_out)
+        return change(int(batch.position[0]) // 8 + 1, losses), t
+
+    monkeypatch.setattr(TrainStep, "compute_losses", compute_changed)
 
 
 @pytest.fixture
@@ -77,13 +88,7 @@ def test_one_bad_batch(bad, fused, run, states, monkeypatch):
     "that step is skipped, the next one is not",
 )
 def test_a_spike_is_skipped(run, states, monkeypatch):
-    losses = TrainStep.compute_losses
-
-    def spiking(self, batch, held_out=False):
-        loss, t = losses(self, batch, held_out)
-        return (loss * 1e4 if int(batch.position[0]) == 8 * 14 else loss), t
-
-    monkeypatch.setattr(TrainStep, "compute_losses", spiking)
+    change_losses(monkeypatch, lambda step, loss: loss * 1e4 if step == 15 else loss)
     summary = run(*TWENTY_STEPS, "guards.spike_sigmas=6", "guards.spike_window=8")
     assert summary["skipped_steps"] == 1
     assert_skipped(states, 15)
@@ -155,16 +160,17 @@ def exhaust(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def fail_in_forward(monkeypatch, in_backward=False):
-    losses = TrainStep.compute_losses
+def fail_in_forward(monkeypatch, fail=exhaust):
+    change_losses(monkeypatch, lambda step, loss: fail() if step >= 12 else loss)
 
-    def failing(self, batch, held_out=False):
-        loss, t = losses(self, batch, held_out)
-        if int(batch.position[0]) >= 8 * 11:
-            loss.register_hook(exhaust) if in_backward else exhaust()
-        return loss, t
 
-    monkeypatch.setattr(TrainStep, "compute_losses", failing)
+def fail_in_backward(monkeypatch):
+    def change(step, loss):
+        if step >= 12:
+            loss.register_hook(exhaust)
+        return loss
+
+    change_losses(monkeypatch, change)
 
 
 def fail_in_optimizer(monkeypatch):
@@ -181,15 +187,7 @@ def fail_in_optimizer(monkeypatch):
 
 
 def fail_in_host_memory(monkeypatch):
-    draw = DigitLatents.__next__
-
-    def failing(self):
-        batch = draw(self)
-        if int(batch.position[0]) == 8 * 11:
-            raise MemoryError
-        return batch
-
-    monkeypatch.setattr(DigitLatents, "__next__", failing)
+    fail_in_forward(monkeypatch, Mock(side_effect=MemoryError))
 
 
 GPU_MEMORY = pytest.mark.fault(
@@ -215,7 +213,7 @@ ANSWER = (0, {"savings": [{"words": ["optim=adamw_8bit"], "bytes": 3.5 * 2**30}]
             marks=GPU_MEMORY,
         ),
         pytest.param(
-            partial(fail_in_forward, in_backward=True),
+            fail_in_backward,
             "the backward pass",
             None,
             "What helps most, as counted: runtime.gradient_checkpointing=true "
