@@ -1,7 +1,6 @@
 """Inputs that would run code or leave their folder: each is refused."""
 
 import dataclasses
-import io
 import json
 import pickle
 import re
@@ -13,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from common.files import ROOT
 from data.loader import LatentSpec
@@ -22,7 +20,7 @@ from scripts.sample import SampleConfig, sample_run
 from tests.harness.limits import run_limited
 from tests.harness.payloads import DEEP, ON_A_HUB, make_weights, read_description, with_description
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import write_tar
+from tests.harness.sets import encode_png, write_tar
 from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training.checkpoint.load import find_weights_file, verify
@@ -230,13 +228,12 @@ def test_a_manifest_stays_in_its_folder(tmp_path):
     "read as names or not at all; nothing is made",
 )
 def test_a_malicious_tar(tmp_path):
-    picture = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(picture, "png")
+    picture = encode_png()
     evil = pickle.dumps(Evil(tmp_path / "made"))
     members = {
-        "../../outside.png": picture.getvalue(),
+        "../../outside.png": picture,
         "../../outside.cls": b"0",
-        "/abs.png": picture.getvalue(),
+        "/abs.png": picture,
         "/abs.cls": b"1",
         "../../outside.pickle": evil,
     }
@@ -248,7 +245,7 @@ def test_a_malicious_tar(tmp_path):
         tar.addfile(link)
     before = sorted(tmp_path.rglob("*"))
     sizes = [entry.size for entry in list_images(tmp_path / "in").entries]
-    assert sizes == [len(picture.getvalue())] * 2
+    assert sizes == [len(picture)] * 2
     assert sorted(tmp_path.rglob("*")) == before
 
 
