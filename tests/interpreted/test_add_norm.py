@@ -37,9 +37,7 @@ def test_the_stream_is_never_written_in_place():
     assert torch.equal(inputs[2], before)
 
 
-@pytest.mark.parametrize(
-    ("batch", "length", "block"), [(256, 256, 2), (1, 1024, 2), (8, 100, 4), (2, 1, 16)]
-)
+@pytest.mark.parametrize(("batch", "length", "block"), [(256, 256, 2), (8, 100, 4), (2, 1, 16)])
 def test_stretches_cover_every_row_once(batch, length, block):
     splits, rows = choose_splits(batch, length, block, processors=132)
     assert rows % block == 0

@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from accel.kernels import bidirectional_ssd as definition
 from accel.kernels import bidirectional_ssd_triton as kernels
 from accel.kernels import ssd_decays_triton as decays
-from tests.harness.operators import TOLERANCE, Sizes, make_decays, make_gated_ssd, make_ssd
+from tests.harness.operators import (
+    TOLERANCE,
+    Sizes,
+    make_decays,
+    make_gated_ssd,
+    make_ssd,
+    shorten_chunks,
+)
 
 CANCELLING = (2, 3, 4)
 """Gradients of dt, its bias and A."""
@@ -22,15 +28,13 @@ def make_case(length, dtype=torch.float32, **sizes):
     return case
 
 
-@pytest.mark.parametrize("length", [1, 16, 63, 64, 65, 100])
+@pytest.mark.parametrize("length", [1, 63, 64, 65])
 def test_any_length(length, compare):
     # the gradient of A of a single token is zero
     compare(make_case(length), skip=(4,) if length == 1 else ())
 
 
-@pytest.mark.parametrize(
-    "length", [300, *(pytest.param(length, marks=pytest.mark.slow) for length in (256, 512))]
-)
+@pytest.mark.parametrize("length", [300, pytest.param(512, marks=pytest.mark.slow)])
 def test_long_sequences_lose_a_digit_of_their_running_sums(length, compare):
     compare(make_case(length, batch=1), factor=8.0)
 
@@ -60,9 +64,8 @@ def test_extreme_decays(decay, compare):
 def test_large_decays_do_not_round_off_the_small_ones_after_them(compare):
     """Steps of 30 and of 1e-3 with A = 1e3, over 256 tokens: three digits."""
     case = make_case(256, batch=1, heads=1)
-    dt = case.inputs[1]
     with torch.no_grad():
-        dt += torch.where(dt > 1.2, 30.0, -7.0)
+        case.inputs[1] += torch.where(case.inputs[1] > 1.2, 30.0, -7.0)
         case.inputs[3] += torch.tensor(1e3).log()
     compare(case, factor=200.0)
 
@@ -84,10 +87,9 @@ def test_gate_and_norm_while_the_result_is_in_registers(length, head_dim, dtype,
 )
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_between_chunks(heads, head_dim, state_dim, dtype, compare, monkeypatch):
-    monkeypatch.setattr(definition, "MAX_QUADRATIC_TOKENS", 32)
-    monkeypatch.setattr(definition, "CHUNK_TOKENS", 32)
-    sizes = {"heads": heads, "head_dim": head_dim, "state_dim": state_dim}
-    compare(make_case(70, dtype, batch=1, **sizes), factor=4.0)
+    shorten_chunks(monkeypatch, 32)
+    case = make_case(70, dtype, batch=1, heads=heads, head_dim=head_dim, state_dim=state_dim)
+    compare(case, factor=4.0)
 
 
 @pytest.mark.parametrize(("length", "piece"), [(1, 1), (100, 100), (300, 256), (513, 256)])

@@ -13,15 +13,13 @@ POSITION = torch.tensor([0, 1, 5, 2**31 + 3, 2**33 + 5, 2**40])
 @pytest.mark.parametrize("seed", [0, 1, 2**31 + 5, 2**63 - 1])
 @pytest.mark.parametrize("words", [1, 7, 600])
 def test_draws_are_those_of_the_definition(seed, words, poison):
-    for purpose in (Purpose.NOISE, Purpose.SYNTHETIC):
-        expected = {
-            kind: make(seed, purpose, POSITION, words) for kind, make in DEFINITIONS.items()
-        }
-        poison()
-        assert torch.equal(launch("bits", seed, purpose, POSITION, words), expected["bits"])
-        assert torch.equal(launch("uniform", seed, purpose, POSITION, words), expected["uniform"])
-        actual = launch("normal", seed, purpose, POSITION, words)
-        torch.testing.assert_close(actual, expected["normal"], rtol=1e-5, atol=2e-6)
+    arguments = (seed, Purpose.SYNTHETIC, POSITION, words)
+    expected = {kind: make(*arguments) for kind, make in DEFINITIONS.items()}
+    poison()
+    for kind in ("bits", "uniform"):
+        assert torch.equal(launch(kind, *arguments), expected[kind])
+    actual = launch("normal", *arguments)
+    torch.testing.assert_close(actual, expected["normal"], rtol=1e-5, atol=2e-6)
 
 
 def test_no_draws_are_no_launch():

@@ -7,32 +7,33 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from accel.kernels import bidirectional_ssd
-from tests.harness.operators import CASES, OF_TRITON, TOLERANCE, Sizes, run_both_ways
+from tests.harness.operators import (
+    CASES,
+    OF_TRITON,
+    TOLERANCE,
+    Sizes,
+    as_tuple,
+    run_both_ways,
+    shorten_chunks,
+)
 from tests.harness.pretended_gpu import Launching
 
 ADD_NORM = [
-    Sizes((1, 1), heads=6, head_dim=16),
+    Sizes((1, 1), heads=6),
     Sizes((7, 9), heads=6, head_dim=64),
-    Sizes((1, 100), heads=6, head_dim=128),
     Sizes((1, 5), heads=6, head_dim=192),
 ]
 LOCAL_MIX = [
     Sizes((1, 1), heads=1, head_dim=96),
     Sizes((8, 9), heads=1, head_dim=200),
     Sizes((1, 50), heads=1, head_dim=96, taps=(1, 7)),
-    Sizes((5, 2), heads=1, head_dim=96, taps=(1, 5)),
 ]
 GATED_NORM = [
     Sizes((1, 1), heads=3, head_dim=32),
     Sizes((1, 31), heads=1, head_dim=48),
     Sizes((1, 100), heads=2, head_dim=128),
 ]
-QK_ROPE = [
-    Sizes((1, 1), heads=1, head_dim=8),
-    Sizes((5, 9), heads=3, head_dim=64),
-    Sizes((5, 4), heads=2, head_dim=128),
-]
+QK_ROPE = [Sizes((1, 1), heads=1, head_dim=8), Sizes((5, 9), heads=3, head_dim=64)]
 SIZES = {
     "add_norm": ADD_NORM,
     "add_norm, rows": ADD_NORM,
@@ -66,8 +67,7 @@ def test_outputs_begin_at_a_multiple_of_16_bytes_and_share_no_memory(operator, m
     if operator == "ssd in chunks":
         operator = "ssd"
         sizes = Sizes((1, 39), heads=1, dtype=torch.float32)
-        monkeypatch.setattr(bidirectional_ssd, "MAX_QUADRATIC_TOKENS", 32)
-        monkeypatch.setattr(bidirectional_ssd, "CHUNK_TOKENS", 32)
+        shorten_chunks(monkeypatch, 32)
     fused, _, inputs, _ = CASES[operator](sizes)
     with Launching() as launching:
         run_both_ways(fused, inputs)
@@ -77,8 +77,7 @@ def test_outputs_begin_at_a_multiple_of_16_bytes_and_share_no_memory(operator, m
     for name, arguments, outputs in launching.calls:
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-            promised = getattr(torch.ops.fastlatent, name)(*fake)
-        promised = promised if isinstance(promised, tuple) else (promised,)
+            promised = as_tuple(getattr(torch.ops.fastlatent, name)(*fake))
         addresses = [t.untyped_storage().data_ptr() for t in outputs if t.numel()]
         assert len(set(addresses)) == len(addresses)
         for output, expected in zip(outputs, promised, strict=True):
