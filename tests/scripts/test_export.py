@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderTiny
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from common.files import ROOT
 from models.autoencoders import DiffusersAutoencoder
@@ -39,11 +39,7 @@ def export_to(out, **changes):
 
 def open_part(part, file, kind):
     """Builds a model by the file of code beside it, without our packages."""
-    config = json.loads((part / "config.json").read_text())
-    sizes = {key: config[key] for key in config if not key.startswith("_") and key != "auto_map"}
-    model = getattr(load_code(part / f"{file}.py"), kind)(**sizes)
-    model.load_state_dict(load_file(part / "diffusion_pytorch_model.safetensors"))
-    return model.eval()
+    return getattr(load_code(part / f"{file}.py"), kind).from_pretrained(part)
 
 
 def open_transformer(folder):
