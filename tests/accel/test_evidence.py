@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.evidence import BlockProbe, Evidence, observe_ops, observe_step
+from accel.evidence import BlockProbe, Evidence, observe_step
 from accel.kernels.attend import attend
 from accel.ledger import UNSEEN, UNUSED, LedgerRow
 from accel.proof import Proof
@@ -91,9 +91,11 @@ def test_flex_stays_compiled_in_evaluation():
     windows[:128] += 5
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output = attend(q, k, v, "flex", windows)
-        ops = observe_ops(lambda: attend(q, k, v, "flex", windows))
-    assert any(op.startswith("## Call CompiledFxGraph") for op in ops)
-    assert not {"aten::bmm", "aten::matmul", "aten::_softmax"} & ops.keys()
+        evidence = observe_step(lambda: attend(q, k, v, "flex", windows), None)
+    assert any(op.startswith("## Call CompiledFxGraph") for op in evidence.ops)
+    assert not {"aten::bmm", "aten::matmul", "aten::_softmax"} & evidence.ops.keys()
+    # It compiles itself, which makes no compiled block.
+    assert evidence.compiled_calls == 0
     torch.testing.assert_close(output, attend(q, k, v, "math", windows), rtol=1e-4, atol=1e-5)
 
 
@@ -143,3 +145,10 @@ def test_where_no_kernel_was_seen_nothing_is_said_to_be_off(technique, op, off):
     assert active == UNSEEN
     assert "saw no kernel" in note
     assert not LedgerRow(technique.key, technique.value, active, note).missing
+
+
+def test_an_optimizer_that_compiles_itself_is_no_compiled_block(monkeypatch):
+    """torchao's optimizers do."""
+    names = ("Optimizer.step#AdamW4bit.step", "Torch-Compiled Region: 0/0")
+    events = [make_profiler_event(name) for name in names]
+    assert observe_events(events, monkeypatch, CPU).compiled_calls == 0
