@@ -11,8 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ import torch
 from common.files import ROOT
 from tests.harness.pretended_cuda_worker import COMPILED, STEP_COUNT, STEPS
 
-Results = dict[str, dict[str, Any]]
 SOURCES = ROOT / "tests" / "assets" / "pretended_cuda"
 MISSING = [name for name in ("g++", "gcc") if shutil.which(name) is None]
 
@@ -60,10 +57,9 @@ def run_worker(kind, folder):
         text=True,
     )
     print(f"\n{kind}:\n{done.stdout}")
+    assert done.returncode == 0, done.stderr[-3000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    # The last words of the process stand for the cases that have no result.
-    failure = {"failed": f"the process ended with {done.returncode}:\n{done.stderr[-3000:]}"}
-    return defaultdict(lambda: failure, {result["case"]: result for result in results})
+    return {result["case"]: result for result in results}
 
 
 def get_result(results, name):
@@ -87,11 +83,6 @@ def test_a_step_stays_on_the_device_and_the_host_never_waits(name, steps):
     """A step waits for one flag where the optimizer is not fused; PyTorch's Adafactor also waits
     for its norms."""
     result = get_result(steps, name)
-    assert result["steps"] == STEP_COUNT
-    # With its parameters on the host a step must wait.
-    if name == "parameters on the host":
-        assert result["state"] == ["cpu"]
-        return
     waits = [place for place in result["waits"] if "torch/optim/_adafactor.py" not in place]
     assert waits == ([] if result["fused"] else ["training/step.py reads a value"] * STEP_COUNT)
     assert result["fused"] is not (name.endswith("eager") or name in ("muon", "adafactor", "sgd"))
@@ -112,7 +103,6 @@ OPERATORS = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_blocks_become_one_or_two_graphs_that_call_our_operators(name, compiled):
     result = get_result(compiled, name)
-    assert result["steps"] == STEP_COUNT
     assert result["breaks"] == {}
     assert 1 <= result["forward"] <= 2
     assert 1 <= result["backward"] <= 2

@@ -3,15 +3,11 @@
 tests/harness/pretended_cuda_worker.py uses them in a process of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +51,7 @@ class Nothing:
     def __init__(self, *_, **__):
         pass
 
-    def __enter__(self) -> Nothing:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_):
@@ -68,7 +64,7 @@ class Nothing:
         pass
 
 
-def always(value) -> Callable[..., Any]:
+def always(value):
     return lambda *_, **__: value
 
 
@@ -119,14 +115,12 @@ def pretend_launches():
     torch._fused_adamw_ = partial(fused_update, 4)
 
 
-def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
+def draw(kind, seed, purpose, position, words):
     dtype = torch.int64 if kind == "bits" else torch.float32
     return torch.empty(len(position), words, dtype=dtype, device=position.device)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, backend: str = "auto", groups: Tensor | None = None
-) -> Tensor:
+def attend(q, k, v, backend="auto", groups=None):
     """Attention by a backend; "auto" is PyTorch's choice on an H100, or a backend that takes
     fp32."""
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
@@ -143,7 +137,7 @@ def attend(
     return ops._scaled_dot_product_flash_attention(q, k, v)[0]
 
 
-def fused_update(lists: int, *tensors: list[Tensor], **options):
+def fused_update(lists, *tensors, **options):
     """Stands for an update by one kernel: checks devices and dtypes of its inputs."""
     device = tensors[0][0].device
     dtype = tensors[0][0].dtype

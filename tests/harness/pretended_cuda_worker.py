@@ -6,35 +6,28 @@ devices, one stands for the driver. `python -m tests.harness.pretended_cuda_work
 line of JSON for each case of that kind.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import is_fused
-from accel.stack import AccelerationStack
 from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from data.loader import Batch, LatentSpec
-from models.denoiser import Denoiser
 from tests.harness.pretended_cuda import always, pretend_compiler, pretend_device, pretend_launches
-from training.assemble import Parts, Training, assemble, build_stack
+from training.assemble import Parts, assemble, build_stack
 from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
 
@@ -59,7 +52,6 @@ STEPS |= {
     ),
     "drop path, spikes": "mamba fast model.drop_path=0.1 guards.spike_sigmas=6",
     "optimizer's state on the host": "ssd_mlp fast runtime.offload_optimizer=true",
-    "parameters on the host": "conv fast guards.spike_sigmas=6",
     "muon": "mamba fast optim=muon",
     "adafactor": "mamba fast optim=adafactor",
     "sgd": "mamba fast optim=sgd",
@@ -102,7 +94,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.places: list[str] = []
+        self.places = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -122,7 +114,7 @@ class Waits(TorchDispatchMode):
                 self.note(f"copies from {source.device.type} to {result.device.type}")
         return result
 
-    def note(self, event: str):
+    def note(self, event):
         """Adds the innermost file of this project, or of PyTorch's optimizers, to the places."""
         files = [frame.filename for frame in traceback.extract_stack()]
         known = [file for file in files if "torch/optim/" in file or "site-packages" not in file]
@@ -136,11 +128,7 @@ def check_devices(func, args, kwargs):
     let that pass."""
     arguments = func._schema.arguments
     values = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-    written = [
-        values[a.name]
-        for a in arguments
-        if a.name in values and a.alias_info and a.alias_info.is_write
-    ]
+    written = [values.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
     tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
     to_host = any(isinstance(t, Tensor) and not t.is_cuda for t in tree_leaves(written))
     copies = func.overloadpacket.__name__ in ("copy_", "_foreach_copy_")
@@ -148,24 +136,20 @@ def check_devices(func, args, kwargs):
         raise RuntimeError(f"{func} writes to the host what it computes from the device")
 
 
-def build_blank_model(
-    device: torch.device, node, spec: LatentSpec, _device: torch.device
-) -> Denoiser:
+def build_blank_model(node, spec, device):
     """A model of fake tensors on `device`."""
     model = build_on_meta(node, spec)
     # Module.to_empty would swap real tensors for fake ones, which PyTorch refuses.
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                fake = torch.empty_like(parameter, device=device)
-                module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+        for name, parameter in module.named_parameters(recurse=False):
+            fake = torch.empty_like(parameter, device=device)
+            module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
     return model
 
 
-def accept_kernels(stack: AccelerationStack, model: nn.Module, *_) -> dict[str, Any]:
+def accept_kernels(stack, model, *_):
     """Accepts every fused kernel without proof."""
     for technique in stack.techniques:
         if isinstance(technique, FusedKernel) and technique.asks_for_proof(model):
@@ -173,18 +157,17 @@ def accept_kernels(stack: AccelerationStack, model: nn.Module, *_) -> dict[str, 
     return {}
 
 
-def assemble_run(words: str, home: torch.device = CUDA) -> Training:
-    """Assembles a run with its parameters on `home`; its step is never captured."""
+def assemble_run(words):
+    """Assembles a run whose step is never captured."""
     family, preset, *more = words.split()
     cfg = compose(
         [f"model={family}_xs", f"runtime={preset}", "data=synthetic", "batch_size=8", *more]
     ).cfg
-    alone = partial(build_stack, alone=True)
     parts = Parts(
         always(SimpleNamespace(spec=SPEC)),
-        partial(build_blank_model, home),
+        build_blank_model,
         accept_kernels,
-        alone,
+        partial(build_stack, alone=True),
         always(None),
     )
     training = assemble(cfg, CUDA, parts=parts)
@@ -193,29 +176,14 @@ def assemble_run(words: str, home: torch.device = CUDA) -> Training:
     return training
 
 
-def make_batches(training: Training) -> list[Batch]:
+def make_batches(training):
     samples = training.micro_batch
     numbers = torch.zeros(samples, dtype=torch.int64, device=CUDA)
     latents = torch.empty(samples, SPEC.channels, SPEC.height, SPEC.width, device=CUDA)
     return [Batch(latents, numbers, numbers, numbers)] * training.cfg.accumulation_steps
 
 
-def lend_parameters(training: Training):
-    """Copies the parameters from the host to the device for each forward pass, as sharding does
-    it."""
-    model = training.model
-    forward = training.step.forward
-
-    def on_device(*args, **kwargs) -> Tensor:
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        copies = {name: t.to(CUDA, non_blocking=True) for name, t in tensors}
-        with _reparametrize_module(model, copies):
-            return forward(*args, **kwargs)
-
-    training.step.forward = on_device
-
-
-def take_steps(training: Training, watched: AbstractContextManager[Any]):
+def take_steps(training, watched):
     """Takes two steps; AssertionError if one returns something that is not on the device."""
     for i in range(STEP_COUNT):
         training.step.schedule(i * training.cfg.batch_size)
@@ -226,96 +194,84 @@ def take_steps(training: Training, watched: AbstractContextManager[Any]):
             assert value.is_cuda, f"{name} of the step is on {value.device}"
 
 
-def run_steps(name: str, words: str) -> dict[str, Any]:
+def run_steps(words):
     """Takes two steps; returns where the host waited, whether the optimizer is fused, and the
     device of its state."""
-    home = torch.device("cpu") if name == "parameters on the host" else CUDA
     with FakeTensorMode(allow_non_fake_inputs=True):
-        training = assemble_run(words, home)
+        training = assemble_run(words)
         waits = Waits()
-        if home != CUDA:
-            lend_parameters(training)
         take_steps(training, waits)
         state = tree_leaves(training.step.optimizer.state_dict()["state"])
         return {
             "fused": is_fused(training.step.optimizer),
             "waits": waits.places,
             "state": sorted({t.device.type for t in state if isinstance(t, Tensor)}),
-            "steps": STEP_COUNT,
         }
 
 
 # Compiled blocks.
 
 
-class Generated:
-    """Records Inductor's Triton kernels and the wrapper code of its graphs. A graph runs
-    uncompiled."""
+@contextmanager
+def record_code():
+    """Records the names of Inductor's Triton kernels, and (is a backward pass, code of the wrapper)
+    of each graph. A graph runs uncompiled."""
+    from torch._inductor import compile_fx
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.graph import GraphLowering
 
-    def __init__(self):
-        self.kernels: list[str] = []
-        self.codes: list[tuple[bool, str]] = []
-        """(is a backward pass, code of the wrapper) of each graph."""
+    kernels = []
+    codes = []
+    codegen = GraphLowering.codegen
+    compile_graph = compile_fx.fx_codegen_and_compile
 
-    def add_kernel(self, name: str, source: str, **_):
+    def add_kernel(_compiler, name, source, **_):
         compile(source, name, "exec")
-        self.kernels.append(name)
+        kernels.append(name)
         return SimpleNamespace(run=always(None))
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        from torch._inductor import compile_fx
-        from torch._inductor.async_compile import AsyncCompile
-        from torch._inductor.graph import GraphLowering
+    def note_code(lowering):
+        code = codegen(lowering)
+        codes.append((lowering.is_backward, code[0].value))
+        return code
 
-        codegen = GraphLowering.codegen
-        compile_graph = compile_fx.fx_codegen_and_compile
+    def keep_uncompiled(graph, *args, **kwargs):
+        copy = deepcopy(graph)
+        compiled = compile_graph(graph, *args, **kwargs)
 
-        def note_code(lowering: GraphLowering):
-            code = codegen(lowering)
-            self.codes.append((lowering.is_backward, code[0].value))
-            return code
+        def call(inputs):
+            arguments = list(inputs)
+            inputs.clear()
+            return copy(*arguments)
 
-        def keep_uncompiled(graph: torch.fx.GraphModule, *args, **kwargs):
-            copy = deepcopy(graph)
-            compiled = compile_graph(graph, *args, **kwargs)
+        compiled.current_callable = call
+        return compiled
 
-            def call(inputs: list[Any]):
-                arguments = list(inputs)
-                inputs.clear()
-                return copy(*arguments)
-
-            compiled.current_callable = call
-            return compiled
-
-        with (
-            patch.object(AsyncCompile, "triton", self.add_kernel),
-            patch.object(GraphLowering, "codegen", note_code),
-            patch.object(compile_fx, "fx_codegen_and_compile", keep_uncompiled),
-        ):
-            yield
+    with (
+        patch.object(AsyncCompile, "triton", add_kernel),
+        patch.object(GraphLowering, "codegen", note_code),
+        patch.object(compile_fx, "fx_codegen_and_compile", keep_uncompiled),
+    ):
+        yield kernels, codes
 
 
-def run_compiled(name: str, words: str) -> dict[str, Any]:
+def run_compiled(words):
     """Takes two steps with compiled blocks; returns the number of graphs and kernels, and our
     operators in their code."""
-    generated = Generated()
-    with generated.record(), FakeTensorMode(allow_non_fake_inputs=True):
-        training = assemble_run(words)
-        take_steps(training, nullcontext())
-    text = "\n".join(code for _, code in generated.codes)
-    backward = [is_backward for is_backward, _ in generated.codes]
+    with record_code() as (kernels, codes), FakeTensorMode(allow_non_fake_inputs=True):
+        take_steps(assemble_run(words), nullcontext())
+    text = "\n".join(code for _, code in codes)
+    backward = [is_backward for is_backward, _ in codes]
     return {
-        "steps": STEP_COUNT,
         "forward": backward.count(False),
         "backward": backward.count(True),
-        "kernels": len(generated.kernels),
+        "kernels": len(kernels),
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
         "operators": sorted(set(re.findall(r"torch\.ops\.fastlatent\.(\w+)", text))),
     }
 
 
-def main(kind: str):
+def main(kind):
     torch.set_num_threads(1)
     pretend_device()
     pretend_launches()
@@ -324,7 +280,7 @@ def main(kind: str):
     cases, run = (COMPILED, run_compiled) if kind == "compiled" else (STEPS, run_steps)
     for name, words in cases.items():
         try:
-            result = run(name, words)
+            result = run(words)
         except Exception:
             result = {"failed": traceback.format_exc()[-3000:]}
         print(json.dumps({"case": name, **result}), flush=True)
