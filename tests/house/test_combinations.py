@@ -1,8 +1,6 @@
 """Every model, data set and runtime takes a step with every other, and every experiment runs with
 each, pairwise."""
 
-from itertools import product
-
 import pytest
 
 from tests.harness.combinations import DATA, FAMILIES, list_choices
@@ -54,11 +52,3 @@ def test_every_experiment_works_with_every_model_and_data(experiment, model, dat
     summary = run(*choices, *DATA[data], *sizes, *every, *TINY_MODEL)
     assert summary["steps"] == 2
     assert summary["sample_grid"]
-
-
-def test_pairwise_covers_all_pairs():
-    axes = (["a", "b"], ["x", "y", "z"], ["1", "2", "3"])
-    rows = cover_pairs(*axes)
-    assert len(rows) <= 10
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        assert {(row[i], row[j]) for row in rows} == set(product(axes[i], axes[j]))

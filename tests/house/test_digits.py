@@ -35,7 +35,6 @@ def measure_recognised(folder, first=0):
         (["total_samples=30720", "sample_every=0"], 0.62, 0.7),
         pytest.param([], 0.52, 0.95, marks=pytest.mark.slow),
     ],
-    ids=["three tenths of it", "whole"],
 )
 def test_the_default_run_draws_digits_that_a_classifier_recognises(
     words, eval_loss, share, tmp_path
