@@ -10,14 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from common.files import ROOT
-from tests.harness.block_traffic import (
-    LATENTS,
-    Traffic,
-    build_uninitialised,
-    count_block,
-    run_block,
-    switch_kernels,
-)
+from tests.harness.block_traffic import LATENTS, Traffic, count_block, run_block, switch_kernels
 from tests.harness.denoisers import make_denoiser
 from training.config.build import build
 from training.config.compose import compose
@@ -42,12 +35,12 @@ def test_a_block_keeps_no_more_for_its_backward_pass(name, megabytes):
     assert 0.95 * megabytes < kept <= megabytes
 
 
-@pytest.mark.parametrize("family", ["mamba", "ssd_mlp", "conv", "dit"])
+@pytest.mark.parametrize("family", ["mamba", "dit"])
 def test_fake_tensors_are_kept_as_real_ones_are(family):
     kept = []
     for mode in (FakeTensorMode(), torch.device("cpu")):
         with mode:
-            model = switch_kernels(build_uninitialised(lambda: make_denoiser(family)))
+            model = switch_kernels(make_denoiser(family))
             kept.append(run_block(model, 2)[0])
     assert kept[0] == kept[1] > 0
 
@@ -56,19 +49,22 @@ def find_gpu_commands():
     """The overrides of each command of the documents that names a model of ours."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
-    commands = [" ".join(words.split()) for words in COMMAND.findall(text)]
-    excluded = re.compile("extensions=|model=pretrained")
-    return [words for words in commands if " model=" in f" {words}" and not excluded.search(words)]
+    return [
+        words
+        for words in map(str.split, COMMAND.findall(text))
+        if any(word.startswith("model=") and word != "model=pretrained" for word in words)
+        and not any("extensions=" in word for word in words)
+    ]
 
 
 def test_the_commands_are_found():
-    assert sum("model=mamba_b" in command for command in find_gpu_commands()) >= 2
+    assert sum("model=mamba_b" in words for words in find_gpu_commands()) >= 2
 
 
-@pytest.mark.parametrize("command", find_gpu_commands())
-def test_every_command_of_the_documents_fits_a_gpu(command):
+@pytest.mark.parametrize("words", find_gpu_commands(), ids=" ".join)
+def test_every_command_of_the_documents_fits_a_gpu(words):
     """On one GPU; a parameter takes 16 bytes: weight, gradient and Adam's two moments."""
-    cfg = compose(command.split()).cfg
+    cfg = compose(words).cfg
     with torch.device("meta"):
         model = build(cfg.model, "model", **LATENTS)
     weights = 16 * sum(p.numel() for p in model.parameters())
@@ -77,15 +73,14 @@ def test_every_command_of_the_documents_fits_a_gpu(command):
     assert kept + weights < USABLE_BYTES
 
 
-@pytest.mark.parametrize(("name", "megabytes"), [("mamba_b", 0.85), ("mamba_xl", 3.0)])
-def test_adalns_backward_pass_is_linear_in_depth(name, megabytes):
-    """Bytes per sample that the backward pass writes outside of the operators, with one token and
-    without mixers."""
-    node = compose([f"model={name}"]).cfg.model
+def test_adalns_backward_pass_is_linear_in_depth():
+    """The backward pass writes 3 MB per sample outside of the operators, with one token and without
+    mixers."""
+    node = compose(["model=mamba_xl"]).cfg.model
     one_token = LATENTS | {"height": 2, "width": 2}
     sizes = []
-    with FakeTensorMode():
-        model = switch_kernels(build_uninitialised(lambda: build(node, "model", **one_token)))
+    with torch.device("meta"):
+        model = switch_kernels(build(node, "model", **one_token))
         for block in model.blocks:
             for layer in block.layers:
                 layer.forward = lambda h: h
@@ -95,6 +90,7 @@ def test_adalns_backward_pass_is_linear_in_depth(name, megabytes):
             parameters = [p for p in model.parameters() if p.requires_grad]
             with Traffic() as traffic:
                 torch.autograd.grad(loss, parameters, allow_unused=True)
-            written = [n for op, n in traffic.written.items() if not op.startswith("add_norm")]
-            sizes.append(sum(written))
-    assert (sizes[1] - sizes[0]) / 2 <= megabytes * 1e6
+            sizes.append(
+                sum(n for op, n in traffic.written.items() if not op.startswith("add_norm"))
+            )
+    assert (sizes[1] - sizes[0]) / 2 <= 3e6
