@@ -18,6 +18,7 @@ from training.checkpoint.load import (
     find_newest_verified,
     hash_from_disk,
     list_complete,
+    list_expected_files,
 )
 from training.checkpoint.save import Checkpoints
 
@@ -217,3 +218,10 @@ def test_a_manifest_must_name_the_files_that_belong_there(name, checkpoints):
     del manifest["files"][name]
     file.write_text(json.dumps(manifest))
     assert "its manifest lacks or adds" in str(find_damage(file.parent))
+
+
+def test_the_files_of_several_processes_belong_together():
+    parts = {f"rank-{rank}-of-3.safetensors" for rank in range(3)}
+    files = {*parts, *WEIGHTS_FILES, "state.json"}
+    assert list_expected_files(parts) == files
+    assert list_expected_files(parts - {"rank-0-of-3.safetensors"}) != files
