@@ -1,4 +1,6 @@
-"""Encodes images into shards, for precompute_latents.py."""
+"""Encodes images to latents and writes these to shards (tar files); precompute_latents.py runs
+this. Letters: B or n images, S side of an image in pixels, C channels of the latents, H W their
+size."""
 
 from __future__ import annotations
 
@@ -43,39 +45,41 @@ from training.config.schema import PrecomputeConfig
 from training.distributed.ranks import SINGLE, Ranks
 
 PSNR_IMAGES = 16
-"""Number of images whose reconstruction the job measures before it encodes the set."""
+"""Number of images that the job encodes and decodes to measure the PSNR, before it encodes the
+set."""
 
 
 class EncodeStep:
-    """Runs the encoder through the attribute `forward`, which the acceleration stack may replace by
-    a faster version."""
+    """Calls the encoder through the attribute `forward`, which the acceleration stack may replace
+    by a faster function."""
 
     def __init__(self, encoder: Autoencoder) -> None:
         self.forward: Callable[..., Any] = encoder.encode
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Encodes images in [-1, 1]; returns the posterior's mean and std. The std is None if the
-        encoder has no posterior."""
+        """Encodes images (B, 3, S, S) in [-1, 1]; returns the mean and the std of the posterior,
+        both (B, C, H, W). If the encoder has no posterior, returns the latents and None."""
         return self.forward(images)
 
 
 def to_input(pixels: Tensor, device: torch.device) -> Tensor:
-    """Converts 8-bit images to fp32 in [-1, 1], on the device."""
+    """Moves 8-bit images to the device and converts their values from 0…255 to fp32 in [-1, 1]."""
     return pixels.to(device).float() / 127.5 - 1.0
 
 
 def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
-    """Makes a data set that decodes these images at the resolution, on the background and up to the
-    size that `cfg` states."""
+    """Makes a data set that decodes the images of `entries`; `cfg` sets their resolution, the
+    background of transparent pixels, and the limit in megapixels."""
     return DecodedImages(
         entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
     )
 
 
 def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
-    """Returns the first images that can be decoded, in [-1, 1]: as many as a batch and the PSNR
-    need. ValueError if no image can be decoded."""
+    """Returns the first images that can be decoded, (n, 3, S, S) in [-1, 1]; n is at most
+    `batch_size` or `PSNR_IMAGES`, whichever is larger. Raises ValueError if no image can be
+    decoded."""
     decodable = (
         item for item in make_decoded_images(images.entries, cfg) if isinstance(item, Tensor)
     )
@@ -127,8 +131,8 @@ class ShardEncoder:
     seconds in which the encoder waits for decoded images."""
 
     def run(self, plan: Plan) -> None:
-        """Writes each shard of this rank, and its sidecar. Worker processes decode ahead of the
-        encoder."""
+        """Writes each unfinished shard of this rank, and its sidecar, a JSON file that describes
+        the shard. Worker processes decode images ahead of the encoder."""
         rank_shards = plan.shards[self.ranks.rank :: self.ranks.world_size]
         if any((self.out / f"{name}.json").is_file() for name, _, _ in rank_shards):
             print("checking the hashes of the finished shards", flush=True)
@@ -162,8 +166,9 @@ class ShardEncoder:
         batches: Iterator[tuple[list[NumberedImage], Decoded]],
         progress: Progress,
     ) -> None:
-        """Encodes the next `remaining` images of `batches` into the shard `name`, and writes its
-        sidecar. ValueError if the file of an image cannot be read."""
+        """Takes the next `remaining` images from `batches`, encodes them into the shard `name`, and
+        writes the shard's sidecar. Skips images that cannot be decoded; raises ValueError if the
+        file of an image cannot be read."""
         sums = ChannelSums()
         skipped = []
         with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
@@ -204,8 +209,8 @@ class ShardEncoder:
     def decode_batches(
         self, todo: list[list[NumberedImage]]
     ) -> Iterator[tuple[list[NumberedImage], Decoded]]:
-        """Yields each batch of the shards in `todo`, in order, as (its numbered images, its decoded
-        images). No batch has images of two shards."""
+        """Yields (numbered images, decoded images) for each batch of the shards in `todo`, in
+        order. All images of a batch belong to one shard."""
         size = self.cfg.batch_size
         batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
         dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
@@ -215,8 +220,8 @@ class ShardEncoder:
         return zip(batches, loader, strict=True)
 
     def encode(self, batch: list[NumberedImage], decoded: Decoded) -> dict[str, Tensor]:
-        """Encodes the decoded images of a batch; returns the tensors that a block of a shard
-        stores, by name, such as `latents` and `labels`."""
+        """Encodes the decoded images of a batch. Returns name -> tensor, with the names that a
+        shard uses, such as `latents`, `std` and `labels`."""
         images = to_input(decoded.pixels, self.device)
         numbers, entries = zip(*(batch[i] for i in decoded.places), strict=True)
         tensors = self.encode_latents(images, numbers, "latents", "std")
@@ -228,10 +233,10 @@ class ShardEncoder:
     def encode_latents(
         self, images: Tensor, numbers: Sequence[int], name: str, std_name: str
     ) -> dict[str, Tensor]:
-        """Encodes images in [-1, 1]. Returns the posterior's mean as `name` and its std as
-        `std_name` if kind=mean_std, else one sample of the posterior as `name`; its noise depends
-        only on the seed and on the image's number. From an encoder without a posterior it returns
-        the latents as `name`."""
+        """Encodes images in [-1, 1]. With kind=mean_std it returns the posterior's mean under the
+        key `name` and the std under `std_name`. Otherwise it returns one sample of the posterior
+        under `name`, whose noise depends only on the seed and on the image's number. If the encoder
+        has no posterior, it returns the latents under `name`."""
         mean, std = self.step(images)
         if std is None:
             return {name: mean}
@@ -243,8 +248,8 @@ class ShardEncoder:
 
 
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
-    """Returns a text with the number of images of the job, and with its bytes and minutes as
-    estimated from the first `batches` batches."""
+    """Returns the text that dry_run=true prints: the number of images of the job, and the GiB and
+    minutes that it will take, estimated by encoding its first `batches` batches."""
     cfg = encoder.cfg
     all_images = (image for _, _, shard_images in plan.shards for image in shard_images)
     first = list(islice(all_images, batches * cfg.batch_size))

@@ -1,9 +1,9 @@
 """Reads latents that other tools wrote: files with the tensors of many samples, one file per
 sample, or WebDataset tars.
 
-It unpickles no Python objects: it reads `.npy` without objects, `.pt` with `weights_only=True`,
-safetensors, and labels in `.cls` or `.json`. It refuses labels and latents that do not pair one to
-one; scripts/import_latents.py then checks the values of each sample.
+This module unpickles no Python objects: it reads `.npy` without objects, `.pt` with
+`weights_only=True`, safetensors, and labels in `.cls` or `.json`. It raises a ValueError if labels
+and latents do not pair one to one; scripts/import_latents.py then checks the values of each sample.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ MIRRORED_NAMES = ("mirrored", "latents_flip", "flip")
 """Names under which a source may hold the latents of the mirrored images. LightningDiT writes
 `latents_flip`."""
 Sample = tuple[str, Mapping[str, Any]]
-"""One sample: its place in the source, as text for messages, and its unchecked values: arrays of
-numpy or PyTorch under `latents` and, where the source has it, `mirrored`; any value under
-`labels`."""
+"""One sample: a text for messages that says where the sample lies in the source, and its values by
+name, unchecked. The names are `latents` and, if the source has them, `mirrored` (both are arrays of
+numpy or PyTorch) and `labels` (any value)."""
 
 
 class ForeignOptions(NamedTuple):
-    """Names of the tensors in the source; `labels`, a file with the labels (None: there is no such
-    file); and `classes`, the number of classes (None: unknown; 0: import without labels)."""
+    """Settings of an import: `latents_key` and `labels_key`, the names of tensors in the source;
+    `labels`, the path of a separate file with the labels (None: there is no such file); `classes`,
+    the number of classes (None: unknown; 0: import without labels)."""
 
     latents_key: str = "latents"
     labels_key: str = "labels"
@@ -50,8 +51,8 @@ class ForeignOptions(NamedTuple):
 
 
 class ForeignLatents(NamedTuple):
-    """Latents that another tool wrote: a description for messages, the number of samples, and a
-    function that returns an iterator over the samples."""
+    """Latents that another tool wrote: `description` for messages, `total`, the number of samples,
+    and `samples`, a function that returns an iterator over the samples."""
 
     description: str
     total: int
@@ -60,8 +61,8 @@ class ForeignLatents(NamedTuple):
 
 @contextmanager
 def translate_errors(source: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
-    """Turns any exception that numpy, torch, safetensors, tarfile or json raise for a damaged file
-    into a ValueError that names the file and the remedy."""
+    """Turns any exception in the `with` block, such as numpy, torch, tarfile or json raise for a
+    damaged file, into a ValueError that names the source and the remedy."""
     try:
         if isinstance(source, Path) and not source.is_file():
             raise FileNotFoundError("it is no file, or a link to none")
@@ -75,8 +76,8 @@ def translate_errors(source: Path | str, remedy: str = "copy or write it again")
 
 
 def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
-    """Recognises the format of `source` and prepares to read it. ValueError if the format is
-    unknown, or if the source lacks samples or labels."""
+    """Recognises the format of the file or folder `source`, and counts its samples. Raises
+    ValueError if the format is unknown, or if the source lacks samples or labels."""
     path = Path(source).expanduser()
     if not path.exists():
         raise UserError(f"source={source} does not exist; give a file or a folder of latents.")
@@ -127,13 +128,15 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
 
 
 def map_array(file: Path) -> np.ndarray:
-    """Maps a .npy file into memory; copy-on-write, because PyTorch warns about read-only arrays."""
+    """Maps a .npy file into memory, as copy-on-write, because PyTorch warns about read-only
+    arrays."""
     with translate_errors(file, PLAIN_REMEDY):
         return np.lib.format.open_memmap(file, mode="c")
 
 
 def read_plain_tensors(file: Path) -> Any:
-    """Reads a .pt file of tensors in plain containers; ValueError for any other object."""
+    """Reads a .pt file that holds tensors, or dicts or lists of tensors, with `weights_only=True`.
+    Raises ValueError if the file holds any other object."""
     with translate_errors(file, PLAIN_REMEDY):
         return torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
@@ -148,9 +151,9 @@ def is_dense(value: Any) -> bool:
 
 
 def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict[str, str]:
-    """Finds which tensors of `file` hold the samples, among the names `keys`. Returns our names
-    (`latents`, `labels`, `mirrored`) -> the names in the file. ValueError if it has no latents, or
-    lacks the labels that `options` ask for."""
+    """Chooses among `keys`, the names of a file's tensors. Returns our name (`latents`, `labels` or
+    `mirrored`) -> the name in the file. Raises ValueError if the file lacks the latents, or if it
+    lacks labels although `options.classes` is not 0."""
     keys = list(keys)
     if options.latents_key not in keys:
         raise UserError(
@@ -172,8 +175,8 @@ def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict
 
 
 def count_samples(file: Path, columns: dict[str, Any]) -> int:
-    """Counts the samples of a file; ValueError if its columns (latents, labels, mirrored) differ in
-    length."""
+    """Counts the samples of a file. `columns` maps `latents`, `labels` and `mirrored` to arrays
+    with one entry per sample; raises ValueError if their lengths differ."""
     counts = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         lengths = " and ".join(f"{count} {name}" for name, count in counts.items())
@@ -182,7 +185,7 @@ def count_samples(file: Path, columns: dict[str, Any]) -> int:
 
 
 def yield_rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
-    """Yields the samples of a file whose columns have the same length."""
+    """Yields sample i of a file for each i: the entry i of each of its `columns`."""
     for i in range(count_samples(file, columns)):
         yield f"sample {i} of {file}", {name: column[i] for name, column in columns.items()}
 
@@ -203,7 +206,8 @@ def read_tensors(files: list[Path], options: ForeignOptions) -> ForeignLatents:
     columns = {name: content[key] for name, key in find_names(content, options, path).items()}
     for name, column in columns.items():
         if is_dense(column):
-            # With a stride of zero a file of a few bytes can claim 10^12 samples, so refuse it.
+            # Refuse a stride of 0: it repeats the same bytes, so that a file of a few bytes could
+            # claim 10^12 samples.
             if 0 in column.stride():
                 raise UserError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
             columns[name] = column.detach()
@@ -234,8 +238,8 @@ def read_safetensors(files: list[Path], options: ForeignOptions) -> ForeignLaten
 
 
 def read_files(labels: Mapping[Path, Any]) -> ForeignLatents:
-    """Reads .npy files with one sample each. `labels` maps each file to its label: a value, or a
-    .npy file that holds the value."""
+    """Reads .npy files with one sample each. `labels` maps each file to its label: a value, the
+    path of a .npy file that holds the value, or None if the label is not imported."""
 
     def yield_samples() -> Iterator[Sample]:
         for file, label in labels.items():
@@ -246,8 +250,8 @@ def read_files(labels: Mapping[Path, Any]) -> ForeignLatents:
 
 
 def read_feature_folders(folders: list[Path], options: ForeignOptions) -> ForeignLatents:
-    """Reads fast-DiT's files: `<name>_features/<i>.npy` of shape (1, C, H, W),
-    `<name>_labels/<i>.npy`."""
+    """Reads folders that fast-DiT wrote: the latents of sample i in `<name>_features/<i>.npy`, of
+    shape (1, C, H, W), and its label in `<name>_labels/<i>.npy`."""
     labels_by_file: dict[Path, Any] = {}
     for stem in sorted({str(folder).rpartition("_")[0] for folder in folders}):
         features, labels = (
@@ -269,8 +273,8 @@ def read_feature_folders(folders: list[Path], options: ForeignOptions) -> Foreig
 
 
 def read_listed_files(folders: list[Path], options: ForeignOptions) -> ForeignLatents:
-    """Reads EDM2's and REPA's files: .npy files and `dataset.json` with {"labels": [[file, label],
-    …]}."""
+    """Reads a folder as EDM2 and REPA write it: .npy files with one sample each, and
+    `dataset.json`, which holds {"labels": [[file, label], …]}."""
     (folder,) = folders
     files = sorted(folder.rglob("*.npy"))
     if options.classes == 0:
@@ -286,8 +290,8 @@ def read_listed_files(folders: list[Path], options: ForeignOptions) -> ForeignLa
 
 
 def read_listing(folder: Path) -> dict[Path, Any]:
-    """Reads `folder`/dataset.json; returns each file that it names -> the file's label,
-    unchecked."""
+    """Reads `folder`/dataset.json. Returns path of each .npy file that it names -> label, without
+    checking that the file exists or that the label is a number."""
     file = folder / "dataset.json"
     labels = {}
     with translate_errors(file):
@@ -330,9 +334,9 @@ def read_tars(tars: list[Path], options: ForeignOptions) -> ForeignLatents:
 def pair_members(
     file: Path, options: ForeignOptions
 ) -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
-    """Yields for each sample of a tar: the open tar, the sample's name for messages, the member
-    with its latents, and the member with its label (None with classes=none). ValueError for a
-    sample that lacks one of these members."""
+    """Yields for each sample of a tar: the open tar, the text "<file>: <key>" for messages, the
+    member with its latents, and the member with its label (None with classes=none). ValueError for
+    a sample that lacks one of these members."""
     with translate_errors(file), file.open("rb") as stream:
         unused = Unused()
         samples, cut = read_samples(file, stream, unused)
@@ -382,8 +386,8 @@ def read_latents(
 
 
 def read_label(stream: BinaryIO, member: tarfile.TarInfo, where: str) -> Any:
-    """Reads the label, unchecked: the content of a .cls, or the value under label, cls or class in
-    a .json."""
+    """Returns the content of a .cls member, or the value of the key label, cls or class in a .json
+    member, without checking that it is a class index."""
     with translate_errors(f"{where}: {member.name}"):
         stream.seek(member.offset_data)
         text = stream.read(member.size).decode().strip()

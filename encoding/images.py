@@ -41,8 +41,8 @@ FORMATS = {
     "JPEG2000": (".jp2", ".j2k", ".jpx", ".jpf", ".j2c", ".jpc"),
     "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
 }
-"""Image formats that are read: Pillow's name of the format -> its file extensions. Of an animation
-or a document only the first frame or page is used."""
+"""Pillow's name of each image format that a source may use -> the file extensions of the format.
+From an animation or a document only the first frame or page is read."""
 EXTENSIONS = tuple(extension for extensions in FORMATS.values() for extension in extensions)
 OPTIONAL_CODECS = {
     "WEBP": "webp",
@@ -60,16 +60,18 @@ BATCHES_AHEAD = 2
 BATCH_TIMEOUT_SECONDS = 1800.0
 """Seconds to wait for a batch of decoded images, before the loader raises an error."""
 MAX_NAMES_SHOWN = 20
-"""Largest number of names, or of kinds of unused files, that a message lists; it only counts the
-rest."""
+"""Largest number of names, or of kinds of unused files, that a message lists; of further ones the
+message states only the number."""
 MAX_CLASSES_SHOWN = 100
-"""Largest number of classes for which the job's plan lists every class."""
+"""Largest number of classes for which `ImageList.describe` prints each class with its number of
+images; for more it prints only the smallest and the largest class."""
 
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """Where one image is stored: a whole file (offset 0), `size` bytes at `offset` of a tar, or row
-    `offset` of a folder that Hugging Face `datasets` saved (size 0)."""
+    """One image: its name `key`, its class index `label`, and where its bytes are: in a whole file
+    (offset 0), in `size` bytes at `offset` of a tar, or in row `offset` of a folder that Hugging
+    Face `datasets` saved (size 0)."""
 
     key: str
     label: int
@@ -85,7 +87,7 @@ class Unused:
         self.kinds: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, name: str) -> None:
-        """Counts one more file. As the example of its kind it keeps the file whose name sorts
+        """Counts one more file of this kind. The kind's example is the file whose name sorts
         first."""
         number, example = self.kinds.get(kind, (0, name))
         self.kinds[kind] = (number + 1, min(name, example))
@@ -110,10 +112,10 @@ class ImageList:
 
     entries: list[ImageEntry]
     class_names: list[str]
-    """Class names by label; empty if there are no classes and every label is 0."""
+    """Name of class i at index i; empty if there are no classes and every label is 0."""
     unused: Unused = field(default_factory=Unused)
     notes: list[str] = field(default_factory=list)
-    """Sentences about what the user may not have intended."""
+    """Sentences that point out possible mistakes, such as a class folder named like a split."""
 
     def sha256(self) -> str:
         """Returns a hash of the images' keys, labels and sizes in their order, and of the class
@@ -122,8 +124,8 @@ class ImageList:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def describe(self, source: str, planned: int) -> str:
-        """Describes the images, classes, unused files and notes of `source`; the job will encode
-        `planned` images."""
+        """Returns a text about the images, classes, unused files and notes of `source`. `planned`
+        is the number of images that the job will encode."""
         counts = Counter(entry.label for entry in self.entries)
         numbers = [(counts[label], name) for label, name in enumerate(self.class_names)]
         images = f"{len(self.entries)} image{'s' * (len(self.entries) != 1)}"
@@ -162,7 +164,8 @@ def is_image(extension: str) -> bool:
 
 
 def describe_kind(name: str) -> str:
-    """Names the kind of an unused file, by its extension."""
+    """Returns the kind of an unused file, for messages: its extension, or the reason why a file
+    with an image's extension is not used."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if not suffixes:
         return "without extension"
@@ -171,7 +174,8 @@ def describe_kind(name: str) -> str:
     codec = find_missing_codec(suffixes[-1])
     if codec:
         return f"{suffixes[-1]} (this Pillow has no {codec})"
-    # In a tar the extension begins at the first dot, so `x.seg.png` is no image of the sample x.
+    # In a WebDataset tar the extension begins at the first dot: `x.seg.png` has the extension
+    # `.seg.png`, so it is not used as the image of the sample x.
     return "images with two dots in their names"
 
 
@@ -228,7 +232,8 @@ def open_dataset(path: str) -> tuple[Any, str, list[str]]:
 
 
 def read_image(entry: ImageEntry) -> bytes:
-    """Reads the encoded bytes of an image (JPEG, PNG, …) from wherever they are stored."""
+    """Reads the encoded bytes of an image (JPEG, PNG, …) from its file, its tar, or its folder of
+    Hugging Face `datasets`."""
     if entry.size == 0 and Path(entry.file).is_dir():
         dataset, images, _ = open_dataset(entry.file)
         cell = dataset[entry.offset][images] or {}
@@ -290,8 +295,8 @@ def decode_image(
 
 
 def mend_colour_key(image: ImageFile.ImageFile) -> None:
-    """Scales the value that marks transparent pixels of a PNG to 8 bits, because Pillow scales only
-    the pixels."""
+    """Scales the colour or grey value that a PNG declares transparent to 8 bits, because Pillow
+    scales only the pixels to 8 bits."""
     key = image.info.get("transparency")
     raw = image.tile[0].args if image.format == "PNG" and image.tile else None
     if key is not None and raw == "RGB;16B":
@@ -339,9 +344,9 @@ def describe_error(error: Exception) -> str:
 class DecodedImages(Dataset):
     """Decodes images to 8-bit tensors.
 
-    An item is the tensor, uint8 (3, S, S). It is a text (the image's name and the reason) if Pillow
-    cannot decode the image, and an OSError with such a text if no attempt could read the file, or
-    if memory does not suffice.
+    An item is usually the image as a uint8 tensor (3, S, S). If Pillow cannot decode the image, the
+    item is a text with the image's name and the reason. If no attempt could read the file, or if
+    memory does not suffice, the item is an OSError with such a text.
     """
 
     def __init__(self, entries: list[ImageEntry], side: int, **settings: Any) -> None:
@@ -378,7 +383,7 @@ class Decoded(NamedTuple):
     pixels: Tensor
     """The n images that could be decoded: uint8, (n, 3, S, S)."""
     places: list[int]
-    """For each of the n images its index in the batch, where images that failed also count."""
+    """Index of each of the n images in the full batch, which includes the images that failed."""
     reasons: list[str]
     """For each image that Pillow cannot decode, a text with its name and the reason."""
     unread: str | None

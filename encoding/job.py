@@ -1,10 +1,10 @@
-"""Plans an encoding job and writes its folder, shards and manifest; the same command continues a
-stopped job.
+"""Plans an encoding job and writes its folder, shards and manifest. If a job was stopped, the same
+command continues it.
 
 A shard is a WebDataset tar of blocks (data/manifest.py describes them). Its content depends only on
-the list of images, the settings of the job, and the number of the shard. Each finished shard has a
-sidecar `<shard>.json` with its description and sums; the job does not encode a shard with a valid
-sidecar again.
+the list of images, the settings of the job, and the index of the shard. Each finished shard has a
+sidecar `<shard>.json` with its description and the sums of its channels; the job does not encode a
+shard with a valid sidecar again.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Plan:
 
 
 def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
-    """Shuffles the images and cuts the list into shards of `shard_size` images; ValueError if no
-    image is left to train on."""
+    """Shuffles the images by `cfg.seed` and cuts the list into shards of `shard_size` images, the
+    held-out shards first. Raises ValueError if no image remains for training."""
     generator = torch.Generator().manual_seed(cfg.seed)
     order = torch.randperm(len(images.entries), generator=generator).tolist()[: cfg.limit]
     numbered = [(index, images.entries[i]) for index, i in enumerate(order)]
@@ -104,15 +104,16 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
         return
 
     try:
-        # Jobs of earlier versions lack same_bytes; they ran as with same_bytes=true.
+        # Add same_bytes=true if the file lacks this key: earlier versions did not write the key,
+        # and behaved as with same_bytes=true.
         earlier = {"same_bytes": True} | read_object(file)
     except ValueError as error:
         raise UserError(
             f"{file} is broken, so nothing says which job this folder belongs to; choose "
             "another folder or delete this one."
         ) from error
-    # An earlier version, whose jobs had fewer keys, may have finished the set: compare only these
-    # keys.
+    # If the manifest exists, the set is finished, perhaps by an earlier version that wrote fewer
+    # keys to job.json: compare only the keys that job.json has.
     if (out / MANIFEST_NAME).is_file():
         job = {key: value for key, value in job.items() if key in earlier}
     changes = [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]
@@ -135,8 +136,8 @@ def make_locked_folder(out: Path) -> FolderLock:
         raise UserError(
             f"out={out} cannot be made or read ({error.strerror}); choose another folder."
         ) from error
-    # Accept a folder with only these two files, because a process that is killed in claim_folder
-    # leaves them behind.
+    # Accept a folder that has only a lock file and the temporary file of job.json: a process that
+    # was killed in `claim_folder` leaves these two behind.
     if JOB_FILE not in names and names - {LOCK_FILE, f"{JOB_FILE}.tmp"}:
         raise UserError(
             f"out={out} is not empty and holds no latents of ours; choose another folder."
@@ -159,7 +160,7 @@ def read_finished(out: Path, name: str) -> dict[str, Any] | None:
 
 
 def hash_sidecar(sidecar: dict[str, Any]) -> str:
-    """Hashes the content of a sidecar, so that damage can be detected."""
+    """Returns the SHA-256 of a sidecar's content, by which a later run detects damage."""
     return hashlib.sha256(json.dumps(sidecar).encode()).hexdigest()
 
 
@@ -170,8 +171,8 @@ def make_manifest_fields(
     sums: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Makes the fields of a manifest that describe the autoencoder, the shards, and the statistics
-    of the channels. `encoder` is the autoencoder's configuration node; `sums` has the `ChannelSums`
-    of each training shard as a dict."""
+    of the channels. `encoder` is the autoencoder's configuration node; `sums` has
+    `ChannelSums.as_dict()` of each training shard."""
     encoder = dict(encoder)
     folder = os.path.expanduser(encoder.get("path") or "")
     if os.path.isdir(folder):
@@ -206,7 +207,8 @@ def write_manifest(
     psnr_db: float,
     precision: str,
 ) -> Manifest:
-    """Merges the sidecars of all shards into `manifest.json`; `shape` is (C, H, W) of a latent."""
+    """Merges the sidecars of all shards into `manifest.json`, and returns the manifest. `shape` is
+    (C, H, W) of a latent. Raises ValueError if no training image was decoded."""
     out = Path(str(cfg.out)).expanduser()
     sidecars = [read_object(out / f"{name}.json") for name, _, _ in plan.shards]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
@@ -242,9 +244,9 @@ def write_manifest(
 def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Casts all tensors of a block except `labels` to `dtype`, and moves them to the CPU. `samples`
-    are the names of the block's samples: if a value overflows, a ValueError names the first such
-    sample."""
+    """Casts all tensors of a batch except `labels` to `dtype`, and moves these tensors to the CPU.
+    `samples` are the names of the batch's samples: if a value overflows in `dtype`, a ValueError
+    names the first sample with such a value."""
     block = dict(tensors)
     for name in sorted(tensors.keys() - {"labels"}):
         block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
@@ -258,8 +260,8 @@ def cast_tensors(
 
 
 class ChannelSums:
-    """Sums values and squares per channel in fp64; the squares include the posterior's variance,
-    because training draws from the posterior."""
+    """Sums latents, and their squares, per channel in fp64. If the set stores the posterior's std,
+    its square is added to the squares, because training draws from the posterior."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -267,7 +269,8 @@ class ChannelSums:
         self.squares: Tensor | float = 0.0
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Adds the latents of a batch; `tensors` has the names that a block uses."""
+        """Adds the latents of a batch. `tensors` maps `latents` and, if the set has them, `std`,
+        `mirrored` and `mirrored_std` to tensors (B, C, H, W)."""
         for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
             if name in tensors:
                 values = tensors[name].double()
@@ -285,7 +288,8 @@ class ChannelSums:
 
 
 def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Computes mean and std per channel from several `ChannelSums`, each as its dict."""
+    """Returns (means, standard deviations), each with one value per channel. `sums` has
+    `ChannelSums.as_dict()` of each shard."""
     sums = [s for s in sums if s["count"]]
     count = sum(s["count"] for s in sums)
     mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
@@ -320,7 +324,7 @@ class ShardWriter:
             self.write_block()
 
     def write_block(self) -> None:
-        """Writes the first `block_size` pending samples as a member of the tar."""
+        """Writes the first `block_size` pending samples as one safetensors member of the tar."""
         block = {name: t[: self.block_size].contiguous() for name, t in self.pending.items()}
         self.pending = {name: t[self.block_size :] for name, t in self.pending.items()}
         payload = save(block)
@@ -331,8 +335,8 @@ class ShardWriter:
         member.uname = member.gname = "fastlatent"
         self.tar.addfile(member, io.BytesIO(payload))
 
-        # The stream now stands behind the padding, with which tarfile fills the member up to a
-        # multiple of 512 bytes; subtract padding and size to find where the block begins.
+        # tarfile filled the member with zeros up to a multiple of 512 bytes, and the stream stands
+        # behind these. Subtract them and the size to find the offset of the member's content.
         offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
         digest = hashlib.sha256(payload).hexdigest()
         self.blocks.append(Block(offset, size, len(block["labels"]), digest))
@@ -341,15 +345,15 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Deletes the unfinished file after an exception."""
+        """Closes the temporary file and deletes it if the `with` block raised an exception."""
         if kind is not None:
             with contextlib.suppress(OSError):  # a full disk makes close() raise too
                 self.stream.close()
             self.temporary.unlink(missing_ok=True)
 
     def close(self) -> Shard:
-        """Writes the pending samples, finishes the file under its final name, and returns its
-        description."""
+        """Writes the pending samples, syncs the file to disk, renames it to the shard's name, and
+        returns the shard's description."""
         if len(self.pending.get("labels", ())):
             self.write_block()
         self.tar.close()

@@ -1,19 +1,20 @@
 """Converts published weights of SiT and LightningDiT to weights of our models/denoiser.py.
 
-Both are transformers on latents with the condition in the norms (adaLN-Zero), trained on x = t·z +
-(1-t)·ε with the velocity u = z - ε. Our denoiser has t = 1 for noise and the velocity ε - z, so
-v(x, t) = -u(x, 1-t). The conversion folds the differences into the weights; each step is exact in
-real numbers:
+SiT and LightningDiT are transformers on latents with the condition in the norms (adaLN-Zero),
+trained on x = t·z + (1-t)·ε (z latents, ε noise) with the velocity u = z - ε. In our denoiser noise
+has the time 1, and the velocity is v = ε - z, so v(x, t) = -u(x, 1-t). The conversion changes the
+weights so that our denoiser computes v; each step is exact in real numbers:
 
-- the sign of the velocity goes into the head;
-- the reversal of time goes into the first layer of the time MLP: cos(ω(1-t)) and sin(ω(1-t)) are
-  the rotation by ω of cos(ωt) and -sin(ωt);
-- the weight w of an RMSNorm goes into its modulation: w·(1 + s) = 1 + (w·s + w - 1);
-- the modulations of all layers become one product, reordered from (shift, scale, gate) to (scale,
-  shift, gate);
+- weight and bias of the head change their sign, because v = -u;
+- the first layer of the time MLP gets cos(ωt) and sin(ωt) for each frequency ω, but was trained on
+  cos(ω(1-t)) and sin(ω(1-t)): these are the rotation by ω of cos(ωt) and -sin(ωt), which is
+  multiplied into the layer's weights;
+- the weight w of an RMSNorm goes into the scale s of its modulation: w·(1 + s) = 1 + (w·s + w - 1);
+- the linear layers that compute the modulations become one layer for all blocks, reordered from
+  (shift, scale, gate) to (scale, shift, gate);
 - the rows of the head are reordered from (row, column, channel) to (channel, row, column), without
   the rows for a learned sigma;
-- zeros fill up a SwiGLU whose width is no multiple of 32.
+- zeros pad the hidden width of a SwiGLU to a multiple of 32.
 
 Sources: https://github.com/willisma/SiT (Ma et al. 2024, https://arxiv.org/abs/2401.08740),
 https://github.com/hustvl/LightningDiT (Yao et al. 2025, https://arxiv.org/abs/2501.01423).
@@ -65,7 +66,8 @@ def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
     """Reads the tensors of a .safetensors or .pt file; a .pt may also hold an `argparse.Namespace`.
 
     From a training checkpoint it takes the tensors under the name `weights`: "ema" (the averaged
-    ones) or "model". ValueError for values that are no tensors, and for a DiT.
+    ones) or "model". Raises ValueError if a value is no tensor, or if the file is a checkpoint of
+    DiT.
     """
     if file.suffix == ".safetensors":
         return read_tensors(file)
@@ -101,7 +103,8 @@ def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
 
 
 class Keys:
-    """Hands out tensors by their published names, each once, and checks their shapes."""
+    """A file's tensors by their published names; `take` checks a tensor's shape, removes the tensor
+    and returns it, so `remaining` has the tensors that are not converted yet."""
 
     def __init__(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         self.file = file
@@ -125,8 +128,8 @@ class Keys:
         return tuple(self.remaining[name].shape)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Removes a tensor and returns it in fp32. ValueError if the tensor is absent or has
-        another shape."""
+        """Removes the tensor `name` from `remaining` and returns it in fp32. Raises ValueError if
+        the tensor is absent or does not have this shape."""
         file_shape = self.read_shape(name, len(shape))
         if file_shape != shape:
             raise UserError(
@@ -136,13 +139,15 @@ class Keys:
         return self.remaining.pop(name).float()
 
     def take_linear(self, name: str, rows: int, columns: int) -> Tensor:
-        """Removes a linear layer and returns it as one matrix with the bias in the first column, so
-        that one operation reorders or scales weight and bias alike."""
+        """Removes weight and bias of a linear layer, and returns both as one matrix (rows, 1 +
+        columns) with the bias in the first column, so that one operation reorders or scales
+        both."""
         weight = self.take(f"{name}.weight", rows, columns)
         return torch.cat([self.take(f"{name}.bias", rows)[:, None], weight], dim=1)
 
     def refuse_rest(self) -> None:
-        """Raises a ValueError if the file has a tensor that nobody took."""
+        """Raises a ValueError if `take` has not removed all tensors: our model has no place for the
+        tensor that remains."""
         if self.remaining:
             first, *others = self.remaining
             more = f", and {len(others)} more" if others else ""
@@ -152,10 +157,10 @@ class Keys:
 def convert_published(
     file: Path, tensors: Mapping[str, Tensor], head_dim: int | None = None
 ) -> Published:
-    """Converts a published model to our denoiser, from its tensors by their published names.
+    """Converts a published model to our denoiser; `tensors` maps its published names to tensors.
 
-    `head_dim` is the width of a head; give it if neither the tensors nor the published sizes tell
-    it. ValueError for a tensor that is missing, unknown, or does not fit the shapes of the others.
+    `head_dim` is the width of an attention head (None: `find_head_dim` finds it). Raises ValueError
+    if a tensor is missing or unknown, or does not fit the shapes of the others.
     """
     keys = Keys(file, tensors)
     dim, channels, patch, _ = keys.read_shape("x_embedder.proj.weight", 4)
@@ -198,7 +203,8 @@ def convert_published(
 
 
 def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
-    """Makes the configuration of the denoiser, except for its sizes and its MLP."""
+    """Returns the denoiser's configuration without width, depth, patch size and MLP, which
+    `convert_published` adds. `rows` is the number of patches along one side of the latents."""
     attention = {
         "_target_": "models.mixers.attention.Attention",
         "_partial_": True,
@@ -216,9 +222,9 @@ def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
 
 
 def name_tensors(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
-    """Returns the tensors of a layer under names that begin with `name`. If `layer` is a mapping,
-    it holds the layer's parts; a matrix is a linear layer (see `Keys.take_linear`), and a vector is
-    one tensor."""
+    """Returns name -> tensor for a layer; all names begin with `name`. A mapping holds the layer's
+    parts. A matrix is a linear layer with its bias in the first column, and becomes `<name>.weight`
+    and `<name>.bias`. A vector becomes one tensor."""
     if isinstance(layer, Mapping):
         tensors: dict[str, Tensor] = {}
         for part, inner in layer.items():
@@ -230,8 +236,9 @@ def name_tensors(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tens
 
 
 def find_head_dim(keys: Keys, dim: int) -> int:
-    """Finds the width of a head from the norm of the queries or from the rotations. If the file has
-    neither, assumes the published sizes: 72 in a model of width 1152, 64 in all others."""
+    """Reads the width of an attention head from the shape of the QK-norm's weight or of the RoPE
+    table. If the file has neither, returns the published sizes: 72 in a model of width 1152, 64 in
+    all others."""
     for name in ("blocks.0.attn.q_norm.weight", "feat_rope.freqs_cos"):
         if name in keys:
             return keys.remaining[name].shape[-1]
@@ -240,8 +247,8 @@ def find_head_dim(keys: Keys, dim: int) -> int:
 
 def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
     """Returns the base of the rotary embedding, or None if the model has no rotary embedding.
-    ValueError if the file's rotations are not those that our attention computes from
-    `ROPE_BASE`."""
+    Raises ValueError if the cosines and sines in the file are not those that our attention computes
+    from `ROPE_BASE`."""
     if "feat_rope.freqs_cos" not in keys:
         return None
     tokens, width = keys.read_shape("feat_rope.freqs_cos", 2)
@@ -263,8 +270,8 @@ def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
 
 
 def reverse_time(weight: Tensor) -> Tensor:
-    """Converts weights (D, 2F) that act on F cosines and F sines of ω(1-t) to weights that act on
-    the cosines and sines of ωt; computes in fp64."""
+    """Converts weights (D, 2F) that act on F cosines and F sines of ω(1-t), for F frequencies ω, to
+    weights that act on the cosines and sines of ωt; computes in fp64, returns fp32."""
     count = weight.shape[1] // 2
     omega = torch.exp(-math.log(10_000.0) * torch.arange(count, dtype=torch.float64) / count)
     cosines, sines = weight.double().chunk(2, dim=1)
@@ -276,8 +283,8 @@ def reverse_time(weight: Tensor) -> Tensor:
 
 
 def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, dict[str, Any]]:
-    """Returns the layers of a block (attention and MLP), the MLP's hidden width divided by the
-    model's width, and the MLP's configuration."""
+    """Returns three values for a block: name -> layer ("0" attention, "1" MLP), the MLP's hidden
+    width divided by the model's width, and the MLP's configuration."""
     attention = {
         "qkv": keys.take_linear(f"{name}.attn.qkv", 3 * dim, dim),
         "out_proj": keys.take_linear(f"{name}.attn.proj", dim, dim),
@@ -291,7 +298,7 @@ def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], floa
             width = keys.remaining[f"{name}.attn.{part}_norm.weight"].shape[-1]
             attention[f"{part}_weight"] = keys.take(f"{name}.attn.{part}_norm.weight", width)
 
-    # LightningDiT has a SwiGLU in its blocks, SiT a GELU MLP.
+    # A block with the tensor w12 has a SwiGLU (LightningDiT), one without it a GELU MLP (SiT).
     if f"{name}.mlp.w12.weight" in keys:
         hidden = keys.read_shape(f"{name}.mlp.w12.weight", 2)[0] // 2
         halves = keys.take_linear(f"{name}.mlp.w12", 2 * hidden, dim).unflatten(0, (2, hidden))
@@ -317,8 +324,9 @@ def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], floa
 
 
 def convert_modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int) -> list[Tensor]:
-    """Returns scale, shift and gate of each norm as linear layers on the condition; the model's
-    last norm has no gate."""
+    """Returns, for each norm in turn, the linear layers that compute its scale, shift and gate from
+    the condition, as matrices (D, 1 + D) with the bias in the first column. The model's last norm
+    has no gate."""
     each = 2 if name == "final_layer" else 3
     rows = keys.read_shape(f"{name}.adaLN_modulation.1.weight", 2)[0]
     if rows != each * len(norms) * dim:
@@ -340,8 +348,8 @@ def convert_modulations(keys: Keys, name: str, norms: tuple[str, ...], dim: int)
 
 
 def convert_head(keys: Keys, dim: int, channels: int, patch: int) -> Tensor:
-    """Converts the head, the model's last linear layer: reverses its sign, orders its rows by
-    channel, row and column, and leaves out the rows for a learned sigma."""
+    """Converts the head, the model's last linear layer: changes its sign, orders its rows by
+    channel, then row, then column within the patch, and leaves out the rows for a learned sigma."""
     rows = keys.read_shape("final_layer.linear.weight", 2)[0]
     if rows not in (patch**2 * channels, 2 * patch**2 * channels):
         raise UserError(

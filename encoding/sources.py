@@ -1,8 +1,8 @@
 """Finds the images of a source: a folder with a subfolder per class, WebDataset tars, or a folder
 of `datasets`.
 
-It counts the files that it does not use. It refuses what is surely a mistake, and writes a note
-about what may be one.
+This module counts the files that it does not use. It raises a ValueError for what is surely a
+mistake, and adds a note to the list for what may be a mistake.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SPLIT_NAME = re.compile(
     r"(train|training|val|valid|validation|test|testing|eval|evaluation)([-_ ]?(set|data|\d{4}))?",
     re.I,
 )
-"""Matches names of folders that hold a part of a set (train, test), not a class."""
+"""Matches names of folders that surely hold a split of a set (train, test, …), not a class."""
 POSSIBLE_SPLIT_NAME = re.compile(
     r"(.*[-_ ])?(train|val|valid|test|dev|extra|unlabell?ed)([-_ ].*)?", re.I
 )
-"""Matches names of folders that may hold a part of a set."""
+"""Matches names of folders that may hold a split of a set, or may be a class."""
 BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-"""Error numbers of the system for a symlink that leads to no file, or back to itself."""
+"""Values of `OSError.errno` for a symlink that leads to no file, or back to itself."""
 
 
 def list_images(
@@ -50,10 +50,10 @@ def list_images(
     them, or of a folder that Hugging Face `datasets` saved. Files are in the order of their names.
 
     With classes="none" all labels are 0, and the source may also be a folder without subfolders,
-    tars without .cls, or `datasets` without labels. If `classes` is a number, it states how many
-    classes there are in a source that does not name them; the labels do not tell, because a part of
-    a set may lack images of some classes. ValueError if the source is absent, holds no image or an
-    image without a label, or is ambiguous; and for a tar that is cut or damaged, unless
+    tars without .cls, or `datasets` without labels. If the source does not name its classes,
+    `classes` may give their number: the largest label does not show it, because a part of a set may
+    lack images of some classes. Raises ValueError if the source is absent, holds no image, an image
+    without a label, or both tars and images; also if a tar is truncated or damaged, unless
     `allow_cut`.
     """
     path = Path(source).expanduser()
@@ -92,8 +92,8 @@ def list_images(
 
 
 def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
-    """Yields the name below `root` and the size of every plain file that is not hidden; follows
-    symlinks, except in circles."""
+    """Yields (path relative to `root`, size in bytes) of every plain file that is not hidden.
+    Follows symlinks, except one that leads back to a folder around it."""
     status = root.stat()
     todo = [("", {(status.st_dev, status.st_ino)})]
     while todo:
@@ -112,7 +112,8 @@ def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                     unused.add("symlinks to nothing or in a circle", name)
                     continue
 
-                # Device and inode identify a folder, also where a symlink leads back to it.
+                # Compare folders by device and inode, not by path: a symlink that leads back to a
+                # folder has another path.
                 place = (status.st_dev, status.st_ino)
                 if stat.S_ISREG(status.st_mode):
                     yield name, status.st_size
@@ -151,7 +152,7 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
             notes,
         )
 
-    # From here on each top folder is a class.
+    # Each top folder is a class from here on, so images outside the top folders have no class.
     in_root = files_by_folder.pop("", [])
     if in_root and not files_by_folder:
         raise UserError(
@@ -177,8 +178,9 @@ Files = list[tuple[str, int]]
 
 
 def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]]:
-    """Separates the tars at the top of a folder from the images below it. Returns the tars, and the
-    images by top folder ("" for images at the top)."""
+    """Returns the tars directly in the folder `path`, and a mapping: name of a top folder -> all
+    images below it; the name "" stands for images directly in `path`. Counts all other files in
+    `unused`."""
     tars = []
     images: dict[str, Files] = {}
     for name, size in walk_files(path, unused):
@@ -198,8 +200,8 @@ def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]
 def make_image_list(
     path: Path, folders: list[Files], names: list[str], unused: Unused, notes: list[str]
 ) -> ImageList:
-    """Makes the list of the images in `folders`, one folder per class. `names` are the class names,
-    empty if there are no classes."""
+    """Makes the list of the images in `folders`; the index of a folder is the label of its images.
+    `names` are the class names, empty if there are no classes."""
     entries = [
         ImageEntry(escape_name(name), label, str(path / name), 0, size)
         for label, files in enumerate(folders)
@@ -209,8 +211,8 @@ def make_image_list(
 
 
 def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> list[str]:
-    """Returns notes on class folders that may be parts of the set, or may hold several classes.
-    ValueError if most of them are named like splits (train, test, …)."""
+    """Returns notes on class folders that may be splits of the set, or may hold several classes.
+    Raises ValueError if more than half of the folders are named like splits (train, test, …)."""
     splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
     if 2 * len(splits) > len(names):
         first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
@@ -225,8 +227,8 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
     if doubtful:
         notes.append(f"{join_few(doubtful)} among the class folders: parts of a set, or classes?")
 
-    # All images below a class folder get its label; note folders with several subfolders, because
-    # these may be the real classes.
+    # All images below a class folder get the folder's label. Note each class folder with several
+    # subfolders, because the subfolders may be the real classes.
     subfolders = [
         len({name.split("/")[1] for name, _ in files if name.count("/") > 1}) for files in folders
     ]
@@ -243,7 +245,8 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
 
 def list_rows(path: Path, classes: Classes) -> ImageList:
     """Lists the images of a folder that `Dataset.save_to_disk` of Hugging Face `datasets` wrote:
-    one image a row, with one column of images and one of class labels."""
+    one image per row, with one column of images and, unless classes="none", one column of class
+    labels."""
     splits = sorted(
         folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file()
     )
@@ -271,8 +274,8 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
         labelled_rows = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
         names = name_classes(labelled_rows, classes, class_names)
 
-    # The key of each image contains the hash by which `datasets` identifies the data: a job
-    # compares its images by their keys, and must not continue with another set of the same length.
+    # Put the hash by which `datasets` identifies the data into the key of each image: without it,
+    # another data set with the same number of rows would be taken for the same job.
     fingerprint = dataset._fingerprint
     entries = [
         ImageEntry(f"{fingerprint}:{images}:{i}", label, str(path), i, 0)

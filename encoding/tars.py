@@ -1,7 +1,7 @@
 """Lists the images of WebDataset tars, and reads each tar to its end marker.
 
 Python's tarfile silently treats a truncated file and a damaged header as the end of a tar; this
-module reports both.
+module reports them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
     """Lists the images of WebDataset tars. A sample's key is the file name up to its first dot, its
     label the integer in `<key>.cls`; with classes="none" all labels are 0.
 
-    ValueError for a tar that is cut or damaged, unless `allow_cut`; for a sample with two images or
-    without a label; and for a label that `name_classes` refuses.
+    Raises ValueError for a tar that is truncated or damaged, unless `allow_cut`; for a sample with
+    two images or without a label; and for a label that `name_classes` refuses.
     """
     labelled = classes != "none"
     entries: list[ImageEntry] = []
@@ -36,8 +36,8 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
         with file.open("rb") as stream:
             samples, cut = read_samples(file, stream, unused)
 
-            # The cut may have removed the label of the last sample, because a label can stand
-            # behind its image: leave out a last sample without label.
+            # Leave out the last sample of a truncated tar if it has no label: a label can stand
+            # behind its image, so the truncation may have removed it.
             if cut and not allow_cut:
                 raise UserError(f"{cut}. Fetch it again, or use what comes before: allow_cut=true.")
             if cut:
@@ -87,8 +87,8 @@ def name_classes(
 def make_entry(
     file: Path, stream: BinaryIO, key: str, sample: Sample, labelled: bool, unused: Unused
 ) -> ImageEntry | None:
-    """Returns the image of a sample, or None if the sample has no image. ValueError if it has two
-    images, or if it lacks a label although the set is `labelled`."""
+    """Returns the image of a sample, or None if the sample has no image. Raises ValueError if the
+    sample has two images, or if it lacks a label although the set is `labelled`."""
     images = [member for extension, member in sample.items() if is_image(extension)]
     if len(images) > 1:
         raise UserError(
@@ -114,7 +114,8 @@ def make_entry(
 
 
 def read_label(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:
-    """Reads the class index that a member holds as text."""
+    """Reads the class index that a `.cls` member holds as text; raises ValueError for any other
+    text."""
     problem = f"{file}: {escape_name(member.name)} must hold a class index, not"
     if member.size > MAX_LABEL_BYTES:
         raise UserError(f"{problem} {member.size} bytes.")
@@ -129,8 +130,8 @@ def read_samples(
     file: Path, stream: BinaryIO, unused: Unused
 ) -> tuple[dict[str, Sample], str | None]:
     """Groups the members of a tar by key, as WebDataset does: the key ends at the first dot of the
-    file name. Returns key -> sample, and a sentence about the cut or damage if the tar's end marker
-    is missing, else None.
+    file name. Returns two values: key -> sample; and, if the tar's end marker is missing, a
+    sentence about the truncation or damage, else None.
 
     ValueError if two members have the same name.
     """
@@ -161,12 +162,12 @@ def read_samples(
 
 
 def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], str | None]:
-    """Returns the complete members of a tar, also of tars appended to it with `cat`. Also returns a
-    sentence about the cut or damage if the file does not end with a tar's end marker (two or more
-    blocks of zeros), else None.
+    """Returns two values: the complete members of a tar, also of tars appended to it with `cat`;
+    and, if the file does not end with a tar's end marker (two or more blocks of zeros), a sentence
+    about the truncation or damage, else None.
 
-    It continues behind zeros, because another tar may follow them. ValueError if the file is no
-    tar.
+    The function reads on after an end marker, because another tar may follow. Raises ValueError if
+    the file is no tar.
     """
     size = os.fstat(stream.fileno()).st_size
     members = []
@@ -188,7 +189,8 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
                 raise UserError(explain_no_tar(file, stream)) from error
             damaged = True
 
-        # `end` is the offset where the end marker, or else the damage, begins.
+        # Let `end` be the offset at which the end marker begins, or the damage if there is no
+        # marker.
         end = start if tar is None else min(tar.offset, size)
         start = skip_zeros(stream, end)
         if damaged or start - end < 2 * BLOCK_BYTES:
@@ -210,7 +212,7 @@ def skip_zeros(stream: BinaryIO, start: int) -> int:
 
 
 def explain_no_tar(file: Path, stream: BinaryIO) -> str:
-    """Says why a file without a tar header cannot be read."""
+    """Returns the error message for a file without a tar header, such as a compressed tar."""
     stream.seek(0)
     head = stream.read(6)
     if head.startswith(COMPRESSED_SIGNATURES):
