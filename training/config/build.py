@@ -1,9 +1,11 @@
-"""Builds objects from configuration nodes: only this file turns a `_target_` into code.
+"""Builds objects from configuration nodes: only this file imports the class that a `_target_`
+names.
 
-Extensions are a user's own packages, outside of the checkout. Only the command line or the
-environment can admit one. A configuration file, a checkpoint or a weights file cannot, because it
-may come from anywhere. A `_target_` may name a class of an admitted package; the folder `conf` of
-that package, if it has one, joins Hydra's search path.
+A `_target_` may name a class of fastlatent, or of an extension: a user's own package, outside of
+the checkout. An extension is admitted only if the command line or the environment variable
+`EXTENSIONS_VARIABLE` names it. A configuration file, a checkpoint or a weights file cannot admit
+one, because such a file may come from anywhere. The folder `conf` of an admitted extension, if it
+has one, joins Hydra's search path.
 """
 
 from __future__ import annotations
@@ -25,20 +27,23 @@ from training.config.words import update_target
 
 EXTENSIONS_KEY = "extensions"
 EXTENSIONS_VARIABLE = "FASTLATENT_EXTENSIONS"
-"""Environment variable with names of extensions, separated by commas."""
+"""Name of the environment variable that lists extensions (importable packages), separated by
+commas."""
 admitted_packages: set[str] = set()
-"""Extensions that the commands of this process have named."""
+"""Names of the extensions that `admit_extensions` has admitted in this process."""
 TARGET_PACKAGES = ("accel", "data", "models", "training")
 OUTSIDE_TARGETS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW", "SGD"))
 """Classes outside of `TARGET_PACKAGES` that a `_target_` may name."""
 
 
 def resolve_target(target: str, key: str) -> type:
-    """Imports the class that `target` names; ValueError unless it is in `OUTSIDE_TARGETS`, or a
-    module of `TARGET_PACKAGES` or of an admitted extension defines it.
+    """Imports and returns the class that `target`, a dotted path, names. ValueError unless `target`
+    is in `OUTSIDE_TARGETS`, or a module of `TARGET_PACKAGES` or of an admitted extension defines
+    the class.
 
-    It checks the object, not only its path: `models.denoiser.torch.load` begins with the name of an
-    allowed module, but that module does not define it.
+    The function checks the imported object, not only its path: `models.denoiser.torch.load` begins
+    with the name of an allowed module, but that module does not define `torch.load`. `key` is the
+    place of the `_target_` in the configuration, for messages.
     """
     refusal = UserError(
         f"{key}._target_={target} is not allowed: it must be a class defined in one of "
@@ -68,14 +73,15 @@ def resolve_target(target: str, key: str) -> type:
 def build(
     node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object, **runtime: Any
 ) -> Any:
-    """Builds the object of type `kind` that `node` describes: calls `_target_` with the node's
-    other keys and with `runtime`.
+    """Builds and returns the object that `node` describes, which must be a `kind`: calls the class
+    that `_target_` names with `args`, the node's other keys, and `runtime` as arguments.
 
-    It first checks the node's keys against the target's signature; for an unknown or missing key or
-    a value of another type it raises a ValueError that names `key`, the value and the fix. It
-    builds nested nodes before the outer one; `_partial_: true` in a nested node gives a
-    functools.partial. An argument in `runtime` that the signature lacks is a mistake of the caller,
-    not of the user.
+    Before the call, it checks the node's keys against the signature of the class. An unknown or
+    missing key, or a value of another type, raises a ValueError that names `key` (the node's place
+    in the configuration), the value and the fix. It builds nested nodes before the outer one; a
+    nested node with `_partial_: true` becomes a functools.partial of its class. An argument in
+    `runtime` that the signature lacks raises a TypeError, because the calling code is wrong, not
+    the user.
     """
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(
@@ -114,13 +120,14 @@ def check_arguments(
     positional: int = 0,
     partially: bool = False,
 ) -> dict[str, Any]:
-    """Checks the node's keys against the signature of `target`, and returns them as arguments, with
-    nested nodes built.
+    """Checks the node's keys against the signature of `target`, and returns the keyword arguments
+    as name -> value; objects replace the nested nodes from which they are built.
 
-    The node may not set the arguments that the program itself passes: those in `supplied` and the
-    first `positional` ones. With `partially`, the node may leave arguments out.
+    The node must not set arguments that the calling code passes: the names in `supplied` and the
+    first `positional` parameters. If `partially` is true, the node may lack required arguments.
     """
-    # Map each parameter that the node may set to True if the node must set it.
+    # Map each parameter that the node may set to True if it has no default, so that the node must
+    # set it.
     parameters = list(inspect.signature(target).parameters.values())[positional:]
     settable = {
         p.name: p.default is p.empty
@@ -151,14 +158,16 @@ def check_arguments(
 
 
 def check_argument(value: Any, annotation: Any, key: str) -> Any:
-    """Converts a value to its annotated type by the rules for JSON: an integer may become a float,
-    a list a tuple.
+    """Converts a value of the configuration to the type `annotation` of its argument, by pydantic's
+    strict rules for JSON: an integer may become a float, and a list a tuple.
 
-    It builds nested nodes. ValueError for a value that the type does not allow.
+    For a nested node with a `_target_` it builds and returns the object. ValueError for a value
+    that the type does not allow.
     """
     if isinstance(value, Mapping) and "_target_" in value:
         return build_nested(value, key)
-    from pydantic import ConfigDict, TypeAdapter, ValidationError  # slow, so not for `--help`
+    # imported here, because the import is slow and `--help` does not need it
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     rules = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
@@ -168,8 +177,8 @@ def check_argument(value: Any, annotation: Any, key: str) -> Any:
 
 
 def find_extension_names(words: Iterable[str]) -> list[str]:
-    """Finds the names in `extensions=[a,b]` among the words of a command line, and in the
-    environment variable `EXTENSIONS_VARIABLE`."""
+    """Returns the names of extensions, without duplicates: those in `extensions=[a,b]` among the
+    words of a command line, and those in the environment variable `EXTENSIONS_VARIABLE`."""
     start = f"{EXTENSIONS_KEY}="
     overrides = [word.lstrip("+") for word in words]
     values = [word.removeprefix(start) for word in overrides if word.startswith(start)]
@@ -179,10 +188,11 @@ def find_extension_names(words: Iterable[str]) -> list[str]:
 
 
 def admit_extensions(words: Iterable[str]) -> list[str]:
-    """Admits the packages that `words` name, without importing them; returns overrides that add
-    their `conf` folders to Hydra's search path.
+    """Allows `_target_` to name classes of the packages that `extensions=[…]` among `words`, or the
+    environment variable `EXTENSIONS_VARIABLE`, names; does not import the packages.
 
-    ValueError if Python cannot find a package.
+    Returns Hydra overrides that add the packages' `conf` folders to Hydra's search path, [] if no
+    package has one. ValueError if Python cannot find a package.
     """
     folders = []
     for name in find_extension_names(words):
@@ -199,5 +209,5 @@ def admit_extensions(words: Iterable[str]) -> list[str]:
 
 
 def is_admitted(target: object) -> bool:
-    """Says whether `target`, the path of a class, is in an admitted package."""
+    """Says whether `target`, the dotted path of a class, lies in an admitted extension."""
     return str(target).partition(".")[0] in admitted_packages

@@ -1,7 +1,8 @@
 """Composes the configuration, and turns every mistake in it into one clear sentence.
 
-`schema.py` types all keys but those of components (model, data, objective, optim, logger, encoder).
-A component is plain YAML with a `_target_`; `build.py` checks it against the target's signature.
+`schema.py` defines the types of all keys except those of components (model, data, objective, optim,
+logger, encoder). A component is plain YAML with a `_target_`; `build.py` checks its keys against
+the signature of the class that `_target_` names.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ from training.config.words import (
 )
 
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
-"""Name of a primary file in conf/ -> its schema."""
+"""Name of a primary configuration file in conf/, without .yaml -> the dataclass that defines its
+keys and their types."""
 LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
-"""Loaders whose `path` is a latent set."""
+"""`_target_` of each loader whose argument `path` is the folder or URL of a latent set."""
 
 
 def make_mutable_schema(kind: type) -> DictConfig:
-    """Makes OmegaConf's schema of a frozen dataclass, but writable, so that values can be merged
-    into it; `OmegaConf.to_object` then makes the frozen dataclass."""
+    """Returns OmegaConf's structured config of the frozen dataclass `kind`, but writable, so that
+    values can be merged into it; `OmegaConf.to_object` then turns it into the frozen dataclass."""
     schema = OmegaConf.structured(kind)
     nodes = [schema]
     for node in nodes:
@@ -74,7 +76,7 @@ class Composed(NamedTuple):
     choices: dict[str, str]
     """Configuration group, such as model -> the chosen file of conf/<group>/."""
     overrides: list[str]
-    """Override words of the command line, with secrets redacted."""
+    """Overrides of the command line, such as `batch_size=32`, with secrets redacted."""
     source: dict[str, Any]
     """The composed configuration as nested dicts, for files and logs: interpolations unresolved,
     secrets redacted."""
@@ -84,7 +86,8 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     """Composes and checks a configuration in the same way as the command line does; for scripts,
     notebooks and tests.
 
-    ValueError, in a sentence with key, value and fix, for every mistake in `overrides`.
+    `config_name` is a key of `SCHEMAS`. Any mistake in `overrides` raises a ValueError, whose
+    sentence names key, value and fix.
     """
     words = list(overrides or [])
     refuse_words(words)
@@ -101,15 +104,16 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Says whether the error is Hydra's or OmegaConf's, or was raised in their code."""
+    """Says whether an error's class belongs to Hydra or OmegaConf, or their code raised it."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     in_library = frame.f_globals.get("__name__", "").startswith(("hydra.", "omegaconf."))
     return in_library or isinstance(error, HydraException | OmegaConfBaseException)
 
 
 def compose_from_hydra(source: DictConfig) -> Composed:
-    """Checks the configuration that `hydra.main` composed; ValueError also for a path that does not
-    exist or does not hold what it must."""
+    """Checks and returns the configuration that `hydra.main` composed. ValueError for an invalid
+    value, and for a path in it that does not exist or lacks the expected files (see
+    `refuse_paths`)."""
     hydra = HydraConfig.get()
     composed = resolve_config(source, hydra.runtime.choices, list(hydra.overrides.task))
     refuse_paths(composed.cfg)
@@ -119,8 +123,9 @@ def compose_from_hydra(source: DictConfig) -> Composed:
 def resolve_config(
     source: DictConfig, choices: Mapping[str, Any], overrides: list[str]
 ) -> Composed:
-    """Resolves a configuration, checks it and turns it into a frozen dataclass; ValueError for
-    extensions that a file names."""
+    """Resolves the interpolations of a configuration, checks it and turns it into a frozen
+    dataclass. ValueError for an invalid value, and if a file sets `extensions`: only the command
+    line or the environment may name extensions."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
     named = build.find_extension_names(overrides)
     from_file = [name for name in source.get("extensions") or [] if name not in named]
@@ -140,8 +145,8 @@ def resolve_config(
 
 
 def refuse_strange_numbers(node: Any) -> None:
-    """ValueError for NaN and infinity, which later comparisons would let pass, and for integers
-    beyond 64 bits."""
+    """Raises ValueError if nested dicts and lists contain NaN or infinity, which later comparisons
+    may accept, or an integer beyond 64 bits."""
     for key, value in flatten_tree(node):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={value} is not finite; give a finite number.")
@@ -153,12 +158,12 @@ def refuse_strange_numbers(node: Any) -> None:
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """Turns a UserError into one message and exit code 1; a broken output stream does not end the
-    command.
+    """If the block raises a UserError, prints its message and exits with code 1; a broken output
+    stream does not end the command.
 
-    It also explains exceptions of Hydra, because it surrounds functions that `hydra.main` calls,
-    and errors of a machine that ran out of memory, disk or threads. Any other exception is a bug
-    and keeps its traceback. FASTLATENT_TRACEBACK=1 keeps all tracebacks.
+    Two other kinds of exceptions also get a message: those of Hydra and OmegaConf, and those of a
+    machine that ran out of memory, disk or threads. Any other exception is a bug and keeps its
+    traceback. With FASTLATENT_TRACEBACK=1 in the environment, every exception keeps its traceback.
     """
     with tolerate_broken_output():
         try:
@@ -172,7 +177,8 @@ def report_user_errors() -> Iterator[None]:
 
 
 def describe_failure(error: Exception) -> str | None:
-    """Returns the message of an exception for the user; None for a bug."""
+    """Returns the message for the user about an exception; None if the exception is a bug, which
+    needs its traceback."""
     machine_fault = describe_machine_fault(error)
     if machine_fault is None and is_library_error(error):
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
@@ -184,18 +190,19 @@ Words = TypeVar("Words")
 
 
 def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
-    """Parses `key=value` words into a frozen dataclass, for commands without Hydra. `--help` prints
-    the keys and exits.
+    """Parses the words `key=value` of a command without Hydra into the frozen dataclass `schema`.
+    If `--help` is one of the words, prints `help_text` and the keys, and exits.
 
-    Every such command also accepts `extensions=[…]`, for a user's own models and encoders.
+    Every such command also accepts `extensions=[…]`, the names of packages with a user's own models
+    and encoders.
     """
     if "-h" in words or "--help" in words:
         keys = to_yaml(OmegaConf.structured(schema))
         print(f"{help_text.strip()}\n\nKeys:\n{keys}{build.EXTENSIONS_KEY}: []")
         sys.exit(0)
 
-    # Answer a key of another trainer with the command's own, unless the command has a key of that
-    # name itself.
+    # If the user types another trainer's name for a key, such as cfg_scale, refuse it and name the
+    # command's own key, guidance. Leave out names that the command itself has as keys.
     keys = {field.name for field in fields(cast(Any, schema))}
     foreign = {
         foreign_key: spelling
@@ -205,8 +212,9 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
     refuse_form(words, foreign)
     refuse_foreign(words, foreign)
 
-    # Accept the two words by which precompute_latents.py names an encoder's folder, encoder=local
-    # and encoder.path=<folder>; these commands have one key for it.
+    # precompute_latents.py needs two words to name an encoder's folder, encoder=local and
+    # encoder.path=<folder>. Accept both words here and turn them into encoder=<folder>, the only
+    # key for it in these commands.
     if "encoder" in keys:
         words = [
             re.sub("^encoder[.]path=", "encoder=", word)
@@ -221,16 +229,17 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             continue
         try:
             values.merge_with_dotlist([word])
-        except Exception as error:  # whose message does not name the word
+        except Exception as error:  # OmegaConf's message does not name the word
             raise UserError(describe_unreadable(word)) from error
     return apply_schema(schema, values, words)
 
 
 def apply_schema(schema: type[Words], values: Any, words: list[str]) -> Words:
-    """Makes a frozen dataclass from a mapping; missing keys have the schema's defaults.
+    """Makes an object of the frozen dataclass `schema` from a mapping; missing keys get the
+    dataclass's defaults.
 
-    ValueError, in a sentence, for a key that the schema lacks or a value of another type. `words`
-    are the words that the user typed, for the message.
+    A key that the dataclass lacks, or a value of another type, raises a ValueError. `words` are the
+    words that the user typed, for its message.
     """
     node = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
     try:
@@ -247,13 +256,14 @@ def to_yaml(node: Any) -> str:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses YAML into plain containers, without resolving interpolations."""
+    """Parses YAML into dicts and lists, and leaves interpolations such as `${seed}` as text."""
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Reads a YAML configuration as plain containers, with the current names of classes; ValueError
-    if it holds no configuration, OSError if it cannot be read."""
+    """Reads a YAML configuration into dicts and lists, and replaces class names in `_target_` that
+    earlier versions used by today's. ValueError if the file holds no configuration, OSError if the
+    file cannot be read."""
     try:
         content = parse_yaml(file.read_text())
     except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
@@ -266,8 +276,8 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
-    """ValueError for a path of a run or an encoding job that does not exist, or does not hold what
-    it must."""
+    """Raises ValueError if a path in the configuration of a run or an encoding job does not exist
+    or lacks the expected files, or if an output folder is a file."""
     if isinstance(cfg, PrecomputeConfig):
         refuse_missing("source", cfg.source, "name a folder of images, or tars")
         refuse_file("out", cfg.out)
@@ -292,8 +302,8 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
 
 
 def refuse_drawing(cfg: Any) -> None:
-    """ValueError for settings or a path with which sampling is impossible; `cfg` is a
-    `DrawConfig`."""
+    """Raises ValueError for settings with which sampling is impossible, and for a path without
+    weights; `cfg` is a `DrawConfig` of sampling/draw.py."""
     cfg.check()
     names = [
         field.name for field in fields(SamplingConfig) if getattr(cfg, field.name, None) is not None
@@ -303,7 +313,8 @@ def refuse_drawing(cfg: Any) -> None:
 
 
 def refuse_no_weights(key: str, path: str | None) -> None:
-    """ValueError for a local path that holds no weights."""
+    """Raises ValueError if a local `path` is no run with a checkpoint, no checkpoint and no
+    .safetensors file. `key` is the configuration key that holds the path, for the message."""
     names = () if str(path).endswith(".safetensors") else ("checkpoints", "state.json", "step-*")
     refuse_missing(
         key, path, "name a run that has a checkpoint, a checkpoint, or a .safetensors file", *names
@@ -311,7 +322,8 @@ def refuse_no_weights(key: str, path: str | None) -> None:
 
 
 def refuse_no_set(key: str, path: Any) -> None:
-    """ValueError for a local path that holds no latent set."""
+    """Raises ValueError if a local `path` lacks the manifest.json of a finished latent set. `key`
+    is the configuration key that holds the path, for the message."""
     job = f"python precompute_latents.py source=<images> out={path}"
     refuse_missing(
         key,
@@ -322,19 +334,21 @@ def refuse_no_set(key: str, path: Any) -> None:
 
 
 def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
-    """ValueError for a local path that does not exist, or a folder without an entry of these
-    names."""
+    """Raises ValueError if the local path does not exist, or is a folder in which no entry matches
+    any of the glob patterns `names`. `remedy` ends the message. URLs and `pipe:` commands are not
+    checked."""
     if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
         return
     place = os.path.expanduser(path)
-    if not os.path.exists(place):  # Path.exists raises if a name is too long
+    if not os.path.exists(place):  # not Path.exists, which raises if a name is too long
         raise UserError(f"{key}={path} does not exist; {remedy}.")
     if names and not any(any(Path(place).glob(name)) for name in names):
         raise UserError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")
 
 
 def refuse_file(key: str, path: str | None) -> None:
-    """ValueError for an output folder that is a file, or is inside a file."""
+    """Raises ValueError if the output folder `path` is a file or inside a file, if a name in it is
+    too long, or if the user of `~user` does not exist."""
     folder = Path(os.path.expanduser(path or "."))
     if str(folder).startswith("~"):
         raise UserError(f"{key}={path}: there is no such user; write the whole path.")

@@ -1,7 +1,8 @@
-"""Refuses runtime keys that contradict each other on any machine. This file must not import torch.
+"""Refuses runtime keys that contradict each other on every machine. This file must not import
+torch, so that `--help` stays quick.
 
-`runtime` is the RuntimeConfig of training/config/schema.py, which calls this file. A rule about a
-key that does not exist never applies, so removing a technique needs no change here.
+`runtime` is the `RuntimeConfig` of training/config/schema.py, which calls this file. A rule about a
+key that `RuntimeConfig` lacks never applies, so removing a technique needs no change here.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 from common.errors import UserError
 
 DEVICE_OPTIMIZERS = (None, "torch.optim.Adam", "torch.optim.AdamW")
-"""Optimizers that can skip a step on the device."""
+"""`_target_`s of the optimizers that can skip a step by a decision on the device, without the host;
+None: the caller names no optimizer."""
 SHARDED_MODES = ("fsdp", "hsdp")
 MODE_TEXT = "runtime.parallel.mode={mode}"
 Rule = tuple[Mapping[str, Any], str]
-"""Runtime keys that contradict each other, each -> its value or a tuple of values, and the message
-for the user."""
+"""A rule as a pair. First a mapping: runtime key -> the value, or a tuple of values, that the key
+must have for the rule to apply. Second the message for the user if the rule applies to all its
+keys."""
 
 REDUCE_OVERHEAD_TEXT = (
     "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
@@ -98,8 +101,9 @@ CONTRADICTIONS: tuple[Rule, ...] = (
 def check_contradictions(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
-    """Raises ValueError for the first contradiction among the runtime keys; `optimizer` is the
-    `_target_` of the optimizer."""
+    """Raises ValueError for the first rule in `CONTRADICTIONS` whose conditions all hold, or if
+    `tune` may last as long as other processes wait. `optimizer` is the `_target_` of the optimizer,
+    or None."""
     values = {key: v.value if isinstance(v, Enum) else v for key, v in vars(runtime).items()}
     values |= {
         "mode": runtime.parallel.mode.value,
@@ -110,8 +114,8 @@ def check_contradictions(
         "decides_on_device": optimizer in DEVICE_OPTIMIZERS,
     }
     for conditions, sentence in CONTRADICTIONS:
-        # Refuse the keys if all conditions of a rule hold. The value of a key that does not exist
-        # is None, which meets no condition.
+        # Refuse the keys if all conditions of a rule hold. `values.get` returns None for a key that
+        # does not exist, and no rule expects None.
         if all(
             values.get(key) in (expected if isinstance(expected, tuple) else (expected,))
             for key, expected in conditions.items()
@@ -126,17 +130,18 @@ def check_contradictions(
 
 
 def check_momentum(optim: Mapping[str, Any]) -> None:
-    """ValueError for a momentum with which the updates would diverge."""
+    """Raises ValueError for a momentum below 0 or from 1 on, with which the updates diverge;
+    `optim` is the optimizer's configuration node."""
     momentum = optim.get("momentum", 0.0)
     if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
         raise UserError(f"optim.momentum={momentum} must be at least 0 and below 1.")
 
 
 def check_nccl(variables: Iterable[str]) -> None:
-    """ValueError for a variable outside of `NCCL_VARIABLES`.
+    """Raises ValueError for the name of an environment variable that `NCCL_VARIABLES` lacks.
 
-    The list lacks variables that name a library, an output file, or a file of further variables
-    (*_PLUGIN, *_FILE, CONF_FILE): a configuration must not load code or write files.
+    `NCCL_VARIABLES` leaves out variables that name a library, an output file, or a file of further
+    variables (*_PLUGIN, *_FILE, CONF_FILE): a configuration must not load code or write files.
     """
     for name in variables:
         if not name.startswith("NCCL_") or name.removeprefix("NCCL_") not in NCCL_VARIABLES.split():
@@ -164,5 +169,5 @@ NCCL_VARIABLES = """
     SOCKET_NTHREADS SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC TREE_THRESHOLD UID_STAGGER_RATE
     UID_STAGGER_THRESHOLD
 """
-"""Environment variables of NCCL, without the prefix NCCL_, that its documentation lists and that
-only tune it or let it log."""
+"""Names, without the prefix NCCL_, of the environment variables that a configuration may set:
+NCCL's documentation lists them, and they only tune NCCL or make it log."""

@@ -28,7 +28,8 @@ FAULT_IN_FILE = re.compile(r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)")
 
 
 def explain(error: Exception, words: list[str], schema: type) -> str:
-    """Explains an error of Hydra or OmegaConf about the words of a command with this `schema`."""
+    """Returns a sentence for the user about an error of Hydra or OmegaConf. `words` are the words
+    of the command, `schema` is the dataclass of its configuration."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     override = getattr(cause, "override", None)
     if override:
@@ -38,7 +39,8 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
     if sentence:
         return sentence
 
-    # Take the key that OmegaConf blames, without an index into a list; "" if it blames none.
+    # Take the key that OmegaConf's error names, without a list index such as [0]; "" if it names no
+    # key.
     key = re.sub(r"\[.*", "", getattr(cause, "full_key", None) or "")
     unknown = UNKNOWN_KEY.search(f"{text}\n{cause}")
     if unknown:
@@ -59,8 +61,8 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
 
 
 def explain_word(text: str, words: list[str]) -> str | None:
-    """Explains an error about commas that Hydra takes for a sweep, about an option that a
-    configuration group lacks, or about a + before a key that exists; None for other errors."""
+    """Returns a sentence for the user if Hydra took commas for a sweep, if a configuration group
+    lacks the chosen option, or if a + stands before a key that exists; None for other errors."""
     sweep = re.match(r"Ambiguous value for argument '(([^=]*)=.*)'", text)
     if sweep:
         name = sweep[2]
@@ -69,7 +71,8 @@ def explain_word(text: str, words: list[str]) -> str | None:
             remedy = "choose one"
         return f"{sweep[1]}: commas stand between the values of a sweep, which needs -m; {remedy}."
 
-    # Take the group's options from Hydra's message, which lists one a line, after a tab.
+    # Take the group's options from Hydra's message, which lists each on a line of its own, after a
+    # tab.
     missing = re.search("Could not (?:find|load) '([^'/]+)/([^']+)'", text)
     if missing:
         group, name = missing.groups()
@@ -89,7 +92,8 @@ def explain_word(text: str, words: list[str]) -> str | None:
 
 
 def explain_value(cause: Exception, key: str, words: list[str], schema: type) -> str:
-    """Explains a value of another type, or with an interpolation that cannot be resolved."""
+    """Returns a sentence for the user about the value of `key` if it has the wrong type, or
+    contains an interpolation `${…}` that cannot be resolved."""
     word = find_given_word(key, words)
     unresolved = isinstance(cause, InterpolationResolutionError)
     expected = "" if unresolved else describe_type(schema, key)
@@ -102,7 +106,8 @@ def explain_value(cause: Exception, key: str, words: list[str], schema: type) ->
 
 
 def suggest_fix(key: str, schema: type) -> str:
-    """Suggests a fix for a key that the configuration lacks."""
+    """Returns the end of a sentence about a key that the configuration lacks: which option of a
+    group has the key, that the key belongs to another command, or a similar key."""
     other = {TrainConfig: "precompute_latents", PrecomputeConfig: "train"}.get(schema)
     groups = [field.name for field in fields(schema)]
     if other is None:
@@ -135,7 +140,8 @@ def map_keys_to_choices() -> dict[str, list[str]]:
 
 
 def flatten_tree(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, node) for all nodes inside nested mappings and lists."""
+    """Yields (dotted key, value) for every entry of nested mappings and lists, inner containers
+    included; the key of a list entry is its index."""
     entries = dict(enumerate(node)) if isinstance(node, list) else node
     if isinstance(entries, dict):
         for name, value in entries.items():

@@ -1,7 +1,8 @@
 """Redacts secrets in configurations, command lines and messages.
 
-It replaces values and keeps names. It also keeps placeholders in fastlatent's messages, such as
-`latents_key=<name>`, because they hold no value.
+The functions replace the value of a secret by `HIDDEN` and keep its name. They also keep
+placeholders in fastlatent's messages, such as `latents_key=<name>`, because a placeholder holds no
+value.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ SECRET_NAME = re.compile(
     r"(_.*)?"
     r"|(.*tokens?|.*pwd|.*pass|(.*_)?(key|auth|auth_header|pw|sig|signature|pat|sas|dsn))(_?\d+)?"
 )
-"""Matches names of secrets in lower case whose words are joined by _. The first line's words may
-stand anywhere in a name, the second line's only as whole words, the last line's at the end."""
+"""Matches a name that belongs to a secret, such as api_key; the name must be in lower case, with
+its words joined by _. The words in the pattern's first line may stand anywhere in the name, those
+in its second line only as whole words, those in its last line only at the end."""
 PUBLIC_KEYS = ("latents_key", "labels_key")
-"""Settings that have the name of a secret but hold the name of an entry in a file."""
+"""Settings whose name looks like that of a secret, but whose value is the name of an entry in a
+file."""
 EMPTY_VALUE = re.compile(
     r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE
 )
@@ -34,8 +37,9 @@ VALUE_PATTERN = rf"({QUOTED_PATTERN}|[\[{{].+|\S+)"
 
 class Shape(NamedTuple):
     """A form in which text holds a secret, as two regular expressions: `before` matches the text
-    before the value, `value` the value. If `named`, the second group of `before` is the value's
-    name, which decides whether the value is a secret; otherwise every match is one."""
+    before the value, `value` the value. If `named` is true, the second group of `before` is the
+    value's name, which decides whether the value is a secret; if false, every value that matches is
+    a secret."""
 
     before: str
     value: str = VALUE_PATTERN
@@ -87,8 +91,8 @@ COMPILED_SHAPES = [
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Says whether the value of `name` is a secret; a number of tokens, as in max_tokens=100, is
-    none."""
+    """Says whether the value of the setting `name` is a secret. A number of tokens, as in
+    max_tokens=100, is not a secret."""
     joined = "_".join(filter(None, NAME_BOUNDARY.split(name))).lower()
     if name.rpartition(".")[2] in PUBLIC_KEYS or EMPTY_VALUE.fullmatch(str(value).strip()):
         return False
@@ -97,8 +101,8 @@ def is_secret(name: str, value: Any) -> bool:
 
 
 def redact(node: Any) -> Any:
-    """Returns nested dicts and lists with the values of secret keys, and secrets inside of text,
-    redacted."""
+    """Returns a copy of nested dicts and lists in which `HIDDEN` replaces the values of secret keys
+    and the secrets inside of text."""
     if isinstance(node, dict):
         return {redact(k): HIDDEN if is_secret(str(k), v) else redact(v) for k, v in node.items()}
     if isinstance(node, list | tuple):
@@ -107,15 +111,17 @@ def redact(node: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Returns the text with the secrets redacted that the forms in `SHAPES` find."""
+    """Returns the text with `HIDDEN` in place of each secret that a regular expression in `SHAPES`
+    finds."""
     for pattern, named in COMPILED_SHAPES:
         text = redact_matches(pattern, named, text)
     return text
 
 
 def redact_matches(pattern: re.Pattern[str], named: bool, text: str) -> str:
-    """Returns the text with the secrets redacted that a pattern finds. The value of a harmless name
-    is searched again, because it may contain a secret in the same form."""
+    """Returns the text with `HIDDEN` in place of each secret that `pattern` finds; `named` as in
+    `Shape`. If a match has a harmless name, the function searches its value again, because the
+    value may contain a secret in the same form."""
 
     def replace(match: re.Match[str]) -> str:
         if not named or is_secret(match[2], match[3]):
