@@ -1,4 +1,5 @@
-"""Trains a latent generative model. From top to bottom, this file does what a run does.
+"""Trains a latent generative model. From top to bottom, the function `train` takes the steps of a
+run in their order.
 
 python train.py                              handwritten digits, about a minute on a laptop
 python train.py experiment=fastrun ...       minutes: does everything work, how fast is it?
@@ -16,12 +17,13 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
-# Silence PyTorch's profiler, whose messages about the profiled warm-up step help no user
+# Silence PyTorch's profiler: its messages about the profiled warm-up step do not help users.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def train(composed: Composed) -> dict[str, Any]:
-    """Trains as `composed` says; returns the summary, which is also in `run_dir/summary.json`."""
+    """Trains with the composed configuration; returns the run's summary, metric name -> value,
+    which is also written to `run_dir/summary.json`."""
     from common.terminal import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
@@ -43,7 +45,7 @@ def train(composed: Composed) -> dict[str, Any]:
     run.show_rehearsal()
     logger = SafeLogger(build(run.cfg.logger, "logger"), silent=not ranks.first)
 
-    # 2. Build model, data and techniques. An observed step shows which techniques are really on.
+    # 2. Build model, data and techniques; `warm_up` observes in a real step which are active.
     cfg = run.apply_tuning()
     training = assemble(cfg, run.device, ranks, run.folder)
     run.write_kernels(training)
@@ -56,7 +58,7 @@ def train(composed: Composed) -> dict[str, Any]:
     with explain_failures(training, run.folder):
         ledger = training.warm_up()
 
-    # 3. Resume from the newest checkpoint, if there is one.
+    # 3. Restore the newest checkpoint, if there is one, or start from `resume` or `init_from`.
     checkpoints = run.open_checkpoints()
     described = describe_run(composed, spec, ledger, training.base)
     origin = restore(cfg, state, checkpoints, described)
@@ -64,9 +66,11 @@ def train(composed: Composed) -> dict[str, Any]:
         cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
     )
 
-    # 4. Define the maintenance between two steps; the meter does not count it as training.
+    # 4. Define the tasks between two steps (report, draw, save). The meter pauses meanwhile, so
+    # that their time does not lower the training rate.
     def report() -> dict[str, float]:
-        """Logs the steps since the last report; returns the scores measured at this step."""
+        """Logs the metrics of the steps since the last report. Returns the evaluation scores of
+        this step, metric name -> value; empty if no evaluation is due."""
         metrics = {"step": state.step, "samples": state.samples} | meter.report(step.lr)
         metrics |= checkpoints.report_times()
         state.skipped_steps += metrics["skipped"]
@@ -90,7 +94,7 @@ def train(composed: Composed) -> dict[str, Any]:
         training.note_skipped_data()
         checkpoints.save(state, described, scores)
 
-    # 5. Loop: maintenance that is due after the last step, then the next step.
+    # 5. Loop: report, draw and save if due after the last step, then take the next step.
     failures = explain_failures(training, run.folder)
     stop_request = StopRequest(ranks, checkpoints.has_failed, training.has_skipped_too_many)
     with stop_request, logger, failures, checkpoints:
@@ -102,7 +106,8 @@ def train(composed: Composed) -> dict[str, Any]:
         batches = []
 
         while True:
-            # Decide which maintenance is due. A run that is asked to stop saves first.
+            # Decide what is due after this step. If the run is asked to stop, save a checkpoint
+            # first.
             request = stop_request.poll()
             stopping = request is Request.stop
             ending = state.done and state.moved
@@ -111,7 +116,7 @@ def train(composed: Composed) -> dict[str, Any]:
             save_due = state.is_due(cfg.save_every)
             save_due = save_due or (stopping and state.moved and cfg.save_every > 0)
 
-            # Do it in this order: a checkpoint stores the scores of the report.
+            # Report before saving, because a checkpoint stores the scores of the report.
             scores = report() if report_due else {}
             if ending or request is Request.look:
                 end_if_failed(training, run.folder, batches, checkpoints, request)

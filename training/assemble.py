@@ -1,5 +1,5 @@
-"""Assembles a training run from its configuration, describes it for its checkpoints, and restores
-it from a checkpoint."""
+"""Builds the parts of a training run from its configuration, describes the run for its checkpoints,
+and restores it from a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ CHANGEABLE_KEYS = (
     *("batch_size", "accumulation_steps", "total_samples", "max_grad_norm", "deterministic"),
     *("optim", "schedule", "ema", "guards", "runtime"),
 )
-"""Configuration keys that influence the weights and may still change on resume."""
+"""Configuration keys that influence the trained weights, but may change when a run resumes."""
 
 
 def build_optimizer(
     node: dict[str, Any], model: Denoiser, stack: AccelerationStack
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer over the model's parameter groups. It gets the stack's arguments, such
-    as fused=True, as far as its constructor has such parameters."""
+    """Builds the optimizer over the model's parameter groups. Passes keyword arguments of the
+    stack, such as fused=True, to the optimizer's constructor if that has such parameters."""
     kind = resolve_target(node.get("_target_", ""), "optim")
     known = set(inspect.signature(kind).parameters)
 
-    # Do not fuse SGD: if it skips its first step, its momentum buffer stays uninitialised.
+    # Do not use fused SGD: if it skips its first update, its momentum buffer is uninitialised.
     if kind is torch.optim.SGD:
         known.discard("fused")
     extra = {name: value for name, value in stack.make_optimizer_kwargs().items() if name in known}
@@ -78,14 +78,14 @@ def build_stack(
     alone: bool = False,
     kind: type[AccelerationStack] = AccelerationStack,
 ) -> AccelerationStack:
-    """Builds the techniques that `runtime` asks for.
+    """Builds the stack of acceleration techniques that `cfg.runtime` selects.
 
-    ValueError if one is unavailable and `on_unavailable` is error, or if several processes would
-    train without synchronising gradients; `alone` allows that. `kind` is the class to build;
-    scripts.plan passes one that has all techniques of a GPU.
+    Raises ValueError if a technique is unavailable and `on_unavailable` is "error". Also raises it
+    if several processes train without synchronising gradients, unless `alone` is true. `kind` is
+    the class of the stack; scripts.plan passes a subclass that assumes a GPU with all techniques.
     """
-    # Add rows to the ledger that check the form of the optimizer's state and, if there is an
-    # adapter, its gradients.
+    # Add two checks to the ledger: the form (such as 8-bit) of the optimizer's state and, if there
+    # is an adapter, the gradients of its parameters.
     optimizer = resolve_target(cfg.optim.get("_target_", ""), "optim")
     extra_rows: list[Technique] = [
         OptimizerState(find_promise(optimizer, cfg.optim.get("momentum", 0.0)), device)
@@ -109,8 +109,8 @@ def build_stack(
 
 @dataclass
 class Training:
-    """The parts of a training run, built from one configuration; `train.py`, the benchmarks and the
-    tests use the same ones."""
+    """The parts of a training run, built from one configuration. `train.py`, the benchmarks and the
+    tests all use this class."""
 
     cfg: TrainConfig
     device: torch.device
@@ -123,7 +123,8 @@ class Training:
     state: TrainState
     step: TrainStep
     kernels: dict[str, Any]
-    """The chosen fused kernels and the measurements behind the choice; empty without a choice."""
+    """The chosen fused kernels and the measurements behind the choice; empty if the run has no
+    kernels to choose."""
     base: Base | None = None
     """The base model of the adapter; None without an adapter."""
 
@@ -132,15 +133,17 @@ class Training:
         return [next(self.loader) for _ in range(self.cfg.accumulation_steps)]
 
     def take_step(self) -> StepOutput:
-        """Takes one step and counts it; returns its figures as scalars on the device."""
+        """Takes one training step and advances the step and sample counters. Returns the step's
+        figures (loss, gradient norm, …) as scalar tensors on the device."""
         self.step.schedule(self.state.samples)
         output = self.step(self.take_batches())
         self.state.advance(self.cfg.batch_size)
         return output
 
     def note_skipped_data(self) -> dict[str, int]:
-        """Adds the blocks that `data.on_corrupt=skip` left out on any rank to the state; returns
-        the count of their samples as a metric."""
+        """Records in the state the damaged data blocks that any rank has skipped under
+        `data.on_corrupt=skip`. Returns their total number of samples, as the metric
+        `skipped_data`."""
         state = self.state
         rank_skipped = self.loader.skipped
         new = float(not rank_skipped.keys() <= state.skipped_data.keys())
@@ -150,13 +153,15 @@ class Training:
         return {"skipped_data": sum(state.skipped_data.values())}
 
     def has_skipped_too_many(self) -> bool:
-        """Says whether `guards.max_skipped_in_row` consecutive steps had been skipped a few steps
-        ago: it reads an older count on the host, and so does not wait for the device."""
+        """Says whether the last `guards.max_skipped_in_row` steps were all skipped, by a count that
+        is a few steps old: that count is already on the host, so reading it does not wait for the
+        device."""
         return self.state.meter.has_skipped(self.cfg.guards.max_skipped_in_row)
 
     @CLOCK.count_as("warm_up")
     def warm_up(self) -> Ledger:
-        """Takes steps until compilation has ended, observes one, and restores the state."""
+        """Takes steps until compilation has ended, observes in one step which techniques are
+        active, and then restores the state from before. Returns the ledger of the techniques."""
         with self.state.preserve():
             self.step.schedule(0)
             ledger = self.stack.warm_up(lambda: self.step(self.take_batches()), self.model.blocks)
@@ -187,8 +192,8 @@ def assemble(
 ) -> Training:
     """Builds the loader, the model, its techniques, the optimizer, the state and the step.
 
-    `folder` is the run folder, which may hold an earlier choice of kernels. ValueError, in one
-    sentence, for a part that cannot be built.
+    `folder` is the run folder; if the run chose fused kernels before, the folder holds that choice.
+    Raises ValueError, with a one-sentence message, if a part cannot be built.
     """
     # Build the loader, the objective and the model.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
@@ -198,7 +203,7 @@ def assemble(
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
 
-    # Apply the techniques before the optimizer is built, because sharding replaces parameters.
+    # Apply the techniques before building the optimizer: sharding replaces the parameters.
     stack = parts.stack(cfg, device)
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
@@ -231,10 +236,11 @@ def assemble(
 def describe_run(
     composed: Composed, spec: LatentSpec, ledger: Ledger, base: Base | None = None
 ) -> dict[str, Any]:
-    """Describes a run for its checkpoints.
+    """Describes a run for its checkpoints, as nested dicts of JSON types.
 
-    `model`, `data`, `objective`, `optimizer` and `adapter` with its base must be equal on resume;
-    `settings` may change, and the resumed run reports the changes.
+    When a run resumes, its `model`, `data`, `objective`, `optimizer` and `adapter` (with its base
+    model) must equal those of the checkpoint; `settings` may differ, and the resumed run reports
+    the differences.
     """
     identity = select_identity(vars(composed.cfg))
     if base is not None:
@@ -257,19 +263,21 @@ def describe_run(
 
 
 def to_json_types(node: Any) -> Any:
-    """Converts nested dicts and lists to what they are after a round trip through JSON; an enum
-    member becomes its value."""
+    """Converts nested dicts and lists to JSON types, by writing and reading them as JSON: a tuple
+    becomes a list, an enum member its value."""
     return json.loads(json.dumps(node, default=lambda choice: choice.value))
 
 
 def restore(
     cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, described: dict[str, Any]
 ) -> str:
-    """Continues the run, or starts it from `resume` or `init_from`; returns a sentence about it.
+    """Continues this run from its newest checkpoint, or starts a new run. Returns a sentence that
+    says from what.
 
-    `resume` names the checkpoint that a new run starts from, or a run for its newest one; the same
-    command again continues the new run from its own newest checkpoint. An older checkpoint of the
-    same run is a ValueError: the run has later ones.
+    If this run has no checkpoint, it starts from the checkpoint that `resume` names (or the newest
+    one of the run that `resume` names), else from an adapter on its base model, the weights of
+    `init_from`, or new weights. Raises ValueError if `resume` names a checkpoint of this same run
+    that is not its newest.
     """
     ranks = checkpoints.ranks
 
@@ -278,7 +286,7 @@ def restore(
         newest = None if cfg.resume == "never" else find_newest_verified(checkpoints.folder)
         return newest or (branch and verify(branch))
 
-    # Resume from a checkpoint.
+    # If this run or `resume` has a checkpoint, load it.
     folder = ranks.broadcast_result(find)
     if folder is not None:
         changes = load(folder, state, described, ranks)

@@ -1,5 +1,5 @@
-"""Builds parts that training and sampling share: the loader, a forecast of its latents, and the
-choice of fused kernels."""
+"""Builds parts that training and sampling share: the data loader, a forecast of the memory that its
+latents take, and the choice of fused kernels."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def build_loader(
 
 
 def foresee_latents(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
-    """Returns the spec of the latents that `data` describes, and the bytes that they would take on
-    a device with `memory` bytes; reads as little of them as possible."""
+    """Returns the spec of the latent set that `data` describes, and the bytes that its latents take
+    on a device with `memory` bytes. If the loader's class cannot forecast both, builds a loader on
+    the CPU for the spec, and returns 0 bytes."""
     kind = resolve_target(node.get("_target_", ""), "data")
     if issubclass(kind, LatentLoader):
         settings = check_arguments(kind, node, "data", LoaderArgs.__annotations__)
@@ -51,7 +52,7 @@ def prove_kernels(
     samples: int,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Lets the stack choose fused kernels for micro-batches of `samples` samples; returns the
+    """Lets the stack test and time fused kernels on micro-batches of `samples` samples. Returns the
     chosen kernels and their measurements, which the run writes to kernels.json in its folder."""
     device = model.pos_embed.device
     latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)

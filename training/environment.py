@@ -1,13 +1,14 @@
 """Describes the machine of a run: its device, rates of its GPU, versions, and the code's commit.
 
-The rates of GPUs are from the vendors' data sheets: dense 16-bit products (no sparsity), memory,
-links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a100,l40s,a40}, .../products/a10-gpu;
-for the RTX 5090, 4090 and 3090 the white papers of the Blackwell, Ada and Ampere architectures,
-with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus. Memory is in GiB as
-drivers report it, rounded down. Bandwidths between GPUs are those that collectives reach: for
-Hopper from the table in torch/_inductor/comm_analysis.py (PyTorch 2.13); for A100 its data sheet's
-NVLink, 300 GB/s a direction, at the share of 450 that Hopper reaches, and InfiniBand of 200 Gb/s;
-for B200 900 GB/s at the same share; for GPUs without NVLink the rates of PCIe, by rule of thumb.
+The rates of GPUs are from the vendors' data sheets: FLOP/s of dense 16-bit matrix products (no
+sparsity), memory, links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a100,l40s,a40},
+.../products/a10-gpu; for the RTX 5090, 4090 and 3090 the white papers of the Blackwell, Ada and
+Ampere architectures, with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus.
+Memory is in GiB as drivers report it, rounded down. Bandwidths between GPUs are those that
+collectives reach. For Hopper they are from the table in torch/_inductor/comm_analysis.py (PyTorch
+2.13): 370 of NVLink's 450 GB/s in one direction. For A100 (300 GB/s) and B200 (900 GB/s) NVLink's
+rate is multiplied by the same 370/450; A100 has InfiniBand of 200 Gb/s. For GPUs without NVLink
+they are PCIe's rates, by rule of thumb.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ class Card(NamedTuple):
     """Data of one GPU model."""
 
     name: str
-    """The driver's name for the GPU model, or a part of it."""
+    """Part of the driver's name for this GPU model, such as "H100 PCIe" of "NVIDIA H100 PCIe"."""
     flops_16bit: float
-    """Peak FLOP/s of 16-bit products."""
+    """Peak FLOP/s of dense matrix products in bf16 or fp16."""
     memory: float
     """Memory in bytes."""
     intra_bandwidth: float
-    """Bytes a second to a GPU of the same machine, one direction."""
+    """Bandwidth to another GPU of the same machine, in bytes per second and one direction."""
     inter_bandwidth: float
-    """Bytes a second to another machine."""
+    """Bandwidth to a GPU of another machine, in bytes per second and one direction."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability; (0, 0) for a GPU model that is not in `CARDS`."""
 
@@ -82,8 +83,8 @@ CARDS = {
 def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
     """Finds the ranks of a run and the device of this rank, and joins the process group.
 
-    ValueError if the launcher contradicts the configuration, the ranks cannot share the batch
-    evenly, or this rank cannot reach the others.
+    Raises ValueError if the launcher's environment variables contradict the configuration, the
+    ranks cannot share the batch evenly, or this rank cannot reach the other ranks.
     """
     ranks = Ranks.from_environment()
     refuse_contradictions(cfg)
@@ -179,7 +180,8 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
 def match_card(name: str) -> Card | None:
     """Finds the GPU model by the driver's name, such as "NVIDIA H100 80GB HBM3"; None if `CARDS`
     lacks it."""
-    # GPU models with these words in their names have other rates than those in `CARDS`.
+    # Do not match names such as "RTX 4090 Laptop" or "H100 NVL": these models have other rates than
+    # the RTX 4090 and the H100 of `CARDS`.
     if re.search(r"Laptop|NVL|MIG|\b(Ti|D)\b", name):
         return None
     matches = [card for card in CARDS.values() if re.search(rf"\b{card.name}\b", name)]
@@ -187,10 +189,11 @@ def match_card(name: str) -> Card | None:
 
 
 def find_peak_flops(device: torch.device, precision: str) -> float | None:
-    """Returns the peak FLOP/s of `device` for 16-bit products; None if it is unknown or `precision`
-    is not bf16 or fp16.
+    """Returns the peak FLOP/s of `device` for 16-bit matrix products; None if it is unknown or
+    `precision` is not bf16 or fp16.
 
-    With fp8 some products run in 8 and others in 16 bits, so a share of either peak would mislead.
+    With fp8 some products run in 8 and others in 16 bits, so a utilisation relative to either peak
+    misleads.
     """
     if device.type != "cuda" or precision not in ("bf16", "fp16"):
         return None

@@ -1,4 +1,5 @@
-"""Evaluates a model in training: held-out loss and sample grids, both with the averaged weights."""
+"""Evaluates a model in training: held-out loss and sample grids, both with the averaged (EMA)
+weights."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from training.goodput import CLOCK
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_CLASSES = 10
-"""Largest number of classes, one a row, in a sample grid."""
+"""Largest number of rows in a sample grid; each row shows samples of one class."""
 TIME_BUCKETS = 4
-"""Number of equal intervals of t, each of which has its own `eval_loss`."""
+"""Number of equal intervals of the flow's time t, from 0 to 1; `evaluate` also returns a loss for
+each interval."""
 
 
 @CLOCK.count_as("evaluation")
@@ -32,7 +34,8 @@ def evaluate(training: Training) -> dict[str, float]:
     """Returns `eval_loss` of the averaged weights on the held-out split, overall and by quarters of
     t; empty without held-out samples.
 
-    Noise and t are fixed. The ranks share the batches.
+    Noise and t are the same at every call, so losses of different steps are comparable. Each rank
+    evaluates a part of the batches.
     """
     batches = training.loader.held_out(training.micro_batch)
     count = -(-training.loader.held_out_count // training.micro_batch)
@@ -59,11 +62,11 @@ def evaluate(training: Training) -> dict[str, float]:
 def share_work(
     items: Iterable[Item], count: int, unit: str, ranks: Ranks, work: Callable[[Item], Result]
 ) -> list[Result]:
-    """Shares `work` on `count` items among the ranks; returns all results, in order, on every rank.
-    The first rank shows progress.
+    """Calls `work` for each of `count` items, which the ranks share; returns the results of all
+    items, in order, on every rank. The first rank shows progress.
 
-    In a short last round a rank without an item repeats another rank's and drops the result: with a
-    sharded model all ranks must run equally many forward passes.
+    With a sharded model all ranks must run equally many forward passes, so in the last round a rank
+    without an item repeats another rank's item and drops the result.
     """
     iterator = iter(items)
     rank_results = []
@@ -77,8 +80,8 @@ def share_work(
 
 @CLOCK.count_as("sampling")
 def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
-    """Writes a grid with a row for each of the first ten classes, with its name, and
-    `sampling.per_class` columns; returns `file`.
+    """Writes an image to `file` with a row of samples, `sampling.per_class` of them, for each of
+    the first ten classes, next to the class's name; returns `file`.
 
     The noise depends only on the seed and the place in the grid, so the grids of a run show how the
     same samples develop.

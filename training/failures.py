@@ -30,10 +30,10 @@ from training.environment import GIB, memory_of
 from training.tune import run_apart
 
 SAVINGS_PROGRAM = ["-m", "scripts.plan.savings"]
-"""Arguments of `python` for the program that forecasts how much memory changes of keys save; it
-reads the configuration of the run from a file."""
+"""Arguments of `python` for the program that forecasts how much memory changes of configuration
+keys save in a run; it reads the run's configuration from a file."""
 COUNTING_SECONDS = 60.0
-"""Seconds after which that program starts no further forecast."""
+"""Seconds after which `SAVINGS_PROGRAM` starts no further forecast."""
 
 
 def end_if_failed(
@@ -46,14 +46,15 @@ def end_if_failed(
     """Raises ValueError if the last `guards.max_skipped_in_row` steps were skipped, or a background
     save has failed. All ranks must call it.
 
-    After skipped steps a file in `folder/dumps` describes the last step, made of `batches`.
+    In the first case it also writes a file in `folder/dumps` that describes the last step and its
+    micro-batches `batches`.
     """
     limit = training.cfg.guards.max_skipped_in_row
     state = training.state
     skipped = state.meter.skipped_in_row
     if skipped >= limit:
         file = write_dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
-        # Wait for the saver, because the message names the newest complete checkpoint.
+        # Wait until a background save has ended: the message names the newest complete checkpoint.
         checkpoints.wait()
         resume = describe_resume(checkpoints.folder, state.samples)
         raise UserError(
@@ -67,10 +68,11 @@ def end_if_failed(
 
 
 def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
-    """Repeats the step's forward and backward pass, without an update, and writes JSON to `file`.
+    """Repeats the forward and backward pass of the step on `batches`, without an update, and writes
+    a JSON report to `file`; returns `file`.
 
-    `samples`: id, position in the stream, label, t and loss of each sample of the batch; `blocks`:
-    the norms of the gradient and of the parameters of each part of the model.
+    The report's key `samples` lists id, position in the stream, label, t and loss of each sample;
+    its key `blocks` maps each part of the model to the norms of its gradient and its parameters.
     """
     state = training.state
     content = {"step": state.step, "skipped_in_row": state.meter.skipped_in_row}
@@ -87,7 +89,8 @@ def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path
 
 @torch.no_grad()
 def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Describes the samples of a step on all ranks, in the order of the stream."""
+    """Returns a dict (id, position, label, t, loss) for each sample of the step, those of all
+    ranks, sorted by the sample's position in the training stream."""
     rows = []
     for batch in batches:
         loss, t = training.step.compute_losses(batch)
@@ -108,7 +111,7 @@ def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[
 
 
 def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any]:
-    """Measures the norms of the gradient and the parameters of each part of the model."""
+    """Returns part of the model -> norms of the part's gradient and of its parameters."""
     step = training.step
     step.accumulate(batches)
     scale = 1.0 if step.scaler is None else float(step.scaler.scale)
@@ -131,14 +134,14 @@ def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any
 
 
 def to_json_number(value: float) -> float | str:
-    """Returns a number, but NaN and infinity as strings, because JSON lacks them."""
+    """Returns `value`, or its text if it is NaN or infinite, because JSON has no such numbers."""
     return value if math.isfinite(value) else str(value)
 
 
 @contextmanager
 def explain_failures(training: Training, folder: Path) -> Iterator[None]:
-    """Turns an error for lack of memory or disk into a ValueError that says where it happened, how
-    much memory was in use and which keys help most."""
+    """If the code inside runs out of memory or disk, raises a ValueError that says where this
+    happened, how much memory was in use, and which configuration keys save most."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -157,7 +160,8 @@ def explain_failures(training: Training, folder: Path) -> Iterator[None]:
 
 
 def describe_out_of_memory(training: Training) -> str:
-    """Says where memory ran out, what holds it, and which keys help most."""
+    """Returns a text that says in which phase of the step memory ran out, how much of it weights,
+    averages and optimizer state take, and which configuration keys save most."""
     step = training.step
     device = training.device
     if device.type == "cuda":
@@ -174,8 +178,8 @@ def describe_out_of_memory(training: Training) -> str:
 
 
 def describe_savings(training: Training) -> str:
-    """Says which changes of keys save most of this run's memory; a separate process forecasts the
-    savings, without the device."""
+    """Returns a sentence that names the changes of configuration keys that save most memory in this
+    run. A separate process forecasts the savings, without using the device."""
     job = {
         "cfg": to_json_types(asdict(training.cfg)),
         "spec": training.loader.spec.as_dict(),
@@ -185,14 +189,14 @@ def describe_savings(training: Training) -> str:
         "until": time.monotonic() + COUNTING_SECONDS,
     }
 
-    # The limit leaves the program time to finish the forecast that it began last.
+    # Wait longer than `COUNTING_SECONDS`, so that the program can finish its last forecast.
     limit = 1.5 * COUNTING_SECONDS
     print(f"Counting for at most {limit:.0f} s what would help …", file=sys.stderr, flush=True)
     answer = None
     with suppress(OSError), tempfile.TemporaryFile() as log:
         _, answer = run_apart(job, limit, log, SAVINGS_PROGRAM)
 
-    # Name only changes whose savings, in bytes, the program has forecast.
+    # If the program returned nothing, name no changes, because their savings are unknown.
     if answer is None:
         return (
             "What helps most was not counted, for the process that counts it gave no answer; "
@@ -228,13 +232,13 @@ class LastingBytes(NamedTuple):
 
 
 def count_lasting_bytes(training: Training) -> LastingBytes:
-    """Counts the bytes of the tensors that last from step to step. The run must have taken a step,
-    if only in warm-up, because the first step creates the optimizer's state."""
+    """Counts this process's bytes of weights, gradients, averages and optimizer state. Call it only
+    after a first step, if only in warm-up, because that step creates the optimizer's state."""
     step = training.step
     sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
     averages = sum(to_local(average).nbytes for average in training.state.ema.averages)
 
-    # Count the optimizer's state, and the part of it that a technique keeps in host memory.
+    # Count the optimizer's state, and separately the part that techniques keep in host memory.
     entries = [
         value for p in step.parameters for value in collect_state(step.optimizer, p).values()
     ]

@@ -1,11 +1,12 @@
-"""Accounts for every second of a run, from its first start on and over all restarts, and suggests
-keys against waiting.
+"""Assigns every second of a run, over all its restarts, to a kind of time, and suggests
+configuration keys to change if the device waits in a step.
 
 Kinds of time: `start` is imports, building and loading; `warm_up` is trials, tuning, compiling and
 the steps of warm-up; `steps` is training, the one productive kind; in `data_wait` the device waits
-for a batch; for `evaluation`, `sampling`, `saving` and `logging` training pauses; `redone` is steps
-that a killed process had not saved; in `idle` no process ran, which includes the last seconds
-before a kill, since the process wrote its account.
+for a batch; in `evaluation`, `sampling`, `saving` and `logging` training pauses for that task;
+`redone` is the time of steps after the last checkpoint of a killed process, which the run repeats;
+in `idle` no process runs. `idle` includes the last seconds before a kill, after the process's last
+write of `TIME_FILE`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ READ_ERRORS = (
 """Errors that reading a file of a run raises if it is absent, damaged or holds values of other
 types."""
 TIME_FILE = "time.json"
-"""Name of the file in a run folder that holds the account of time."""
+"""Name of the file in a run folder that holds the seconds of each kind of time."""
 MAINTENANCE_KINDS = ("evaluation", "sampling", "saving", "logging")
 KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE_KINDS, "redone", "idle")
 WRITE_INTERVAL_SECONDS = 5.0
 """Seconds between two writes of `TIME_FILE`."""
 MAX_SAVED_STEPS = 512
-"""Number of latest checkpoints for which `TIME_FILE` keeps the seconds of training before each."""
+"""Largest number of checkpoints, the latest ones, for which `TIME_FILE` stores the seconds of
+training up to the checkpoint."""
 DATA_BOUND_SHARE = 0.1
 """A step is data-bound if it waits for data for more than this share of its time."""
 LAUNCH_BOUND_SHARE = 0.8
@@ -51,16 +53,17 @@ LAUNCH_BOUND_SHARE = 0.8
 
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
 Moment = Annotated[float, Field(ge=1.5e9, le=1e12)]
-"""Unix time in seconds; no run is older than 2017."""
+"""Unix time in seconds; the lower bound, in 2017, refuses values that cannot be the time of a
+run."""
 
 
 class Record(BaseModel, allow_inf_nan=False):
     """Content of `TIME_FILE`."""
 
     first: Moment
-    """Unix time at which the run's first process began."""
+    """Unix time, in seconds, at which the run's first process began."""
     last: Moment
-    """Unix time at which the file was written."""
+    """Unix time, in seconds, of the last write of `TIME_FILE`."""
     seconds: dict[str, Seconds]
     """Kind of time -> its seconds, over all processes of the run."""
     reached: dict[int, Seconds]
@@ -70,14 +73,15 @@ class Record(BaseModel, allow_inf_nan=False):
 class Clock:
     """Counts the seconds of a run by kind, over all its processes.
 
-    The time between two switches counts as one kind, so the kinds add up to the elapsed time.
+    The time between two calls of `switch` has exactly one kind, so the seconds of all kinds add up
+    to the elapsed time.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self, seconds_ago: float = 0.0) -> None:
-        """Clears the clock and starts it at `seconds_ago` before now."""
+        """Clears the clock and counts time as `start`, from `seconds_ago` seconds before now."""
         self.since = time.perf_counter() - seconds_ago
         self.began = time.time() - seconds_ago
         self.first = self.began
@@ -91,7 +95,7 @@ class Clock:
         self.written = self.since
 
     def switch(self, kind: str) -> str:
-        """Counts time from now on as `kind`; returns the kind before."""
+        """Counts time from now on as `kind`; returns the kind that the clock counted before."""
         now = time.perf_counter()
         before = self.kind
         self.seconds[before] += now - self.since
@@ -100,14 +104,15 @@ class Clock:
         return before
 
     def count_seconds(self, *kinds: str) -> float:
-        """Returns this process's seconds of these kinds until now."""
+        """Returns the seconds that this process has spent so far in the given kinds of time,
+        together."""
         self.switch(self.kind)
         return sum(self.seconds[kind] for kind in kinds)
 
     @contextmanager
     def count_as(self, kind: str) -> Iterator[None]:
-        """Counts the time of the block as `kind`, except time that a nested call counts as another
-        kind. Also works as a decorator."""
+        """Counts the time of the `with` block as `kind`, except time that a nested call counts as
+        another kind. Also works as a decorator."""
         before = self.switch(kind)
         try:
             yield
@@ -115,15 +120,17 @@ class Clock:
             self.switch(before)
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Moves seconds, measured by other means, from one kind to another."""
+        """Moves `seconds` from the kind `source` to the kind `target`, but at most those that
+        `source` has. The caller measures these seconds by other means, such as CUDA events."""
         seconds = min(seconds, self.count_seconds(source))
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     def resume(self, file: Path, step: int) -> None:
-        """Continues the account that earlier processes of the run wrote; the run resumes at `step`.
+        """Adds the time of the run's earlier processes, which they wrote to `file`; the run resumes
+        at `step`.
 
-        If the file is damaged, warns, and the account begins with this process.
+        If the file is damaged, warns, and counts this process alone.
         """
         if not file.exists():
             return
@@ -140,8 +147,8 @@ class Clock:
         self.reached = {at: seconds for at, seconds in record.reached.items() if at <= step}
         self.earlier.update(record.seconds)
 
-        # Count as redone the training after the checkpoint, which the run repeats, and as idle the
-        # time since the last write.
+        # Move the training time after the checkpoint to `redone`, because the run repeats these
+        # steps, and add the time since the file's last write to `idle`.
         redone = max(0.0, self.earlier["steps"] - max(self.reached.values(), default=0.0))
         self.earlier["steps"] -= redone
         self.earlier["redone"] += redone
@@ -154,8 +161,9 @@ class Clock:
         return {kind: self.earlier[kind] + self.seconds[kind] for kind in KINDS}
 
     def write(self, file: Path, saved_step: int | None = None, now: bool = True) -> None:
-        """Writes the account, with `saved_step` if the run has just saved one; without `now`, at
-        most every `WRITE_INTERVAL_SECONDS`. Ignores an error of the disk."""
+        """Writes the run's seconds by kind to `file`. `saved_step` is the step of the checkpoint
+        that the run has just saved, or None. If `now` is false, writes at most every
+        `WRITE_INTERVAL_SECONDS`. Ignores disk errors."""
         if not now and time.perf_counter() - self.written < WRITE_INTERVAL_SECONDS:
             return
         seconds = self.account
@@ -174,7 +182,8 @@ class Clock:
 
 
 CLOCK = Clock()
-"""Clock of the current run. For the first run it starts with the process, so that imports count."""
+"""Clock of the current run. For a process's first run it starts when the process starts, so that it
+includes the time of imports."""
 CLOCK.begin(time.perf_counter() - PROCESS_START)
 
 
@@ -186,11 +195,12 @@ def explain_bound(
     data: Mapping[str, Any],
 ) -> tuple[str, str, list[str]] | None:
     """Finds out whether waiting for data or launching kernels limits the speed of a step; returns
-    the name of this bound, the reason, and keys to try, or None if neither does.
+    the name of this limit, the reason, and configuration keys to try, or None if neither limits it.
 
     Times are in milliseconds: `data_ms` is the wait for data in a step, `busy_ms` the time in which
-    the GPU works, None without a GPU. `launch_savers` are runtime keys that save launches, are
-    available here and are off; `data` is the loader's configuration node.
+    the GPU works, None without a GPU. `launch_savers` are runtime keys of techniques that launch
+    fewer kernels, are available on this machine and are off; `data` is the loader's configuration
+    node.
     """
     if data_ms > DATA_BOUND_SHARE * step_ms:
         keys = ["data=resident", "more data.num_workers"]
@@ -208,8 +218,8 @@ def explain_bound(
 
 
 def format_shares(seconds: Any) -> str:
-    """Formats the kinds of time with their shares of the total, largest first, in one line; ignores
-    values that are no numbers."""
+    """Formats `seconds` (kind of time -> its seconds) as one line of shares of the total, largest
+    first; ignores values that are no numbers, and leaves out shares that round to 0.0 %."""
     entries = seconds.items() if isinstance(seconds, dict) else ()
     known = {kind: float(s) for kind, s in entries if is_figure(s)}
     total = max(1e-9, sum(known.values()))

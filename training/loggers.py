@@ -1,4 +1,5 @@
-"""Optional loggers. The run folder holds all figures without them, and none can stop a run."""
+"""Optional loggers, for W&B and TensorBoard. The run folder has all metrics even without a logger,
+and an error in a logger does not stop the run."""
 
 from __future__ import annotations
 
@@ -21,21 +22,23 @@ class NoLogger:
     run calls them through `SafeLogger`."""
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Starts logging a run with this configuration and ledger."""
+        """Starts logging a run; `config` holds the run's configuration and its ledger of
+        techniques."""
 
     def log(self, metrics: Mapping[str, Any], samples: int) -> None:
-        """Logs one line of metrics after `samples` samples."""
+        """Logs metrics (name -> value) at `samples`, the number of training samples seen so far."""
 
     def image(self, name: str, file: Path, samples: int) -> None:
-        """Logs an image file after `samples` samples."""
+        """Logs an image file at `samples`, the number of training samples seen so far."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Ends logging; a run that was stopped or failed passes only its ledger."""
+        """Ends logging; `summary` is the run's summary, or only its ledger if the run was stopped
+        or failed."""
 
 
 class WandbLogger(NoLogger):
-    """Logs to Weights & Biases. The x axis is the samples seen, not W&B's own step: W&B drops a
-    point if it already has one at a later step, as after a resume."""
+    """Logs to Weights & Biases. The x axis is the number of samples seen, not W&B's own step: W&B
+    drops a point if it already has one at a later step, which happens after a resume."""
 
     def __init__(
         self,
@@ -51,7 +54,8 @@ class WandbLogger(NoLogger):
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        # A resumed run continues the same W&B run.
+        # Keep the id of the W&B run in the run folder, so that a resumed run continues the same W&B
+        # run.
         id_file = folder / "wandb_id"
         if not id_file.is_file():
             id_file.write_text(secrets.token_hex(4))
@@ -74,18 +78,18 @@ class WandbLogger(NoLogger):
                 ),
             )
 
-        # W&B stores the command line, so it must not see secrets.
+        # W&B records `sys.argv`, so hide the secrets in it while W&B starts.
         words = sys.argv
         sys.argv = redact_words(words)
         try:
             self.run = begin(self.mode)
-        except Exception as error:  # no key, no network, …: an offline run keeps the data
+        except Exception as error:  # no key, no network, …: log offline, so that no data is lost
             warnings.warn(
                 f"W&B cannot be reached ({type(error).__name__}: {shorten_error(error)}); logging "
                 f"offline into {folder}.",
                 stacklevel=2,
             )
-            wandb.teardown()  # W&B's service still holds the id of this run
+            wandb.teardown()  # W&B's service otherwise holds the run's id
             self.run = begin("offline")
         finally:
             sys.argv = words
@@ -109,7 +113,8 @@ class WandbLogger(NoLogger):
 
         if self.run is None:
             return
-        # Leave out the summary's "sample_grid", a path: W&B's value of this name is the last image.
+        # Leave out "sample_grid", a path: it would replace W&B's value of this name, the last
+        # image.
         values = {
             key: value
             for key, value in summary.items()
@@ -117,8 +122,8 @@ class WandbLogger(NoLogger):
         }
         self.run.summary.update(values)
         self.run.finish()
-        # End W&B's service here. It ends by itself when idle, and if a later run in this process
-        # relied on it, the run would not find it.
+        # Shut down W&B's background service. It also exits by itself when idle, and a later run in
+        # this process fails if it expects the service and finds it gone.
         wandb.teardown()
 
 

@@ -1,7 +1,8 @@
-"""Measures the figures of a run, writes them to metrics.jsonl, formats them for the terminal, and
+"""Measures the metrics of a run, writes them to metrics.jsonl, formats them for the terminal, and
 passes them to an optional logger.
 
-metrics.jsonl has one JSON object a logged step. A run does not stop if it cannot write or log.
+metrics.jsonl has one line per logged step, a JSON object. If writing or logging fails, the run
+continues.
 """
 
 from __future__ import annotations
@@ -33,28 +34,30 @@ METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run folder."""
 WINDOW_SUMS = ("loss", "skipped", "backed_off", "in_row")
 """Attributes of `Meter`, scalars on the device, that a checkpoint stores, so that a resumed run
-continues its log window."""
+continues the log window in which the checkpoint was saved."""
 TRAINING_KINDS = ("steps", "data_wait")
-"""Kinds of time (see training/goodput.py) that count as training."""
+"""Kinds of time (see training/goodput.py) that make up the training time, from which rates are
+computed."""
 Arguments = ParamSpec("Arguments")
 
 
 @dataclass
 class Meter:
-    """Sums figures on the device over a log window, the steps between two reports, and measures the
-    window's time by the run's clock.
+    """Sums loss and skipped steps on the device over a log window, which is the steps between two
+    reports, and measures the window's training time with the run's clock.
 
     The loss is the mean over ranks and over steps that were not skipped. `data_wait` and memory are
     the maximum over ranks; `batch_size` is global and `mfu` per rank. Memory is the peak of a
     window, `memory_reserved_peak` the peak of this process so far. `gpu_busy` is an estimate: the
     profiler's kernel time of a warm-up step, as a share of the window's time per step. Time and
-    compiled graphs inside `pause()` (evaluation, sampling, saving) count as maintenance.
-    `measure_wait()` surrounds calls that wait for data; `data_wait` is the share of time in which
-    the device was idle for lack of a batch.
+    compiled graphs inside `pause()` (evaluation, sampling, saving) enter neither the rates nor
+    `recompiles`. `measure_wait()` surrounds calls that wait for data; `data_wait` is the share of
+    the training time in which the device was idle because it had no batch.
 
-    A step counts as `passes` forward passes: three, or fewer where an adapter's base is frozen;
-    recomputation does not count. PyTorch's counter finds 2.99 to 3.00 for fastlatent's models in
-    size b, but up to 9.8 if it counts the backward pass of a depthwise convolution as a dense one.
+    The FLOPs of a step are `passes` times those of a forward pass: 3 times, or less where an
+    adapter's base is frozen; recomputation is left out. PyTorch's FLOP counter gives 2.99 to 3.00
+    for fastlatent's models of size b, but up to 9.8 if it takes the backward pass of a depthwise
+    convolution for a dense one.
     """
 
     batch_size: int
@@ -68,19 +71,22 @@ class Meter:
         self.train_flops = self.passes * self.flops_per_sample
         self.in_row: Tensor | float = 0.0
         self.in_row_seen: Tensor | None = None
-        """Copy of `in_row` in host memory, a few steps old: the device writes it asynchronously."""
+        """Copy of `in_row`, the number of consecutive skipped steps, in host memory. It is a few
+        steps old, because the device writes it asynchronously; None before the first step."""
         self.trained_samples = 0
         self.train_seconds = 0.0
-        """Seconds that this process trained, up to the last report."""
+        """Seconds of training in this process, up to the last report."""
         self.earlier_seconds = 0.0
         """Seconds of training that earlier processes of the run logged."""
         self.waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        """CUDA events around each wait for data that `sum_waits` has not added yet."""
+        """CUDA events at begin and end of each wait for data that `sum_waits` has not yet added to
+        the clock."""
         self.recompiles = 0
-        """Graphs that were compiled in training steps since `start`."""
+        """Number of graphs that torch.compile compiled in training steps since `start`."""
         self.first_graph = count_graphs()
         self.busy_ms: float | None = None
-        """Milliseconds for which the GPU worked in a warm-up step."""
+        """Milliseconds for which the GPU worked in a warm-up step; None if that was not
+        measured."""
         self.reserved_peak = 0
         self.expected_graphs = self.first_graph
         self.begin_window()
@@ -94,21 +100,22 @@ class Meter:
         CLOCK.switch("steps")
 
     def begin_window(self) -> None:
-        """Begins a log window: clears its sums and notes the time."""
-        # Sum the loss in fp64, because with `log_every=0` a window is the whole run.
+        """Begins a log window: sets its sums to 0 and reads the clock."""
+        # Sum the loss in fp64: with `log_every=0` a window is the whole run, too many steps for
+        # fp32.
         self.loss = torch.zeros((), dtype=torch.float64)
         self.skipped: Tensor | float = 0.0
         self.backed_off: Tensor | float = 0.0
         self.steps = 0
         self.carried = 0
-        """Steps of the window that an earlier process took."""
+        """Number of the window's steps that an earlier process of the run took, before a resume."""
         self.seconds_before = CLOCK.count_seconds(*TRAINING_KINDS)
         self.wait_before = CLOCK.count_seconds("data_wait")
 
     @contextmanager
     def measure_wait(self) -> Iterator[None]:
-        # Use CUDA events, not wall time: a full launch queue blocks the host here without idling
-        # the GPU.
+        # Use CUDA events, not wall time: the host also waits here if the queue of kernel launches
+        # is full, while the GPU is busy.
         if uses_gpu():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
@@ -122,17 +129,17 @@ class Meter:
                 yield
 
     def sum_waits(self) -> None:
-        """Moves the seconds of each wait that the device has passed from the clock's kind `steps`
-        to `data_wait`."""
+        """Moves the seconds of each wait for data that has ended on the device from the clock's
+        kind `steps` to `data_wait`."""
         while self.waits and self.waits[0][1].query():
             began, ended = self.waits.popleft()
             CLOCK.move(began.elapsed_time(ended) / 1e3, "steps", "data_wait")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Counts time and compiled graphs of the block as maintenance. Also works as a
-        decorator."""
-        # Wait for the kernels in the queue, because their time belongs to training.
+        """Keeps the time and the compiled graphs of the `with` block out of the training metrics.
+        Also works as a decorator."""
+        # Wait for the kernels that are queued, because their time is still training time.
         if uses_gpu():
             torch.cuda.synchronize()
         graphs_before = count_graphs()
@@ -141,7 +148,7 @@ class Meter:
         self.expected_graphs += count_graphs() - graphs_before
 
     def update(self, output: StepOutput) -> None:
-        """Adds one step's figures on the device."""
+        """Adds the loss and the flags of one step to the window's sums, on the device."""
         self.grad_norm = output.grad_norm
         self.loss = torch.where(output.skipped > 0, 0.0, output.loss) + self.loss  # stays fp64
         self.skipped = output.skipped + self.skipped
@@ -159,12 +166,13 @@ class Meter:
         return int(float(self.in_row))
 
     def has_skipped(self, limit: int) -> bool:
-        """Says whether `limit` consecutive steps had been skipped a few steps ago: it reads an
-        older count on the host, and so does not wait for the device."""
+        """Says whether the last `limit` steps were all skipped, by a count that is a few steps old:
+        that count is already on the host, so reading it does not wait for the device."""
         return self.in_row_seen is not None and float(self.in_row_seen) >= limit
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        """Returns this rank's sums of the window, without waiting for the device."""
+        """Returns this rank's sums over the window so far, and its number of steps, without waiting
+        for the device."""
         sums = {name: torch.as_tensor(getattr(self, name)) for name in WINDOW_SUMS}
         return sums | {"steps": self.steps}
 
@@ -183,8 +191,8 @@ class Meter:
         """Returns the figures of the window, for which it waits for the device, and begins the next
         window."""
         ranks = self.ranks
-        # Steps of the window that an earlier process took count for the mean loss, but not for the
-        # rates of this process.
+        # The mean loss includes the window's steps that an earlier process took; the rates include
+        # only steps of this process.
         loss = float(ranks.all_reduce(torch.tensor(float(self.loss), dtype=torch.float64)))
         skipped = int(float(self.skipped))
         taken = self.steps - skipped
@@ -252,7 +260,8 @@ def uses_gpu() -> bool:
 
 def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
     """Reads a metrics file; returns its valid lines, the number of damaged lines, and whether the
-    last line is damaged because a process was killed while writing it. No file means no lines."""
+    last line is damaged because a process was killed while writing it. Returns no lines if there is
+    no file."""
     try:
         content = file.read_bytes()
     except FileNotFoundError:
@@ -265,10 +274,10 @@ def read_metrics(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | None:
-    """Parses a line of the metrics file, a JSON object with an integer `step` whose values are
-    numbers or null; returns None for any other line."""
+    """Parses one line of the metrics file: a JSON object with an integer `step`, whose values are
+    all numbers or null. Returns None for any other line."""
     try:
-        metrics = replace_non_finite(json.loads(line))  # earlier versions wrote NaN
+        metrics = replace_non_finite(json.loads(line))  # old files have NaN; read null
     except (ValueError, RecursionError):
         return None
     has_step = isinstance(metrics, dict) and type(metrics.get("step")) is int
@@ -277,17 +286,20 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
 
 
 class MetricsFile:
-    """The metrics file of a run in progress."""
+    """Writes the metrics file of a run, line by line."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.torn = False
-        """True if writing a line failed, so that the file may lack a line break."""
+        """True after a failed write: the file may end within a line, so the next write begins with
+        a line break."""
 
     def drop_after(self, step: int) -> list[dict[str, Any]]:
-        """Drops logged steps after `step`, which the run will repeat; returns the remaining lines.
+        """Removes the lines of steps after `step`, which the run will repeat; returns the remaining
+        lines, parsed.
 
-        Damaged lines are dropped with a warning, and the old file is renamed to `<file>.damaged`.
+        If the file has damaged lines, it warns, removes them too, and keeps the old file as
+        `<file>.damaged`.
         """
         file = self.file
         lines, damaged, torn = read_metrics(file)
@@ -305,9 +317,11 @@ class MetricsFile:
         return kept
 
     def append(self, metrics: Mapping[str, Any]) -> None:
-        """Adds a line, with null for NaN and infinity; `not_finite` counts these.
+        """Appends `metrics` as a line, with null for NaN and infinity; the line's key `not_finite`
+        is the number of these values.
 
-        The first line that cannot be written causes a warning; the run continues.
+        If a line cannot be written, the run continues; only the first such failure causes a
+        warning.
         """
         line = replace_non_finite(metrics)
         not_finite = sum(line[name] is None and metrics[name] is not None for name in line)
@@ -340,7 +354,8 @@ class SafeLogger:
         self.finish = self.guard(logger.finish)
 
     def guard(self, method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-        """Wraps a method of the logger so that no exception of it can end the run."""
+        """Wraps a method of the logger: an exception in it causes a warning and switches the logger
+        off."""
 
         def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
             if self.off:
@@ -368,13 +383,12 @@ class SafeLogger:
 
 
 def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
-    """Formats a line of the main figures for the terminal, with the remaining time."""
+    """Formats the main metrics and the remaining time as one line for the terminal."""
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
 
-    # Kernel distances tell the same story as Fréchet distances, so the line shows them only if
-    # there are no Fréchet distances.
+    # Show kernel distances only if there are no Fréchet distances, to keep the line short.
     for kind in ("fd_", "kd_"):
         distances = [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith(kind)]
         parts += distances
@@ -386,7 +400,7 @@ def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
             parts.append(f"{name} {metrics[name]:.1%}")
     parts.append(f"data wait {metrics['data_wait']:.1%}")
 
-    # A healthy run leaves these counts at 0, so the line mentions a count only if it is above 0.
+    # Show these counts only if they are above 0, because in a healthy run they stay 0.
     notes = {
         "skipped": "{} steps skipped: their gradients were not finite or spikes",
         "skipped_data": "{} samples of damaged data were replaced by others",
@@ -397,7 +411,8 @@ def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
-    """Formats the summary as aligned lines, without the ledger, which was printed at the start."""
+    """Formats the summary as one line per value, aligned; leaves out the ledger, which the run
+    printed at its start."""
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
     if "time" in shown:
         shown["time"] = format_shares(shown["time"])

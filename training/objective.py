@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class FlowMatching:
-    """Mean squared error of the velocity on straight paths from data to noise.
+    """Flow-matching loss: mean squared error of the model's velocity on straight paths from data to
+    noise.
 
-    The path is x = (1-t)·z + t·ε and the target v = ε - z (Lipman et al. 2023; Liu et al. 2023). t
-    is logit-normal (`logit_mean`, `logit_std`; Esser et al. 2024), then shifted by
-    `timestep_shift`. The null label replaces a share `label_dropout` of labels, which
-    classifier-free guidance needs.
+    The path from latents z to noise ε is x = (1-t)·z + t·ε, and the target velocity is v = ε - z
+    (Lipman et al. 2023; Liu et al. 2023). t is logit-normal (`logit_mean`, `logit_std`; Esser et
+    al. 2024), then shifted by `timestep_shift`. The null label replaces a share `label_dropout` of
+    the labels: classifier-free guidance needs a model that is also trained without labels.
     """
 
     logit_mean: float = 0.0
@@ -57,10 +58,10 @@ class FlowMatching:
         drop_path_depth: int = 0,
         held_out: bool = False,
     ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
-        """Returns loss and t of each sample, both fp32. All draws depend only on (seed, position);
-        held-out data has its own draws.
+        """Returns loss and time t of each sample, both in fp32. Noise, t and dropped labels depend
+        only on (seed, position); training and held-out data draw different values.
 
-        `drop_path_depth` is the number of blocks with stochastic depth; 0: none has it.
+        `drop_path_depth` is the number of blocks with stochastic depth; 0 if the model has none.
         """
         latents = batch.latents
         labels = batch.labels
@@ -76,7 +77,7 @@ class FlowMatching:
             torch.sigmoid(self.logit_mean + self.logit_std * normal), self.timestep_shift
         )
 
-        # Drop labels and blocks in training only.
+        # Drop labels, and blocks by stochastic depth, in training only.
         extra = {}
         if not held_out:
             drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)
@@ -86,7 +87,7 @@ class FlowMatching:
                     seed, Purpose.DROP_PATH, position, drop_path_depth
                 )
 
-        # Regress the velocity at x on the path.
+        # Compare the model's velocity at x with the velocity of the path, noise - latents.
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
         velocity = model(x, t, labels, **extra)
         return (velocity.float() - (noise - latents)).square().mean(dim=(1, 2, 3)), t

@@ -5,8 +5,8 @@ AdamW with a smaller state, from bitsandbytes and torchao, and Muon, all with Py
 AdamW's state takes 8 bytes a parameter. 8-bit and fp8 moments take 2, 4-bit moments 1, plus their
 scales; Muon takes 4 for matrices. The costs: moments are rounded (docs/memory.md has measured
 losses), and none of these optimizers can skip a step on the device, so the host reads one flag a
-step, and `runtime.cuda_graph` refuses them. The ledger's row `optim` counts the bytes, and the
-parameters whose state really has the promised form.
+step, and `runtime.cuda_graph` refuses them. The ledger's row `optim` shows the bytes of the state,
+and how many parameters really have their state in the promised form.
 
 References: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861 (8-bit); Li et al. 2023,
 https://arxiv.org/abs/2309.01507 (4-bit); Jordan 2024, https://kellerjordan.github.io/posts/muon/;
@@ -30,8 +30,8 @@ from training.config.schema import ScheduleKind
 
 
 def make_parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns two groups of trained parameters: those with weight decay, and those that the model's
-    `no_weight_decay()` names."""
+    """Returns the trained parameters in two groups, with and without weight decay; the model's
+    `no_weight_decay()` names those without. Leaves out an empty group."""
     exempt = model.no_weight_decay()
     named = find_trained_parameters(model).items()
     groups = [
@@ -43,8 +43,8 @@ def make_parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str
 
 @dataclass(frozen=True)
 class Schedule:
-    """Computes the factor that multiplies the learning rate: it rises linearly over
-    `warmup_samples`, then is constant or falls along a cosine to `final`."""
+    """Schedule of the learning rate: a factor that rises linearly from 0 to 1 over
+    `warmup_samples`, then stays 1 or falls along a cosine to `final`."""
 
     kind: str
     total_samples: int
@@ -52,8 +52,8 @@ class Schedule:
     final: float = 0.0
 
     def __call__(self, samples: float, batch_size: int = 0) -> float:
-        """Returns the factor for a step of `batch_size` samples; `samples` is the number of samples
-        that the run has seen when the step ends.
+        """Returns the factor of the learning rate for a step of `batch_size` samples; `samples` is
+        the number of samples that the run has seen when the step ends.
 
         The last step of a cosine uses the factor at the step's middle, because at the step's end
         the factor is `final`, by default 0.
@@ -69,12 +69,13 @@ class Schedule:
 
 
 class LibraryAdamW(Members):
-    """AdamW of another library. A subclass has the name of the library's class, which it builds."""
+    """Wraps the optimizer class that `library` exports under the name of the subclass: AdamW8bit
+    wraps bitsandbytes.optim.AdamW8bit."""
 
     library: str
     """Name of the library's module, imported at first use."""
     wanted_by: str
-    """The override that needs the library, for the error message."""
+    """Override that selects this optimizer, for the error message if the library is missing."""
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class AdamW8bit(LibraryAdamW):
 class TorchaoAdamW(LibraryAdamW):
     """AdamW of torchao, whose update is compiled on a GPU and runs eagerly on a CPU.
 
-    Moments stay fp32 for parameters with fewer than 4,096 elements, or a size that is no multiple
-    of the block.
+    Moments stay fp32 for parameters with fewer than 4,096 elements, or with a number of elements
+    that is no multiple of `block`.
     """
 
     library = "torchao.optim"
@@ -131,8 +132,8 @@ class AdamWFp8(TorchaoAdamW):
 
 
 class Muon(Members):
-    """Muon for matrices and AdamW for the rest, at one learning rate: Muon's updates are scaled to
-    the RMS of AdamW's."""
+    """Muon for 2-D parameters and AdamW for all other parameters. Both use the same learning rate,
+    because Muon's updates are scaled to the RMS of AdamW's updates."""
 
     form = "momentum"
 

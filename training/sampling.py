@@ -1,3 +1,3 @@
-"""Tells importers of this module's old name where `load_run` is now."""
+"""Raises an ImportError that says where `load_run`, formerly in this module, is now."""
 
 raise ImportError("training.sampling is the package sampling now: from sampling import load_run")
