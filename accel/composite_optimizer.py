@@ -27,16 +27,17 @@ COMPENSATION = "compensation"
 """Name, in a parameter's optimizer state, of the rounding errors that Kahan's rounding keeps
 (accel/techniques/weights.py)."""
 DEVICE_DECISIONS = ("grad_scale", "found_inf")
-"""Attributes of a fused optimizer, tensors on the device: it divides gradients by the first, and
-skips the step if the second is not 0."""
+"""Names of two attributes of a fused optimizer, both scalars on the device: it divides gradients by
+`grad_scale`, and skips the step if `found_inf` is not 0."""
 PART_ELEMENTS = 2**24
-"""Number of elements (64 MiB of fp32) after which a part of the parameters ends. Parameters are not
-cut, so the last one in a part may exceed it."""
+"""Number of elements (64 MiB in fp32) that the optimizer updates together, as one part of the
+parameters. A part ends with the parameter that reaches this number, so it may be larger."""
 
 
 def split_parts(groups: Groups) -> list[Groups]:
-    """Divides the parameters of all groups, in order, into parts of about `PART_ELEMENTS` elements;
-    a part is a list of groups with the options of the originals."""
+    """Divides the parameters of all groups, in order, into parts of about `PART_ELEMENTS` elements.
+    Returns the parts; each is a list of parameter groups with the options of the original
+    groups."""
     parts: list[Groups] = []
     size = PART_ELEMENTS
     for group in groups:
@@ -65,7 +66,8 @@ def list_parameters(groups: Groups) -> list[Tensor]:
 
 
 def select_groups(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
-    """Returns the groups with only the parameters that are `wanted`, without empty groups."""
+    """Returns the groups with only those parameters for which `wanted` returns True; leaves out
+    groups that are then empty."""
     selected = [group | {"params": [p for p in group["params"] if wanted(p)]} for group in groups]
     return [group for group in selected if group["params"]]
 
@@ -73,9 +75,9 @@ def select_groups(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
 class Members(torch.optim.Optimizer):
     """An optimizer that consists of other optimizers, `members`, each with its own parameters.
 
-    The order of parameters in `groups` numbers them in `state_dict`, whichever member updates them.
-    `stand_ins` maps a parameter to the tensor that its member updates in its place. ValueError for
-    sharded parameters: the state of members is not sharded.
+    The number of a parameter in `state_dict` is its place in `groups`, whichever member updates it.
+    `stand_ins` maps a parameter to the tensor that its member updates in the parameter's place.
+    Raises ValueError for sharded parameters, because the members' state is not sharded.
     """
 
     def __init__(
@@ -99,16 +101,18 @@ class Members(torch.optim.Optimizer):
         self.owner = {p: m for m in self.members for p in list_parameters(m.param_groups)}
 
     def surround_update(self, _member: torch.optim.Optimizer) -> AbstractContextManager[object]:
-        """Returns a context for the update of one member."""
+        """Returns a context in which `step` updates one member; subclasses override this, for
+        example to move the member's state to the device."""
         return nullcontext()
 
     def wait(self) -> None:
-        """Waits until the host can read the state of the parameters."""
+        """Waits until the host can read the optimizer's state; a subclass overrides this if it
+        copies state while the host goes on."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Updates all parameters. Fused members scale gradients and skip the step on the device, by
-        the `grad_scale` and `found_inf` of this optimizer."""
+        """Updates all parameters. A fused member divides gradients and skips the step on the
+        device, by the attributes `grad_scale` and `found_inf` that this optimizer passes to it."""
         assert closure is None
         for member in self.members:
             for name in DEVICE_DECISIONS:
@@ -118,15 +122,15 @@ class Members(torch.optim.Optimizer):
                 member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the parameters; stand-ins need no clearing, because they have
-        gradients only during the update."""
+        """Sets the gradients of all parameters to None. The tensors in `stand_ins` need no
+        clearing, because they have gradients only during the update."""
         assert set_to_none
         for parameter in self.numbered_parameters:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of each parameter (`collect_state`) under `state`, by the parameter's
-        number. Learning rate, betas and so on are left out: the configuration holds them."""
+        """Returns, under the key `state`, number of a parameter -> its state (`collect_state`).
+        Learning rate, betas and so on are left out, because the configuration holds them."""
         states = {i: collect_state(self, p) for i, p in enumerate(self.numbered_parameters)}
         filled = {i: entries for i, entries in states.items() if entries}
         return {"state": filled, "param_groups": []}
@@ -135,8 +139,9 @@ class Members(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict` in place; an empty state resets the optimizer.
 
-        ValueError if another kind of optimizer saved the state. A tensor that a composite optimizer
-        itself keeps, such as Kahan's rounding errors, becomes zero if `state_dict` lacks it.
+        Raises ValueError if another kind of optimizer saved the state. A tensor that `Members`
+        objects keep besides their members' state, such as Kahan's rounding errors, becomes zero if
+        `state_dict` lacks it.
         """
         saved = state_dict["state"]
         owner, key, _ = locate_state(self, self.numbered_parameters[0])
@@ -187,7 +192,7 @@ def locate_state(
     """Finds the innermost optimizer that updates a parameter.
 
     Returns that optimizer, the tensor under which its `state` holds the parameter's state, and the
-    state that the optimizers around it keep for the parameter.
+    state that the optimizers which contain it keep for the parameter.
     """
     outer_state: dict[str, Any] = {}
     while isinstance(optimizer, Members):
@@ -199,9 +204,9 @@ def locate_state(
 
 
 def collect_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Returns the optimizer's state of one parameter, by name: numbers, and plain tensors, into
-    which a loaded state is copied. A tensor of a library's class is replaced by its inner tensors,
-    each under a name of its own."""
+    """Returns the optimizer's state of one parameter: name -> number or plain tensor;
+    `load_state_dict` copies into these tensors. In place of a tensor of a library's class, such as
+    an 8-bit moment, the mapping has its inner tensors, each under a name of its own."""
     owner, key, outer_state = locate_state(optimizer, parameter)
     return dict(flatten_state(owner.state.get(key, {}))) | outer_state
 
@@ -227,7 +232,8 @@ def flatten_state(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer scales its gradients and skips a step on the device."""
+    """Returns whether an optimizer divides its gradients by `grad_scale` and skips a step by
+    `found_inf` on the device, without the host."""
     return bool(optimizer.defaults.get("fused"))
 
 
@@ -238,7 +244,8 @@ def count_bytes(value: Tensor) -> int:
 
 
 def iterate_innermost(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yields the innermost optimizers, which are no `Members` and update the parameters."""
+    """Yields the optimizers that update parameters themselves: `optimizer`, or the optimizers
+    inside it, at any depth, if it is a `Members`."""
     if isinstance(optimizer, Members):
         for member in optimizer.members:
             yield from iterate_innermost(member)

@@ -2,9 +2,9 @@
 from its tensors, and whether an adapter trains, counted from its gradients.
 
 Forms of an optimizer's state: `fp32`: two fp32 moments (AdamW, 8 bytes a parameter); `momentum`:
-one fp32 moment (Muon's matrices, SGD, 4 bytes); `8bit`, `4bit`, `fp8`: both moments narrow (2, 1
-and 2 bytes, and scales); `factored`: a row and a column of second moments (Adafactor); `none`: no
-state.
+one fp32 moment (Muon's matrices, SGD, 4 bytes); `8bit`, `4bit`, `fp8`: two quantised moments (2, 1
+and 2 bytes, plus their scales); `factored`: a row and a column of second moments (Adafactor);
+`none`: no state.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ NARROW_DTYPES = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
 
 class Promise(NamedTuple):
-    """The form of state, such as "8bit" (listed at the top of this file), that an optimizer class
-    promises, and for which parameters."""
+    """The form in which an optimizer class promises to keep its state, such as "8bit" (the top of
+    this file lists the forms), and the parameters for which the promise holds."""
 
     form: str
     block: int = 1
-    """Number of elements that the library quantises together in narrow moments; the promise holds
-    only for parameters whose size is a multiple of it."""
+    """Number of elements of a moment that the library quantises together; the promise holds only
+    for parameters whose number of elements is a multiple of this."""
 
     def holds_for(self, parameter: Tensor) -> bool:
-        """Returns whether the optimizer promises this form for a parameter."""
+        """Returns whether the optimizer promises to keep the state of `parameter` in `self.form`:
+        not, for example, 8-bit state for small parameters, or factored moments for vectors."""
         if self.form in ("8bit", "4bit", "fp8"):
             return parameter.numel() >= MIN_NARROW_ELEMENTS and parameter.numel() % self.block == 0
         if self.form == "factored":
@@ -47,8 +48,8 @@ class Promise(NamedTuple):
 
 
 def find_promise(kind: type, momentum: float = 0.0) -> Promise:
-    """Returns the promise of the optimizer class `kind`; SGD keeps a moment if `momentum` is not
-    0."""
+    """Returns the promise of the optimizer class `kind`. `momentum` is SGD's option: if it is 0,
+    SGD keeps no state."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
     if kind is torch.optim.Adafactor:
@@ -88,8 +89,8 @@ class OptimizerState(Technique):
         self.optimizer = getattr(step, "optimizer", None)
         return step
 
-    # What would still say "on" if this did nothing? The optimizer's class would, so this method
-    # looks at dtype and size of every tensor in the state.
+    # What would still say "on" if this did nothing? The class of the optimizer: a class for 8-bit
+    # moments may keep fp32 ones. So look at dtype and size of every tensor in the state.
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = self.optimizer
         promised: Counter[str] = Counter()
@@ -123,10 +124,11 @@ def format_counts(forms: Counter[str]) -> str:
 class AdapterGradients(Technique):
     """The ledger's row that shows whether an adapter trains.
 
-    In other projects fused paths read a layer's weight and bypass its adapter, which then silently
-    trains nothing. This row counts for each parameter of each adapted layer whether the backward
-    pass reached it, and whether its gradient was not zero in some step of warm-up: LoRA's B starts
-    at zero, so A has a gradient from the second step on.
+    In other projects, fused code reads a layer's weight directly and so bypasses the layer's
+    adapter, which then silently trains nothing. This row records for each parameter of each adapter
+    whether the backward pass reached it, and whether its gradient was not zero in some step of
+    warm-up. LoRA's matrix B starts at zero, so its matrix A has a non-zero gradient only from the
+    second step on.
     """
 
     key = "adapter"
@@ -139,11 +141,11 @@ class AdapterGradients(Technique):
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, device)
         self.steps: list[dict[str, Tensor | None]] = []
-        """One mapping a step: parameter -> 1.0 if a value of its gradient is not zero, else 0.0;
-        None without a gradient."""
+        """For each step, name of a parameter -> 1.0 if a value of its gradient is not zero, 0.0 if
+        all are zero, None if it has no gradient."""
         self.taken: list[Tensor] = []
-        """One flag on the device for each step: whether the step changed the weights, because fp16
-        skips steps whose gradients overflow."""
+        """For each step a flag on the device, true if the step changed the weights; fp16 skips
+        steps whose gradients overflow."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -173,12 +175,13 @@ class AdapterGradients(Technique):
                     yield f"{names[layer]}.{name}", parameter, name
 
     def on_warm(self) -> bool:
-        """Stops recording gradients: only warm-up needs the record."""
+        """Stops recording gradients, because only warm-up needs the record."""
         vars(self.step).pop("update_parameters", None)
         return False
 
-    # What would still say "on" if this did nothing? Attached layers would, so this method counts
-    # the non-zero gradients that reach them.
+    # What would still say "on" if this did nothing? The layers to which adapters are attached: an
+    # adapter may be there and get no gradient. So count the adapters' parameters whose gradients
+    # are not zero.
     def observe(self, evidence: Evidence) -> Observation:
         kinds = {name: kind for name, _, kind in self.iterate_parameters()}
         layers = {name: name.removesuffix(f".{kind}") for name, kind in kinds.items()}
@@ -191,8 +194,8 @@ class AdapterGradients(Technique):
                 if flag > 0:
                     first_steps.setdefault(name, step)
 
-        # If fp16 skipped all steps but the last, LoRA's B is still zero, and so is the gradient of
-        # A. It is then enough that the backward pass reached a parameter.
+        # If fp16 skipped all steps before the last, LoRA's B is still zero, and so is the gradient
+        # of A. In this case accept every parameter that the backward pass reached.
         updated = any(bool(taken) for taken in self.taken[:-1])
         trained = first_steps if updated else reached
         idle = {layers[name] for name in kinds if name not in trained}
@@ -215,8 +218,9 @@ class AdapterGradients(Technique):
         return Observation("partly" if idle else self.value, note)
 
     def reduce_flags(self) -> list[Tensor]:
-        """Reduces the flags of `steps` over all ranks. Returns a (parameters,) tensor for each
-        step: -1 for no gradient, 0 for a gradient of zeros, 1 for any other."""
+        """Combines the flags of `steps` from all ranks by their maximum. Returns a (parameters,)
+        tensor for each step: -1 for no gradient, 0 for a gradient of zeros, 1 for any other
+        gradient."""
         reduced = []
         for step in self.steps:
             none = torch.full((), -1.0, device=self.device)
@@ -228,6 +232,6 @@ class AdapterGradients(Technique):
 
 
 def flag_nonzero(gradient: Tensor | None) -> Tensor | None:
-    """Returns a scalar on the device, without a sync: 1.0 if a value of the gradient is not zero,
-    else 0.0; None without a gradient."""
+    """Returns a scalar on the device, for which the host does not wait: 1.0 if a value of the
+    gradient is not zero, else 0.0; None if `gradient` is None."""
     return None if gradient is None else (to_local(gradient) != 0).any().float()

@@ -27,25 +27,27 @@ WEIGHT_PRODUCTS = (
 )
 """Operations that multiply by a weight or compute its gradient; autocast chooses their dtype."""
 ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-"""Batched matrix products, as a rule of two activations; accel/techniques/precision.py finds those
-that multiply by a weight. Autocast casts their inputs too, so an fp32 one is intended: its layer
-switches autocast off."""
+"""Batched matrix products, usually of two activations (accel/techniques/precision.py finds those
+that multiply by a weight). Autocast casts their inputs to 16 bits too, so a layer computes one in
+fp32 only on purpose: it switches autocast off."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
 UPDATE_PREFIX = "Optimizer.step#"
-"""Prefix of the profiler's name for a step of an optimizer; the optimizer's class follows."""
+"""Prefix of the profiler's name for an optimizer's step; the name of the optimizer's class
+follows."""
 REGION_PREFIX = "Torch-Compiled Region"
 """Prefix of the profiler's name for a call of a compiled function."""
 FLEX_NAME = "fastlatent flex"
-"""Name in the profiler for calls of FlexAttention outside compiled code (accel/kernels/attend.py);
-it is compiled even if the model is not."""
+"""The profiler's name for calls of FlexAttention outside compiled code (accel/kernels/attend.py);
+FlexAttention is compiled even if the model is not."""
 BLOCK_PREFIX = "fastlatent block"
-"""Prefix of the profiler's name for a call of a probed block; the block's index follows."""
+"""Prefix of the profiler's name for a call of a block by its `BlockProbe`; the block's index
+follows."""
 NO_KERNEL_SEEN = (
     "the profiler saw no kernel of this GPU, so this cannot be known (another profiler, the "
     "driver, or no permission to read the GPU's counters)"
 )
 FINE_BITS = 0x1FFF
-"""The 13 bits of an fp32 mantissa that neither bf16 nor fp16 has."""
+"""Mask of the 13 lowest bits of an fp32 mantissa, which neither bf16 nor fp16 has."""
 
 
 @dataclass
@@ -54,18 +56,19 @@ class BlockEvidence:
 
     input_bytes: int
     saved_bytes: int
-    """Bytes of all storages that the call saved for the backward pass, each counted once; with the
-    caches of selective checkpointing, without parameters and buffers. If a saved input is a view,
-    only the bytes of the view count."""
+    """Bytes of all storages that the call saved for the backward pass; each storage counts once.
+    This includes the caches of selective checkpointing, but no parameters and buffers. If a saved
+    input is a view, only the bytes of the view count."""
     residual_dtype: torch.dtype
     """Dtype of the residual stream that the block returned."""
     branch_dtype: torch.dtype
     fine_bits: tuple[bool, bool]
-    """For the incoming and the outgoing residual: whether it had bits that no 16-bit format has."""
+    """(before the block, after it): whether the fp32 residual stream has bits that no 16-bit format
+    has, so that it was not rounded to 16 bits."""
     cached_ops: frozenset[str]
     """Names of the operations whose results selective checkpointing keeps in its caches."""
     ops: Counter[str] = field(default_factory=Counter)
-    """Profiler event name -> how often it began on the host during the call."""
+    """Profiler event name -> number of such events that began on the host during the call."""
     unmoved_bytes: int = 0
     """Bytes of saved tensors that stay on the device although they are large enough to be moved to
     the host."""
@@ -77,8 +80,8 @@ class BlockEvidence:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the backward pass computes the block again: the block then saves only its inputs
-        and a generator's state; otherwise it saves several times as many bytes."""
+        """Whether the backward pass computes the block again. The block then saves only its inputs
+        and the state of the random generator; otherwise it saves several times as many bytes."""
         return self.saved_bytes < 1.5 * self.input_bytes
 
 
@@ -90,28 +93,31 @@ class Evidence:
     ops: Counter[str] = field(default_factory=Counter)
     """Profiler event name -> how often it ran (CPU ops and, on a GPU, kernels)."""
     products: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Op name, dtype) -> number of matrix products and convolutions; nested events count once."""
+    """(Op name, dtype) -> number of matrix products and convolutions; one inside another is not
+    counted twice (`count_products`)."""
     compiled_calls: int = 0
-    """Calls of compiled functions, except those inside an optimizer's step or FlexAttention, which
-    compile themselves."""
+    """Number of calls of compiled functions, except those inside an optimizer's step or
+    FlexAttention: both compile code even if the model is not compiled."""
     graphs: int = 0
     graph_breaks: int = 0
     blocks: list[list[BlockEvidence]] = field(default_factory=list)
     """For each block the evidence of its calls, one call per micro-batch."""
     busy_ms: float | None = None
-    """Milliseconds in which the GPU ran kernels; None without a GPU, or if the profiler recorded no
-    kernel."""
+    """Sum of the times of all GPU kernels in the step, in milliseconds; None without a GPU, or if
+    the profiler recorded no kernel."""
     kernels_unseen: bool = False
-    """Whether the step ran on a GPU and the profiler recorded no kernel. A missing kernel then
-    proves nothing: techniques whose only evidence is a kernel are `UNSEEN`, not off."""
+    """Whether the step ran on a GPU and the profiler recorded no kernel at all. Then a technique
+    whose only evidence is a kernel is `UNSEEN`, not off."""
     blocks_uncompiled: bool = False
-    """Whether `blocks` was measured in an uncompiled step, because the compiled step has no blocks
-    to probe."""
+    """Whether `blocks` was measured in an uncompiled step, because the model is compiled as a whole
+    and a probe cannot see its blocks."""
     warm_ops: Counter[str] = field(default_factory=Counter)
-    """Like `ops`, but of a step after the end of warm-up (`Technique.on_warm`)."""
+    """Profiler event name -> how often it ran in a step after the end of warm-up
+    (`Technique.on_warm`)."""
 
     def count_dtypes(self, ops: Iterable[str] = PRODUCTS) -> Counter[str]:
-        """Counts the products among the operations `ops` by dtype."""
+        """Returns the profiler's name of a dtype -> number of matrix products and convolutions in
+        it, among the operations called `ops`."""
         total: Counter[str] = Counter()
         for (op, dtype), n in self.products.items():
             if op in ops:
@@ -124,7 +130,7 @@ class Evidence:
         return [bool(calls) and all(holds(call) for call in calls) for calls in self.blocks]
 
     def format_share(self, blocks: list[bool]) -> str:
-        """Formats how many blocks have the value True, such as "23 of 24 blocks"."""
+        """Formats how many entries of `blocks` are True, such as "23 of 24 blocks"."""
         uncompiled = " (in an uncompiled step)" * self.blocks_uncompiled
         return f"{sum(blocks)} of {len(blocks)} blocks{uncompiled}"
 
@@ -174,7 +180,8 @@ class BlockProbe(nn.Module):
 
 
 def has_fine_bits(tensor: Tensor) -> bool:
-    """Returns whether an fp32 tensor has bits that 16-bit formats lack. Waits for the device."""
+    """Returns whether a tensor is fp32 and has bits that 16-bit formats lack. The host waits for
+    the device."""
     return tensor.dtype == torch.float32 and bool(
         (tensor.detach().view(torch.int32) & FINE_BITS).any()
     )
@@ -182,8 +189,8 @@ def has_fine_bits(tensor: Tensor) -> bool:
 
 @contextmanager
 def probe_blocks(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Iterator[None]:
-    """Inside the context, a `BlockProbe` replaces each block and records its calls in a list of its
-    own in `notes`."""
+    """Inside the context, a `BlockProbe` replaces each block and appends the evidence of each call
+    to the block's list in `notes`."""
     originals = list(blocks)
     notes[:] = [[] for _ in originals]
     try:
@@ -196,7 +203,8 @@ def probe_blocks(blocks: nn.ModuleList, notes: list[list[BlockEvidence]]) -> Ite
 
 
 def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
-    """Sets `ops` of each call of a block: counts the host's `events` that began during the call."""
+    """Sets `ops` in the evidence of each call of a block: counts the host's `events` that began
+    during the call."""
     calls = [event for event in events if event.name().startswith(BLOCK_PREFIX)]
     starts = [call.start_ns() for call in calls]
     waiting = [iter(notes) for notes in blocks]
@@ -214,7 +222,7 @@ def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
     parse them into its own classes.
     """
     use_device = "cuda" if device.type == "cuda" else None
-    # Without use_kineto this class records no kernels, silently.
+    # Without use_kineto this class records no kernels and raises no error, so set it.
     profiler = torch.autograd.profiler.profile(
         use_device=use_device, use_kineto=True, record_shapes=True
     )
@@ -244,7 +252,7 @@ def select_host_events(events: Iterable[Any]) -> list[Any]:
 
 
 def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
-    """Counts the products among the host's events by (op name, dtype).
+    """Counts the matrix products and convolutions among the host's events by (op name, dtype).
 
     If a product contains another one, only one of them counts: the inner one if both have the same
     name (a dispatch mode or autocast enters an operation twice), otherwise the outer one. But an
@@ -253,8 +261,8 @@ def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
     second tensor argument, which is never a bias.
     """
     updates = [event for event in events if event.name().startswith(UPDATE_PREFIX)]
-    # An entry is [event, whether it counts]. `around` holds the entries whose events contain the
-    # present one.
+    # An entry is [event, whether it counts]. `around` holds the entries of those events that
+    # contain the present event.
     around: list[list[Any]] = []
     entries: list[list[Any]] = []
     for event in events:
@@ -297,8 +305,8 @@ def observe_step(
     """Profiles one call of `run`, probes the blocks, and returns the evidence.
 
     `hidden`: the model is compiled as a whole, so no probe can see its blocks; they are probed in a
-    second step, which runs uncompiled. The numbers of graphs and graph breaks count all compilation
-    since dynamo's counters were last cleared, so compile the model before.
+    second step, which runs uncompiled. The numbers of graphs and graph breaks include all
+    compilation since dynamo's counters were last cleared, also before this call.
     """
     evidence = Evidence(blocks_uncompiled=hidden)
     with probe_blocks(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
@@ -321,7 +329,8 @@ def observe_step(
 
 
 def observe_ops(run: Callable[[], object], device: torch.device = CPU) -> Counter[str]:
-    """Profiles one call of `run`, and counts the events of host and device by name."""
+    """Profiles one call of `run`; returns the name of an event of host or device -> how often it
+    ran."""
     events = record_events(run, device)
     return Counter(event.name() for event in (*select_host_events(events), *select_kernels(events)))
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 UNUSED = "unused"
 """Active value of a technique if the step contained nothing to which it applies."""
 UNSEEN = "unseen"
-"""Active value of a technique that only GPU kernels can prove, if the profiler recorded no kernel:
-nobody knows whether it was on."""
+"""Active value of a technique whose only evidence is a GPU kernel, if the profiler recorded no
+kernels at all: it is then unknown whether the technique was on."""
 AUTO = "auto"
-"""A requested value that any active value fulfils."""
+"""A requested value that leaves the choice to the technique, so every active value fulfils it."""
 COLUMNS = ("technique", "requested", "active", "evidence")
 
 
@@ -28,7 +28,8 @@ class LedgerRow:
 
     @property
     def missing(self) -> bool:
-        """Whether a requested technique is not on, though the step had a use for it."""
+        """Whether a technique was requested and is not on. False if the step had no use for it
+        (`UNUSED`), or if the profiler cannot show it (`UNSEEN`)."""
         return self.requested not in (False, AUTO) and self.active not in (
             self.requested,
             UNUSED,
@@ -50,11 +51,13 @@ class Ledger(list[LedgerRow]):
 
     @property
     def precision(self) -> str:
-        """Dtype in which matrix products really ran by its short name, such as "bf16"."""
+        """Short name of the dtype in which matrix products really ran, such as "bf16"; "mixed" for
+        several."""
         return str(next(row.active for row in self if row.key == "precision"))
 
     def format_line(self) -> str:
-        """Formats the active values as `key=value`, in one line that a search finds in a log."""
+        """Formats the active values as `key=value`, in one line that starts with "Acceleration:",
+        so that a search finds it in a log."""
         values = {row.key: str(row.active).lower().replace(" ", ",") for row in self}
         dtype = values.pop("precision", "fp32")
         first = {key: values.pop(key) for key in ("compile", "fused_adamw") if key in values}

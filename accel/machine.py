@@ -1,7 +1,7 @@
-"""Answers what the machine has (compute capability, packages), and can pretend a GPU that the
-machine lacks.
+"""Finds what the machine has (compute capability, packages), and can pretend that it has a GPU
+which it lacks.
 
-Only `Technique.find_obstacle` asks this module, so pretending changes which techniques count as
+Only `Technique.find_obstacle` calls this module, so pretending changes which techniques are
 available, never what they do or observe.
 """
 
@@ -18,11 +18,11 @@ Capability = tuple[int, int]
 
 
 class Pretended(NamedTuple):
-    """A GPU that this machine lacks, pretended inside `pretend_gpu`."""
+    """A GPU that this machine lacks, but that techniques take for present inside `pretend_gpu`."""
 
     capability: Capability
     needs: list[str]
-    """Names of the other things that techniques have asked for, such as a package."""
+    """Names of packages and other things that techniques have asked for with `is_available`."""
 
 
 PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
@@ -30,11 +30,9 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
 
 @contextmanager
 def pretend_gpu(capability: Capability) -> Iterator[list[str]]:
-    """Inside the context, techniques say what they could do on a GPU of this compute capability;
-    yields a list that collects what else they need, such as packages.
-
-    Everything that they need counts as available.
-    """
+    """Inside the context, `Technique.find_obstacle` works as if the machine had a GPU of this
+    compute capability and every package that it asks for. Yields a list to which `is_available`
+    adds the names of these packages."""
     pretended = Pretended(capability, [])
     token = PRETENDED.set(pretended)
     try:
@@ -44,7 +42,8 @@ def pretend_gpu(capability: Capability) -> Iterator[list[str]]:
 
 
 def capability_of(device: torch.device) -> Capability:
-    """Returns the compute capability of a GPU, e.g. (9, 0)."""
+    """Returns the compute capability of a GPU, e.g. (9, 0); inside `pretend_gpu` that of the
+    pretended GPU."""
     pretended = PRETENDED.get()
     return pretended.capability if pretended else torch.cuda.get_device_capability(device)
 

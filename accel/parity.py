@@ -21,8 +21,8 @@ from accel.kernels.operator import OPERATORS, Operator
 from common.libraries import disable_tf32
 
 ERROR_FLOOR = 2e-5
-"""Relative error that every output may have in addition: a sum in another order differs this much,
-even if the definition is nearly exact."""
+"""Relative error that every output may have besides twice the error of its definition: a sum in
+another order alone differs this much, even if the definition is nearly exact."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -38,8 +38,8 @@ class Comparison(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """The kernel's error divided by its bound: a kernel fails above 1; infinite if it has a
-        fault."""
+        """The kernel's error divided by the largest permitted error; the kernel fails if this is
+        above 1. Infinite if the output has a `fault`, such as a wrong shape."""
         return math.inf if self.fault else self.error / (2.0 * self.definition_error + ERROR_FLOOR)
 
     def describe_refusal(self) -> str | None:
@@ -91,16 +91,17 @@ def compare_operator(
     name: str, operator: Operator, arguments: Sequence[Any], written: Sequence[int]
 ) -> tuple[list[Comparison], Any]:
     """Compares what a kernel computes with what its definition computes: the outputs, and the
-    arguments that it writes in place, whose indices are `written`. Returns the comparisons and the
-    definition's result."""
+    arguments that both write in place, whose indices are `written`. Returns a comparison for each
+    output and each of these arguments, and the definition's result."""
     assert operator.kernel is not None
 
     def list_outputs(results: Any, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
         results = results if isinstance(results, tuple) else (results,)
         return *results, *(arguments[i].clone() for i in written)
 
-    # Call the kernel twice: two equal calls must give equal bits, unless the operator is not
-    # repeatable. Dispatch is re-entrant, because a kernel may use autograd.
+    # Call the kernel twice with the same inputs: unless the operator is declared not repeatable,
+    # both results must be equal bit for bit. Allow dispatch to re-enter, because this code runs
+    # inside a dispatch mode and a kernel may use autograd.
     calls = []
     for _ in range(2):
         for i in written:
@@ -124,8 +125,8 @@ def compare_operator(
 def compare_output(
     name: str, kernel: Tensor, again: Tensor, definition: Tensor, exact: Tensor
 ) -> Comparison:
-    """Compares one output of a kernel, from two equal calls (`kernel`, `again`), with the
-    definition's output and the exact one."""
+    """Compares one output of a kernel with the definition's output and the exact one. `kernel` and
+    `again` are that output from two calls with equal inputs."""
     fault = None
     if kernel.shape != definition.shape or kernel.dtype != definition.dtype:
         expected = f"{list(definition.shape)} and {definition.dtype}"
@@ -148,8 +149,8 @@ def widen(arguments: Sequence[Any]) -> list[Any]:
 
 
 def relative_error(tensor: Tensor, exact: Tensor) -> float:
-    """Norm of the error divided by the norm of the exact answer; the norm of the error alone if the
-    answer is zero."""
+    """Returns the norm of the error divided by the norm of the exact answer; the norm of the error
+    alone if the exact answer is zero."""
     error = (tensor.double() - exact.double()).norm().item()
     size = exact.double().norm().item()
     return error / size if size else error

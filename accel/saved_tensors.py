@@ -1,5 +1,5 @@
 """Counts the tensors that a forward pass saves for its backward pass, and lets a technique keep
-them elsewhere until the backward pass."""
+these tensors elsewhere, such as in host memory, until the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 MIN_MOVED_BYTES = 2**20
-"""Bytes below which a tensor stays on the device: a copy to the host is not worth it."""
+"""Bytes below which a saved tensor stays on the device, because a copy to the host is not worth its
+time."""
 
 
 @dataclass
@@ -23,7 +24,7 @@ class SavedCounter:
 
     module: nn.Module
     counted_bytes: Mapping[int, int]
-    """Address of a storage -> bytes to count for it, for storages of which only a part counts."""
+    """Address of a storage -> bytes to count for it; only for storages that count in part."""
     storages: dict[int, int] = field(default_factory=dict)
     """Address of a saved storage -> its bytes; without storages of parameters and buffers."""
     unmoved: dict[int, int] = field(default_factory=dict)
@@ -35,7 +36,8 @@ class SavedCounter:
     cached_ops: set[str] = field(default_factory=set)
     """Names of operations whose results a cache of selective checkpointing holds."""
     module_storages: set[int] = field(default_factory=set)
-    """Addresses of the storages of `module`'s parameters and buffers, which do not count."""
+    """Addresses of the storages of `module`'s parameters and buffers, which are not counted as
+    saved."""
 
     @property
     def bytes(self) -> int:
@@ -43,7 +45,8 @@ class SavedCounter:
         return sum(self.storages.values())
 
     def note(self, tensor: Tensor, packed: Any) -> None:
-        """Counts a saved tensor; `packed` is the object that autograd keeps in its place."""
+        """Counts the storage of a saved tensor; `packed` is the object that autograd stores in
+        place of the tensor."""
         # Look up the parameters' storages here, not in the constructor: FSDP2 gathers sharded
         # parameters only when the module runs.
         if not self.module_storages:
@@ -62,20 +65,21 @@ class SavedCounter:
                 self.large_unmoved[storage._cdata] = size
 
 
-# These lists hold the contexts (`move_saved`, `count_saved`) that are open now. PyTorch calls only
-# the innermost pair of hooks on saved tensors, so all contexts install the same `pack`, which lets
-# the last technique in `MOVES` move a tensor and then informs every counter.
+# The contexts `move_saved` and `count_saved` that are open now. PyTorch calls only the innermost
+# hooks on saved tensors, so every context installs the same hook `pack`: it calls the pack function
+# that the innermost `move_saved` put into `MOVES`, then reports the tensor to every counter.
 MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
 COUNTERS: list[SavedCounter] = []
 CACHES: list[list[Any]] = []
-"""A list of caches for each counter. Selective checkpointing adds its caches to the last list,
-because no hook sees their content."""
+"""For each counter, the caches of selective checkpointing that were made while the counter was the
+innermost. Selective checkpointing adds them here, because no hook sees their content."""
 
 
 def pack(tensor: Tensor) -> Any:
-    """Hook on saved tensors: returns the object that autograd keeps in place of `tensor`, and
-    informs all counters."""
-    # Detach, or an op that saves its output forms a reference cycle and its graph is never freed.
+    """The pack hook of `saved_tensors_hooks`: returns the object that autograd stores in place of
+    `tensor`, and reports both to every open `count_saved` context."""
+    # Detach the tensor: an op that saves its own output otherwise forms a reference cycle, and its
+    # graph is never freed.
     packed = MOVES[-1][0](tensor) if MOVES else tensor.detach()
     for counter in COUNTERS:
         counter.note(tensor, packed)
@@ -86,8 +90,8 @@ def pack(tensor: Tensor) -> Any:
 def move_saved(
     pack_one: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> Iterator[None]:
-    """Inside the context, autograd saves `pack_one(tensor)` in place of each tensor, and the
-    backward pass gets `unpack` of that object."""
+    """Inside the context, autograd stores `pack_one(tensor)` in place of each saved tensor, and the
+    backward pass calls `unpack` with that object to get the tensor."""
     MOVES.append((pack_one, unpack))
     try:
         with saved_tensors_hooks(pack, unpack):
