@@ -1,6 +1,6 @@
-"""Encodes images into latent shards with a manifest, once per data set.
+"""Encodes images into shards of latents with a manifest, once per data set.
 
-After a stop the same command continues.
+If the command was stopped, run it again: it continues the job.
 
 python precompute_latents.py source=photos out=latents/photos encoder=sd dry_run=true
 python precompute_latents.py source=photos out=latents/photos encoder=sd
@@ -21,13 +21,14 @@ from omegaconf import DictConfig
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
 
-# Silence the profiler, whose messages in the warm-up help no user.
+# Silence the messages that PyTorch's profiler prints in the warm-up, because they do not help a
+# user.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def precompute(composed: Composed) -> Path:
-    """Encodes the images of `composed.cfg` and returns the path of the manifest. With dry_run it
-    only prints an estimate."""
+    """Encodes the images that `composed.cfg` names, and returns the path of the manifest. With
+    dry_run=true it only prints an estimate of size and time, and writes no manifest."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
     from encoding.encoder import (
         PSNR_IMAGES,
@@ -60,7 +61,7 @@ def precompute(composed: Composed) -> Path:
     ranks.say(images.describe(cfg.source, plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
 
-    # 2. Accelerate the encoder, and check in one encoding which techniques were active.
+    # 2. Accelerate the encoder, and encode one batch to check which techniques were active.
     on_unavailable = cfg.runtime.on_unavailable.value
     stack = AccelerationStack(
         cfg.runtime.values(),
@@ -76,7 +77,7 @@ def precompute(composed: Composed) -> Path:
     ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
     ranks.say(f"\nledger ({device})\n{ledger.format_table()}\n")
 
-    # 3. Check that the encoder reconstructs the first images.
+    # 3. Check that encoding and decoding the first images reaches `min_psnr`.
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
     shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
     precision = ledger.precision
@@ -90,7 +91,8 @@ def precompute(composed: Composed) -> Path:
     # 4. Encode all images, shard by shard; the ranks share the shards.
     job = describe_job(images, cfg, autoencoder.weights_sha256, precision)
     with contextlib.ExitStack() as lock:
-        # The other ranks wait until the first one has locked the folder.
+        # The first rank locks the folder and writes job.json; then all ranks compare job.json with
+        # their own job.
         if ranks.first:
             lock.enter_context(make_locked_folder(out))
             claim_folder(out, job)
@@ -115,7 +117,8 @@ def precompute(composed: Composed) -> Path:
     )
     if manifest.skipped:
         print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
-    # Guidance needs classes; without them, suggest guidance=1, which switches it off.
+    # Guidance needs classes. If the set has none, the suggested command switches guidance off by
+    # guidance=1.
     guidance = "" if manifest.class_names else " sampling.guidance=1"
     print(
         f"next: python train.py data=resident data.path={out} experiment=fastrun{guidance}",

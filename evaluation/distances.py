@@ -1,4 +1,5 @@
-"""Distances between two sets of features: Fréchet, kernel, precision, recall and copies, in fp64.
+"""Compares two sets of features in fp64: Fréchet and kernel distance, precision, recall, and the
+share of copies.
 
 Letters: N and M samples of the two sets, B samples of a batch, D features, S subsets.
 """
@@ -20,38 +21,39 @@ KD_SUBSET_SIZE = 1000
 CHUNK_ELEMENTS = 2**24
 """Largest number of pairwise distances or kernel values in memory at a time: 128 MiB in fp64."""
 FIRST_SAMPLES = 10_000
-"""Number of samples, the first of each set, from which all figures except the Fréchet distance are
-computed."""
+"""All figures except the Fréchet distance use only this many samples, the first of each set."""
 NEIGHBOURS = 3
 NEAREST_SHARE = 0.05
 """A generated sample counts as a copy if its distance to the nearest real sample is at most this
 quantile of the distances between each real sample and its nearest real neighbour."""
 DISTANCE_ROUNDING = 1e-12
-"""Rounding error of a squared distance, relative to the mean squared length of features."""
+"""Allowance for the rounding of a squared distance, as a fraction of the mean squared length of the
+real features."""
 EIGENVALUE_ROUNDING = 1e-9
-"""Rounding may turn an eigenvalue of 0 into a negative one, down to minus this factor times the
-largest eigenvalue."""
+"""An eigenvalue counts as 0, made negative by rounding, if it is at least minus this factor times
+the largest eigenvalue."""
 COPIES_WARNING_FACTOR = 3.0
-"""A share of copies must exceed this multiple of the expected share before a warning reports it."""
+"""A warning reports copies only if their share exceeds this multiple of the expected share."""
 
 
 class Moments:
     """Accumulates count, mean and covariance of batches of features, on the CPU in fp64.
 
-    It merges batches by deviations from their means (Chan, Golub & LeVeque 1983), so a large mean
-    costs no precision.
+    `add` merges a batch by its mean and its deviations from this mean (Chan, Golub & LeVeque 1983),
+    so a large mean does not reduce the precision.
     """
 
     def __init__(self, dim: int) -> None:
         self.count = 0
         self.mean: Float[Tensor, "D"] = torch.zeros(dim, dtype=torch.float64)
         self.scatter: Float[Tensor, "D D"] = torch.zeros(dim, dim, dtype=torch.float64)
-        """Sum of the outer products of deviations from the mean."""
+        """Sum over all samples of the outer product of a sample's deviation from the mean with
+        itself."""
 
     def add(self, features: Float[Tensor, "B D"]) -> None:
         """Adds a batch of any float type from any device.
 
-        ValueError for features of another width, a NaN or an infinity.
+        Raises ValueError if the features have another width than `dim`, a NaN or an infinity.
         """
         if features.ndim != 2 or features.shape[1] != len(self.mean):
             raise UserError(
@@ -77,7 +79,8 @@ class Moments:
 
     @property
     def covariance(self) -> Float[Tensor, "D D"]:
-        """The covariance with N - 1 in the denominator; needs two samples."""
+        """The covariance of all samples, with N - 1 in the denominator; there must be two samples
+        or more."""
         return self.scatter / (self.count - 1)
 
 
@@ -85,7 +88,7 @@ def explain_too_few(count: int, dim: int) -> str | None:
     """Returns why `count` samples of `dim` features are too few for a Fréchet distance, or None if
     they suffice.
 
-    With N <= 2·D the estimated covariance is (nearly) singular, and the distance mostly bias.
+    With N <= 2·D the estimated covariance is (nearly) singular, and the distance is mostly bias.
     """
     if count > 2 * dim:
         return None
@@ -96,11 +99,11 @@ def explain_too_few(count: int, dim: int) -> str | None:
 
 
 def frechet_distance(a: Moments, b: Moments) -> float:
-    """Fréchet distance of the Gaussians with the moments `a` and `b` (Heusel et al. 2017, eq. 6),
-    squared as usual, in squared units of the features.
+    """Returns the Fréchet distance of two Gaussians with the moments `a` and `b` (Heusel et al.
+    2017, eq. 6). As usual it is the square of the distance, in squared units of the features.
 
-    Both sets must be large enough for `explain_too_few`. ValueError if a covariance has a clearly
-    negative eigenvalue.
+    Both sets must be so large that `explain_too_few` returns None. Raises ValueError if a
+    covariance has an eigenvalue that is too negative to be a rounded 0.
 
     With the means mu and the covariances S the distance is |mu1 - mu2|² + tr S1 + tr S2 - 2
     tr((S1^½ S2 S1^½)^½). The matrix in the root is symmetric, so its eigenvalues are real.
@@ -117,10 +120,10 @@ def frechet_distance(a: Moments, b: Moments) -> float:
 
 
 def clamp_eigenvalues(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float[Tensor, "D"]:
-    """Sets to 0 the eigenvalues that are slightly negative, as rounding makes them beside the
-    `largest` one.
+    """Sets negative eigenvalues to 0 if rounding explains them: if they are at least
+    -`EIGENVALUE_ROUNDING` times `largest`.
 
-    ValueError for more negative ones and for NaN.
+    Raises ValueError if an eigenvalue is more negative than that, or NaN.
     """
     if not bool((eigenvalues >= -EIGENVALUE_ROUNDING * largest.abs()).all()):
         raise UserError(
@@ -133,14 +136,16 @@ def clamp_eigenvalues(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float
 def kernel_distance(
     a: Float[Tensor, "N D"], b: Float[Tensor, "M D"], seed: int = 0
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the kernel distance of Bińkowski et al. 2018 ("KID").
+    """Returns mean and standard deviation, over random subsets, of the kernel distance of Bińkowski
+    et al. 2018 ("KID").
 
-    It is the unbiased squared MMD with the kernel (x·y/D + 1)³ over 100 random subsets of 1000, so
-    it may be negative. Some tables multiply it by 1000; this function does not. With fewer than
-    2000 samples a subset has half of the smaller set: larger subsets would nearly coincide, and
-    their standard deviation would be meaningless. The mean is unbiased at any size.
+    The distance is the unbiased squared MMD with the kernel (x·y/D + 1)³, so it may be negative. It
+    is computed on 100 pairs of random subsets of 1000 samples. Some tables multiply it by 1000;
+    this function does not. If a set has fewer than 2000 samples, a subset has half as many samples
+    as the smaller set: larger subsets share most of their samples, which makes the standard
+    deviation meaningless. The mean is unbiased for any size of the sets.
 
-    Both sets need four samples.
+    Both sets must have four samples or more.
     """
     fewest = min(len(a), len(b))
     assert fewest >= 4
@@ -148,7 +153,8 @@ def kernel_distance(
     generator = torch.Generator().manual_seed(seed)
 
     def draw_members(count: int) -> Float[Tensor, "S count"]:
-        """Draws a row for each subset: 1 for its samples, 0 for all others."""
+        """Draws S random subsets of `count` samples. Returns one row per subset: 1 for each sample
+        in the subset, 0 for all others."""
         rows = torch.zeros(KD_SUBSETS, count, dtype=torch.float64)
         for row in rows:
             row[torch.randperm(count, generator=generator)[:size]] = 1.0
@@ -164,16 +170,17 @@ def squared_mmd(
     u: Float[Tensor, "S N"],
     v: Float[Tensor, "S M"],
 ) -> Float[Tensor, "S"]:
-    """Estimates the squared maximum mean discrepancy of S pairs of subsets without bias
-    (Gretton et al. 2012, eq. 3).
+    """Returns an unbiased estimate of the squared maximum mean discrepancy for each of S pairs of
+    subsets (Gretton et al. 2012, eq. 3).
 
-    A row of `u` and of `v` is 1 for the samples of a subset and 0 for all others. Each kernel value
-    is computed once for all S, a chunk of rows at a time.
+    Row s of `u` is 1 for each sample of `a` in subset s and 0 for all others; so is row s of `v`
+    for `b`. Each kernel value is computed once for all S subsets, for a chunk of rows of `a` at a
+    time.
     """
 
     def sum_kernel(x: Tensor, y: Tensor, x_members: Tensor, y_members: Tensor) -> Tensor:
-        """Returns for each subset the sum of the kernel over all pairs of one of its samples in `x`
-        and one in `y`."""
+        """Returns (S,): for each subset the sum of the kernel over all pairs of a sample in its
+        part of `x` and a sample in its part of `y`."""
         total = x.new_zeros(())
         step = max(1, CHUNK_ELEMENTS // len(y))
         for rows, members in zip(x.split(step), x_members.split(step, dim=1), strict=True):
@@ -182,8 +189,8 @@ def squared_mmd(
         return total
 
     def average_within(x: Tensor, members: Tensor) -> Tensor:
-        """Returns for each subset the average of the kernel over all pairs of two different samples
-        in it."""
+        """Returns (S,): for each subset the average of the kernel over all pairs of two different
+        samples of the subset."""
         count = members.sum(1)
         diagonal = members @ (x.square().mean(1) + 1.0) ** 3
         return (sum_kernel(x, x, members, members) - diagonal) / (count * (count - 1.0))
@@ -217,11 +224,11 @@ def compare_neighbours(
 
     Precision and recall follow Kynkäänniemi et al. 2019; both grow with fewer samples, so compare
     equal counts. The test for copies follows Meehan, Chaudhuri & Dasgupta 2020 (arXiv 2004.05675),
-    who compare the distances of samples to the training set with those of held-out images; here
-    each real image in turn takes the part of a held-out image, and only the smallest 5 % of the
-    distances count.
+    who compare two kinds of distances to the training set: those of generated samples and those of
+    held-out images. Here each real image in turn serves as a held-out image, and only the smallest
+    5 % of the real images' distances are used.
 
-    Both sets need more than `neighbours` samples.
+    Both sets must have more than `neighbours` samples.
     """
     assert min(len(real), len(fake)) > neighbours
     centre = real.double().mean(0)
@@ -233,8 +240,8 @@ def compare_neighbours(
     slack = DISTANCE_ROUNDING * real.square().sum(1).mean()
     threshold = among_real[:, 0].quantile(NEAREST_SHARE) + slack
 
-    # For each generated sample: does it lie in the ball of a real sample, and what is its squared
-    # distance to the nearest real sample?
+    # For each generated sample, find whether the sample lies in the ball of any real sample, and
+    # its squared distance to the nearest real sample.
     to_real = [((d <= among_real[:, -1]).any(1), d.amin(1)) for d in squared_distances(fake, real)]
     to_fake = [(d <= among_fake[:, -1]).any(1) for d in squared_distances(real, fake)]
     inside, closest = (torch.cat(parts) for parts in zip(*to_real, strict=True))
@@ -252,8 +259,8 @@ def compute_share(flags: Tensor) -> float:
 
 
 def find_nearest_others(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "N count"]:
-    """Returns the squared distances of each row to its `count` nearest others, ascending."""
-    # Drop the first of the nearest rows: it is the row itself.
+    """Returns the squared distances from each row to the `count` nearest other rows, ascending."""
+    # Drop the smallest of the `count` + 1 distances: the distance from the row to itself.
     nearest = [
         d.topk(count + 1, largest=False).values[:, 1:] for d in squared_distances(rows, rows)
     ]
@@ -263,7 +270,7 @@ def find_nearest_others(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor,
 def squared_distances(
     rows: Float[Tensor, "N D"], columns: Float[Tensor, "M D"]
 ) -> Iterator[Float[Tensor, "n M"]]:
-    """Yields squared distances in chunks of rows.
+    """Yields the squared distances (n, M) from each chunk of n `rows` to all `columns`.
 
     |x|² + |y|² - 2x·y is precise enough, because callers pass rows in fp64 from which they
     subtracted a mean.
@@ -274,10 +281,10 @@ def squared_distances(
 
 
 class FeatureStats:
-    """Accumulates the statistics that distances need of one set: moments of the whole set and of
-    its halves, and the features of the first samples.
+    """Accumulates the statistics of one set of features from which distances are computed: moments
+    of the whole set and of its halves, and the features of the first samples.
 
-    One half has the samples with even numbers, the other half those with odd numbers. The memory
+    One half has the samples with an even index, the other half those with an odd index. The memory
     does not grow with the number of samples.
     """
 
@@ -297,12 +304,13 @@ class FeatureStats:
 
     @property
     def rows(self) -> Float[Tensor, "N D"]:
-        """The features of the first `FIRST_SAMPLES` samples."""
+        """The features of the first `FIRST_SAMPLES` samples, or of all if the set has fewer."""
         return torch.cat(self.first)
 
 
 def collect_stats(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
-    """Collects the statistics of each feature space over batches of features."""
+    """Accumulates the statistics of all batches; a batch maps the name of a feature space to
+    features. Returns name -> statistics."""
     stats: dict[str, FeatureStats] = {}
     for batch in batches:
         for name, features in batch.items():
@@ -313,8 +321,8 @@ def collect_stats(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureS
 
 
 def compute_distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
-    """Computes `fd`, `kd` and `kd_std` between two sets; with too few samples `fd` is None, and
-    `why` gives the reason."""
+    """Returns the distances between two sets under the names `fd`, `kd` and `kd_std`. If there are
+    too few samples for `fd`, its value is None, and the text `why` gives the reason."""
     kd, spread = kernel_distance(fake.rows, real.rows)
     why = explain_too_few(min(fake.all.count, real.all.count), len(real.all.mean))
     figures = {
@@ -326,10 +334,12 @@ def compute_distances(fake: FeatureStats, real: FeatureStats) -> dict[str, Any]:
 
 
 def compute_floor(real: FeatureStats) -> dict[str, Any]:
-    """Computes the distances between the halves of the reference, `floor_fd` and `floor_kd`.
+    """Returns the distances between the two halves of the reference under the names `floor_fd` and
+    `floor_kd`. If there are too few samples for `floor_fd`, its value is None, and the text `why`
+    gives the reason.
 
-    The bias of a Fréchet distance falls like 1/n and the halves are small, so a full set of good
-    samples may come out below `floor_fd`.
+    The bias of a Fréchet distance falls like 1/n for n samples. A half has only n/2 of them, so the
+    `fd` of n good samples may be below `floor_fd`.
     """
     reason = explain_too_few(min(half.count for half in real.halves), len(real.all.mean))
     kd, _ = kernel_distance(real.rows[::2], real.rows[1::2])
@@ -340,8 +350,9 @@ def compute_floor(real: FeatureStats) -> dict[str, Any]:
 def compute_figures(
     fake: Mapping[str, FeatureStats], real: Mapping[str, FeatureStats]
 ) -> dict[str, dict[str, Any]]:
-    """Computes all figures; returns feature space -> name of a figure -> value. The text `why`, if
-    present, explains a figure that is missing, or warns of copies."""
+    """Computes all figures of generated samples `fake` against a reference `real`. Returns feature
+    space -> name of a figure -> value. The text `why`, if present, explains a figure that is
+    missing, or warns of copies."""
     rows = {}
     for space in real:
         stats = fake[space]
@@ -354,7 +365,8 @@ def compute_figures(
         )
         expected = row.pop("expected")
 
-        # Report copies only if their share is far above the expected one, and above chance.
+        # Report copies only if their share exceeds both a multiple of the expected share, and the
+        # expected share by more than five standard errors, which chance rarely explains.
         variance = expected * (1 - expected)
         error = math.sqrt(variance * (1 / len(fakes) + 1 / len(reals)))
         if row["copied"] > max(COPIES_WARNING_FACTOR * expected, expected + 5 * error):

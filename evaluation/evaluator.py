@@ -1,9 +1,11 @@
-"""Compares samples with a reference: for `scripts.evaluate`, and for a run while it trains.
+"""Compares generated samples with reference images: for `scripts.evaluate`, and for a run while it
+trains.
 
-The reference is a folder of images, or a run's decoded training latents. Its features are computed
-once and kept below ~/.cache/fastlatent, so the set itself may be read-only.
+The reference is a folder of images, or a run's decoded training latents. The reference's features
+are computed once and kept below ~/.cache/fastlatent, so the folder of the reference may be
+read-only.
 
-Letters: B images, H W their size.
+Letters: B images, H W their size, h w the size of their latents, C channels of the latents.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from training.goodput import CLOCK
 
 PROTOCOL_FILE = "fd_protocol.json"
 CHUNK_IMAGES = 512
-"""Images per file of cached features."""
+"""Number of images whose features are in one file of the cache."""
 BATCH_IMAGES = 64
 MIN_IMAGES = 8
 Images = Iterator[UInt8[Tensor, "B H W 3"]]
@@ -61,10 +63,11 @@ class ReferenceImages:
     """Reference images: their identity, their number, and a function that reads them."""
 
     facts: dict[str, Any]
-    """`kind`, `count`, `resize`, the `name` of a folder, and the `sha256` of their content."""
+    """Facts about the images by name: `kind` ("images" or "reconstructions"), `count`, `resize`,
+    `sha256` of what determines their content, and for a folder its `name`."""
     images: Callable[[Iterable[range]], Iterator[Images]]
-    """For each range of image numbers, yields an iterator over the batches of these images. Exhaust
-    each iterator before you take the next one."""
+    """Function that yields, for each given range of image indices, an iterator over the batches of
+    these images. Exhaust each iterator before you take the next one."""
 
     @property
     def count(self) -> int:
@@ -80,7 +83,8 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     """Opens the images of a folder, tars or `datasets`, cropped to squares of `side` pixels.
 
     Classes are ignored. If there are more than `limit` images, a fixed permutation chooses `limit`
-    of them. ValueError if there are none, or if one cannot be decoded.
+    of them. Raises ValueError if the folder has no images, or, while they are read, if an image
+    cannot be decoded.
     """
     path = Path(folder).expanduser()
     try:
@@ -90,7 +94,8 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     order = torch.randperm(len(listed), generator=torch.Generator().manual_seed(0)).tolist()[:limit]
     entries = [listed[i] for i in order]
 
-    # Hash all bytes: a file of the same name and size may be another image.
+    # Hash the bytes of all images, not only names and sizes: a file of the same name and size may
+    # hold another image.
     digest = hashlib.sha256()
     for entry in entries:
         digest.update(hashlib.sha256(read_with_retries(entry)).digest())
@@ -124,8 +129,8 @@ def make_reconstructions(
     """Makes reference images by decoding the first `limit` training latents of a run, in the order
     of seed 0. `node` is the run's data configuration.
 
-    It reads only the latents of the ranges that the caller asks for, into host memory. ValueError
-    if the data are no longer the set of `spec`.
+    The result reads only the latents in the ranges that its caller asks for, into host memory. It
+    raises ValueError if the data at `node` are no longer the set that `spec` describes.
     """
 
     def decode_ranges(ranges: Iterable[range]) -> Iterator[Images]:
@@ -164,11 +169,11 @@ def make_reconstructions(
 
 
 class Evaluator:
-    """Feature spaces, and the statistics of the reference in each.
+    """Feature spaces by name, and the statistics of the reference's features in each space.
 
-    All processes build an evaluator together; only that of the first process has the statistics.
-    ValueError for a reference that is unknown or too small for any distance, or that is a folder
-    while samples are not square.
+    All processes must build an evaluator at the same time; only the evaluator of the first process
+    gets the statistics. Raises ValueError if the reference is unknown, has too few images for any
+    distance, or is a folder while samples are not square.
     """
 
     def __init__(
@@ -188,7 +193,7 @@ class Evaluator:
         spaces = build_features(cfg, autoencoder, example)
         self.spaces = {name: space.to(device) for name, space in spaces.items()}
 
-        # The reference is a folder of images, or else the training set of the run.
+        # Use the folder `cfg.reference` as reference if it is set, else the run's training set.
         name = "the training set" if cfg.reference is None else f"reference={cfg.reference}"
         height, width = example.shape[2:]
         if cfg.reference is not None:
@@ -213,15 +218,17 @@ class Evaluator:
 
     @CLOCK.count_as("evaluation")
     def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
-        """Returns the reference's statistics in each space, on the first process only.
+        """Returns feature space -> statistics of the reference; empty on all processes but the
+        first.
 
-        All processes share the work. Each feature space has its own folder in the cache, so whoever
-        adds a space computes only the features of that space.
+        All processes share the work. Each feature space has its own folder in the cache, so after a
+        space is added to the configuration, only the features of that space are computed.
         """
         caches = {}
         count = self.source.count
 
-        # All commands lock the folders in the same order, so two never wait for each other.
+        # Lock the cache folders in sorted order, as all commands do: otherwise two commands could
+        # each hold a lock that the other one waits for.
         for name in sorted(self.spaces):
             job = {"reference": self.source.identity, "features": self.spaces[name].describe()}
             key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
@@ -269,11 +276,13 @@ class Evaluator:
         return {name: self.spaces[name](images).cpu() for name in spaces or self.spaces}
 
     def compute_latent_features(self, latents: Float[Tensor, "B C h w"]) -> dict[str, Tensor]:
-        """Decodes raw latents, quantises them like the reference, and computes their features."""
+        """Decodes raw latents to images, rounds these to uint8 like the reference images, and
+        computes their features. Returns space -> features, in fp32 on the CPU."""
         return self.compute_features(decode_images(self.autoencoder, latents))
 
     def describe_protocol(self) -> dict[str, Any]:
-        """Returns all settings on which the figures depend, except those of the samples."""
+        """Returns all settings on which the figures depend, except the settings with which samples
+        are drawn."""
         return {
             "reference": self.source.facts,
             "features": {name: space.describe() for name, space in self.spaces.items()},
@@ -284,8 +293,8 @@ class Evaluator:
 
 
 class TrainingDistances:
-    """Computes `fd_<space>` and `kd_<space>` of a model in training, each time with the same noise
-    and labels.
+    """Computes the distances `fd_<space>` and `kd_<space>` of a model while it trains; each call
+    draws samples from the same noise and labels.
 
     ValueError if `fd.count` samples are too few for the distance that `keep_best` names.
     """
@@ -313,23 +322,25 @@ class TrainingDistances:
                 training.ranks.say(f"fd_{name} is left out: {why}")
 
     def record(self, folder: Path) -> None:
-        """Writes the protocol of the figures to the run's folder; ValueError if the run has figures
-        of another protocol."""
+        """Writes the settings on which the distances depend to `PROTOCOL_FILE` in the run's folder.
+        Raises ValueError if the file already has other settings."""
         self.training.ranks.broadcast_result(lambda: self.write_protocol(folder / PROTOCOL_FILE))
 
     def write_protocol(self, file: Path) -> None:
-        """Writes the protocol, and the distances between the halves of the reference, to `file`;
-        ValueError if the file has another protocol."""
+        """Writes the settings on which the distances depend, and the distances between the halves
+        of the reference, to `file`. Raises ValueError if the file already has other settings."""
         samples = self.stream.describe_protocol(self.training.stack, self.count, "balanced")
         protocol = samples | self.evaluator.describe_protocol() | {"weights": "ema"}
 
-        # Encode and decode the protocol, so that it compares equal to the content of a JSON file.
+        # Encode the protocol as JSON and decode it, because JSON turns tuples into lists: otherwise
+        # equal settings could differ from those in the file.
         protocol = json.loads(json.dumps(protocol))
         if file.is_file():
             content = read_object(file)
             earlier = {key: content.get(key) for key in protocol}
 
-            # The name of a folder may change; its images must not.
+            # Compare the reference without the name of its folder: the folder may move, but its
+            # images must be the same.
             if isinstance(earlier["reference"], dict):
                 earlier["reference"].pop("name", None)
             changed = describe_difference(
@@ -346,10 +357,11 @@ class TrainingDistances:
 
     @CLOCK.count_as("evaluation")
     def __call__(self) -> dict[str, float]:
-        """Draws samples and compares them with the reference. Only the first process gets the
-        distances; every process gets `distances_s`, the seconds that this took.
+        """Draws samples, compares them with the reference, and returns name -> value. Only the
+        first process gets the distances; every process gets `distances_s`, the seconds that the
+        call took.
 
-        If samples are not finite, a warning replaces the figures, and training goes on.
+        If samples are not finite, prints a warning and leaves the distances out.
         """
         start = time.perf_counter()
         ranks = self.training.ranks

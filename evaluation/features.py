@@ -1,7 +1,7 @@
-"""Feature spaces: their base class, two spaces that download nothing, and two that use published
-networks.
+"""Feature spaces, which map images to vectors: the base class, two spaces that need no downloaded
+weights, and two that use published networks.
 
-The package of a published network is imported only if the configuration names that space.
+The package of a published network is imported only if the configuration names its space.
 
 Letters: B images, H W their size, D features, C channels.
 """
@@ -41,32 +41,32 @@ INCEPTION_URL = (
 INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of red, green and blue in [0, 1]."""
+"""Means and standard deviations of red, green and blue over ImageNet, for values in [0, 1]."""
 
 
 class Features(nn.Module, ABC):
-    """Maps 8-bit RGB images to features. Derive your own space from it; its constructor takes no
-    arguments.
+    """Base class of feature spaces, which map 8-bit RGB images to features. To add a space, derive
+    a class whose constructor takes no arguments.
 
-    Calling it runs `forward` without gradients, in true fp32 (no TF32, no autocast), with
+    Calling a space runs `forward` without gradients, in true fp32 (no TF32, no autocast), with
     deterministic convolutions. An image's features do not depend on the other images of its batch,
     up to rounding.
     """
 
     name: str
     dim: int
-    """Features per image."""
+    """Number of features per image."""
     facts: Mapping[str, Any]
-    """Facts that must be equal, beside name and dim, before figures can be compared: version or
-    hash of the weights, and the resizing; as JSON values."""
+    """Facts besides `name` and `dim` on which the features depend, as JSON values: version or hash
+    of the weights, and how images are resized. Figures are comparable only if these are equal."""
 
     @abstractmethod
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
-        """Returns features in fp32 on the device of images and module."""
+        """Returns the features of the images, which must be on the module's device."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns all facts that must be equal before two figures of this feature space can be
-        compared."""
+        """Returns all facts on which the features depend; figures are comparable only if these are
+        equal."""
         return {"name": self.name, "dim": self.dim, **self.facts}
 
     def __call__(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
@@ -93,13 +93,14 @@ def use_exact_arithmetic(device: torch.device) -> Iterator[None]:
 def decode_images(
     autoencoder: Autoencoder, latents: Float[Tensor, "B C h w"]
 ) -> UInt8[Tensor, "B H W 3"]:
-    """Decodes raw latents to 8-bit images, in true fp32 under any settings of the process."""
+    """Decodes raw latents to 8-bit images on the CPU, in true fp32 whatever the process sets for
+    TF32 and autocast."""
     with torch.no_grad(), use_exact_arithmetic(latents.device):
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
 
 def to_planes(images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
-    """Moves the channels to the front; values stay 0 to 255, in fp32."""
+    """Moves the channels before height and width, and converts to fp32; values stay 0 to 255."""
     return images.permute(0, 3, 1, 2).float()
 
 
@@ -108,9 +109,9 @@ class RandomFeatures(Features):
     some of the image's layout.
 
     Random features rank generators much like trained ones (https://arxiv.org/abs/2208.09218). The
-    weights come from numpy's RandomState, because numpy guarantees that its numbers never change. A
-    change of the network needs another `version`, because its figures no longer compare with older
-    ones.
+    weights come from numpy's RandomState, because numpy guarantees that its numbers never change.
+    Whoever changes the network must change `version` in `facts`, because the new figures cannot be
+    compared with older ones.
     """
 
     name = "random"
@@ -137,10 +138,12 @@ class RandomFeatures(Features):
 
 
 class EncoderFeatures(Features):
-    """The mean latents of the set's own autoencoder, pooled to a square grid of ≤ 256 values.
+    """The mean latents from the autoencoder of the latent set, average-pooled to a square grid so
+    small that an image has at most `MAX_ENCODER_FEATURES` values, or one value per channel.
 
-    `example` is an image that the autoencoder decoded; all images must have its size. Grey images
-    count with one channel, because three equal ones would make the covariance singular.
+    `example` is an image that the autoencoder decoded; all images must have its size. If the
+    autoencoder has one channel, for grey images, only the first of the three equal channels is
+    encoded.
     """
 
     name = "encoder"
@@ -175,7 +178,8 @@ class InceptionFeatures(Features):
     """The 2048 pooled features of FID's Inception v3, computed by torch-fidelity.
 
     `weights` is the path of `INCEPTION_FILE`, checked by its hash; the class downloads nothing.
-    ValueError if the file, torch-fidelity or a torchvision that fits torch is missing.
+    Raises ValueError if the file is missing or damaged, or if torch-fidelity or a torchvision that
+    fits torch is missing.
     """
 
     name = "inception"
@@ -203,8 +207,8 @@ class InceptionFeatures(Features):
 class Dinov2Features(Features):
     """DINOv2's class token after the last norm (Oquab et al. 2023), 768 values for the base model.
 
-    `path` is a folder or hub id in the format of transformers, with safetensors. ValueError if the
-    folder is missing or holds another model, or if transformers is missing.
+    `path` is a folder or hub id with a model that transformers saved as safetensors. Raises
+    ValueError if the folder is missing or holds another model, or if transformers is missing.
     """
 
     name = "dinov2"
@@ -247,9 +251,10 @@ class Dinov2Features(Features):
 
 
 def find_dinov2_folder(path: str) -> Path:
-    """Returns the folder at `path`, or the folder with the files of a hub id.
+    """Returns the folder `path`, or, if `path` is a hub id, the folder with the downloaded files of
+    that id.
 
-    ValueError if neither exists, or if it holds another model than DINOv2.
+    Raises ValueError if neither folder exists, or if the folder holds another model than DINOv2.
     """
     files = ["config.json", "model.safetensors"]
     folder = find_folder("dinov2", path, files, "facebook/dinov2-base.")
@@ -271,8 +276,8 @@ def import_attribute(space: str, module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
-        # Catch every exception, because a torchvision built for another torch raises RuntimeError
-        # and others.
+        # The import may raise any exception: a torchvision built for another torch raises
+        # RuntimeError, for example. If the package exists, blame such a mismatch.
         if find_spec(package) is None:
             raise UserError(
                 f"features={space} needs {package}, which is not installed; "
@@ -288,11 +293,11 @@ def import_attribute(space: str, module: str, name: str) -> Any:
 def build_features(
     cfg: FdConfig, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"]
 ) -> dict[str, Features]:
-    """Builds the feature spaces that `cfg.features` names: built-in ones, or classes of
-    `extensions=`.
+    """Builds the feature spaces that `cfg.features` names: built-in ones, or classes in packages
+    that the key `extensions` names. Returns name -> space.
 
-    `example` is an image that the autoencoder decoded. ValueError for an empty list, an unknown or
-    doubled name, and missing or wrong weights.
+    `example` is an image that the autoencoder decoded. Raises ValueError if the list is empty, if a
+    name in it is unknown or occurs twice, or if weights are missing or wrong.
     """
     builders: dict[str, Callable[[], Features]] = {
         "encoder": lambda: EncoderFeatures(autoencoder, example),
@@ -311,7 +316,9 @@ def build_features(
 
 
 def import_feature_class(name: str, known: str) -> Callable[[], Features]:
-    """Imports a user's feature space from its dotted path; ValueError if it is no such class."""
+    """Imports the class of a user's feature space from its dotted path `name`. Raises ValueError if
+    the package is not allowed, or if the path leads to no subclass of `Features`. `known` lists the
+    built-in names, for the message."""
     module, _, attribute = name.rpartition(".")
     if not module or not is_admitted(name):
         raise UserError(
