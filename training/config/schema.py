@@ -1,9 +1,9 @@
-"""The typed keys of the configuration, with defaults and meanings; components, such as model and
-data, have keys of their own.
+"""Dataclasses that define the keys of the configuration: their types, defaults and meanings. The
+keys of components, such as model and data, are the arguments of their classes.
 
-A field added here is a key on the command line. Defaults stand only here: the files in `conf/` hold
-values that differ. A field's type and `check` say which values are valid. This file must not
-import torch, so that `--help` stays quick.
+A field added here becomes a key on the command line. Defaults stand only here: a file in `conf/`
+holds only values that differ from the defaults. A field's type and the method `check` decide which
+values are valid. This file must not import torch, so that `--help` stays quick.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Rounding(str, Enum):
 
 
 class Solver(str, Enum):
-    """Solvers of `sample` in models/sampler.py."""
+    """Names of the solvers that `sample` in models/sampler.py implements."""
 
     euler = "euler"
     heun = "heun"
@@ -128,31 +128,38 @@ Positive = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 """An integer of at least 0."""
 EnoughSamples = Annotated[int, Ge(8)]
-"""A number of samples of at least 8; distances cannot compare fewer."""
+"""A number of samples, at least 8: the distances between two sets of images cannot be computed from
+fewer."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Parallelism between several processes (accel/techniques/parallel.py)."""
 
-    # auto: ddp if there are several processes. fsdp shards over all processes, hsdp over groups of
-    # shard_degree processes
+    # auto: ddp if there are several processes, otherwise none. fsdp shards over all processes, hsdp
+    # over groups of shard_degree processes
     mode: ParallelMode = ParallelMode.auto
-    shard_degree: Positive | None = None  # for hsdp; null: the number of GPUs of one machine
-    # for fsdp and hsdp; false: gathered parameters stay in memory until the backward pass
+    # for hsdp: number of processes among which one copy of the model is sharded; null: the number
+    # of GPUs of one machine
+    shard_degree: Positive | None = None
+    # for fsdp and hsdp; true: free a block's gathered parameters after its forward pass, and gather
+    # them again for its backward pass; false: keep them in memory until then
     reshard_after_forward: bool = True
-    reduce_dtype: ReduceDtype = ReduceDtype.fp32  # bf16: ranks send gradients in half the bytes
+    # dtype in which ranks exchange gradients; bf16 halves the bytes sent
+    reduce_dtype: ReduceDtype = ReduceDtype.fp32
     bucket_cap_mb: Positive = 25  # for ddp: MiB of gradients in one all-reduce
-    gradient_as_bucket_view: bool = True  # for ddp: gradients lie in the buckets, without a copy
+    # for ddp: gradients are views of the all-reduce buckets, which saves a copy
+    gradient_as_bucket_view: bool = True
     # for fsdp and hsdp: parameters and the optimizer's state stay in host memory
     cpu_offload: bool = False
-    # the run ends if a rank makes no progress for this time
+    # minutes that a rank may make no progress; after them the run ends
     timeout_minutes: Annotated[float, Gt(0), Le(1_000_000)] = 30.0
     # NCCL's environment variables, such as {NCCL_DEBUG: INFO}
     nccl: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """ValueError for a value that no run can have."""
+        """Raises ValueError for options that contradict the mode, and for NCCL variables that a
+        configuration must not set."""
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
             raise UserError(
                 f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out "
@@ -180,19 +187,22 @@ class RuntimeConfig:
     device: Device = Device.auto
     tf32: bool = False
     cudnn_benchmark: bool = False
-    # precision of matrix products: fp16 scales the loss, by a factor that the device finds; fp8
-    # uses torchao
+    # precision of matrix products; fp16 also scales the loss, by a factor that is adapted on the
+    # device; fp8 uses torchao
     precision: PrecisionName = PrecisionName.fp32
-    # tensorwise: one scale per tensor; rowwise: one scale per row; rowwise_with_gw_hp: the same,
-    # with gradients of weights in bf16
+    # for precision=fp8: tensorwise: one scale per tensor; rowwise: one scale per row;
+    # rowwise_with_gw_hp: as rowwise, but compute the gradients of weights in bf16
     fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
-    # bf16: matrices of linear layers are stored in bf16; averages stay fp32
+    # dtype in which the weight matrices of linear layers are stored; their averages (EMA) stay in
+    # fp32
     weights: WeightsName = WeightsName.fp32
-    # rounding of updated bf16 weights; kahan keeps the rounding error in 2 more bytes a weight
+    # how an optimizer step rounds bf16 weights; kahan keeps each weight's rounding error, in 2 more
+    # bytes per weight
     rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
-    # the next five keys: true: use the Triton kernel if its results agree with the PyTorch
-    # definition; auto: use the faster of the two on this machine
+    # for the next five keys: false: use the PyTorch code that defines the operation; true: use the
+    # Triton kernel if its results agree with that code; auto: use the faster of the two on this
+    # machine
     fused_add_norm: KernelChoice = False
     fused_scan: KernelChoice = False
     fused_conv: KernelChoice = False
@@ -200,26 +210,29 @@ class RuntimeConfig:
     fused_rope: KernelChoice = False
     attention: AttentionName = AttentionName.auto
     gradient_checkpointing: bool = False
-    # blocks: recompute all blocks; every_<n>: recompute every n-th block; selective: in all blocks,
-    # keep the results of matrix products, attention and scans, and recompute the rest
+    # for gradient_checkpointing: blocks: recompute all blocks; every_<n>: recompute every n-th
+    # block; selective: in all blocks, keep the results of matrix products, attention and scans, and
+    # recompute all other activations
     checkpoint_policy: str = "blocks"
     compile: bool = False
-    compile_scope: CompileScope = CompileScope.blocks  # model: one graph; compiles longer
+    # blocks: compile each block; model: compile the whole model as one graph, which takes longer
+    compile_scope: CompileScope = CompileScope.blocks
     # reduce-overhead needs compile_scope=model and accumulation_steps=1
     compile_mode: CompileMode = CompileMode["default"]
     fused_adamw: bool = False
     # the optimizer's state stays in host memory and moves to the device part by part in each step
     offload_optimizer: bool = False
-    # activations saved for the backward pass wait for it in host memory
+    # keep the activations saved for the backward pass in host memory until the backward pass uses
+    # them
     offload_activations: bool = False
     empty_cache_at_eval: bool = False
     cuda_graph: bool = False  # captures the whole step as a CUDA graph
     # measure before training which techniques make the step fastest on this machine; runtime=auto
     # sets this
     tune: bool = False
-    tune_seconds: Annotated[float, Gt(0)] = 120.0  # seconds that `tune` may take at most
-    # if a technique is unavailable: degrade: run without it; error: stop; emulate: compute it
-    # slowly if a CPU can
+    tune_seconds: Annotated[float, Gt(0)] = 120.0  # longest time, in seconds, that `tune` may take
+    # what to do if a technique is unavailable: degrade: run without it; error: stop; emulate: on a
+    # CPU, emulate it slowly if the CPU can, otherwise run without it
     on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -241,7 +254,8 @@ class RuntimeConfig:
         check_contradictions(self, accumulation_steps, deterministic, optimizer)
 
     def values(self) -> dict[str, Any]:
-        """Returns the values of techniques and their options by key, enum members as strings."""
+        """Returns key -> value for all techniques and their options, including the keys of
+        `parallel`; `parallel` itself -> its mode. Enum members become strings."""
         nodes = vars(self) | vars(self.parallel) | {"parallel": self.parallel.mode}
         return {key: v.value if isinstance(v, Enum) else v for key, v in nodes.items()}
 
@@ -252,21 +266,23 @@ KERNEL_KEYS = tuple(node.name for node in fields(RuntimeConfig) if node.type == 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule; it counts samples, not steps (training/optimizers.py)."""
+    """Learning-rate schedule, in samples instead of steps (training/optimizers.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: Natural = 1280
-    # for cosine: the share of the learning rate that is left at the end
+    # for cosine: learning rate at the end of the run, as a fraction of optim.lr
     final: Annotated[float, Ge(0), Le(1)] = 0.0
 
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """Exponential moving average of the parameters; it counts samples, not steps
+    """Exponential moving average (EMA) of the parameters, in samples instead of steps
     (training/step.py)."""
 
     half_life_samples: float = 2000.0
-    ramp: float = 0.05  # early in training the half-life is at most this share of the samples seen
+    # upper limit of the half-life, as a fraction of the samples seen so far; it shortens the
+    # half-life early in training
+    ramp: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -274,30 +290,33 @@ class GuardsConfig:
     """Protection from steps whose gradient norm is NaN, infinite or a spike (training/step.py,
     training/failures.py)."""
 
-    # a run writes a dump and stops after this many skipped steps in a row
+    # number of skipped steps in a row after which a run writes a dump and stops
     max_skipped_in_row: Positive = 20
     # above 0: also skip a step whose gradient norm is this many standard deviations above the mean
     # of the last `spike_window` norms
     spike_sigmas: Annotated[float, Ge(0)] = 0.0
-    # number of earlier finite norms with which `spike_sigmas` compares; each step reads all of them
+    # number of latest finite gradient norms whose mean and standard deviation `spike_sigmas` uses;
+    # every step computes both
     spike_window: Annotated[int, Ge(8), Le(100_000)] = 128
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling in training and by `scripts.sample` (models/sampler.py)."""
+    """Settings for drawing samples during training and by `scripts.sample` (models/sampler.py)."""
 
     solver: Solver = Solver.heun
     steps: Positive = 20
     guidance: float = 1.5  # scale of classifier-free guidance; 1: no guidance
-    # first and last time t at which guidance is on
+    # smallest and largest time t at which guidance is on; t = 1 is noise, t = 0 is data
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    shift: Annotated[float, Gt(0)] = 1.0  # shift of the times of the steps; 1: no shift
-    per_class: Positive = 20  # samples per class, the columns of a sample grid in training
+    # shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t = 1,
+    # the noise; 1: equally long steps
+    shift: Annotated[float, Gt(0)] = 1.0
+    per_class: Positive = 20  # samples to draw per class; the columns of a sample grid in training
 
     def check(self, prefix: str = "sampling.") -> None:
         """Raises ValueError for a value with which sampling is impossible; `prefix` stands before
-        the key in its message."""
+        the key in the error's message."""
         refuse_values(self, prefix)
         interval = self.guidance_interval
         if len(interval) != 2 or interval[0] > interval[1]:
@@ -309,21 +328,22 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class FdConfig:
-    """Distances between generated samples and training images, measured every `fd_every` steps
-    (evaluation/evaluator.py)."""
+    """Settings of the distances (fd and kd) between generated samples and training images, measured
+    every `fd_every` steps (evaluation/evaluator.py)."""
 
-    # number of samples; fd needs more than twice as many as the features have dimensions, kd does
-    # not
+    # number of samples to generate; fd needs more than twice as many samples as the features have
+    # dimensions, kd does not
     count: EnoughSamples = 1000
     # feature extractors: encoder, random, inception, dinov2, or a class of your own
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
-    reference: str | None = None  # a folder of images; null: the decoded training latents
+    # folder of images to compare with; null: decode training latents instead
+    reference: str | None = None
     reference_count: EnoughSamples = 10_000  # largest number of reference images to use
-    inception: str | None = None  # file of torch-fidelity's Inception weights
-    dinov2: str | None = None  # folder, or id on the Hugging Face hub, of DINOv2
+    inception: str | None = None  # path of the file with torch-fidelity's Inception weights
+    dinov2: str | None = None  # folder of the DINOv2 model, or its id on the Hugging Face hub
 
     def refuse_best(self, keep_best: str) -> None:
-        """ValueError if this run does not measure `keep_best`."""
+        """Raises ValueError if this run does not measure the score that `keep_best` names."""
         measured = ["eval_loss"]
         measured += [f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features]
         if keep_best not in measured:
@@ -337,32 +357,41 @@ class TrainConfig:
     """A training run. The defaults train on handwritten digits in about a minute."""
 
     seed: Natural = 0
-    # null: runs/<date>-<time>-<model>-<runtime>; if you set it, the same command again resumes
+    # folder of the run; null: runs/<date>-<time>-<model>-<runtime>. With a folder set, the same
+    # command again resumes the run
     run_dir: str | None = None
     # auto: resume from the newest checkpoint in run_dir, if there is one; never: start a new run;
     # or the path of a run or checkpoint to start from
     resume: str = "auto"
-    # weights to start from: a .safetensors file, a checkpoint or a run folder
+    # weights from which a new run starts: path of a .safetensors file, a checkpoint or a run folder
     init_from: str | None = None
-    # name of an experiment, such as fastrun: at its start a run shows the ledger and the speed of
-    # the latest run of that experiment with the same model and runtime
+    # name of an experiment, such as fastrun: when this run starts, it prints the ledger and the
+    # speed of the latest run of that experiment with the same model and runtime
     rehearsal: str | None = None
-    # packages of your own, whose classes a `_target_` may name; only the command itself may set it
+    # packages of your own, whose classes a `_target_` may name; settable only on the command line
+    # or in the environment, never in a file, because importing a package runs its code
     extensions: list[str] = field(default_factory=list)
-    # length of the run; schedule and EMA count samples too, so they do not depend on batch_size
+    # length of the run in training samples; schedule and EMA also count samples, so they do not
+    # depend on batch_size
     total_samples: Positive = 102_400
     batch_size: Positive = 64  # samples per step, over all processes
     accumulation_steps: Positive = 1  # micro-batches per step
-    max_grad_norm: Annotated[float, Ge(0)] = 1.0  # 0: no clipping
+    # largest gradient norm: gradients above it are scaled down to it; 0: no clipping
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0
     deterministic: bool = False  # true: a resumed run gives the same bits as one that never stopped
-    log_every: Natural = 50  # this and the next four in steps; 0: never. All also happen at the end
+    # intervals in steps of this and the next four actions; 0: never; an action with an interval
+    # above 0 also happens at the end of the run
+    log_every: Natural = 50
     eval_every: Natural = 400
     sample_every: Natural = 800
     fd_every: Natural = 0
     save_every: Natural = 400
-    # number of newest checkpoints to keep; the one with the lowest score `keep_best` stays too
+    # number of newest checkpoints to keep; the checkpoint with the lowest score `keep_best` is kept
+    # too
     keep_checkpoints: Positive = 2
-    keep_best: str = "eval_loss"  # or, if fd_every is set, fd_<features> or kd_<features>
+    # score for which the lowest value is best: eval_loss or, if fd_every is set, fd_<features> or
+    # kd_<features>
+    keep_best: str = "eval_loss"
     # checkpoints at multiples of this number of steps are never removed; 0: none
     keep_every: Natural = 0
     # write checkpoints in the background: training waits only while the state is copied
@@ -381,7 +410,7 @@ class TrainConfig:
     logger: Any = None
 
     def check(self) -> None:
-        """ValueError for a value that no run can have."""
+        """Raises ValueError for a value, or a combination of keys, with which no run can train."""
         refuse_values(self)
         if self.init_from is None and (self.adapter or (self.model or {}).get("of")):
             raise UserError(
@@ -416,32 +445,39 @@ class PrecomputeConfig:
     # or a folder that `datasets` saved
     source: str | None = None
     out: str | None = None  # folder for shards and manifest.json
-    # packages of your own, whose classes a `_target_` may name; only the command itself may set it
+    # packages of your own, whose classes a `_target_` may name; settable only on the command line
+    # or in the environment, never in a file, because importing a package runs its code
     extensions: list[str] = field(default_factory=list)
-    # given: classes are the subfolders, or come from .cls members or a label column; a number: how
-    # many classes there are, if the source does not name them; none: every label is 0
+    # given: classes are the subfolders, or come from .cls members or a label column; a number: the
+    # number of classes of a source that does not name them; none: every label is 0
     classes: Any = "given"
-    allow_cut: bool = False  # true: from a cut or damaged tar use the images before it
+    # true: use the images of a truncated or damaged tar that come before the damage
+    allow_cut: bool = False
     resolution: Positive = 256  # side, in pixels, of the square that images are cropped to
     # colour behind transparent pixels: a name, or "'#rrggbb'" in both kinds of quotes
     background: str = "white"
-    # larger images are skipped; a worker needs 7 to 20 bytes of memory per pixel to decode an image
+    # largest image in megapixels; larger ones are skipped; to decode an image, a worker needs 7 to
+    # 20 bytes of memory per pixel
     max_megapixels: Annotated[float, Gt(0)] = 80.0
     # mean_std: store mean and std of the encoder's posterior, from which training draws a sample in
     # each step; sample: store one sample
     kind: LatentKind = LatentKind.mean_std
     dtype: LatentDtype = LatentDtype.float16
-    # encode mirrored images too, because a mirrored latent is not the latent of a mirrored image
+    # true: encode each image's mirror image too, because mirroring a latent does not give the
+    # latent of the mirrored image
     flips: bool = False
     # share of images kept out of training, for eval_loss
     held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
     limit: Positive | None = None  # number of images to use, chosen by seed; null: all
-    seed: Natural = 0  # decides the order of the images in the shards, and draws of kind=sample
+    # seed for the order of the images in the shards, and for the samples that kind=sample draws
+    seed: Natural = 0
     batch_size: Positive = 32
     num_workers: Natural = 2  # processes that decode images
     shard_size: Positive = 2048  # images in each shard, a tar file
-    block_size: Positive = 256  # samples in each member of a shard
-    min_psnr: float = 20.0  # in dB; the job stops if the first images are below this PSNR
+    block_size: Positive = 256  # samples in each block, which is a member of a shard's tar
+    # lowest PSNR in dB of the first images after encoding and decoding; the job stops if theirs is
+    # lower
+    min_psnr: float = 20.0
     # true: a resumed job writes the same bytes as one that was not interrupted; false: cuDNN may
     # choose algorithms by their time
     same_bytes: bool = True
@@ -451,7 +487,7 @@ class PrecomputeConfig:
     encoder: Any = None
 
     def check(self) -> None:
-        """ValueError for a value that no job can have."""
+        """Raises ValueError for a value with which no encoding job can run."""
         if not self.source:
             raise UserError("source is not set; say which: source=<a folder of images or tars>.")
         if not self.out:
@@ -478,20 +514,22 @@ BOUND_TEXTS = {
     "missing": "longer",
     "too_long": "shorter",
 }
-"""Pydantic's name of an error about a number or the length of a list -> text for the message, in
-which pydantic's values replace the names in braces."""
+"""Type of a validation error of pydantic -> what the value must be, for the message; pydantic's
+bound replaces {ge}, {gt}, {le} or {lt}. `missing` and `too_long` are about lists."""
 
 
 @cache
 def make_type_adapter(kind: type) -> TypeAdapter[Any]:
-    """Makes pydantic's validator of a dataclass, once per class."""
+    """Returns pydantic's TypeAdapter, which validates objects of the dataclass `kind`; made once
+    per class."""
     from pydantic import TypeAdapter  # imported here, so that `--help` stays quick
 
     return TypeAdapter(kind)
 
 
 def refuse_values(node: Any, prefix: str = "") -> None:
-    """ValueError for a value that the type of its field does not allow; `node` is a dataclass."""
+    """Raises ValueError if a field of the dataclass object `node` has a value that the field's type
+    does not allow; `prefix` stands before the key in the error's message."""
     from pydantic import ValidationError
 
     try:
@@ -503,7 +541,8 @@ def refuse_values(node: Any, prefix: str = "") -> None:
 
 
 def describe_bound(fault: Mapping[str, Any]) -> str:
-    """Says, for a fault that pydantic found, what the value must be."""
+    """Returns what a value must be, such as "at least 1", from one of the errors that pydantic's
+    `ValidationError.errors()` lists."""
     bound: str = BOUND_TEXTS.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
     return bound.format(**fault.get("ctx", {}))
 

@@ -1,5 +1,6 @@
-"""Checks the words of a command line: refuses malformed ones, answers another trainer's key (such
-as learning_rate) with fastlatent's, and explains text that Hydra cannot parse."""
+"""Checks the words of a command line: refuses words that are not key=value, refuses another
+trainer's key (such as learning_rate) with a message that names fastlatent's key, and explains words
+that Hydra cannot parse."""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ SPELLINGS = {
     "sampling.guidance={}": "cfg_scale guidance_scale",
     "logger={}": "use_wandb report_to",
 }
-"""fastlatent's spelling of a setting, with {} for the value -> keys of other trainers that mean it,
-separated by spaces; some with their value, as key=value."""
+"""How to write a setting in fastlatent, with {} for the value -> keys of other trainers for this
+setting, separated by spaces. An entry key=value means that key only with that value."""
 DRAWING_SPELLINGS = {
     "guidance={}": "cfg_scale guidance_scale",
     "steps={}": "num_sampling_steps num_inference_steps",
@@ -91,9 +92,10 @@ DRAWING_SPELLINGS = {
     "seed={}": "global_seed",
     "out={}": "sample_dir output_dir",
 }
-"""Spellings for the commands that draw samples, with keys and values as in `SPELLINGS`."""
+"""How to write a setting for fastlatent's commands that draw samples -> keys of other trainers for
+this setting, in the form of `SPELLINGS`."""
 MOVED_MODULES = {"training.process.loggers": "training.loggers"}
-"""Name of a module in an earlier release, which old configurations still contain -> its present
+"""Former name of a module, which configurations of an earlier release may contain -> its present
 name."""
 FLAG_SPELLINGS = {"false": "false 0 no off none null", "true": "*"}
 VALUE_SPELLINGS = {
@@ -126,22 +128,23 @@ VALUE_SPELLINGS = {
         FLAG_SPELLINGS,
     ),
 }
-"""fastlatent's key -> its value -> other trainers' words for this value, separated by spaces;
-* matches any other word."""
+"""fastlatent's key -> one of its values -> other trainers' names for this value, separated by
+spaces; * matches every other name."""
 FOREIGN_KEYS = {key: spelling for spelling, keys in SPELLINGS.items() for key in keys.split()}
-"""Key of another trainer -> fastlatent's spelling, with {} for the value."""
+"""Key of another trainer -> how to write the setting in fastlatent, with {} for the value."""
 FOREIGN_DRAWING_KEYS = {
     key: spelling for spelling, keys in DRAWING_SPELLINGS.items() for key in keys.split()
 }
-"""Key of another program for sampling -> fastlatent's spelling, with {} for the value."""
+"""Key of another sampling program -> how to write the setting for fastlatent's commands that draw
+samples, with {} for the value."""
 NOT_A_FILE_NAME = re.compile(
     r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE
 )
-"""Matches values that Hydra parses as null, a bool, a number, a list or a mapping, and so not as
-the name of a file in conf/."""
+"""Matches a value that Hydra parses as null, a bool, a number, a list or a mapping, so that the
+value cannot be the name of a file in conf/."""
 MAX_BRACKETS = 100
-"""Largest number of opening brackets in a word. No key needs more, and Hydra and OmegaConf recurse
-into each."""
+"""Largest number of opening brackets in one word of a command. No key needs more, and Hydra and
+OmegaConf recurse once per bracket."""
 HELP_HINT = "`--help` lists the keys"
 HYDRA_FLAG = re.compile(
     "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
@@ -170,13 +173,15 @@ NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 
 
 def update_target(target: str) -> str:
-    """Returns the path of a class with the current name of its module."""
+    """Returns `target`, the dotted path of a class, with a former module name (see `MOVED_MODULES`)
+    replaced by the present one."""
     module, _, name = target.rpartition(".")
     return f"{MOVED_MODULES[module]}.{name}" if module in MOVED_MODULES else target
 
 
 def update_targets(node: Any) -> Any:
-    """Returns nested dicts in which every `_target_` has the current name of its class."""
+    """Returns a copy of nested dicts in which the module of every `_target_` has its present name
+    (see `update_target`)."""
     if not isinstance(node, dict):
         return node
     return {
@@ -186,8 +191,8 @@ def update_targets(node: Any) -> Any:
 
 
 def fill_spelling(spelling: str, value: str) -> str:
-    """Inserts a value into a spelling of `SPELLINGS`, after translating it by `VALUE_SPELLINGS` if
-    the key is there."""
+    """Returns `spelling`, a key of `SPELLINGS`, with {} replaced by `value`. `VALUE_SPELLINGS`
+    first translates the value if it lists the setting's key."""
     choices = VALUE_SPELLINGS.get(spelling.partition("=")[0], {})
     matches = (
         name for name, words in choices.items() if words == "*" or value.lower() in words.split()
@@ -197,12 +202,12 @@ def fill_spelling(spelling: str, value: str) -> str:
 
 def refuse_words(words: list[str]) -> None:
     """Raises ValueError for a word that is not of the form key=value, for a key of another trainer,
-    and for a configuration group without a value, such as model=null."""
+    and for a configuration group whose value names no file, such as model=null."""
     refuse_form(words, FOREIGN_KEYS)
     for word in words:
         key, _, value = word.lstrip("+~").partition("=")
-        # Refuse a value that Hydra parses as another type than a name: its own error is about that
-        # type.
+        # For a configuration group, such as model, refuse a value that Hydra parses as null, a
+        # number or a list: Hydra's own error does not say that a file's name is missing.
         allowed = key == "experiment" and value == "null"
         nameless = NOT_A_FILE_NAME.fullmatch(value) and not allowed
         if nameless and key and "." not in key and (CONF_FOLDER / key).is_dir():
@@ -213,7 +218,8 @@ def refuse_words(words: list[str]) -> None:
 
 
 def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
-    """Raises ValueError for a key of another trainer; the message has fastlatent's spelling."""
+    """Raises ValueError for a key of another trainer; the message says how to write the setting in
+    fastlatent. `foreign` is a mapping like `FOREIGN_KEYS`."""
     for word in words:
         key, equals, value = word.lstrip("+~").partition("=")
         spelling = foreign.get(f"{key}={value}") or foreign.get(key)
@@ -223,8 +229,8 @@ def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
-    """Raises ValueError for a word that is not `key=value`; the message has the right form.
-    `foreign` is a mapping like `FOREIGN_KEYS`."""
+    """Raises ValueError for a word that is not `key=value`; the message suggests how to write the
+    word. `foreign` is a mapping like `FOREIGN_KEYS`."""
     for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
         if not word.strip():
             raise UserError("one word of the command is empty; give key=value.")
@@ -257,7 +263,8 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
 
 
 def select_overrides(words: list[str]) -> list[str]:
-    """Returns the words of a command without Hydra's options and their values."""
+    """Returns the words of a command without Hydra's options, such as -m and --config-dir, and
+    without the options' values."""
     return [
         word
         for before, word in zip(["", *words], words, strict=False)
@@ -268,7 +275,8 @@ def select_overrides(words: list[str]) -> list[str]:
 
 
 def quote(word: str) -> str:
-    """Quotes the value of an override that Hydra could not parse, such as `run_dir=läufe/ä`."""
+    """Returns an override with its value in quotes if Hydra cannot parse the value without quotes,
+    as in `run_dir=läufe/ä`; puts ++ before a key of `OPEN_MAPPING`."""
     key, _, value = word.partition("=")
     if key.startswith(OPEN_MAPPING):
         word = f"++{word}"
@@ -284,8 +292,8 @@ def quote(word: str) -> str:
 
 
 def describe_unreadable(word: str) -> str:
-    """Returns a sentence about a word that Hydra cannot parse. It leaves out the word's value,
-    which may hold a secret in a form that `redact_text` does not know."""
+    """Returns a sentence for the user about a word that Hydra cannot parse. The sentence omits the
+    word's value, which may hold a secret in a form that `redact_text` does not know."""
     name, _, value = word.partition("=")
     if value.rstrip().endswith(","):
         return f"{name}: its value ends with a comma; leave that out."
@@ -296,7 +304,8 @@ def describe_unreadable(word: str) -> str:
 
 
 def suggest_key(name: str, known: list[str]) -> str:
-    """Suggests a fix for an unknown key: a similar key, or `--help`."""
+    """Returns the end of a sentence about the unknown key `name`: a similar key of `known`, or a
+    hint at `--help`."""
     variable = re.search(r"NCCL_\w+$", name)
     if variable:
         return f"did you mean {OPEN_MAPPING}.{variable[0]}?"
@@ -313,14 +322,16 @@ def list_choices(group: str) -> list[str]:
 
 
 def find_given_word(key: str, words: list[str]) -> str:
-    """Returns the last word of the command that sets `key`; the key alone if no word sets it."""
+    """Returns the last word of the command that sets `key`; only `key` itself if no word sets
+    it."""
     matches = (word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key)
     return next(matches, key).removeprefix("++" if key.startswith(OPEN_MAPPING) else "")
 
 
 def describe_type(schema: type, key: str) -> str:
-    """Describes the type of a key of `schema`, with the default as an example; "" for a key of a
-    component, such as model.depth, which the schema lacks."""
+    """Returns text about the type of a key of the dataclass `schema`, with the default as an
+    example; "" if the schema lacks the key, which then belongs to a component, such as
+    model.depth."""
     *parents, last = key.split(".")
     node: Any = schema()
     for name in parents:
