@@ -36,27 +36,30 @@ from training.config.compose import read_config
 from training.config.schema import Natural
 
 Figures: TypeAlias = dict[str, Any]
-"""Result of a measurement: name with its unit, such as step_ms -> number or text."""
+"""Result of a measurement: name of a figure with its unit, such as step_ms -> number or text."""
 Words: TypeAlias = list[str]
-"""Words of a command line: overrides of the training configuration, and keys of commands."""
+"""Arguments of a command line, such as runtime.tf32=true: overrides of the training configuration,
+and keys of the bench's commands."""
 
 TABLES = read_config(Path(__file__).with_name("tables.yaml"))
-"""Content of tables.yaml: settings, overrides of cases, the queue of a GPU day, and columns of
-tables."""
+"""Content of tables.yaml: sizes of model and data (`settings`), overrides of the cases, the
+benchmarks that the command `gpu` runs (`queue`), and the columns of the printed tables."""
 
 
 class Case(NamedTuple):
-    """One measurement: a name, overrides, and the function that measures it in a child process."""
+    """One measurement: its name, the overrides of the training configuration, and the function that
+    a child process calls to measure it."""
 
     name: str
     measure: Callable[[Case, Any], Figures]
     """Module-level function that takes the case and the command's keys and returns figures."""
     overrides: Words = []  # noqa: RUF012  # never changed
     baseline: Words = []  # noqa: RUF012
-    """Overrides of the run with which the case is compared; both are timed in turn."""
+    """Overrides of the run with which the case is compared; the case and that run are timed in
+    turn."""
     needs: Words = []  # noqa: RUF012
-    """Overrides that this machine must support, such as runtime.tf32=true. If it does not support
-    one, the result is the reason."""
+    """Overrides that this machine must support, such as runtime.tf32=true. If the machine does not
+    support one of them, the case is not measured, and its result is the reason."""
     seconds: float = 15.0
     """Expected seconds of the measurement on a GPU, without the time to compile."""
     labels: Figures = {}  # noqa: RUF012
@@ -75,20 +78,21 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Keys that all measuring commands have. Where 0 or null is the default, it stands for the
-    value of the setting."""
+    """Keys that all measuring commands have. If `steps` or `repeats` is 0, the `setting` gives its
+    value."""
 
     setting: str | None = None
-    """Sizes of model and data: tiny, s256, s32, s32x512 or b256; null: s256 on a machine with a
-    GPU, else tiny."""
+    """Name of an entry of `settings` in scripts/bench/tables.yaml, which fixes model, batch and
+    latents: tiny; s32, s256 (model size s, batch of 32 or 256); s32x512 (batch of 32, 512 tokens);
+    or b256. null: s256 on a machine with a GPU, else tiny."""
     steps: Natural = 0
     """Training steps in one round."""
     repeats: Natural = 0
-    """Number of rounds; in each round every timed run has its turn."""
+    """Number of rounds; each round times `steps` steps of every compared run."""
     loss_steps: Natural = 0
-    """Steps after which losses are compared; 0: the number of steps in a round."""
+    """Number of training steps after which the loss is compared with the baseline's; 0: `steps`."""
     inductor: bool = True
-    """False leaves out cases that compile with Inductor, which takes minutes on a CPU."""
+    """false: leaves out the cases that compile with Inductor, which takes minutes on a CPU."""
     name: str | None = None
     """Name of the results' folder in `out`; null: <command>_<setting>."""
     out: str = "bench"

@@ -35,16 +35,18 @@ from training.config.schema import refuse_values
 
 SETTINGS = TABLES["settings"]
 ATTENTION_FAMILY = "dit"
-"""The family of models with attention, the baseline of all mixers."""
+"""Name of the family of models with attention, with which `mixers` compares all other families."""
 PRECISIONS = TABLES["precisions"]
 TECHNIQUE_EXCEPTIONS = TABLES["techniques"]
 CALIBRATED_FAMILIES = {"mamba": "", "ssd_mlp": "", ATTENTION_FAMILY: ""}
-"""Family of models whose fused kernels `calibration` tries -> overrides besides the model."""
+"""Model family whose fused kernels the benchmark `calibration` tries -> further Hydra overrides, ""
+for none."""
 
 
 def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
-    """Plans a case for each rung of the ladder; each is timed in turn with the newcomer's loop,
-    which reads samples from memory."""
+    """Plans a case for each rung of the ladder: variants of the newcomer's loop, then this
+    framework with one more technique per rung. The baseline of every case is the newcomer's loop
+    that reads its samples from memory."""
     workers = f"newcomer.num_workers={cfg.num_workers}"
     memory = [*words, workers, "newcomer.storage=memory"]
     newcomers = {
@@ -72,14 +74,16 @@ def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
                 yield from plan_alone(kind, over, words)
     for over in cfg.precisions:
         yield from plan_features(over, words)
-    # Only with bf16, because runtime=max trains in bf16.
+    # runtime=max trains in bf16, so plan the cases based on it only if bf16 is among the
+    # precisions.
     if "bf16" in cfg.precisions:
         yield from plan_removed(words)
 
 
 def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]:
     """Plans cases that add one technique to runtime=eager in the precision `over`, one case for
-    each value of its key. Techniques that it needs are on in the baseline too."""
+    each value of the technique's key. Other techniques that this technique needs are on in the
+    baseline too."""
     exceptions = TECHNIQUE_EXCEPTIONS.get(kind.key, {})
     if "family" in exceptions:
         words = measure.replace_family(words, exceptions["family"])
@@ -98,8 +102,9 @@ def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]
 
 
 def plan_features(over: str, words: Words) -> Iterator[Case]:
-    """Plans cases that add one other feature that guides recommend to runtime=eager in the
-    precision `over`: batch sizes, optimizers, workers of a loader."""
+    """Plans cases that add to runtime=eager, in the precision `over`, one feature that guides
+    recommend and that is no technique: another batch size, optimizer or number of loader
+    workers."""
     batch = compose(words).cfg.batch_size
     sizes = {"half": batch // 2, "twice": 2 * batch, "four_times": 4 * batch}
     for name, feature in TABLES["features"].items():
@@ -116,8 +121,8 @@ def plan_features(over: str, words: Words) -> Iterator[Case]:
 
 
 def plan_removed(words: Words) -> Iterator[Case]:
-    """Plans cases that remove one technique from runtime=max, for each that is on in max and off in
-    eager."""
+    """Plans a case for each technique that runtime=max turns on and runtime=eager does not: the
+    case is runtime=max without this technique, the baseline is runtime=max."""
     full = [*words, "runtime=max"]
     eager_values = compose([*words, "runtime=eager"]).cfg.runtime.values()
     max_values = compose(full).cfg.runtime.values()
@@ -130,8 +135,8 @@ def plan_removed(words: Words) -> Iterator[Case]:
 
 
 def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
-    """Plans a case for each family of models: its training step, compared with that of the family
-    with attention."""
+    """Plans a case for each family of models; it compares the training step of the family with the
+    step of the family with attention."""
     files = (CONF_FOLDER / "model").glob(f"*_{cfg.size}.yaml")
     families = sorted(file.stem.rpartition("_")[0] for file in files)
     if not families:
@@ -148,7 +153,8 @@ def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
-    """Plans a case for each implementation of each fused operator."""
+    """Plans a case for each implementation of each fused operator: eager, compiled, fused, and the
+    kernels of other packages."""
     for operator in kernels.INPUTS:
         for way in (*kernels.OURS, *kernels.PEERS.get(operator, ())):
             compiled = ["runtime.compile=true"] if way == "compiled" else []
@@ -159,8 +165,8 @@ def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
-    """Plans some tests of every kind in one case, then one case per file, because a crash ends the
-    process."""
+    """Plans a case with some GPU tests of every kind, then a case for each file of tests, so that a
+    test that crashes its process does not prevent the tests of other files."""
     if cfg.select not in ("all", "smoke", "rest"):
         raise UserError(f"select={cfg.select}: choose all, smoke or rest.")
     files = [file for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()]
@@ -173,8 +179,8 @@ def plan_tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
-    """Plans cases that count the memory that each technique saves on an H100, and the largest model
-    for each way to save memory."""
+    """Plans cases that forecast how much memory each technique saves on an H100, and cases that
+    find the largest model for each way to save memory."""
     for name, texts in TABLES["counted"].items():
         base = [*words, *texts["over"].split()]
         yield Case(name, forecasts.count_savings, [*base, *texts["words"].split()], base)
@@ -220,7 +226,7 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
 
 
 class Job(NamedTuple):
-    """A command line that was read: the command itself, its keys, and the cases that it plans."""
+    """A parsed command line: the command itself, its keys, and the cases to measure."""
 
     command: str
     """The command line that reproduces the results."""
@@ -229,11 +235,11 @@ class Job(NamedTuple):
 
 
 def plan_job(command: str, words: Words, help_text: str = "") -> Job:
-    """Plans the cases of a command: completes its keys from the setting, and adds the setting's
-    words to the overrides of the training configuration.
+    """Plans the cases of a command. Keys that are 0 or null get the values of the `setting`; its
+    overrides of the training configuration come before the user's overrides.
 
-    A group in the words (data=digits) replaces the setting's words of that group. ValueError for a
-    mistake, before anything is measured.
+    A config group among the user's overrides (data=digits) replaces all overrides of the setting
+    for that group. ValueError for a mistake, before anything is measured.
     """
     schema, plan = COMMANDS[command]
     cfg, user_overrides = split_words(schema, words, help_text)

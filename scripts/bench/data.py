@@ -28,15 +28,17 @@ from scripts.timing import measure_seconds, summarise
 from training.environment import pick_device
 
 SETTING_SIZES = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
-"""Setting -> samples, batch size and side of the latents, which have 4 channels."""
+"""Setting -> (number of samples, batch size, height and width of the latents); the latents have 4
+channels."""
 USUAL_SIZES = (50_000, 256, 32)
-"""Samples, batch size and side in all other settings."""
+"""(number of samples, batch size, height and width of the latents) in all settings that
+`SETTING_SIZES` does not have."""
 
 
 @cache
 def write_latent_files(count: int, side: int) -> Path:
-    """Writes random latents, once per process: as one array, as tars with one .npy per sample, and
-    as our shards."""
+    """Writes the same random latents in three forms, once per process: one array, tars with one
+    .npy per sample, and shards of this framework. Returns the folder."""
     os.environ.setdefault("WDS_SECURE", "1")
     from webdataset.writer import TarWriter
 
@@ -66,7 +68,8 @@ def write_latent_files(count: int, side: int) -> Path:
 
 
 def feed_per_sample(workers: int, folder: Path, size: int, device: torch.device) -> Iterator[Any]:
-    """Yields batches on the device without end, from webdataset as its documentation shows it."""
+    """Yields batches (latents, labels) on the device, endlessly, by the pipeline that webdataset's
+    documentation shows."""
     webdataset: Any = import_module("webdataset")
     tars = sorted(str(file) for file in folder.glob("*.tar"))
     dataset = webdataset.WebDataset(tars, shardshuffle=100, empty_check=False)
@@ -80,7 +83,8 @@ def feed_per_sample(workers: int, folder: Path, size: int, device: torch.device)
 
 
 def feed_at_random(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
-    """Yields batches of random rows of a memory-mapped array, as nanoGPT does."""
+    """Yields batches of latents on the device, endlessly: random rows of a memory-mapped array, as
+    nanoGPT reads its data."""
     array = np.load(folder / "latents.npy", mmap_mode="r")
     draw = np.random.default_rng(0)
     while True:
@@ -100,8 +104,9 @@ def open_ours(
 
 
 def open_in_chunks(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
-    """Opens the resident loader with room for half of the set. A thread copies the next quarter to
-    the device (on a GPU in a side stream) while batches come from the present one."""
+    """Opens the resident loader with device memory for only half of the set. A thread copies the
+    next quarter of the set to the device (on a GPU in a side stream) while batches come from the
+    quarter that it copied before."""
     room = (folder / "latents.npy").stat().st_size / 2
     return open_ours(ResidentLatents, folder, size, device, device_memory_gib=room / GIB)
 
@@ -122,19 +127,19 @@ LOADERS: dict[str, Callable[[Path, int, torch.device], Iterator[Any]]] = {
     "webdataset's own pipeline, 1 worker": partial(feed_per_sample, 1),
     "webdataset's own pipeline, 2 workers": partial(feed_per_sample, 2),
 }
-"""Name -> function that opens an endless stream of batches on the device; "2 × 4" stands for two
-workers with a `prefetch_factor` of four."""
+"""Name of a loader -> function that opens it as an endless stream of batches on the device; "2 × 4"
+in a name stands for two workers with a `prefetch_factor` of four."""
 
 
 def measure_loader(case: Case, cfg: DataConfig) -> Figures:
-    """Measures the samples per second of a loader in its first and later epochs, and its share of
-    waiting."""
+    """Measures the samples per second of a loader in its first epoch and in later epochs, and the
+    share of time that a training loop waits for its batches."""
     count, size, side = SETTING_SIZES.get(str(cfg.setting), USUAL_SIZES)
     folder = write_latent_files(count, side)
     device = pick_device("auto")
     number = max(1, count // size)
 
-    # Start the clock before the loader, so that the first epoch includes its start.
+    # Start the clock before the loader opens, so that the first epoch includes the time to open it.
     began = time.perf_counter()
     batches = LOADERS[case.name](folder, size, device)
 
@@ -146,7 +151,7 @@ def measure_loader(case: Case, cfg: DataConfig) -> Figures:
     first = number * size / (time.perf_counter() - began)
     warm = [number * size / measure_seconds(read_epoch, device) for _ in range(cfg.repeats)]
 
-    # A sleep stands for the training step, during which workers read ahead.
+    # Simulate the training step by a sleep, during which the loader's workers read ahead.
     busy = cfg.step_ms / 1e3
     waited = 0.0
     for _ in range(cfg.steps):

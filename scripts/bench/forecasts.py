@@ -13,8 +13,9 @@ CARD = CARDS["h100"]
 
 
 def count_savings(case: Case, cfg: BenchConfig) -> Figures:
-    """Counts the memory of a configuration and its baseline: bytes at the peak, and the
-    `activations` among them, which are kept for the backward pass."""
+    """Forecasts, for the case's overrides and for its baseline on an H100, the bytes at the peak of
+    a step and the bytes of `activations` that are kept for the backward pass. Returns these bytes,
+    and their relative changes from the baseline to the case."""
     figures: Figures = {}
     for prefix, words in (("baseline_", case.baseline), ("", case.overrides)):
         plan = forecast(make_question(compose(words).cfg, CARD.memory))
@@ -27,8 +28,9 @@ def count_savings(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def count_largest(case: Case, cfg: BenchConfig) -> Figures:
-    """Finds the deepest model that fits H100s with a configuration and with its baseline, and the
-    ratio of their parameters."""
+    """Finds, for the case's overrides and for its baseline, the largest depth whose model fits the
+    memory of an H100 (of 8 H100s together if the overrides shard the model); also returns the ratio
+    of the two parameter counts."""
     figures: Figures = {}
     for prefix, words in (("baseline_", case.baseline), ("", case.overrides)):
         depth, plan = forecast_largest(LargestConfig(), words, "", CARD)

@@ -37,7 +37,7 @@ SHAPES = {
     "s256": (256, 256, 384, 64, 64),
     "b256": (256, 256, 768, 64, 64),
 }
-"""Setting -> samples B, tokens L, width D, head dim P, state size N."""
+"""Setting -> (B samples, L tokens, width D, P channels per head, state size N)."""
 SCAN = "B L K P, B L 2 K, dt_bias, A_log, B L 2 N, B L 2 N, fp32 K"
 INPUTS = {
     "add_norm": "B L D, B D, fp32 B L D, B D, B D",
@@ -48,17 +48,19 @@ INPUTS = {
     "swiglu": "B L hidden",
     "qk_rope": "B L 3 H P, fp32 P, fp32 P",
 }
-"""Operator -> its inputs, separated by commas. Each input is a list of its sizes (letters as in
-`find_sizes`), in bf16 or after "fp32" in fp32. dt_bias and A_log are fp32 inputs of sizes 2 K."""
+"""Operator -> its input tensors, separated by commas. Each input is written as the sizes of its
+axes (letters and words of `find_sizes`); it is in bf16, or in fp32 if "fp32" stands before the
+sizes. The inputs dt_bias and A_log are in fp32 with shape (2, K)."""
 INPUT_SETS = 4
 measure_rates_once = cache(measure_rates)
-"""Returns the measured rates of a device; measures them once per process."""
+"""Measures the rates of a device (TFLOP/s of matrix products, GB/s of a copy) once per process, and
+returns name of the rate -> rate."""
 Function = Callable[..., Any]
 
 
 def find_sizes(setting: str) -> dict[str, int]:
-    """Returns letter or word in INPUTS -> size, such as K heads of the scan and H heads of
-    attention."""
+    """Returns letter or word in `INPUTS` -> size of that axis in a setting; for example K is the
+    number of heads of the scan, H the number of heads of attention."""
     B, L, D, P, N = SHAPES[setting]
     K = 2 * D // P
     mixed = 2 * D + 4 * N
@@ -67,7 +69,7 @@ def find_sizes(setting: str) -> dict[str, int]:
 
 
 def draw_inputs(operator: str, sizes: dict[str, int], device: torch.device) -> list[Tensor]:
-    """Draws random inputs of an operator; all require a gradient."""
+    """Draws the random input tensors of an operator; all require a gradient."""
     inputs = []
     for text in INPUTS[operator].split(", "):
         kind, _, rest = text.partition(" ")
@@ -84,7 +86,8 @@ def draw_inputs(operator: str, sizes: dict[str, int], device: torch.device) -> l
 
 
 class Op(NamedTuple):
-    """An operator's definition and fused implementation, and the FLOPs of its forward pass."""
+    """An operator's definition in plain PyTorch, its fused implementation, and the FLOPs of its
+    forward pass (0: not counted)."""
 
     definition: Function
     fused: Function
@@ -92,14 +95,14 @@ class Op(NamedTuple):
 
 
 def swiglu(joined: Tensor) -> Tensor:
-    """Computes SwiGLU by its definition; the last axis of `joined` (…, 2·hidden) holds both
-    halves."""
+    """Computes SwiGLU by its definition; the last axis of `joined` (…, 2·hidden) holds the two
+    factors of its product, one after the other."""
     return silu_product(*joined.chunk(2, dim=-1))
 
 
 def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
-    """Returns name of an operator -> its implementations, for the setting's number of tokens on a
-    grid that is as square as possible."""
+    """Returns name of an operator -> its definition, fused implementation and FLOPs. The tokens of
+    the setting form a grid that is as square as possible."""
     B, L, _, P, N = SHAPES[setting]
     sizes = find_sizes(setting)
     height = max(h for h in range(1, int(L**0.5) + 1) if L % h == 0)
@@ -162,8 +165,9 @@ OURS: dict[str, Callable[[Op], Function]] = {
 def make_runner(
     function: Function, sets: list[list[Tensor]], steps: int, backward: bool
 ) -> Callable[[], None]:
-    """Returns a function that makes `steps` calls, each on the next set of inputs. It was already
-    called once, as a warm-up."""
+    """Returns a function that calls `function` `steps` times, each time on the next of the input
+    `sets`, with the backward pass if `backward`. The returned function has run once already, as a
+    warm-up."""
     with torch.no_grad():
         weights = [torch.randn_like(t) for t in tree_leaves(function(*sets[0]))]
 
@@ -180,8 +184,8 @@ def make_runner(
 
 
 def count_bytes(op: Op, inputs: list[Tensor]) -> int:
-    """Counts the bytes that the forward and backward pass must move: the inputs twice, the outputs
-    once, and the gradients of inputs and outputs."""
+    """Counts the bytes that the forward and backward pass must read or write: the inputs twice, the
+    outputs once, and the gradients of inputs and outputs once."""
     with torch.no_grad():
         outputs = tree_leaves(op.definition(*inputs))
     return 3 * sum(t.nbytes for t in inputs) + 2 * sum(t.nbytes for t in outputs)
@@ -215,7 +219,8 @@ def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
 
     rate = measure_rates_once(device)
     gb_s = count_bytes(op, sets[0]) / figures["us"] / 1e3
-    # The backward pass takes twice the FLOPs of the forward pass.
+    # The backward pass takes twice the FLOPs of the forward pass, so both passes take 3 *
+    # `op.flops`.
     tflops = 3 * op.flops / figures["us"] / 1e6
     return figures | {
         "gb_s": gb_s,

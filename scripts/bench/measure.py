@@ -1,4 +1,5 @@
-"""Measures whole training runs in a child process, and makes a result of each case."""
+"""Functions that measure the cases of the bench's commands: each takes a case and the command's
+keys, and returns the figures of the case. A child process calls them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ from training.failures import count_lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
 PRODUCT_SUFFIX = "_product_tflops"
-"""End of the names of the measured rates of matrix products; a name begins with the precision."""
+"""Suffix of the names of measured rates of matrix products, after the precision, as in
+bf16_product_tflops."""
 EMULATE_OVERRIDE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
 PYTEST_COMMAND = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
@@ -57,8 +59,8 @@ def device_of(words: Words) -> torch.device:
 
 
 def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
-    """Returns the overrides, such as runtime.tf32=true, that are unavailable on this machine -> the
-    reasons."""
+    """Returns override that this machine does not support, such as runtime.tf32=true -> the reason;
+    without the overrides that the run emulates."""
     reasons = doctor.find_capabilities(device)
     emulated = find_emulated(words, device)
     refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
@@ -66,8 +68,8 @@ def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
 
 
 def find_emulated(words: Words, device: torch.device) -> Words:
-    """Returns the overrides that this CPU emulates because it lacks the instructions, if the words
-    ask for emulation."""
+    """Returns the overrides among `words` whose instructions this CPU lacks and emulates; none
+    unless `words` contain `EMULATE_OVERRIDE`."""
     if EMULATE_OVERRIDE not in words or device.type != "cpu":
         return []
     emulable = {kind.make_override(value) for kind in TECHNIQUES for value in kind.emulated}
@@ -76,8 +78,8 @@ def find_emulated(words: Words, device: torch.device) -> Words:
 
 
 def measure_case(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures a case and returns its figures, or a `reason` or `error` in one sentence if there
-    are none.
+    """Measures a case and returns its figures; or, in one sentence, the `reason` why this machine
+    does not measure the case, or the `error` that ended the measurement.
 
     It prints the traceback of an error to stderr, and leaves the device idle and its memory free.
     """
@@ -104,14 +106,15 @@ def measure_case(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def free_memory() -> None:
-    """Frees objects without references, and the allocator's unused memory."""
+    """Frees objects that only reference cycles keep alive, and the unused memory that PyTorch's GPU
+    allocator holds."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def build_loop(words: Words) -> Loop:
-    """Builds the newcomer's loop if there are words such as newcomer.storage=files, else the
-    framework's."""
+    """Builds the newcomer's loop if `words` have keys such as newcomer.storage=files, else the
+    framework's loop."""
     prefix = "newcomer."
     options = dict(
         word.removeprefix(prefix).split("=") for word in words if word.startswith(prefix)
@@ -121,8 +124,8 @@ def build_loop(words: Words) -> Loop:
 
 
 def count_bytes(loop: Loop) -> float | None:
-    """Counts the bytes that a GPU would need for a run, as scripts.plan does. None if the allocator
-    of a GPU has measured them, and for the newcomer's loop."""
+    """Forecasts by scripts.plan the bytes that a GPU would need for this run, without the driver's
+    context. None for the newcomer's loop, and on a GPU, whose allocator has measured the bytes."""
     if loop.memory_peak is not None or not isinstance(loop, Workload):
         return None
     needs = forecast(make_question(loop.cfg, memory_of(loop.device))).needs
@@ -130,8 +133,8 @@ def count_bytes(loop: Loop) -> float | None:
 
 
 class Baseline(NamedTuple):
-    """The run with which a case is compared, its loss after `loss_steps`, and the bytes that a GPU
-    would need for it."""
+    """The run with which a case is compared, its loss after `loss_steps`, and the forecast of its
+    bytes on a GPU, None where `count_bytes` makes no forecast."""
 
     loop: Loop
     loss: float
@@ -155,18 +158,18 @@ def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
 
 
 def compare(case: Case, cfg: BenchConfig) -> Figures:
-    """Trains a configuration and its baseline from the same weights on the same samples, then times
-    them in turn. `speed` is the ratio of samples per second, since batch sizes may differ.
+    """Trains the case's run and its baseline from the same weights on the same samples, then times
+    both in turn. `speed` is the ratio of samples per second, since batch sizes may differ.
 
-    Techniques that are unavailable on this machine are left out.
+    The case's run leaves out the techniques that this machine does not support.
     """
     base, base_loss, base_bytes = train_baseline(tuple(case.baseline), cfg.loss_steps)
     loop = base
     loss = base_loss
     if case.overrides != case.baseline:
         refused = find_refusals(case.overrides, base.device)
-        # Disable the compiler's caches for the ladder, which reports the warm-up of a first start,
-        # when nothing is compiled yet.
+        # The ladder reports how long a first start takes, when no compiled code is stored yet. So
+        # disable the compiler's caches if the baseline is the newcomer's loop.
         with disable_compiler_caches() if isinstance(base, NewcomersLoop) else nullcontext():
             loop = build_loop([word for word in case.overrides if word not in refused])
         loss = loop.measure_loss(cfg.loss_steps)
@@ -189,8 +192,8 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:
-    """Trains a configuration from several seeds. Returns the losses with their range, and the bytes
-    of its state."""
+    """Trains a configuration from several seeds. Returns the losses with their range over the
+    seeds, and the bytes per parameter of each part of the training state."""
     figures: Figures = {"seeds": len(cfg.seeds), "skipped": 0}
     losses: dict[str, list[float]] = {"loss": [], "eval_loss": []}
     step_ms = []
@@ -200,7 +203,8 @@ def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:
         outputs = [workload.training.take_step() for _ in range(cfg.steps)]
         figures["skipped"] += sum(int(output.skipped) for output in outputs)
 
-        # Average the losses of the second half of the steps, which are less noisy than the first.
+        # Average the losses of the second half of the steps, which vary less than those of the
+        # first half.
         late_losses = torch.stack([output.loss for output in outputs[cfg.steps // 2 :]])
         losses["loss"].append(late_losses.mean().item())
         losses["eval_loss"].append(evaluate(workload.training)["eval_loss"])
@@ -216,10 +220,10 @@ def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:
 
 
 def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures the memory of a configuration and compares it with the prediction of scripts.plan.
+    """Measures the memory of a training run and compares it with the prediction of scripts.plan.
 
-    The measured figure is the peak that a GPU's allocator reserved; the prediction is without the
-    driver's context.
+    The measured bytes are the peak that PyTorch's GPU allocator reserved (None on a CPU), so the
+    predicted bytes leave out the driver's context.
     """
     workload = Workload(case.overrides)
     step_ms = time_steps({"case": workload}, cfg.steps, cfg.repeats)["case"]
@@ -235,10 +239,12 @@ def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
-    """Times rounds of steps that begin with a save, in turn with rounds that have no save.
+    """Times rounds of steps that begin with a save of a checkpoint, in turn with rounds that have
+    no save.
 
     `stall_ms` is the duration of the call of `save`; `speed` shows how much a background save slows
-    down the steps. The first save does not count, because it also allocates its buffers.
+    down the steps. `stall_ms` leaves out the first save, because that save also allocates its
+    buffers.
     """
     workload = Workload(case.overrides)
     training = workload.training
@@ -269,8 +275,8 @@ def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
-    """Examines the machine as scripts.doctor does, with its rates, and the rate of each product
-    relative to fp32."""
+    """Returns what scripts.doctor finds on this machine: facts, measured rates, and the rate of
+    matrix products in each precision relative to fp32."""
     findings = doctor.examine(measure=True)
     rates = findings["rates"]
     times = {
@@ -282,14 +288,14 @@ def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def replace_family(words: Words, family: str) -> Words:
-    """Replaces the model in the overrides `words` by the model of another family in the same
-    size."""
+    """Replaces the model family in the override model=<family>_<size> among `words`; the size
+    stays."""
     return [re.sub(r"^model=\w+_", f"model={family}_", word) for word in words]
 
 
 def calibrate(case: Case, cfg: BenchConfig) -> Figures:
-    """Tries the fused kernels as a run does before its first step. A later run finds in its cache
-    which kernels this chose."""
+    """Tests and times the fused kernels as a run does before its first step. The cache keeps which
+    kernels this chose, so a later run does not test them again."""
     if device_of(case.overrides).type != "cuda":
         return {"reason": NEEDS_GPU}
     kernels = doctor.try_kernels(replace_family(case.overrides, case.name))
@@ -298,10 +304,10 @@ def calibrate(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
-    """Runs tests that need a GPU with pytest, and counts the outcomes in its report.
+    """Runs the tests that need a GPU with pytest, and counts the outcomes in pytest's report.
 
-    Warnings fail no test, because those of a GPU, its driver and its libraries are not known in
-    advance.
+    A warning does not fail a test here, because the warnings of a GPU, its driver and its libraries
+    are not known in advance.
     """
     if not torch.cuda.is_available():
         return {"reason": NEEDS_GPU}
@@ -316,7 +322,8 @@ def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def count_outcomes(report: Path) -> Figures:
-    """Counts the tests of a JUnit report; an `error` names those that failed."""
+    """Counts the tests in a JUnit report. If tests failed, `error` says how many and names the
+    first."""
     tests = list(ElementTree.parse(report).iter("testcase"))
 
     def list_messages(*kinds: str) -> Words:

@@ -48,18 +48,19 @@ class ItemsInFiles(Dataset):
 
 
 def yield_order(count: int, seed: int) -> Iterator[int]:
-    """Yields the framework's order of samples without end, so both loops see the same order."""
+    """Yields the indices of samples endlessly in the framework's order, so that the newcomer's loop
+    and the framework's loop see the same samples."""
     order = EpochOrder(count, seed, torch.device("cpu"))
     for epoch in itertools.count():
         yield from order.find_epoch(epoch).tolist()
 
 
 class NewcomersLoop(Loop):
-    """The newcomer's loop. `storage` places the samples in files, in memory, or resident on the
-    device; with `item=never` the loop does not read the loss.
+    """The newcomer's loop. `storage` says where the samples lie: "files", "memory", or "resident"
+    (on the device). With `item="never"` the loop does not read the loss.
 
-    Timed steps draw noise by torch.randn. Only `measure_loss` draws the framework's noise, so that
-    losses are comparable.
+    Timed steps draw noise by torch.randn. Only `measure_loss` draws the same noise as the
+    framework, so that losses are comparable.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class NewcomersLoop(Loop):
         self.stack.on_process()
         self.ledger = Ledger()
 
-        # The loop trains on the framework's data set, with the samples placed by `storage`.
+        # Load the framework's data set, and copy its samples to the place that `storage` names.
         samples = self.cfg.batch_size
         self.source = build_loader(self.cfg.data, self.cfg.seed, samples, self.device)
         if not isinstance(self.source, InMemoryLatents):
@@ -95,7 +96,8 @@ class NewcomersLoop(Loop):
             kind = ItemsInFiles if storage == "files" else TensorDataset
             self.items = kind(latents, labels)
 
-        # Build the model and warm it up; after that it gets its initial weights again.
+        # Build the model and warm it up by a few steps, then load its initial weights again, so
+        # that measured steps start from these.
         memory = MemoryPeak(self.device)
         torch.manual_seed(self.cfg.seed)
         self.model = build_model(self.cfg.model, self.spec, self.device)
@@ -111,7 +113,8 @@ class NewcomersLoop(Loop):
         self.memory_peak = memory.read()
 
     def start(self) -> None:
-        """Restarts from the first sample with a new optimizer."""
+        """Restarts from the first sample, with a new optimizer and with new averages of the present
+        weights."""
         self.averages = [p.detach().clone() for p in self.model.parameters()]
         rates = {name: value for name, value in self.cfg.optim.items() if name != "_target_"}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **rates)
@@ -119,7 +122,7 @@ class NewcomersLoop(Loop):
         self.samples = 0
 
     def make_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns an iterator over the batches, on the device."""
+        """Returns an iterator over the batches (latents, labels), on the device."""
         if self.items is None:
             self.source.load_state_dict({"samples_seen": 0})
             return ((batch.latents, batch.labels) for batch in self.source)
@@ -130,20 +133,21 @@ class NewcomersLoop(Loop):
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
         )
-        # Do not refer to self in the generator: if it did, garbage collection would end the
-        # workers, and PyTorch would wait five seconds for each.
+        # The generator must not refer to self. If it did, garbage collection would end the loader's
+        # workers, and PyTorch would wait five seconds for each worker.
         device = self.device
         return ((x.to(device), labels.to(device)) for x, labels in loader)
 
     def prepare(self) -> None:
-        """Sets PyTorch's flags for this loop, and consumes the batches that workers prefetched
-        while another loop ran."""
+        """Sets PyTorch's flags for this loop, and skips the batches that workers prefetched while
+        another loop ran, so that the measured time includes reading."""
         super().prepare()
         for _ in range(self.prefetch_factor * self.num_workers):
             next(self.batches)
 
     def take_step(self, comparable: bool = False) -> Tensor:
-        """Takes a step and returns its loss; a `comparable` step draws the framework's noise."""
+        """Takes a training step and returns its loss. A `comparable` step draws the same noise and
+        times as the framework, so that losses of both loops can be compared."""
         latents, labels = next(self.batches)
         loss = (self.compute_comparable_loss if comparable else self.compute_loss)(latents, labels)
         self.samples += len(labels)
@@ -160,14 +164,15 @@ class NewcomersLoop(Loop):
         return loss.detach()
 
     def compute_comparable_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
-        """Computes the loss with the framework's noise and times."""
+        """Computes the loss with the same noise and the same times t as the framework."""
         position = torch.arange(self.samples, self.samples + len(labels), device=self.device)
         batch = Batch(latents, labels, position, position)
         options = {"seed": self.cfg.seed, "null_label": self.model.num_classes}
         return self.objective.compute_losses(self.model, batch, **options)[0].mean()
 
     def compute_loss(self, latents: Tensor, labels: Tensor) -> Tensor:
-        """Computes the loss of flow matching, as tutorials do."""
+        """Computes the flow-matching loss as tutorials do: noise, times t and dropped labels come
+        from torch's default generator."""
         noise = torch.randn_like(latents)
         t = torch.sigmoid(torch.randn(len(labels), device=self.device))
         drop = torch.rand(len(labels), device=self.device) < 0.1

@@ -37,24 +37,25 @@ PLACES = {
     "hardware": "docs/kernels.md",
     "overview": "docs/benchmarks/README.md",
 }
-"""Part of the template -> the page that holds its table."""
+"""Part of results.md.jinja -> path of the page that shows the table of that part."""
 FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
 GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
-"""Group of techniques -> its rows, each a figure that guides promise, and the benchmarks that check
-these figures on a GPU."""
+"""Content of guides.yaml: group of techniques -> rows, each with a figure that guides promise, and
+the benchmarks that check these figures on a GPU."""
 CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
 """GPU models that are the columns of the table of hardware."""
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
 def fill(part: str, **facts: Any) -> str:
-    """Renders one part of results.md.jinja."""
+    """Renders one part of results.md.jinja with the variables `facts`."""
     return TEMPLATES.get_template("results.md.jinja").render(part=part, **facts)
 
 
 class Cells(string.Formatter):
-    """Formats None as a dash, and bytes by {:MiB} and {:GiB}."""
+    """Formats the values of table cells: None as a dash, and bytes in MiB or GiB by {:MiB} and
+    {:GiB}."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
@@ -65,7 +66,7 @@ class Cells(string.Formatter):
 
 
 def format_entry(entry: Figures, form: str) -> str:
-    """Fills the format string `form` with an entry's figures."""
+    """Fills the format string `form` with an entry's figures; a missing figure becomes a dash."""
     return Cells().vformat(form, (), defaultdict(lambda: None, entry)).replace("–––", "–")
 
 
@@ -73,15 +74,17 @@ TEMPLATES.filters["shown_as"] = format_entry
 
 
 def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
-    """Adds a remark to each entry, and to a rung of the ladder its ratio to the rung before."""
+    """Returns the entries, each with a `remark` such as "no difference", an error, or the
+    techniques that are not on; entries of the ladder also get the ratio of their speed to the rung
+    before."""
     remarked = []
     rung_before: Figures = {}
     for figures in entries:
         entry = {"ratio": "speed", "speed": None} | figures
         if command == "ladder" and entry["speed"]:
             entry["ratio"] = "times_before"
-            # For a lower quartile of the ratio, divide this rung's lower quartile by the upper one
-            # of the rung before.
+            # The lower quartile of the ratio is this rung's lower quartile divided by the upper
+            # quartile of the rung before; the upper quartile of the ratio is the reverse.
             for quartile, opposite in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
                 before = rung_before.get(f"speed{opposite}")
                 entry[f"times_before{quartile}"] = before and entry[f"speed{quartile}"] / before
@@ -101,7 +104,8 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
 
 
 def format_entries(command: str, entries: Sequence[Figures]) -> Words:
-    """Returns the table of a command's entries, and the text of each entry that has one."""
+    """Returns the table of a command's entries as text, then the `text` of each entry that has
+    one."""
     columns = TABLES["columns"].get(command, {})
     rows: list[Sequence[object]] = [("", *columns, "")]
     for entry in add_remarks(command, entries):
@@ -158,15 +162,16 @@ def read_page(file: Path) -> Page:
 
 
 def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
-    """Yields the pages that the results in a folder create or change; each is of one machine."""
+    """Yields the pages that the results in a folder create or change; a page contains only results
+    of the same hardware."""
     records = [json.loads(file.read_text()) for file in folder.glob("*/*.json")]
     if not records:
         raise UserError(f"{folder} has no results; name the `out` folder of a benchmark.")
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     for record in sorted(records, key=lambda record: record["order"]):
         run = record["environment"]
-        # A machine without git may have measured this very code; if the hashes of the code agree,
-        # take the commit from here.
+        # A machine without git stores no commit with its results. If it ran the code of this
+        # checkout (the hashes are equal), use the commit of this checkout.
         if run["code"] == hash_code():
             run["git"] = run["git"] or read_git_state()
         key = (record["benchmark"], name_card(run), run["date"][:7])
@@ -207,7 +212,8 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def make_tables(pages: Sequence[Page]) -> dict[str, str]:
-    """Makes the tables of README and docs from all pages."""
+    """Returns part of results.md.jinja -> its table for README or docs, made from the results of
+    all pages."""
     newest = sorted(pages, key=lambda page: page.newest["date"], reverse=True)
 
     def find_pages(name: str | None, cuda: bool) -> list[Page]:

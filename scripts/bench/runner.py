@@ -41,18 +41,20 @@ from training.environment import describe_environment
 START_SECONDS = 300.0
 """Time limit for a child to become ready to measure."""
 MAX_WAIT_SECONDS = 1e6
-"""Longest timeout that the operating system accepts."""
+"""Largest timeout in seconds that is given to the operating system, which refuses an infinite
+one."""
 MEASURED_FOLDERS = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
-"""Folders whose code affects the measurements."""
+"""Folders whose code affects the measurements; `hash_code` reads them."""
 UNMEASURED_FILES = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
-"""Files that the hash of the code leaves out, because they only plan cases and store or publish
-results; the identity of a result contains the case's plan anyway."""
+"""Files that `hash_code` leaves out, because they only plan cases and store or publish results. A
+changed plan still gives a new result, because the plan (overrides, baseline, keys) is also part of
+the name under which a result is stored."""
 SPAWN = get_context("spawn")
 
 
 @cache
 def hash_code() -> str:
-    """Hashes the measured code to 16 hexadecimal digits."""
+    """Returns a hash, in 16 hexadecimal digits, of all code that affects the measurements."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in MEASURED_FOLDERS for path in (ROOT / folder).rglob("*")):
         if path.suffix in (".py", ".yaml") and path.name not in UNMEASURED_FILES:
@@ -61,10 +63,11 @@ def hash_code() -> str:
 
 
 def run_child(connection: Connection, words: Words, folder: Path) -> None:
-    """Sends a description of this machine, then measures the cases that arrive, until the parent
-    ends."""
+    """Runs in the child process: sends the parent a description of this machine, then measures each
+    case that the parent sends, until the parent ends."""
     os.setsid()
-    # Let the workers of a measured loader start by the method that they have in train.py.
+    # Reset the start method, which is "spawn" in this process, so that the workers of a measured
+    # loader start by the same method as in train.py.
     set_start_method(None, force=True)
     parent = parent_process()
     assert parent is not None
@@ -74,10 +77,12 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
         os.dup2(log.fileno(), 2)
     tempfile.tempdir = str(folder / "tmp")
 
-    # Run an operation on the device, which shows at once if the GPU is lost.
+    # Run an operation on the device: if the GPU no longer works, the child fails here and not in a
+    # case.
     device = device_of(words)
     torch.zeros(1, device=device).item()
-    # Let PyTorch compile the same code more often, because one process runs it for many models.
+    # Let PyTorch compile the same code more often, because this one process runs it for many
+    # models.
     torch._dynamo.config.recompile_limit = 64
     connection.send(describe_environment(device) | {"device": device.type})
     while True:
@@ -87,7 +92,8 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
 
 
 class Child:
-    """The parent's handle of a process that measures. ValueError if it does not become ready."""
+    """A child process that measures cases, as the parent process sees it. Starting one raises a
+    ValueError if the process does not become ready."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.folder = folder
@@ -99,7 +105,8 @@ class Child:
         self.machine: Figures = self.await_reply()
 
     def await_reply(self) -> Any:
-        """Returns the child's next message. ValueError if it ends or sends none in time."""
+        """Returns the child's next message. ValueError if the child ends, or sends none within
+        `START_SECONDS`."""
         try:
             return self.receive(START_SECONDS)
         except (EOFError, OSError) as error:
@@ -110,8 +117,8 @@ class Child:
             ) from error
 
     def receive(self, limit: float) -> Any:
-        """Returns the child's next message. EOFError if it ended, TimeoutError after `limit`
-        seconds."""
+        """Returns the child's next message. EOFError if the child has ended, TimeoutError after
+        `limit` seconds."""
         ready = wait([self.connection, self.process.sentinel], min(limit, MAX_WAIT_SECONDS))
         if not ready:
             raise TimeoutError(f"not done after {limit:.0f} s")
@@ -120,8 +127,8 @@ class Child:
         return self.connection.recv()
 
     def measure(self, case: Case, cfg: Any, limit: float) -> Figures:
-        """Measures a case; returns an `error` if that takes longer than `limit` seconds or ends the
-        process."""
+        """Lets the child measure a case and returns the figures; returns only an `error` if the
+        measurement takes longer than `limit` seconds or ends the child."""
         try:
             self.connection.send((case, cfg))
             self.await_reply()
@@ -130,7 +137,7 @@ class Child:
             return {"error": self.describe_end(error)}
 
     def describe_end(self, error: BaseException) -> str:
-        """Says how the process ended, or that it did not reply in time."""
+        """Describes how the child process ended, or that it did not reply in time."""
         if isinstance(error, TimeoutError):
             return str(error)
         self.process.join(START_SECONDS)
@@ -140,9 +147,9 @@ class Child:
         return f"the process ended with status {code}"
 
     def end(self) -> None:
-        """Kills the process and all its children, and removes their temporary files."""
-        # Kill its group and then itself, because a child that has just started may not lead its
-        # group yet.
+        """Kills the child process and all its own children, and removes their temporary files."""
+        # Kill the child's process group, then the child itself: a child that has just started may
+        # not lead a group yet.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.process.pid or 0, signal.SIGKILL)
@@ -164,10 +171,12 @@ class Runner:
     deadline: float = inf
     child: Child | None = None
     machine: Figures = field(default_factory=dict)
-    """Description of the machine, from the first child."""
+    """Description of the machine, as the latest child sent it; empty before the first child
+    starts."""
 
     def ensure_child(self, case: Case) -> Child:
-        """Returns the running child, or starts a new one."""
+        """Returns the running child, or starts a new one on the device that the case's overrides
+        name."""
         if not self.child:
             self.child = Child(case.overrides, self.folder)
             self.machine = self.child.machine
@@ -180,10 +189,10 @@ class Runner:
         self.child = None
 
     def run(self, job: Job, again: str | None = None) -> list[Figures | None]:
-        """Returns the result of each case, and measures the cases that have none; a result is None
-        if the time is too short to measure it. With `again` it also repeats cases: `all`, or those
-        that `failed`.
-        """
+        """Returns the result of each case: the stored result, or a new measurement if there is
+        none. The result is None if the time before the deadline is too short to measure the case.
+        `again`: "all" measures every case, "failed" also the cases whose stored result is an
+        error."""
         if again not in (None, "all", "failed"):
             raise UserError(f"again={again}: choose all, failed, or leave it out.")
         try:
@@ -192,7 +201,8 @@ class Runner:
             self.close()
 
     def find_result(self, job: Job, case: Case, again: str | None) -> Figures | None:
-        """Returns the stored result of a case, or measures it; None if the time is too short."""
+        """Returns the stored result of a case, or measures the case; None if the time before the
+        deadline is too short."""
         file = self.find_file(job, case)
         if file.is_file() and again != "all":
             stored = json.loads(file.read_text())["entry"]
@@ -202,8 +212,8 @@ class Runner:
         if case.expected > seconds_left:
             return None
 
-        # A new child follows a failure, so that the failure does not affect other cases. A failure
-        # at the deadline only shows that the time was too short.
+        # After a failure end the child, so that the next case starts in a new process. Do not store
+        # a failure at the deadline, which only shows that the time was too short.
         began = time.time()
         figures = self.ensure_child(case).measure(case, job.cfg, min(self.limit, seconds_left))
         if "error" in figures or figures.get("not_on"):
@@ -229,7 +239,8 @@ class Runner:
         return entry
 
     def describe_identity(self, job: Job, case: Case) -> Figures:
-        """Returns the facts that identify a result: machine, versions, code and configuration."""
+        """Returns the facts that identify a result: hardware, versions, hash of the code, overrides
+        and keys. If one of them changes, the case is measured again."""
         if not self.machine:
             self.ensure_child(case)
         keys = asdict(replace(job.cfg, out="", again=None, name=None))
@@ -250,8 +261,8 @@ class Runner:
 
 @contextmanager
 def open_runner(out: str, limit: float = inf, minutes: float = inf) -> Iterator[Runner]:
-    """Yields a runner that writes to the folder `out`, which is locked meanwhile; log.txt in it
-    gets the output of the children."""
+    """Yields a runner that writes results to the folder `out`, and locks the folder meanwhile. The
+    children write their output to log.txt in that folder."""
     folder = Path(out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     refusal = f"out={out}: another bench measures into it; wait for it, or stop it."
@@ -268,17 +279,21 @@ class GpuConfig:
     """The folder for the results, one file each, and log.txt."""
     budget_minutes: float = 9.0
     only: Words = field(default_factory=list)
-    """Items of the queue to measure, or prefixes of their names such as ladder; empty: all."""
+    """Benchmarks to run: names in the `queue` of tables.yaml, or beginnings of names, such as
+    ladder; empty: all."""
     setting: str | None = None
-    """tiny: all items at a size for two CPU cores; null: the published sizes."""
+    """tiny: the benchmarks at sizes for two CPU cores; null: at the sizes whose results are
+    published."""
     again: str | None = None
-    """failed: measures the cases that failed with this code once more."""
+    """failed: measures again the cases whose measurement with the present code failed; all:
+    measures every case again; null: measures only cases without a result."""
     limit_s: float = 480.0
     """Time limit of a case in seconds, from the start of its measurement."""
 
 
 def choose_items(cfg: GpuConfig) -> dict[str, Words]:
-    """Returns the words of each selected item. ValueError for an unknown item."""
+    """Returns name of each selected benchmark of the `queue` -> arguments of its bench command.
+    UserError if `only` selects no benchmark, or if `setting` is unknown."""
     queue = TABLES["queue"]
     for only in cfg.only:
         if not any(name.startswith(only) for name in queue):
@@ -299,8 +314,8 @@ def choose_items(cfg: GpuConfig) -> dict[str, Words]:
 
 
 def run_queue(words: Words) -> None:
-    """Measures the cases for which the budget of minutes suffices, and lists those that remain for
-    the next call."""
+    """Runs the command `gpu`: measures the cases for which the budget of minutes suffices, and
+    prints the cases that remain for the next call."""
     cfg = parse_words(GpuConfig, words, scripts.bench.__doc__ or "")
     items = choose_items(cfg)
     minutes = 0.0

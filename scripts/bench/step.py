@@ -28,8 +28,8 @@ from training.weights.adapter_base import compose_pretrained
 NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")
 POINTWISE_PREFIXES = ("triton_poi", "triton_red", "triton_per")
-"""Prefixes of the names of Inductor's kernels that compute no matrix products, although the rest of
-a name may mention some."""
+"""Prefixes of the names of Inductor's kernels without matrix products; `sum_busy_ms` needs them
+because such a name may still contain the name of a product."""
 FASTER_PRODUCTS = ("precision=bf16", "tf32=true")
 LESS_TRAFFIC = (
     *(f"{key}=true" for key in (*KERNEL_KEYS, "compile", "fused_adamw")),
@@ -56,7 +56,8 @@ class Loop:
         self.stack.on_process()
 
     def take_step(self, comparable: bool = False) -> torch.Tensor:
-        """Takes a step and returns its loss; a `comparable` step draws the framework's noise."""
+        """Takes a training step and returns its loss. A `comparable` step draws the framework's
+        noise, so that the losses of different loops can be compared."""
         raise NotImplementedError
 
     def run(self, steps: int) -> None:
@@ -65,18 +66,20 @@ class Loop:
             self.take_step()
 
     def measure_loss(self, steps: int) -> float:
-        """Takes `steps` comparable steps and returns the mean loss of their second half."""
+        """Takes `steps` steps with the framework's noise, and returns the mean loss of the second
+        half of these steps."""
         self.stack.on_process()
         losses = [self.take_step(comparable=True) for _ in range(steps)]
         return torch.stack(losses[steps // 2 :]).mean().item()
 
     def list_missing(self) -> Words:
-        """Lists the techniques that the configuration requests and that are not on."""
+        """Lists the keys of the techniques that the configuration requests and that are not on in
+        this run."""
         return [row.key for row in self.ledger if row.missing]
 
     def describe_steps(self, step_ms: Sequence[float]) -> Figures:
-        """Returns the figures of this loop; `step_ms` are the milliseconds per step of each
-        round."""
+        """Returns the figures of this loop, such as samples_per_s; `step_ms` are the milliseconds
+        per step of each round."""
         figures: Figures = summarise("step_ms", step_ms)
         samples = self.cfg.batch_size
         return figures | {
@@ -122,8 +125,8 @@ class Workload(Loop):
 
 
 def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str, list[float]]:
-    """Times the loops in turn, after a warm-up step of each. Returns the milliseconds per step of
-    each loop, round by round."""
+    """Times the loops in turn, after a warm-up step of each loop. Returns name of a loop -> its
+    milliseconds per step in each of the `repeats` rounds."""
     for loop in loops.values():
         loop.prepare()
         loop.run(1)
@@ -134,8 +137,9 @@ def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str,
 
 
 def sum_phases(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
-    """Sums the milliseconds of each phase. Each of `marks` is a phase and the time at which it
-    ended: seconds on the host, or an event of a GPU that has finished."""
+    """Returns phase -> sum of its milliseconds. Each of `marks` is (phase, time at which the phase
+    ended): seconds on the host, or a CUDA event that has finished. The first mark starts the
+    clock."""
     phase_ms = defaultdict(float)
     for (_, start), (phase, end) in itertools.pairwise(marks):
         on_host = isinstance(start, float)
@@ -144,14 +148,15 @@ def sum_phases(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
 
 
 def time_phases(workload: Workload, steps: int) -> dict[str, float]:
-    """Measures the milliseconds per step of each phase; a step in one CUDA graph is one phase."""
+    """Returns phase of a step -> milliseconds per step. If a CUDA graph runs forward to averages as
+    one launch, these are the single phase "whole step"."""
     training = workload.training
     marks = []
 
     def mark(phase: str) -> None:
-        """Notes the time at which a phase ends. On a GPU it records an event, because launches
-        return before the device has finished, and waiting for the device would slow down the
-        step."""
+        """Adds the time at which a phase ends to `marks`. On a GPU this time is a CUDA event,
+        because launches return before the device has finished, and waiting for the device would
+        slow down the step."""
         end: Any = time.perf_counter()
         if workload.device.type == "cuda":
             end = torch.cuda.Event(enable_timing=True)
@@ -181,7 +186,7 @@ def time_phases(workload: Workload, steps: int) -> dict[str, float]:
 
 
 def profile_step(workload: Workload) -> torch.profiler.profile:
-    """Profiles one step."""
+    """Profiles one training step with PyTorch's profiler."""
     workload.prepare()
     with torch.profiler.profile(acc_events=True) as profiler:
         workload.run(1)
@@ -190,12 +195,13 @@ def profile_step(workload: Workload) -> torch.profiler.profile:
 
 
 def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
-    """Sums the milliseconds of a profile: of all kernels (on a CPU, of all operators), and of the
-    matrix products among them."""
+    """Returns two sums of milliseconds over the events of a profile: of all GPU kernels (on a CPU,
+    of all operators), and of the matrix products among them."""
     total = 0.0
     products = 0.0
     for event in events:
-        # On a GPU skip the rows of operators, which would count their kernels again.
+        # On a GPU skip the events of operators, whose time is that of their kernels, which have
+        # events too.
         if cuda and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
             continue
         ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
@@ -216,13 +222,13 @@ def find_bound(
     left: Collection[str],
     data: Mapping[str, Any],
 ) -> tuple[str, str, Words]:
-    """Returns the bottleneck of a step, the reason, and words to try. It checks the data first,
-    then the launches, then the kernels.
+    """Returns the bottleneck of a step, the reason, and overrides to try next. It checks the data
+    first, then the launches, then the kernels.
 
     `busy` are the milliseconds of a step in which the GPU runs kernels, None on a CPU; `share` is
     the share of matrix products in the busy time. `left` are the overrides, such as
-    runtime.compile=true, that this machine supports and this run does not use; the result proposes
-    only these.
+    runtime.compile=true, that this machine supports and this run does not use; the function
+    proposes only these, or a change of the model.
     """
     savers = [kind.make_override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
     launch_savers = [word for word in savers if word in left]
@@ -239,7 +245,8 @@ def find_bound(
 
 
 def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures the whole step and its phases, and returns its bottleneck and keys to try next."""
+    """Measures a whole training step and its phases, and returns its bottleneck and overrides to
+    try next."""
     workload = Workload(case.overrides)
     figures = workload.describe_steps(
         time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
@@ -273,7 +280,7 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def write_profile(case: Case, cfg: BenchConfig) -> Figures:
-    """Lists the ops that take most of a step, and writes a trace for https://ui.perfetto.dev."""
+    """Lists the 20 ops that take most of a step, and writes a trace for https://ui.perfetto.dev."""
     workload = Workload(case.overrides)
     profiler = profile_step(workload)
     cuda = workload.device.type == "cuda"
