@@ -1,5 +1,5 @@
-"""Adds a gated branch to the residual stream, norms the sum and modulates it: the operation between
-two layers of a model.
+"""Adds a gated branch to the residual stream, norms the sum, and scales and shifts the normed sum:
+the operation between two layers of a model.
 
 `add_norm` is the definition in PyTorch. `fused_add_norm` computes it as one operator with its own
 backward pass: Triton on a GPU (add_norm_triton.py), PyTorch elsewhere.
@@ -35,19 +35,19 @@ def add_norm(
     h_rows: Int[Tensor, "L"] | None = None,
     centred: bool = False,
 ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
-    """`z = residual + gate·branch; h = norm(z)·(1 + scale) + shift`; returns (h, z).
+    """Computes `z = residual + gate·branch; h = norm(z)·(1 + scale) + shift`, and returns (h, z).
 
     z is a new tensor: if it overwrote `residual`, a backward pass that recomputes the block would
     add the branch twice. z is fp32, or has the dtype of `branch` with `residual_in_fp32=False`; the
     norm's statistics are computed from the stored z, in fp32; h has the dtype of `branch`. norm is
-    RMSNorm (Zhang & Sennrich 2019) without a weight: scale and shift come from the condition.
-    Adaptive norm: Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
+    RMSNorm (Zhang & Sennrich 2019) without a weight: instead, `scale` and `shift` are computed from
+    time and label. Adaptive norm: Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
 
     `branch_rows` and `h_rows` are permutations for layers that take the tokens in another order:
     token l of the stream adds row `branch_rows[l]` of `branch`, and its normed value becomes row
     `h_rows[l]` of h. The kernels reorder while they load and store, at no cost.
 
-    `centred`: norm is LayerNorm (Ba et al. 2016): RMSNorm of z minus its mean over channels.
+    If `centred`, norm is LayerNorm (Ba et al. 2016): RMSNorm of z minus z's mean over channels.
     """
     rows = (branch_rows, h_rows)
     return compute_forward(
@@ -67,7 +67,8 @@ def compute_forward(
     residual_in_fp32: bool,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns h, z, and 1/rms(z) of each token (B, L), or 1/std(z) if `centred`."""
+    """Returns h and z as `add_norm` does, and for the backward pass 1/rms(z) of each token, or
+    1/std(z) if `centred`, (B, L)."""
     stream_branch = branch if branch_rows is None else branch.index_select(1, branch_rows)
     z = torch.addcmul(upcast(residual), upcast(gate).unsqueeze(1), upcast(stream_branch))
     if not residual_in_fp32:
@@ -97,9 +98,9 @@ def compute_backward(
     residual_dtype: torch.dtype,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of branch and residual, and three sums over tokens (B, 3, D): of
-    d·branch, dh·normed and dh, which are the gradients of gate, scale and shift; d is the gradient
-    of z."""
+    """Returns the gradient of branch, the gradient of residual, and the gradients of gate, scale
+    and shift stacked in one tensor (B, 3, D). These three are sums over tokens of d·branch,
+    dh·normed and dh, where d is the gradient of z, and `normed` is the normed z."""
     dh = upcast(dh if h_rows is None else dh.index_select(1, h_rows))
     stream_branch = branch if branch_rows is None else branch.index_select(1, branch_rows)
     x = upcast(z)
@@ -136,8 +137,8 @@ backward_operator = register(
 
 
 def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-    """Returns (h, z), and the values that the backward pass needs, in the order in which
-    `backward_operator` takes them after dh and dz."""
+    """Returns (h, z), and a tuple of the values that the backward pass needs: the arguments of
+    `backward_operator` that follow dh and dz, in this order."""
     branch, gate, residual, scale, _, *rows, _, _, centred = inputs
     h, z, rstd = operator(*inputs)
     return (h, z), (z, branch, gate, scale, *rows, rstd, residual.dtype, centred)
@@ -170,8 +171,9 @@ def fused_add_norm(
     h_rows: Tensor | None = None,
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `add_norm` as one operator; copies a branch or residual that is not contiguous.
-    ValueError for an empty tensor, or for more than 8,192 channels."""
+    """Computes `add_norm` as one operator; copies `branch` or `residual` if it is not contiguous.
+    Raises ValueError if the tensors are empty, if `branch` and `residual` differ in shape, or if
+    they have more than 8,192 channels."""
     refuse_empty("add_norm", branch)
     if branch.shape != residual.shape:
         raise UserError(

@@ -1,10 +1,11 @@
 """Triton kernels of `add_norm`. Only code that launches or compiles them imports this module.
 
-Each pass reads and writes every element of the stream once: 12 bytes forward and 18 backward with a
-16-bit branch. A row is a token. A tile holds some rows of one sample with all D channels; the
-norm's statistics come from the stored z. A program of the backward pass takes a stretch of rows of
-one sample, and keeps its sums for the gradients of gate, scale and shift in registers, so there are
-no atomics, and equal runs give equal bits.
+The kernels read and write each element only once. With a 16-bit branch and an fp32 stream this is
+12 bytes for each token and channel in the forward pass, and 18 in the backward pass. A row is a
+token. A tile holds some rows of one sample with all D channels; the norm's statistics come from the
+stored z. A program of the backward pass takes a stretch of consecutive rows of one sample, and
+keeps its sums for the gradients of gate, scale and shift in registers, so there are no atomics, and
+equal runs give equal bits.
 
 Letters: B samples, L tokens, D width. A tile has BLOCK_L rows, and its columns come in two powers
 of two, BLOCK_D and REST: 768 = 512 + 256.
@@ -30,8 +31,8 @@ from torch import Tensor
 
 @triton.jit
 def add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.constexpr):
-    """Computes and stores columns c of z = residual + gate·branch; returns them in fp32, rounded to
-    the stored dtype."""
+    """Computes columns c of z = residual + gate·branch and stores them in the dtype of Z; returns
+    the stored, rounded values as fp32."""
     column = c < D
     mask = row[:, None] & column[None, :]
     branch = tl.load(BRANCH + branch_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(
@@ -48,13 +49,15 @@ def add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D: tl.const
 
 @triton.jit
 def subtract_mean(z, total, c, D: tl.constexpr):
-    """Subtracts the row mean, `total` / D, from columns c of z; columns past D stay 0."""
+    """Subtracts from columns c of z the mean of each row, `total` / D; returns 0 in columns past
+    D."""
     return tl.where((c < D)[None, :], z - (total / D)[:, None], 0.0)
 
 
 @triton.jit
 def store_modulated(H, SCALE, SHIFT, normed, h_rows, row, c, D: tl.constexpr):
-    """Computes and stores columns c of h = normed·(1 + scale) + shift."""
+    """Computes columns c of h = normed·(1 + scale) + shift, and stores them in H; `normed` is the
+    normed z."""
     column = c < D
     scale = tl.load(SCALE + c, mask=column, other=0.0).to(tl.float32)
     shift = tl.load(SHIFT + c, mask=column, other=0.0).to(tl.float32)
@@ -105,7 +108,7 @@ def add_norm_kernel(
         c_rest = BLOCK_D + tl.arange(0, REST)
         z_rest = add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c_rest, D)
 
-    # LayerNorm subtracts the mean of z over all columns first.
+    # For LayerNorm (CENTRED), subtract from each row of z its mean over all columns first.
     if CENTRED:
         total = tl.sum(z, 1)
         if REST > 0:
@@ -125,7 +128,7 @@ def add_norm_kernel(
 
 @triton.jit
 def load_dh_and_z(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
-    """Loads columns c of dh and of z."""
+    """Loads columns c of dh, the gradient of h, and of z; returns both as fp32."""
     mask = row[:, None] & (c < D)[None, :]
     z = tl.load(Z + rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
     dh = tl.load(DH + h_rows[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -136,9 +139,10 @@ def load_dh_and_z(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
 def store_gradients(
     DZ, BRANCH, DBRANCH, DRESIDUAL, dz, gate, rows, branch_rows, row, c, D: tl.constexpr
 ):
-    """Stores columns c of the gradients of residual and branch; returns the sum over rows for the
-    gate's gradient. `dz` is the gradient of z through h; DZ is the gradient of the output z, or
-    None."""
+    """Stores columns c of the gradients of residual and branch; returns the tile's part of the
+    gate's gradient, a sum over the tile's rows. `dz` is the gradient that reaches z through h. DZ
+    is the gradient that reaches z as an output of the operator, or None if nothing uses that
+    output."""
     mask = row[:, None] & (c < D)[None, :]
     here = rows[:, None] * D + c[None, :]
     branch_at = branch_rows[:, None] * D + c[None, :]
@@ -179,7 +183,8 @@ def add_norm_backward_kernel(
     GATE += b * gate_stride
     SCALE += b * scale_stride
 
-    # Load gate and scale once; they and the three sums stay in registers for all rows.
+    # Load gate and scale once, and start the sums for the gradients of gate, scale and shift with
+    # 0: they stay in registers while the program passes over its rows.
     c = tl.arange(0, BLOCK_D)
     gate = tl.load(GATE + c, mask=c < D, other=0.0).to(tl.float32)
     slope = 1.0 + tl.load(SCALE + c, mask=c < D, other=0.0).to(tl.float32)
@@ -204,14 +209,15 @@ def add_norm_backward_kernel(
         h_rows = rows if H_ROWS is None else b * L + tl.load(H_ROWS + t, mask=row, other=0)
         rstd = tl.load(RSTD + rows, mask=row, other=0.0)
 
-        # Compute w, the gradient of the normed z.
+        # Compute w = dh·(1 + scale), the gradient of the normed z.
         dh, z = load_dh_and_z(DH, Z, rows, h_rows, row, c, D)
         w = dh * slope[None, :]
         if REST > 0:
             dh_rest, z_rest = load_dh_and_z(DH, Z, rows, h_rows, row, c_rest, D)
             w_rest = dh_rest * slope_rest[None, :]
 
-        # LayerNorm subtracts the means of z and of w.
+        # For LayerNorm (CENTRED), subtract from each row of z, and of w (the gradient of the normed
+        # z), its mean over the D channels.
         if CENTRED:
             total = tl.sum(z, 1)
             w_total = tl.sum(w, 1)
@@ -223,8 +229,9 @@ def add_norm_backward_kernel(
             z = subtract_mean(z, total, c, D)
             w = subtract_mean(w, w_total, c, D)
 
-        # Remove from w its part along the normed z: the norm passes on only the part that is
-        # orthogonal to it.
+        # Compute the gradient d of z. Only the part of w that is orthogonal to the normed z reaches
+        # z, so subtract the other part, normed·along, where `along` is the mean of normed·w over
+        # the D channels.
         normed = z * rstd[:, None]
         along = tl.sum(normed * w, 1)
         if REST > 0:
@@ -257,11 +264,15 @@ def add_norm_backward_kernel(
 
 
 def choose_tile(dim: int, backward: bool = False) -> dict[str, int]:
-    """Chooses the shape of a tile for `dim` columns: BLOCK_D columns, the largest power of two, and
-    REST more; and BLOCK_L rows, for about 2,048 elements. With 384, 768 or 1,152 columns no column
-    is masked.
+    """Chooses the tile for rows of `dim` columns; returns its sizes and the number of warps as
+    arguments of a launch.
 
-    Backward tiles have fewer rows, so that three programs share a multiprocessor.
+    The columns are split into BLOCK_D, the largest power of two up to `dim`, and REST, the
+    remaining columns rounded up to a power of two. So with 384, 768 or 1,152 columns (1,152 = 1,024
+    + 128) no column is masked. BLOCK_L is the number of rows.
+
+    A forward tile has about 2,048 elements in its BLOCK_D columns. A backward tile has about 2,048
+    elements in all columns, so that three programs fit on one streaming multiprocessor.
     """
     block_d = 1 << (dim.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
@@ -281,8 +292,9 @@ def launch_forward(
     residual_in_fp32: bool,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns h, z, and 1/rms or 1/std of each row (B, L). Rows must be contiguous; gate, scale and
-    shift have stride 1 in D."""
+    """Launches the forward kernel. Returns h and z as `add_norm` does, and 1/rms(z) of each token,
+    or 1/std(z) if `centred`, (B, L). `branch` and `residual` must be contiguous; gate, scale and
+    shift must have stride 1 along D."""
     batch, length, dim = branch.shape
     h = torch.empty_like(branch)
     z = torch.empty_like(residual, dtype=torch.float32 if residual_in_fp32 else branch.dtype)
@@ -313,9 +325,10 @@ def launch_forward(
 
 
 def choose_splits(batch: int, length: int, block: int, processors: int) -> tuple[int, int]:
-    """Cuts each sample into stretches of rows, so that each of the GPU's `processors` gets about
-    eight programs; returns the stretches per sample, and the rows per stretch. `block` is the
-    number of rows of a tile."""
+    """Splits each sample into stretches of consecutive tokens, one for each program, so that each
+    of the GPU's `processors` (streaming multiprocessors) gets about eight programs. Returns the
+    number of stretches per sample, and the number of tokens per stretch, a multiple of `block`, the
+    tokens in a tile."""
     wanted = max(1, min(triton.cdiv(8 * processors, batch), triton.cdiv(length, block)))
     rows = triton.cdiv(triton.cdiv(length, wanted), block) * block
     return triton.cdiv(length, rows), rows
@@ -334,14 +347,15 @@ def launch_backward(
     residual_dtype: torch.dtype,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of branch and residual, and sums over tokens (B, 3, D), which are the
-    gradients of gate, scale and shift."""
+    """Launches the backward kernel. Returns the gradient of branch, the gradient of residual, and
+    the gradients of gate, scale and shift stacked in one tensor (B, 3, D)."""
     batch, length, dim = branch.shape
     dbranch = torch.empty_like(branch)
     dresidual = torch.empty_like(z, dtype=residual_dtype)
     shape = choose_tile(dim, backward=True)
 
-    # Interpreted kernels run on the CPU, which counts as one processor.
+    # Triton's interpreter runs the kernel on the CPU, which has no streaming multiprocessors, so
+    # assume one.
     processors = 1
     if branch.is_cuda:
         processors = torch.cuda.get_device_properties(branch.device).multi_processor_count

@@ -32,15 +32,16 @@ def attend(
     groups: Int[Tensor, "L"] | None = None,
 ) -> Float[Tensor, "B K L P"]:
     """Computes `softmax(q·kᵀ / √P)·v`. `backend` is a key of `BACKENDS`, "flex" (FlexAttention), or
-    "auto": PyTorch chooses.
+    "auto" (PyTorch chooses).
 
     `groups[l]` is the number of the group of token l: a token attends only to the tokens of its
-    group. All backends but "flex" compute every score, and mask those between groups; "flash" and
-    "cudnn" take no mask on a GPU. Without `groups` each token attends to all tokens.
+    group. All backends but "flex" compute every score, and mask the scores between different
+    groups; on a GPU "flash" and "cudnn" accept no mask, so they do not work with `groups`. Without
+    `groups` each token attends to all tokens.
 
     A named backend that does not support the inputs raises PyTorch's RuntimeError; PyTorch never
-    falls back to another. The channels of a head must be neighbours in memory: otherwise every
-    backend but `math` copies q, k or v.
+    falls back to another backend. q, k and v must have stride 1 along P, because otherwise every
+    backend but "math" copies them.
     """
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "flex":
@@ -54,11 +55,11 @@ def attend(
 
 
 def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
-    """Calls FlexAttention, always compiled: uncompiled it stores all scores.
+    """Calls FlexAttention, always as compiled code: without compilation it stores all L × L scores.
 
     If the caller is being compiled, FlexAttention is compiled with it. Otherwise this function
-    calls a compiled version, even under a stance of torch.compiler that makes all other code run
-    eagerly, as evaluation sets it.
+    calls a compiled version, even while `torch.compiler.set_stance` makes all other code run
+    eagerly, as evaluation does.
     """
     if torch.compiler.is_compiling():
         return attend_in_groups(q, k, v, groups)
@@ -69,8 +70,8 @@ def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Te
 def attend_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:
     """Calls FlexAttention, which skips blocks of 128 × 128 scores whose tokens share no group.
 
-    Each call finds these blocks again, by L² compiled comparisons of integers; so nothing has to be
-    stored on the right device.
+    Each call computes again which blocks to skip, by L² integer comparisons in compiled code; so no
+    mask of blocks has to be stored and moved to the right device.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -87,7 +88,7 @@ def attend_in_groups(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> 
 
 @functools.cache
 def compile_flex() -> Callable[..., Tensor]:
-    """Compiles `attend_in_groups` once per process."""
-    # With fullgraph a part that cannot be compiled raises an error; without it FlexAttention runs
-    # uncompiled there.
+    """Returns `attend_in_groups` compiled; compiles it at the first call of the process only."""
+    # Set fullgraph, so that code which cannot be compiled raises an error; without fullgraph,
+    # FlexAttention in such code runs uncompiled.
     return torch.compile(attend_in_groups, fullgraph=True)

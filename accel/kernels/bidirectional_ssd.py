@@ -11,8 +11,9 @@ it, so that each pair (i, j) counts once. ssd_decays.py computes the steps and t
 it as one operator.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is
-backward. All heads share B and C, called `B_in` and `C_out`. Internally: S pieces of T tokens, C
-pieces per sample.
+backward. All heads share the scan's B and C, which the code calls `B_in` and `C_out`. In shapes, C
+is the number of pieces into which a sample is cut, T the tokens of a piece, and S = B·C. A piece is
+called a chunk if states pass from one to the next.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from common.errors import UserError
 
 MIN_PIECE_TOKENS = 64
 MAX_PIECES = 16
-"""The definition cuts a sequence into at most `MAX_PIECES` pieces of at least `MIN_PIECE_TOKENS`
-tokens: small pieces save time, because most of it goes into the decays of all pairs of tokens
-inside a piece; many pieces cost time, because states pass through them one after the other."""
+"""`bidirectional_ssd` cuts a sequence into at most `MAX_PIECES` pieces of at least
+`MIN_PIECE_TOKENS` tokens. Small pieces save time, because most of the time goes into the decays of
+all pairs of tokens inside a piece. Many pieces cost time, because the state passes through them one
+after the other."""
 MAX_QUADRATIC_TOKENS = 512
-"""Number of tokens of the longest sequence that the kernels take whole; longer ones are cut into
-chunks."""
+"""Largest number of tokens that the kernels process as one masked product of all pairs of tokens;
+they cut a longer sequence into chunks."""
 CHUNK_TOKENS = 256
-"""Tokens per chunk of the kernels."""
+"""Number of tokens in each chunk into which the kernels cut a long sequence."""
 
 
 def bidirectional_ssd(
@@ -51,8 +53,8 @@ def bidirectional_ssd(
     norm_weight: Float[Tensor, "K P"] | None = None,
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """Computes `y = M x + D·x`, where M is the bidirectional decay mask times C·Bᵀ times the step,
-    softplus(dt + dt_bias).
+    """Computes `y = M x + D·x`, where M_ij is the decay from token j to token i, times the score
+    C_i·B_j, times the step size of j, softplus(dt_j + dt_bias).
 
     If z and `norm_weight` are given, the result is gated, and normed per head:
     `rms_norm(y·silu(z))·norm_weight`. Decays and their sums are fp32; matrix products and the
@@ -70,7 +72,8 @@ def bidirectional_ssd(
 
 
 def require_norm_weight(norm_weight: Tensor | None) -> Tensor:
-    """Returns `norm_weight`; ValueError if it is None, because a gate z needs it."""
+    """Returns `norm_weight`; raises ValueError if it is None, because the norm after the gate z
+    needs a weight."""
     if norm_weight is None:
         raise UserError(
             "bidirectional_ssd with a gate z needs norm_weight, of shape (heads, head dim)."
@@ -82,11 +85,12 @@ def compute_masks(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor
 ) -> tuple[Tensor, ...]:
     """Returns for every pair (i, j) of tokens in a piece the decay (S, K, T, T), the score C_i·B_j
-    (S, 1, T, T) and the step of j (S, K, T, T), and the mask (T, T) of the pairs with i ≥ j.
+    (S, 1, T, T) and the step size of j (S, K, T, T); also returns the mask (T, T) of the pairs with
+    i ≥ j.
 
-    The log decay from j to i is a_{j+1} + … + a_i forward, and a_i + … + a_{j-1} backward: each is
-    a difference of sums and ≤ 0. It is clamped to ≤ 0, because rounding may make it slightly
-    positive.
+    The log decay from j to i is a_{j+1} + … + a_i forward, and a_i + … + a_{j-1} backward: a
+    difference of two running sums, which is ≤ 0. The code clamps the difference to ≤ 0, because
+    rounding may make it slightly positive.
     """
     length = x.shape[1]
     lower = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
@@ -99,8 +103,8 @@ def compute_masks(
 def scan_within_pieces(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
-    """Computes the scan within each piece in quadratic form, as a masked product of all pairs of
-    tokens."""
+    """Returns y (S, T, K, P) as if each piece were a whole sequence: one masked product of all
+    pairs of the piece's tokens, so the work is quadratic in T."""
     decay, scores, step, _ = compute_masks(x, steps, sums, B_in, C_out)
     y = ((decay * step * scores).to(x.dtype) @ x.transpose(1, 2)).transpose(1, 2)
     return (upcast(y) + upcast(D)[:, None] * upcast(x)).to(x.dtype)
@@ -109,8 +113,8 @@ def scan_within_pieces(
 def scan_in_chunks(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
-    """Scans each chunk in quadratic form, and carries a state (N, P) per head and direction from
-    chunk to chunk."""
+    """Returns y (B, L, K, P). Computes all pairs of tokens within each chunk by
+    `scan_within_pieces`, and carries a state (N, P) per head and direction from chunk to chunk."""
     batch, length = x.shape[:2]
     chunk = steps.shape[-1]
     if length == chunk:
@@ -121,8 +125,8 @@ def scan_in_chunks(
     )
     y = upcast(inside).unflatten(0, (batch, -1))
 
-    # Add for each direction what a token reads from the states of the chunks before its own
-    # (direction 0) or after it (direction 1).
+    # For each direction, add what a token reads from the states that the chunks before its own
+    # chunk (direction 0) or after its own chunk (direction 1) leave.
     to_edge, decays = compute_chunk_decays(steps, sums)
     to_edge, decays, reach = (
         t.unflatten(0, (batch, -1)).unbind(2) for t in (to_edge, decays, sums.exp2())
@@ -134,7 +138,8 @@ def scan_in_chunks(
 
 
 def cut_chunks(t: Tensor, chunk: int) -> Tensor:
-    """Cuts t (B, L, groups, width) into chunks (B, C, T, groups, width), padded with zeros."""
+    """Cuts t (B, L, groups, width) into chunks (B, C, T, groups, width) of T = `chunk` tokens;
+    fills the last chunk up with zeros."""
     pad = -t.shape[1] % chunk
     if pad:
         t = F.pad(t, (0, 0, 0, 0, 0, pad))
@@ -142,9 +147,10 @@ def cut_chunks(t: Tensor, chunk: int) -> Tensor:
 
 
 def compute_chunk_decays(steps: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the weight with which each token enters the state at the end of its chunk, step times
-    decay (S, 2, K, T), and the decay of a state over a whole chunk (S, 2, K). For direction 1 the
-    end is the chunk's first token."""
+    """Returns two tensors: the weight of each token in the state that leaves its chunk, which is
+    the token's step size times the decay from the token to the chunk's end (S, 2, K, T); and the
+    decay of a state that passes through the whole chunk (S, 2, K). Direction 1 runs backward, so
+    the end of its chunk is the chunk's first token."""
     whole = torch.stack((sums[:, 0, :, -1], sums[:, 1, :, 0]), dim=1)
     return (whole.unsqueeze(-1) - sums).clamp(max=0.0).exp2() * steps, whole.exp2()
 
@@ -158,11 +164,13 @@ def carry_states(
     C_out: Tensor,
     backward: bool,
 ) -> Tensor:
-    """Returns what the chunks before a token's own (after it, if `backward`) contribute to the
-    token's y, (B, C, T, K, P) in fp32.
+    """Returns what the chunks before a token's own chunk (after its own chunk, if `backward`)
+    contribute to the token's y, (B, C, T, K, P) in fp32.
 
-    Each chunk decays the state (N, P) of a head and adds its tokens to it. A token reads a state
-    with weight `reach` (B, C, K, T). States are summed in fp32; products run in the dtype of x.
+    Each chunk multiplies the state (N, P) of a head that arrives by `decays` (B, C, K), and adds
+    its own tokens to the state with weights `to_edge` (B, C, K, T). A token reads the state that
+    arrives at its chunk with weight `reach` (B, C, K, T). States are summed in fp32; products run
+    in the dtype of x.
     """
     heads = (x.shape[3], x.shape[4])
     weighted = (upcast(x) * to_edge.mT.unsqueeze(-1)).to(x.dtype)
@@ -175,7 +183,8 @@ def sum_arriving_states(
     added: Float[Tensor, "B C ..."], decays: Float[Tensor, "B C ..."], backward: bool
 ) -> Tensor:
     """Returns the state that arrives at each chunk, in the dtype of `decays`: the sum of the states
-    that the chunks before it (after it, if `backward`) add, each decayed by the chunks between."""
+    that the chunks before this chunk (after this chunk, if `backward`) add, each multiplied by the
+    decays of the chunks in between."""
     order = -1 if backward else 1
     states = [torch.zeros_like(added[:, 0], dtype=decays.dtype)]
     for part, decay in list(zip(added.unbind(1), decays.unbind(1), strict=True))[::order][:-1]:
@@ -185,11 +194,12 @@ def sum_arriving_states(
 
 def count_bidirectional_ssd_flops(tokens: int, heads: int, head_dim: int, state_dim: int) -> int:
     """Counts the FLOPs of a forward pass of one sample: the matrix products that the algorithm
-    needs, with each masked half counted once."""
+    needs. Each pair of tokens counts once, not once per direction."""
     if tokens <= MAX_QUADRATIC_TOKENS:
         return 2 * tokens * tokens * (state_dim + heads * head_dim)
     inside = 2 * tokens * CHUNK_TOKENS * (state_dim + heads * head_dim)
 
-    # Two products, one to write states and one to read them, in each of two directions.
+    # A multiply-add is two FLOPs, and each of the two directions has two products: one writes
+    # states, one reads them.
     states = 2 * 2 * 2 * tokens * state_dim * heads * head_dim
     return inside + states

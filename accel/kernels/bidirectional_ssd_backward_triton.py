@@ -1,12 +1,13 @@
 """Triton kernels of the backward pass of `bidirectional_ssd`; the forward pass is in
 bidirectional_ssd_triton.py.
 
-S are the scores C·B, and E is the decay of each pair. One kernel computes dx with the transposed
-mask. Another computes dS = Σ_heads dy·xᵀ·E·step, summed over heads in registers, and in the same
-pass, for each head, the row and column sums from which the gradients of the decays follow.
-PyTorch's matrix products turn dS into dB and dC. dx, dB and dC lie side by side in memory, as the
-backward pass of the convolution before the scan reads them. There are no atomics, so equal runs
-give equal bits.
+S_ij = C_i·B_j are the scores of pairs of tokens, and E_ij their decays. One kernel computes dx, the
+gradient of x, with the transposed matrix M of the forward pass. Another kernel computes dS =
+Σ_heads dy·xᵀ·E·step, the gradient of the scores, summed over heads in registers. In the same pass
+it computes for each head the row and column sums of dy·xᵀ·E·S, from which the gradients of steps
+and decays follow. PyTorch's matrix products turn dS into dB and dC. dx, dB and dC lie side by side
+in memory, as the backward pass of the convolution before the scan reads them. There are no atomics,
+so equal runs give equal bits.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """
@@ -54,9 +55,10 @@ def ssd_dx_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes a tile of dx_j = Σ_i M_ij dy_i + D dy_j for one head, and stores in DD (B, K, tiles)
-    the tile's sum for the gradient of D. It computes the scores transposed, because Triton before
-    3.7.1 transposes an accumulator wrongly."""
+    """Computes for one head a tile of the gradient of x, dx_j = Σ_i M_ij dy_i + D dy_j (M as in
+    bidirectional_ssd_triton.py), and stores in DD (B, K, tiles) the tile's part of the gradient of
+    D. It computes the scores already transposed, as B·Cᵀ, because Triton before 3.7.1 transposes
+    the result of a product wrongly."""
     tile = tl.program_id(0)
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -66,7 +68,8 @@ def ssd_dx_kernel(
     p = tl.arange(0, P)
     j = j0 + r
 
-    # L is a constant: if it is a multiple of BLOCK, the compiler drops all masks.
+    # L is known at compile time: if L is a multiple of BLOCK, `inside` is always true, and the
+    # compiler drops the masks.
     inside = (j < L) | (L % BLOCK == 0)
     X += b * x_batch + k * P
     DY += b * L * K * P + k * P
@@ -84,7 +87,7 @@ def ssd_dx_kernel(
     )
     g = tl.zeros([BLOCK, P], tl.float32)
 
-    # Add the contributions of the tiles after this one, in direction 0.
+    # Direction 0: add the contributions of the tokens i in the tiles after this tile.
     if j0 + BLOCK < L:
         pivot = tl.load(SUMS + ahead + j0 + BLOCK - 1)
         row_weight = decay_of(pivot - sum_ahead) * step_ahead
@@ -101,7 +104,7 @@ def ssd_dx_kernel(
             )
             g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
 
-    # Add the contributions of the tiles before this one, in direction 1.
+    # Direction 1: add the contributions of the tokens i in the tiles before this tile.
     if j0 > 0:
         pivot = tl.load(SUMS + behind + j0)
         row_weight = decay_of(pivot - sum_behind) * step_behind
@@ -125,7 +128,8 @@ def ssd_dx_kernel(
     )
     dy = tl.load(DY + j[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0)
 
-    # The tile is transposed: element [j, i] of `lower` is i ≥ j.
+    # Rows of this tile are tokens j, columns are tokens i. Element [j, i] of `lower` is true if i ≥
+    # j: such pairs belong to direction 0, the other pairs to direction 1.
     lower = r[None, :] >= r[:, None]
     exponent = tl.where(
         lower, sum_ahead[None, :] - sum_ahead[:, None], sum_behind[None, :] - sum_behind[:, None]
@@ -138,7 +142,7 @@ def ssd_dx_kernel(
     m = m * decay_of(exponent)
     g = tl.dot(m.to(dy.dtype), dy, g, input_precision=PRECISION)
 
-    # Add the gradient of the direct path D·x.
+    # Add the part of the gradient that reaches x through the term D·x of y.
     g += dy.to(tl.float32) * tl.load(D + k)
     DX += b * dx_batch + k * P
     tl.store(
@@ -177,12 +181,14 @@ def ssd_ds_kernel(
     PRECISION: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
-    """Computes a tile (i, j) of dS, head by head, and stores for each head the tile's row and
-    column sums in ROWS and COLUMNS (B, K, T, L). A tile on the diagonal has both directions: its
-    sums of direction 1 go to ROWS_BEHIND and COLUMNS_BEHIND (B, K, L) instead.
+    """Computes tile (i, j) of dS, the gradient of the scores, summed over the heads. For each head
+    it also stores sums of the tile's dy·xᵀ·decay·score, from which the gradients of steps and
+    decays follow: row sums, multiplied by the step size of j, in ROWS, and column sums, without it,
+    in COLUMNS, both (B, K, T, L). A tile on the diagonal contains pairs of both directions (0: j ≤
+    i, 1: j > i); its sums of direction 1 go to ROWS_BEHIND and COLUMNS_BEHIND (B, K, L).
 
     One launch computes the tiles on the diagonal; another launch, whose programs need fewer
-    registers, computes the T - 1 other tiles of each row.
+    registers, computes the other T - 1 tiles of each row of tiles.
     """
     i_tile = tl.program_id(0)
     j_tile = tl.program_id(1)
@@ -204,8 +210,8 @@ def ssd_ds_kernel(
     B_IN += b * b_batch
     C_OUT += b * c_batch
 
-    # Compute the scores C·B of the tile; on the diagonal, each half of the mask takes those of its
-    # direction.
+    # Compute the scores C_i·B_j of the tile. A tile on the diagonal takes the scores of direction 0
+    # where i ≥ j, and those of direction 1 elsewhere.
     direction = 0 if DIAGONAL else (i_tile < j_tile).to(tl.int32)
     lower = i[:, None] >= j[None, :]
     C_OUT += direction * N
@@ -229,8 +235,9 @@ def ssd_ds_kernel(
         sum_j = tl.load(SUMS + head_at + j, mask=j_in, other=0.0)
         step = tl.load(STEPS + head_at + j, mask=j_in, other=0.0)
 
-        # On a diagonal tile, compute exp2(s_i - s_j) for each element. Off the diagonal, split it
-        # by a pivot into exp2(s_i - pivot)·exp2(pivot - s_j): one exp2 a row and one a column
+        # The decay of a pair is exp2(s_i - s_j), where s are running sums of log decays. On a
+        # diagonal tile, compute it for each element. On other tiles, split it into exp2(s_i -
+        # pivot)·exp2(pivot - s_j), which takes only one exp2 per row and one per column
         # (bidirectional_ssd_triton.py).
         if DIAGONAL:
             behind = head_at + K * L
@@ -267,7 +274,8 @@ def ssd_ds_kernel(
             tl.store(COLUMNS + (head * tiles + i_tile) * L + j, tl.sum(q, 0), mask=j_in)
             ds += g * step[None, :]
 
-    # Store the tile in dS (B, 2, L, L); each direction is zero outside its half of the mask.
+    # Store the tile in dS (B, 2, L, L): for direction 0 set pairs with j > i to 0, for direction 1
+    # those with j ≤ i.
     DS += b * 2 * L * L
     out = i[:, None] * L + j[None, :]
     mask = i_in[:, None] & j_in[None, :]
@@ -292,8 +300,9 @@ def ssd_decay_kernel(
     BLOCK_L: tl.constexpr,
     LN2: tl.constexpr,
 ):
-    """Turns the row and column sums of one head into the gradients of steps and of running sums,
-    both (B, 2, K, L)."""
+    """Computes for one head of one sample the gradients of the step sizes, DSTEPS, and of the
+    running sums of log decays, DSUMS, both (B, 2, K, L), from the row and column sums that
+    `ssd_ds_kernel` stored."""
     k = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     t = tl.arange(0, BLOCK_L)
@@ -305,8 +314,8 @@ def ssd_decay_kernel(
     column_ahead = tl.zeros([BLOCK_L], tl.float32)
     column_behind = tl.load(COLUMNS_BEHIND + head * L + t, mask=inside, other=0.0)
 
-    # Add up the sums of all tiles: those of a tile below the diagonal belong to direction 0, of a
-    # tile above it to direction 1.
+    # Add up the sums of all tiles: tiles on or below the diagonal belong to direction 0, tiles
+    # above the diagonal to direction 1.
     for tile in range(0, TILES):
         rows = tl.load(ROWS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
         columns = tl.load(COLUMNS + (head * TILES + tile) * L + t, mask=inside, other=0.0)
@@ -328,14 +337,14 @@ def ssd_decay_kernel(
 def launch_backward(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, B and C side by side in one tensor (B, L, E), then those of
-    steps, sums and D (K)."""
+    """Launches the backward kernels. Returns four tensors: the gradients of x, B_in and C_out side
+    by side (B, L, K·P + 4·N), and the gradients of steps, sums and D."""
     batch, length, heads, _ = x.shape
     strides = collect_strides(x, B_in, C_out)
     joined = x.new_empty(batch, length, count_channels(x, B_in))
     dx, dB, dC = split_channels(joined, *x.shape[2:])
 
-    # Compute dx, and for each tile its part of dD.
+    # Compute the gradient of x, and for each tile its part of the gradient of D.
     constants = choose_constants("dx", x, B_in)
     tiles = triton.cdiv(length, constants["BLOCK"])
     dD = sums.new_empty(batch, heads, tiles)
@@ -343,7 +352,7 @@ def launch_backward(
         dy, x, B_in, C_out, steps, sums, D, dx, dD, *strides, *dx.stride()[:2], **constants
     )
 
-    # Compute dS, and the row and column sums.
+    # Compute dS, the gradient of the scores, and the row and column sums of each tile.
     constants = choose_constants("ds", x, B_in)
     tiles = triton.cdiv(length, constants["BLOCK"])
     dS = x.new_empty(batch, 2, length, length)
@@ -354,7 +363,7 @@ def launch_backward(
     if tiles > 1:
         ssd_ds_kernel[(tiles, tiles - 1, batch)](*tensors, *strides, **constants, DIAGONAL=False)
 
-    # Compute the gradients of steps and running sums from the row and column sums.
+    # Compute the gradients of steps and of running sums from the tiles' row and column sums.
     dsteps = torch.empty_like(steps)
     dsums = torch.empty_like(sums)
     ssd_decay_kernel[(heads, batch)](

@@ -34,14 +34,16 @@ from torch import Tensor
 OLDER_THAN_3_8 = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 8]
 THIRD_PROGRAM_REGISTERS = 168 if OLDER_THAN_3_8 else None
 """Limit of registers per thread under which three programs of four warps share a multiprocessor of
-Hopper; None: no limit. With Triton 3.8 and 3.9 the forward kernel spills at this limit (12 stores
-per thread), so with these versions only two programs share a multiprocessor."""
+Hopper; None: no limit. From Triton 3.8 on no limit is set, because with 3.8 and 3.9 the forward
+kernel spills at 168 registers (12 stores per thread); then only two programs share a
+multiprocessor."""
 
 
 @triton.jit
 def decay_of(exponent):
-    """Computes exp2 of a difference of running sums, clamped to ≤ 0, because only rounding can make
-    it positive. A NaN stays NaN, unlike with a plain minimum."""
+    """Computes the decay exp2(`exponent`), where `exponent` is a difference of running sums of log
+    decays. Clamps `exponent` to ≤ 0 first, because only rounding can make it positive. A NaN stays
+    NaN; a plain `tl.minimum` may replace it by 0."""
     return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -73,8 +75,8 @@ def ssd_kernel(
     PRECISION: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Computes a tile of y for one head. If Z, NORM and H are given, it also computes H =
-    `rms_norm(y·silu(z))·norm`, while y is still in registers."""
+    """Computes a tile of y for one head, and stores it in Y. If Z, NORM and H are given, it also
+    stores `rms_norm(y·silu(z))·norm` in H, while y is still in registers."""
     i0 = tl.program_id(0) * BLOCK
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -83,7 +85,8 @@ def ssd_kernel(
     p = tl.arange(0, P)
     i = i0 + r
 
-    # L is a constant: if it is a multiple of BLOCK, the compiler drops all masks.
+    # L is known at compile time: if L is a multiple of BLOCK, `inside` is always true, and the
+    # compiler drops the masks.
     inside = (i < L) | (L % BLOCK == 0)
     X += b * x_batch + k * P
     B_IN += b * b_batch
@@ -94,7 +97,7 @@ def ssd_kernel(
     c_ahead = tl.load(C_OUT + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0)
     y = tl.zeros([BLOCK, P], tl.float32)
 
-    # Add the contributions of the tiles before this one, in direction 0.
+    # Direction 0: add the contributions of the tokens j in the tiles before this tile.
     if i0 > 0:
         pivot = tl.load(SUMS + ahead + i0 - 1)
         row_decay = decay_of(sum_ahead - pivot)
@@ -110,8 +113,8 @@ def ssd_kernel(
             )
             y = tl.dot(m.to(x.dtype), x, y, input_precision=PRECISION)
 
-    # Add the contributions of the tiles after this one, in direction 1. The values of direction 1
-    # are loaded only here, which saves registers above.
+    # Direction 1: add the contributions of the tokens j in the tiles after this tile. Load the
+    # values of direction 1 only here, so that they occupy no registers in the loop above.
     sum_behind = tl.load(SUMS + behind + i, mask=inside, other=0.0)
     c_behind = tl.load(
         C_OUT + N + i[:, None] * c_token + n[None, :], mask=inside[:, None], other=0.0
@@ -157,7 +160,7 @@ def ssd_kernel(
     out = i[:, None] * (K * P) + p[None, :]
     tl.store(Y + b * L * K * P + k * P + out, y.to(Y.dtype.element_ty), mask=inside[:, None])
 
-    # Apply gate and norm.
+    # If a gate is given, apply gate and norm while y is still in registers.
     if H is not None:
         z_at = i[:, None] * z_token + p[None, :]
         gate = tl.load(Z + b * z_batch + k * P + z_at, mask=inside[:, None], other=0.0).to(
@@ -173,13 +176,13 @@ def ssd_kernel(
 def choose_configuration(
     part: str, length: int, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
 ) -> tuple[int, int, int | None]:
-    """Chooses the tokens per tile, the number of warps, and the limit of registers per thread
-    (None: the compiler decides) for the kernel `part`: "forward", "dx" or "ds". `capability` is 90
-    for compute capability 9.0.
+    """Returns tokens per tile, number of warps, and limit of registers per thread (None: the
+    compiler decides) for the kernel `part`: "forward", "dx" or "ds". `capability` is 90 for compute
+    capability 9.0.
 
     The choice lets as many programs as possible share a multiprocessor of that capability without
-    spilling (scripts/kernel_resources.py); it is not tuned for speed yet. fp32 products take far
-    more registers.
+    spilling (scripts/kernel_resources.py); it is not tuned for speed yet. If `fp32`, tiles are
+    smaller, because fp32 products take far more registers.
     """
     small_shared_memory = capability < 90 or capability >= 120
     large = max(head_dim, state_dim) > 64
@@ -187,8 +190,8 @@ def choose_configuration(
         block = 32 if part == "ds" and not small_shared_memory else 16
         warps = 8 if block == 32 or large or part == "forward" else 4
 
-        # With 128 registers, two programs of eight warps share a multiprocessor; a lower limit, for
-        # a third program, makes the kernel spill.
+        # With at most 128 registers per thread, two programs of eight warps share a multiprocessor;
+        # a limit low enough for a third program makes the kernel spill.
         return block, warps, 128 if warps == 8 and part != "forward" else None
     if small_shared_memory:
         return 32, 8 if part == "ds" and large else 4, None
@@ -198,13 +201,14 @@ def choose_configuration(
 
 
 def precision_of(x: Tensor) -> str:
-    """Returns the precision of fp32 products in Triton, "ieee" or "tf32", that matches PyTorch's
-    setting."""
+    """Returns Triton's name of the precision of fp32 products, "ieee" or "tf32", that matches
+    `torch.get_float32_matmul_precision()`; "ieee" if x is on the CPU."""
     return "ieee" if not x.is_cuda or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str | None]:
-    """Returns the constants and the options of a launch of the kernel `part`."""
+    """Returns the compile-time constants (sizes, precision) and the launch options (warps, stages,
+    registers) of the kernel `part`: "forward", "dx" or "ds"."""
     capability = 90
     if x.is_cuda:
         major, minor = torch.cuda.get_device_capability(x.device)
@@ -227,8 +231,8 @@ def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str 
 
 
 def collect_strides(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
-    """Returns the strides of samples and tokens of each tensor; all other dimensions are
-    contiguous."""
+    """Returns the strides of the sample and token dimensions of x, B_in and C_out, in elements; the
+    kernels take all other dimensions as contiguous."""
     return (
         x.stride(0),
         x.stride(1),
@@ -242,7 +246,7 @@ def collect_strides(x: Tensor, B_in: Tensor, C_out: Tensor) -> tuple[int, ...]:
 def launch_forward(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
-    """Returns y, of the shape of x."""
+    """Launches the forward kernel without gate and norm; returns y (B, L, K, P)."""
     return launch(x, steps, sums, B_in, C_out, D, None, None, 0.0)[0]
 
 
@@ -257,7 +261,8 @@ def launch_gated(
     norm_weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gated and normed y, and y itself."""
+    """Launches the forward kernel with gate and norm; returns the gated and normed y, and y itself,
+    both (B, L, K, P)."""
     y, h = launch(x, steps, sums, B_in, C_out, D, z, norm_weight, eps)
     assert h is not None
     return h, y
@@ -274,7 +279,8 @@ def launch(
     norm_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns y, and the gated and normed y if z is given."""
+    """Launches the forward kernel; returns y, and the gated and normed y (None if z is None), each
+    (B, L, K, P)."""
     y = x.new_empty(x.shape)
     h = None if z is None else x.new_empty(x.shape)
     z_strides = (0, 0) if z is None else (z.stride(0), z.stride(1))

@@ -7,7 +7,8 @@ pass of each uses the other, and `ssd_groups` for the gradients of B and C. They
 (chunked_ssd_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to chunk, in fp32.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a
-sample, S = B·C.
+sample, S = B·C. The scan's own B and C are called `B_in` and `C_out`, or `groups` where either may
+be given.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from accel.kernels.operator import keep_inputs, make_differentiable, register, u
 
 
 def weight_by_direction(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
-    """Multiplies x (S, T, K, P) by the weights (S, 2, K, T) of each direction; returns the products
-    in the dtype of x."""
+    """Multiplies x (S, T, K, P) by `weights` (S, 2, K, T), one weight for each token, head and
+    direction; returns the products in the dtype of x."""
     return (upcast(x).transpose(1, 2).unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype)
 
 
 def compute_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
-    """Sums weight_t · group_t ⊗ x_t over the T tokens of each chunk: the state that the chunk adds,
-    (S, 2, K, N, P) in fp32, where 2 is the direction. x is (S, T, K, P), weights (S, 2, K, T),
-    `groups` (S, T, 2, N): B in the forward pass, C in the backward pass."""
+    """Returns the state that each chunk adds for each direction, (S, 2, K, N, P) in fp32: the sum
+    of weight_t · group_t ⊗ x_t over the chunk's T tokens. x is (S, T, K, P), `weights` (S, 2, K,
+    T). `groups` (S, T, 2, N) is B_in in the forward pass, C_out in the backward pass."""
     return upcast(groups.permute(0, 2, 3, 1).unsqueeze(2) @ weight_by_direction(x, weights))
 
 
 def read_states(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes read_t = group_t · state for each token, head and direction. Returns two tensors:
-    the reads times the weights, summed over directions, plus `inside` (S, T, K, P) if given; and
-    the dot product of each read with `other` (S, T, K, P), which is (S, 2, K, T) in fp32, or an
-    empty tensor without `other`."""
-    # The reads are (S, 2, K, T, P).
+    """Computes read_t = group_t · state for each token, head and direction, where `state` is the
+    state of the token's chunk. Returns two tensors. The first, (S, T, K, P), is weight_t · read_t
+    summed over the two directions, plus `inside` (S, T, K, P) if given. The second, (S, 2, K, T) in
+    fp32, is the dot product of each read_t with `other` (S, T, K, P); it is empty if `other` is
+    None."""
+    # `read` has the shape (S, 2, K, T, P).
     read = upcast(groups.transpose(1, 2).unsqueeze(2) @ states.to(groups.dtype))
     out = (read * weights.unsqueeze(-1)).sum(1).transpose(1, 2)
     out = out if inside is None else out + upcast(inside)
@@ -51,8 +53,8 @@ def read_states(
 
 
 def compute_group_gradients(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """Sums weight_t · x_t · stateᵀ over the heads: the gradient of B or C, (S, T, 2, N) in the
-    dtype of x."""
+    """Returns the gradient of B_in or C_out, (S, T, 2, N) in the dtype of x: the sum of weight_t ·
+    x_t · stateᵀ over the heads."""
     products = upcast(weight_by_direction(x, weights) @ states.to(x.dtype).mT)
     return products.sum(2).transpose(1, 2).to(x.dtype).contiguous()
 
@@ -85,8 +87,8 @@ def compute_states_gradients(
 
 
 def compute_read(y: Tensor, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Adds to y what each token reads from the state that arrives at its chunk; returns the sum,
-    and the inputs for the backward pass."""
+    """Adds to y what each token reads from the state that arrives at its chunk. Returns the sum,
+    and `inputs` (states, C_out and weights), which the backward pass needs."""
     return ssd_read(*inputs, y, None)[0], inputs
 
 
@@ -112,7 +114,8 @@ def add_between_chunks(
     C_out: Float[Tensor, "S T 2 N"],
     batch: int,
 ) -> Float[Tensor, "S T K P"]:
-    """Adds to y the contributions of the other chunks of the same sample."""
+    """Returns y plus the contributions of the other chunks of the same sample; the y given contains
+    only the contributions of each token's own chunk. `batch` is the number of samples B."""
     to_edge, decays = compute_chunk_decays(steps, sums)
     added = differentiable_states(x, B_in, to_edge).unflatten(0, (batch, -1))
     decays = decays.unflatten(0, (batch, -1))[..., None, None]

@@ -95,7 +95,8 @@ def ssd_read_kernel(
     here = s * T * K * P + k * P
     out = tl.zeros([BLOCK, P], tl.float32)
 
-    # Start from INSIDE if it is given, and load OTHER if it is given.
+    # If INSIDE (the contributions of the chunk's own tokens) is given, start the output from it. If
+    # OTHER is given, load it: DOTS gets its dot product with each read.
     if INSIDE is not None:
         out += tl.load(
             INSIDE + here + t[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0
@@ -164,8 +165,8 @@ def ssd_groups_kernel(
 
 
 def choose_configuration(head_dim: int, state_dim: int, fp32: bool = False) -> tuple[int, int, int]:
-    """Returns the number of tokens per tile, of rows of a state that a program takes at a time, and
-    of warps."""
+    """Returns (BLOCK, BLOCK_N, warps): the tokens per tile, the rows (of N) of a state that a
+    program processes at a time, and the warps per program."""
     large = max(head_dim, state_dim) > 64
     return (16, min(32, state_dim), 8) if fp32 else (64, state_dim, 8 if large else 4)
 
@@ -173,8 +174,8 @@ def choose_configuration(head_dim: int, state_dim: int, fp32: bool = False) -> t
 def choose_constants(
     like: Tensor, length: int, heads: int, state_dim: int, head_dim: int
 ) -> dict[str, Any]:
-    """Returns the constants and the options of a launch; the dtype of `like` decides about tile
-    sizes and precision."""
+    """Returns the compile-time constants and the launch options of the kernels; tile sizes and
+    precision depend on the dtype of `like`."""
     block, block_n, warps = choose_configuration(head_dim, state_dim, like.dtype == torch.float32)
     sizes = {
         "T": length,
@@ -188,7 +189,7 @@ def choose_constants(
 
 
 def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
-    """Computes `ssd_states` of chunked_ssd.py."""
+    """Launches the kernel of `ssd_states` (chunked_ssd.py); returns the states (S, 2, K, N, P)."""
     pieces, length, heads, head_dim = x.shape
     states = weights.new_empty(pieces, 2, heads, groups.shape[3], head_dim)
     constants = choose_constants(x, length, heads, groups.shape[3], head_dim)
@@ -202,7 +203,8 @@ def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
 def launch_read(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes `ssd_read` of chunked_ssd.py."""
+    """Launches the kernel of `ssd_read` (chunked_ssd.py); returns the output (S, T, K, P), and the
+    dot products with `other` (S, 2, K, T), or an empty tensor if `other` is None."""
     pieces, _, heads, state_dim, head_dim = states.shape
     length = groups.shape[1]
     out = groups.new_empty(pieces, length, heads, head_dim)
@@ -215,7 +217,8 @@ def launch_read(
 
 
 def launch_groups(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """Computes `ssd_groups` of chunked_ssd.py."""
+    """Launches the kernel of `ssd_groups` (chunked_ssd.py); returns the gradient of B_in or C_out
+    (S, T, 2, N)."""
     pieces, length, heads, head_dim = x.shape
     out = x.new_empty(pieces, length, 2, states.shape[3])
     constants = choose_constants(x, length, heads, states.shape[3], head_dim)

@@ -1,8 +1,9 @@
 """Computes `bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU
 (bidirectional_ssd_triton.py), PyTorch elsewhere.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens; E = K·P + 4·N
-channels of x, B and C together.
+Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens. E = K·P + 4·N
+is the number of channels of x (K·P) and of the scan's B and C (N for each of two directions)
+together; the code calls these `B_in` and `C_out`.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ MATRIX_UNIT_SIZES = (16, 32, 64, 128)
 
 
 def compute_plain(*inputs: Tensor) -> Tensor:
-    """Computes y from x, steps, sums, B_in, C_out and D."""
+    """Returns y (S, T, K, P), contiguous; the inputs are x, steps, sums, B_in, C_out and D."""
     return definition.scan_within_pieces(*inputs).contiguous()
 
 
 def compute_gated(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Returns the gated and normed y, and y itself. The inputs are x, steps, sums, B_in, C_out, D,
-    z, norm_weight and eps."""
+    """Returns the gated and normed y, and y itself, both (S, T, K, P). The inputs are x, steps,
+    sums, B_in, C_out, D, z, norm_weight and eps."""
     y = compute_plain(*inputs[:6])
     return gated_norm(y, *inputs[6:]), y
 
@@ -48,18 +49,18 @@ def compute_gated(*inputs: Any) -> tuple[Tensor, Tensor]:
 def compute_backward(
     dy: Tensor, x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, B and C side by side in one tensor (S, T, E), then those of
-    steps, sums and D."""
+    """Returns four tensors: the gradients of x, B_in and C_out side by side (S, T, E), and the
+    gradients of steps, sums and D."""
     decay, scores, step, lower = definition.compute_masks(x, steps, sums, B_in, C_out)
 
-    # Compute the gradient of x. `rows` is dy and `columns` is x, both (S, K, T, P): dy_i belongs to
-    # row i of M, x_j to column j.
+    # Compute the gradient of x. `rows` (dy) and `columns` (x) have the shape (S, K, T, P), at least
+    # in fp32: in y = M x, dy_i belongs to row i of M, and x_j to column j.
     rows = upcast(dy).transpose(1, 2)
     columns = upcast(x).transpose(1, 2)
     dx = (decay * scores * step).mT @ rows + upcast(D)[:, None, None] * rows
 
-    # Compute the gradients of steps and sums: for each direction, sum its half of the pairs over
-    # rows and over columns.
+    # Compute the gradients of steps and sums: for each direction, take the pairs of tokens of this
+    # direction (`mask`), and sum them over rows and over columns.
     g = (rows @ columns.mT) * decay
     dS = (g * step).sum(1)
     q = g * scores
@@ -70,8 +71,8 @@ def compute_backward(
         dsteps.append(part.sum(2))
         dsums.append(LN2 * ((part * step).sum(3) - dsteps[-1] * direction_steps))
 
-    # Write the gradients of x, B and C side by side, as the backward pass of the convolution before
-    # the scan reads them.
+    # Write the gradients of x, B_in and C_out side by side in one tensor, because the backward pass
+    # of the convolution before the scan reads them as one tensor.
     joined = x.new_empty(*x.shape[:2], count_channels(x, B_in))
     dx_out, dB, dC = split_channels(joined, *x.shape[2:])
     dx_out.copy_(dx.transpose(1, 2))
@@ -86,12 +87,13 @@ def compute_backward(
 
 
 def count_channels(x: Tensor, B_in: Tensor) -> int:
-    """Counts E, the channels of x, B and C together."""
+    """Returns E, the number of channels of x, B_in and C_out together."""
     return x.shape[2] * x.shape[3] + 4 * B_in.shape[3]
 
 
 def split_channels(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits `joined` (S, T, E) into views of x, B and C, each (S, T, groups, width)."""
+    """Splits `joined` (S, T, E) into three views: x (S, T, K, P), B_in and C_out (both S, T, 2,
+    N)."""
     inner = heads * head_dim
     x, B_in, C_out = joined.split((inner, *2 * ((joined.shape[-1] - inner) // 2,)), dim=-1)
     return (
@@ -102,9 +104,9 @@ def split_channels(joined: Tensor, heads: int, head_dim: int) -> tuple[Tensor, T
 
 
 def write_group_gradients(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, dC: Tensor) -> None:
-    """Writes the gradients of B and C. dS (S, 2, T, T) is the gradient of the scores C_i·B_j, for
-    each direction 0 outside its mask. The matrix products read and write strided rows, so nothing
-    is copied."""
+    """Writes the gradients of B_in and C_out to `dB` and `dC`. dS (S, 2, T, T) is the gradient of
+    the scores C_i·B_j; for each direction it is 0 at pairs of the other direction. The matrix
+    products read and write strided rows, so nothing is copied."""
     for i in (0, 1):
         torch.bmm(dS[:, i], B_in[:, :, i], out=dC[:, :, i])
         torch.bmm(dS[:, i].mT, C_out[:, :, i], out=dB[:, :, i])
@@ -156,19 +158,20 @@ def fused_bidirectional_ssd(
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Computes `bidirectional_ssd` in two launches for up to 512 tokens, gate and norm included.
-    Longer sequences are cut into chunks of 256: one launch inside chunks, one to write states, one
-    to read them, and one for gate and norm.
+    """Computes `bidirectional_ssd`. Up to 512 tokens take two kernel launches: one for steps and
+    decays, one for the scan with gate and norm. A longer sequence is cut into chunks of 256 tokens;
+    after the launch for steps and decays, one launch scans inside the chunks, one writes states,
+    one reads them, and one applies gate and norm.
 
-    ValueError for a head dim or state size that the matrix units do not support. Slices of one
-    projection are read in place.
+    Raises ValueError for a head dim or state size that the matrix units do not support. If the
+    inputs are slices of one projection, the kernels read them in place.
     """
     refuse_empty("bidirectional_ssd", x)
     check_sizes(x.shape[3], B_in.shape[3])
     batch, length = x.shape[:2]
 
-    # Compute the steps, and the running sums of the decays in each piece; a short sequence is one
-    # piece.
+    # Compute the step sizes, and the running sums of log decays within each piece; a sequence of up
+    # to MAX_QUADRATIC_TOKENS tokens is one piece.
     whole = length <= definition.MAX_QUADRATIC_TOKENS
     steps, sums = fused_ssd_decays(dt, dt_bias, A_log, length if whole else definition.CHUNK_TOKENS)
     if not whole:
@@ -183,8 +186,8 @@ def fused_bidirectional_ssd(
         weight = definition.require_norm_weight(norm_weight).contiguous()
         return differentiable_gated_ssd(*inputs, wide, pack_heads(z), weight, eps)
 
-    # For a long sequence, gate and norm come after the contributions of other chunks have been
-    # added.
+    # For a long sequence, add the contributions of the other chunks first, and only then apply gate
+    # and norm.
     y = differentiable_ssd(*inputs, wide)
     if not whole:
         y = add_between_chunks(y, *inputs, batch)
@@ -195,7 +198,7 @@ def fused_bidirectional_ssd(
 
 
 def check_sizes(head_dim: int, state_dim: int) -> None:
-    """Raises ValueError for sizes that the matrix units do not support."""
+    """Raises ValueError for a head dim or state size that the GPU's matrix units do not support."""
     if head_dim not in MATRIX_UNIT_SIZES or state_dim not in MATRIX_UNIT_SIZES:
         raise UserError(
             "runtime.fused_scan=true takes head_dim and state_dim of "

@@ -3,7 +3,8 @@ which saves only its inputs and y for the backward pass.
 
 It launches the kernels of local_mix.py, ssd_decays.py and fused_ssd.py one after the other, and in
 the backward pass launches the first two again: their results (mixed x, B and C; steps and sums) are
-cheaper to compute again than to keep. It is one operator, so that a compiler cannot keep more.
+cheaper to compute again than to keep. The whole is one operator, so that torch.compile cannot
+decide to save more tensors.
 
 Letters: B samples, L = rows · columns tokens, K heads, P head dim, N state size, E = K·P + 4·N
 mixed channels, W channels of the projection.
@@ -60,8 +61,9 @@ def split_projection(
 def prepare_scan(
     parts: tuple[Tensor, ...], weight: Tensor, bias: Tensor, rows: int, columns: int, *rest: Tensor
 ) -> tuple[Tensor, ...]:
-    """Computes the inputs of the scan: mixed x, steps, sums, mixed B and C, and D. `parts` is the
-    result of `split_projection`; `rest` begins with dt_bias, A_log and D."""
+    """Returns the inputs of the scan: x after local mixing, steps, running sums, B_in and C_out
+    after local mixing, and D. `parts` is the result of `split_projection`; the arguments in `rest`
+    begin with dt_bias, A_log and D."""
     z, xBC, dt = parts
     mixed = FASTLATENT_OPS.local_mix(xBC, weight, bias, rows, columns)
     decays = FASTLATENT_OPS.ssd_decays(dt, *rest[:2], dt.shape[1])
@@ -70,7 +72,7 @@ def prepare_scan(
 
 
 def forward(projected: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Returns the gated and normed y, and y itself."""
+    """Returns the gated and normed y, and y itself, both (B, L, K, P)."""
     *_, norm_weight, eps = rest
     parts = split_projection(projected, weight, norm_weight)
     return FASTLATENT_OPS.ssd_gated(*prepare_scan(parts, weight, *rest), parts[0], norm_weight, eps)
@@ -84,7 +86,8 @@ def backward(
     parts = split_projection(projected, weight, norm_weight)
     z, xBC, dt = parts
 
-    # Three operators write into one tensor: each its slice of the projection's gradient.
+    # Allocate the projection's gradient as one tensor; each of three operators then writes its own
+    # slice of it (dz, dxBC, ddt), so nothing has to be joined by a copy.
     dprojected = torch.empty_like(projected)
     dz, dxBC, ddt = split_projection(dprojected, weight, norm_weight)
     dy, dnorm = FASTLATENT_OPS.gated_norm_backward(dh, y, z, norm_weight, eps, dz)
@@ -130,8 +133,8 @@ def fused_mixed_ssd(
     for up to 512 tokens.
 
     The projection holds the gate z, then x, B and C, then dt: W = K·P + E + 2·K; its gradient is
-    one tensor. ValueError for a head dim or state size that the matrix units do not support, or for
-    more tokens.
+    one tensor. Raises ValueError for a head dim or state size that the matrix units do not support,
+    or for more than 512 tokens.
     """
     refuse_empty("bidirectional_ssd", projected)
     length = projected.shape[1]
