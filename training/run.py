@@ -46,21 +46,22 @@ from training.state import TrainState
 from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
 EARLIER_RUN_FILES = ("checkpoints/step-*", "summary.json")
-"""Patterns of files that show that a folder already holds a run."""
+"""Patterns of files in a run folder; if one matches, the folder already holds a run."""
 
 
 class Run:
     """A run and its folder.
 
-    The folder holds config.yaml (as composed, unresolved and redacted), environment.json,
-    ledger.json, kernels.json and tuning.json (if kernels or techniques were chosen by measuring),
-    metrics.jsonl, time.json, samples/, checkpoints/ and summary.json. The first rank writes them.
+    The folder holds config.yaml (the composed configuration, with interpolations unresolved and
+    secrets hidden), environment.json, ledger.json, kernels.json and tuning.json (if kernels or
+    techniques were chosen by measuring), metrics.jsonl, time.json, samples/, checkpoints/ and
+    summary.json. Only the first rank writes files other than checkpoints.
     """
 
     def __init__(self, composed: Composed) -> None:
         cfg = composed.cfg
-        # Restart the clock here, except in the first run of `train.py`: its time begins with the
-        # process, so that imports count.
+        # Restart the clock here, except in the first run of a `train.py` process: the time of that
+        # run begins with the process, so that it includes the imports.
         if CLOCK.seconds or Path(sys.argv[0]).name != "train.py":
             CLOCK.begin()
         self.cfg = cfg
@@ -73,11 +74,11 @@ class Run:
         self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self.lock: FolderLock | None = None
         self.rows: list[LedgerRow] = []
-        """Rows of the ledger that no technique adds."""
+        """Rows that the run adds to the techniques' ledger, such as the one about tuning."""
         self.reported_bounds: set[str] = set()
-        """Bounds of the step, such as "data-bound", that the terminal already shows."""
+        """Limits of the step's speed, such as "data-bound", that the run has already printed."""
         self.stack: AccelerationStack | None = None
-        """Techniques of the run, from `announce_start` on."""
+        """The run's techniques; None before `announce_start`."""
 
         earlier = [file for name in EARLIER_RUN_FILES for file in self.folder.glob(name)]
         if cfg.resume == "never" and earlier:
@@ -87,11 +88,13 @@ class Run:
             )
         self.ranks.broadcast_result(lambda: find_branch(cfg.resume, self.folder / "checkpoints"))
         self.finished = self.ranks.broadcast_result(lambda: read_finished_summary(cfg, self.folder))
-        """Summary of a run in this folder that has already seen all its samples; otherwise None."""
+        """Summary of the run in this folder if that run has already seen all its samples; otherwise
+        None."""
         if self.finished is not None:
             return
 
-        # Lock an existing folder now. Create a new one only once set-up has succeeded.
+        # Lock the folder now if it exists. If not, the first `write_file` creates it later, so that
+        # a failed set-up leaves no empty folder.
         self.claimed = self.ranks.broadcast_result(
             lambda: self.folder.exists() and self.claim_folder()
         )
@@ -103,8 +106,8 @@ class Run:
         set_deterministic(cfg.deterministic)
 
     def claim_folder(self) -> bool:
-        """Creates and locks the folder, and returns True; ValueError if another run holds the
-        lock."""
+        """Creates the run folder if it does not exist, locks it, and returns True. Raises
+        ValueError if another run holds the lock."""
         key = f"run_dir={self.folder}"
         try:
             make_folder(self.folder)
@@ -119,16 +122,16 @@ class Run:
         return True
 
     def write_file(self, name: str, content: Any) -> None:
-        """Writes a JSON file into the folder, and creates the folder first if need be. All ranks
-        call it."""
+        """Writes `content` as the JSON file `name` in the run folder; first creates the folder if
+        it does not exist. All ranks must call it."""
         self.claimed = self.claimed or self.ranks.broadcast_result(self.claim_folder)
         if self.ranks.first:
             write_json(self.folder / name, replace_non_finite(content))
 
     @CLOCK.count_as("warm_up")
     def apply_tuning(self) -> TrainConfig:
-        """Returns the configuration; if `runtime.tune` is set, with the techniques that are fastest
-        on this machine."""
+        """Returns the configuration. If `runtime.tune` is set, first replaces its techniques by
+        those that are fastest on this machine."""
         if self.cfg.runtime.tune:
             self.cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
             self.write_file(TUNING_FILE, choice)
@@ -136,7 +139,7 @@ class Run:
         return self.cfg
 
     def open_checkpoints(self) -> Checkpoints:
-        """Returns the checkpoints of this run."""
+        """Returns the object that saves, lists and deletes the checkpoints in the run folder."""
         cfg = self.cfg
         return Checkpoints(
             self.folder / "checkpoints",
@@ -155,16 +158,17 @@ class Run:
         self.ranks.close()
 
     def write_kernels(self, training: Training) -> None:
-        """Writes the choice of fused kernels before the run uses them, so that a resumed run
-        computes with the same ones."""
+        """Writes the choice of fused kernels to the run folder before training, so that a resumed
+        run computes with the same kernels."""
         if training.kernels:
             self.write_file(KERNELS_FILE, training.kernels)
 
     def announce_start(
         self, training: Training, ledger: Ledger, logger: SafeLogger, origin: str
     ) -> None:
-        """Describes the starting run in its folder, on the terminal and to the logger; `origin`
-        says what it continues."""
+        """Writes environment, ledger and configuration to the run folder, prints the ledger, and
+        starts the logger. `origin` is a sentence that says from which checkpoint or weights the run
+        starts."""
         self.stack = training.stack
         ledger += self.rows
         rows = ledger.as_dict()
@@ -189,8 +193,8 @@ class Run:
         logger.known = {"ledger": rows}
 
     def continue_records(self, state: TrainState) -> None:
-        """Continues the account of time and the metrics at the step of `state`; drops later
-        metrics, which the run will log again."""
+        """Continues time.json and metrics.jsonl at the step of `state`; removes the metrics of
+        later steps, which the run will log again."""
         CLOCK.resume(self.folder / TIME_FILE, state.step)
         lines = self.metrics.drop_after(state.step) if self.ranks.first else []
         if lines:
@@ -198,7 +202,8 @@ class Run:
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to metrics.jsonl. If waiting for data or launching kernels limits the
-        speed of a step, prints so once for each of the two, with keys to try."""
+        speed of a step, prints a line that says so, with configuration keys to try; once in a run
+        for each of the two limits."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
@@ -220,16 +225,17 @@ class Run:
             print(f"{bound}: {reason}; try {', '.join(keys)}", flush=True)
 
     def write_time(self, state: TrainState, *, saved: bool = False, now: bool = False) -> None:
-        """Writes the account of time: at once if the step was `saved` or `now` is set, otherwise
-        every few seconds."""
+        """Writes the run's seconds by kind to time.json: at once if a checkpoint of this step was
+        `saved` or `now` is set, otherwise at most every few seconds."""
         if self.ranks.first:
             state.meter.sum_waits()
             step = state.step if saved else None
             CLOCK.write(self.folder / TIME_FILE, step, now=saved or now)
 
     def show_finished(self) -> dict[str, Any]:
-        """Shows the summary of a finished run and changes nothing; ValueError if the run has
-        another model, data, objective, optimizer or adapter."""
+        """Prints and returns the summary of the finished run in this folder; changes no file.
+        Raises ValueError if that run has another model, data, objective, optimizer or adapter than
+        this configuration."""
         assert self.finished is not None
         state = f"run_dir={self.folder} holds a finished run"
         try:
@@ -253,7 +259,8 @@ class Run:
         return self.finished
 
     def stop(self, state: TrainState) -> NoReturn:
-        """Exits with `RESUMABLE_EXIT_CODE`: the same command again resumes the run."""
+        """Ends the process with `RESUMABLE_EXIT_CODE`, which means that the same command resumes
+        the run."""
         self.write_time(state, now=True)
         saved = "saved" if state.step else "nothing is saved"
         if not self.cfg.save_every:
@@ -265,19 +272,21 @@ class Run:
         raise SystemExit(RESUMABLE_EXIT_CODE)
 
     def summarise(self, state: TrainState, ledger: Ledger) -> dict[str, Any]:
-        """Writes and returns the summary: the latest value of each metric, files, and times."""
+        """Writes summary.json and returns its content: the latest value of the main metrics, the
+        paths of the newest checkpoint and sample grid, and times in seconds."""
         self.write_time(state, now=True)
         latest: dict[str, Any] = {}
         for line in read_metrics(self.metrics.file)[0]:
             latest |= line
 
-        # A process that trained nothing, as after the last step, reports the last logged rate.
+        # If this process took no step, because the run was complete, use the rate that was logged
+        # last.
         meter = state.meter
         rate = latest.get("samples_per_s")
         if meter.train_seconds:
             rate = meter.trained_samples / meter.train_seconds
 
-        # The clock counts this process's seconds; the account covers the whole run.
+        # `CLOCK.seconds` covers this process, `CLOCK.account` all processes of the run.
         process_seconds = CLOCK.seconds
         account = CLOCK.account
         checkpoints = list_complete(self.folder / "checkpoints")
@@ -309,8 +318,8 @@ class Run:
         return summary
 
     def show_rehearsal(self) -> None:
-        """Prints ledger and speed of the latest run of experiment `rehearsal` with the same model,
-        runtime and versions; warns if there is none."""
+        """Prints the ledger and the speed of the latest run of the experiment that the key
+        `rehearsal` names, with the same model, runtime and versions; warns if there is none."""
         experiment = self.cfg.rehearsal
         if experiment is None or not self.ranks.first:
             return
@@ -332,7 +341,7 @@ class Run:
                 ]
                 rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
             except READ_ERRORS:
-                continue  # the file is no summary of a run
+                continue  # skip a file that is no summary of a run
             if same:
                 print(f"latest {experiment} of this model and runtime: {file.parent}, {rate}")
                 print("\n".join(rows), flush=True)
@@ -352,15 +361,16 @@ def get_mtime(file: Path) -> float:
 
 
 def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
-    """Reads the summary of a run that has seen `total_samples`; None if training must continue."""
+    """Reads the summary of the run in `folder`; returns None if there is none, or if the run has
+    not yet seen `cfg.total_samples` samples, so that training must continue."""
     try:
         summary = read_object(folder / "summary.json")
         damaged = summary.get("skipped_data") or {}
         known = all(type(count) is int for count in damaged.values())
         if not known or summary["samples"] < cfg.total_samples:
             return None
-        # Return None if the newest checkpoint is damaged or gone, because the run then continues
-        # from an earlier one.
+        # Return None also if the newest checkpoint is damaged or gone, because the run then
+        # continues from an earlier checkpoint.
         if cfg.save_every:
             newest = verify(list_complete(folder / "checkpoints")[-1])
             if read_state_file(newest)["counters"]["samples"] < cfg.total_samples:
@@ -374,7 +384,8 @@ def choose_folder(choices: Mapping[str, str]) -> Path:
     """Returns a path that does not exist yet, `runs/<date>-<time>-<model>-<runtime>`, with a number
     if two runs start in one second."""
     chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
-    # Make a valid folder name: the name of a configuration file in a group may contain a slash.
+    # Replace characters that a folder name may not have: the name of a configuration file in a
+    # group may contain a slash.
     chosen = re.sub(r"[^A-Za-z0-9_.-]", "-", chosen)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen}"
     folder = Path("runs") / name

@@ -34,16 +34,18 @@ LAYOUTS = {
     "window": Layout.sums,
     "rng": Layout.each,
 }
-"""Piece of the state -> its layout in a checkpoint. A new piece needs an entry here and a line in
-both `state_dict` and `load_state_dict`."""
+"""Name of a piece of the state -> its layout in a checkpoint, which says which rank writes what. A
+new piece needs an entry here and a line in both `state_dict` and `load_state_dict`."""
 
 
 @dataclass
 class TrainState:
-    """Model, optimizer, averages, loader, sums of the current log window, and counters.
+    """Everything that a step changes: model, optimizer, averages, loader, sums of the current log
+    window, and counters.
 
-    Noise, t, flips and label drops depend only on the stream position, so `samples` is their state.
-    Checkpoints also keep PyTorch's generators, for models that use them.
+    Noise, t, flips and label drops are functions of a sample's position in the stream, so they have
+    no state besides the counter `samples`. Checkpoints also store the states of PyTorch's random
+    generators, for models that use them.
     """
 
     model: Denoiser
@@ -58,7 +60,7 @@ class TrainState:
     samples: int = 0
     skipped_steps: int = 0
     skipped_data: dict[str, int] = field(default_factory=dict)
-    """Damaged blocks of data that any rank skipped -> the number of their samples."""
+    """Place of a damaged data block that any rank skipped -> number of its samples."""
     began_at: int = 0
     """Step at which this process started or resumed."""
     layouts = LAYOUTS
@@ -77,15 +79,16 @@ class TrainState:
         return self.samples >= self.total_samples
 
     def is_due(self, *intervals: int) -> bool:
-        """Says whether the step is a multiple of an interval, or the run is done. An interval of 0
-        is never due, and nothing is due before this process has taken a step."""
+        """Says whether a task that happens every so many steps is due: if the step is a multiple of
+        one of `intervals`, or the run is done. An interval of 0 means never, and nothing is due
+        before this process has taken a step."""
         return self.moved and any(
             every > 0 and (self.done or self.step % every == 0) for every in intervals
         )
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """Returns the tensors and numbers of the state by piece and name. The tensors are no
-        copies: save or copy them before the next step changes them."""
+        """Returns name of a piece of the state -> name within the piece -> tensor or number. The
+        tensors are not copied: save or copy them before the next step changes them."""
         return {
             "model": select_saved_weights(self.model),
             "ema": self.ema.state_dict(),
@@ -99,8 +102,8 @@ class TrainState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads everything except hyper-parameters, which come from the configuration; ValueError
-        if the tensors do not fit the model."""
+        """Loads what `state_dict` returned. Hyper-parameters are not part of it: they come from the
+        configuration. Raises ValueError if the tensors do not fit the model."""
         load_weights(self.model, state["model"])
         self.ema.load_state_dict(state["ema"])
         load_moments(self.optimizer, state["optimizer"])
@@ -114,8 +117,8 @@ class TrainState:
         self.began_at = self.step
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counters; ValueError for one that is no count. Checkpoints of earlier versions
-        lack `skipped_data`."""
+        """Sets the counters from a checkpoint; ValueError for a value that is no integer from 0 on.
+        Checkpoints of earlier versions lack `skipped_data`, which is then empty."""
         counters = {"skipped_data": {}} | dict(saved)
         for name in COUNTERS:
             counter = counters[name]
@@ -126,8 +129,8 @@ class TrainState:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Uses the averaged weights in the block, in evaluation mode, and runs the model eagerly,
-        because batch sizes that differ from training's would cause recompilation."""
+        """Inside the `with` block the model has the averaged weights, is in evaluation mode, and
+        runs eagerly: a batch size that differs from training's otherwise causes a recompilation."""
         with (
             self.stack.surround_evaluation(),
             self.ema.swap_in(),
@@ -141,8 +144,9 @@ class TrainState:
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
-        """Restores the state at the end of the block. The copy is in host memory, to leave the
-        device's memory to the step."""
+        """Restores, at the end of the `with` block, the state from its beginning. The copy of the
+        state is in host memory, so that the steps in the block can use all of the device's
+        memory."""
         before = tree_map_only(
             Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), self.state_dict()
         )
@@ -154,7 +158,8 @@ class TrainState:
 
 
 def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of a model that a checkpoint keeps: all, or only those of an adapter."""
+    """Returns the tensors of a model that a checkpoint stores, by name: all tensors, or, if the
+    model has an adapter, only the trained ones."""
     tensors = model.state_dict()
     if not find_adapted_layers(model):
         return tensors
@@ -162,7 +167,8 @@ def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Loads whole tensors into a model, sharded or not; ValueError if they do not fit."""
+    """Loads unsharded tensors, by name, into a model, whose own tensors may be sharded; ValueError
+    if names or shapes do not fit."""
     current = model.state_dict()
     frozen_names = current.keys() - select_saved_weights(model).keys()
     frozen = {name: current[name] for name in frozen_names}
@@ -174,8 +180,9 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) -> None:
-    """Loads an optimizer's state. Tensors that exist are filled in place, because a captured CUDA
-    graph keeps using them. Hyper-parameters stay as they are."""
+    """Loads the state of an optimizer, such as its moments; `leaves` is a flat dict of that state.
+    Fills existing tensors in place, because a captured CUDA graph keeps using them.
+    Hyper-parameters such as the learning rate stay as they are."""
     saved: dict[int, dict[str, Any]] = {int(i): entries for i, entries in nest(leaves).items()}
     if isinstance(optimizer, Members):
         optimizer.load_state_dict({"state": saved})
@@ -184,8 +191,8 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
     current = optimizer.state_dict()
     state = current["state"]
 
-    # A checkpoint of Adam before its first step has no moments: fill existing tensors with zeros,
-    # which means the same.
+    # A checkpoint of Adam from before its first step has no moments. If the optimizer already has
+    # some, fill them with zeros, with which Adam also begins.
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         saved = {i: dict.fromkeys(entries, 0.0) for i, entries in state.items()}
     parameters = parameters_of(optimizer)
@@ -203,13 +210,15 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
 
 
 def read_rng_state() -> dict[str, Tensor]:
-    """Returns the states of PyTorch's generators, the host's and each GPU's."""
+    """Returns the states of PyTorch's random generators: the host's as "torch", GPU i's as
+    "cuda.i"."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"torch": torch.get_rng_state()} | {f"cuda.{i}": state for i, state in enumerate(gpus)}
 
 
 def load_rng_state(saved: Mapping[str, Tensor]) -> None:
-    """Restores PyTorch's generators; the GPUs' only if their number is the same."""
+    """Restores the states of PyTorch's random generators; those of the GPUs only if this machine
+    has as many GPUs as the state."""
     torch.set_rng_state(saved["torch"])
     gpus = [saved[f"cuda.{i}"] for i in range(len(saved) - 1)]
     if len(gpus) == torch.cuda.device_count():

@@ -29,15 +29,15 @@ class StepOutput(NamedTuple):
     """Figures of a step, as scalars on the device."""
 
     loss: Tensor
-    """Mean loss over the samples of the step."""
+    """Mean loss over this rank's samples of the step."""
     grad_norm: Tensor
     """Norm of the gradient before clipping."""
     skipped: Tensor
-    """1.0 if the norm was not finite or a spike, so that parameters, moments and averages did not
-    change."""
+    """1.0 if the gradient norm was not finite or a spike, so that parameters, moments and averages
+    did not change; otherwise 0.0, also if `backed_off` is 1.0."""
     backed_off: Tensor
-    """1.0 if the step was skipped because fp16's loss scale was too large; the search for the scale
-    causes such steps."""
+    """1.0 if nothing changed because fp16's loss scale was too large, which is normal while the
+    scale is being searched; otherwise 0.0."""
 
 
 class EMA:
@@ -59,24 +59,27 @@ class EMA:
         self.names = list(named)
         self.parameters = list(named.values())
         self.averages = [p.detach().float().clone() for p in self.parameters]
-        """Averages, sharded like the parameters: the update is elementwise, so each rank updates
-        its shard."""
+        """One fp32 average per trained parameter, sharded like the parameter: the update is
+        elementwise, so each rank updates its own shard."""
         average_by_parameter = dict(zip(self.parameters, self.averages, strict=True))
         self.parts: list[list[tuple[nn.Parameter, Tensor]]] = []
-        """Pairs of a parameter and its average, in parts: an update needs temporary memory for one
-        part, while the gradients still exist."""
+        """Pairs (parameter, average), in several parts: `update` handles one part after the other,
+        so that it needs temporary memory for one part only, while the gradients also take
+        memory."""
         for part in split_parts([{"params": self.parameters}]):
             parameters = [p for group in part for p in group["params"]]
             self.parts.append([(p, average_by_parameter[p]) for p in parameters])
 
     def compute_weight(self, samples: int, batch_size: int) -> float:
-        """Returns w for the step that ends at `samples` samples."""
+        """Returns the weight w of the new parameters in the average, for the step after which the
+        run has seen `samples` samples."""
         half_life = min(self.half_life_samples, self.ramp * samples)
         return 1.0 - 0.5 ** (batch_size / max(half_life, 1e-8))
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
-        """Updates the averages by a device scalar `weight`; with 0 they do not change."""
+        """Moves each average towards its parameter by the fraction `weight`, a scalar tensor on the
+        device; with 0 the averages do not change."""
         # Do not use _foreach_lerp_: it takes one weight for all tensors only as a Python number,
         # and to read that number from `weight`, the host would wait for the device.
         for part in self.parts:
@@ -87,9 +90,11 @@ class EMA:
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """Puts the averages into the model for the block, then restores its parameters bit for bit.
+        """Puts the averages into the model inside the `with` block, then restores the model's
+        parameters bit for bit.
 
-        Parameters narrower than fp32 hold rounded averages meanwhile, and are restored from copies.
+        Parameters narrower than fp32 hold rounded averages inside the block, and are restored from
+        copies.
         """
         narrow = [(p, p.detach().clone()) for p in self.parameters if p.dtype != torch.float32]
         self.exchange()
@@ -103,7 +108,7 @@ class EMA:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Swaps fp32 parameters with their averages; copies averages into narrower parameters."""
+        """Swaps fp32 parameters with their averages; overwrites narrower parameters with theirs."""
         for parameter, average in zip(self.parameters, self.averages, strict=True):
             before = parameter.detach().clone()
             parameter.copy_(average)
@@ -111,7 +116,7 @@ class EMA:
                 average.copy_(before)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the averages by parameter name: a state dict that the model can load."""
+        """Returns parameter name -> its average, which is a state dict that the model can load."""
         return dict(zip(self.names, self.averages, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -129,10 +134,10 @@ class SpikeGuard:
     """Detects spikes: gradient norms more than `sigmas` standard deviations above the mean of the
     last `window` norms.
 
-    The window holds finite norms only, for one NaN would make every comparison false. A spike
-    enters it as the highest norm that would have passed: so a single spike does not hide the next
-    one, and the window follows a lasting change of level. Before the window is full every finite
-    norm passes. (OLMo's SkipStep uses 6 deviations of 128 steps.)
+    The window holds finite norms only, because with one NaN in it every comparison is false. A
+    spike enters the window as the limit, the highest norm that is no spike: so a single spike does
+    not hide the next one, and the window still follows a lasting rise of the norms. Until the
+    window is full, no finite norm is a spike. (OLMo's SkipStep uses 6 deviations of 128 steps.)
     """
 
     def __init__(self, sigmas: float, window: int, device: torch.device) -> None:
@@ -142,8 +147,8 @@ class SpikeGuard:
 
     @torch.no_grad()
     def admit(self, norm: Tensor) -> Tensor:
-        """Returns a bool tensor on the device, without a sync: true if the norm is finite and at
-        most the limit. Adds a finite norm to the window, lowered to the limit if it is above."""
+        """Returns a bool tensor on the device, without waiting for the device: true if `norm` is
+        finite and no spike. Adds a finite norm to the window, a spike as the limit."""
         std, mean = torch.std_mean(self.norms)
         full = self.count >= len(self.norms)
         finite = torch.isfinite(norm)
@@ -169,7 +174,8 @@ class TrainStep:
     """Takes one optimizer step: forward and backward per micro-batch, clipping, update, EMA.
 
     The loss is on the batches' device. Learning rates, EMA weight and the flag that decides about
-    the update are on the parameters' device; the two differ only under `parallel.cpu_offload`.
+    the update are on the parameters' device. The two devices differ only under
+    `parallel.cpu_offload`.
 
     Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation
     and sampling use the same `forward`. A benchmark sets `mark(phase)` to time the phases. Data
@@ -183,7 +189,7 @@ class TrainStep:
     def __init__(
         self, cfg: TrainConfig, state: TrainState, objective: FlowMatching, schedule: Schedule
     ) -> None:
-        # Techniques replace or set these attributes.
+        # Techniques may replace the next attributes, up to `scaler`.
         self.model = state.model
         self.forward: Callable[..., Tensor] = state.model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.take_step
@@ -194,7 +200,7 @@ class TrainStep:
         self.scaler: LossScaler | None = None
         self.spikes = state.spikes
         self.phase = "the first step"
-        """Current phase of the step, for messages about a failure."""
+        """Current phase of the step, for the message if memory runs out in it."""
 
         self.objective = objective
         self.optimizer = state.optimizer
@@ -218,7 +224,8 @@ class TrainStep:
         self.lr = self.base_lrs[0]
 
     def schedule(self, samples: int) -> None:
-        """Sets learning rates, EMA weight and position for the step that starts at `samples`."""
+        """Sets learning rates, EMA weight and position for the next step, before which the run has
+        seen `samples` samples."""
         end = samples + self.batch_size
         factor = self.lr_schedule(end, self.batch_size)
         self.lr = self.base_lrs[0] * factor
@@ -229,7 +236,7 @@ class TrainStep:
         self.position.fill_(samples)
 
     def compute_losses(self, batch: Batch, held_out: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns loss and t of each sample, both (B,)."""
+        """Returns loss and time t of each sample, both of shape (B,)."""
         return self.objective.compute_losses(
             self.forward,
             batch,
@@ -243,10 +250,11 @@ class TrainStep:
         return self.update(batches)
 
     def take_step(self, batches: Sequence[Batch]) -> StepOutput:
-        """Takes the step on its micro-batches; `update` is this method, wrapped by techniques."""
+        """Takes one optimizer step on its micro-batches. Techniques wrap this method; the wrapped
+        one is `update`."""
         total = self.accumulate(batches)
 
-        # Decide on the device whether the step is taken.
+        # Decide on the device whether the parameters are updated.
         self.phase = "the optimizer"
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = total_norm(grads)
@@ -254,8 +262,8 @@ class TrainStep:
         if self.scaler is not None:
             scale = self.scaler.scale
             norm = norm / scale
-            # If the loss is finite but the norm is not, the loss scale was too large, unless it is
-            # 1 already.
+            # If the loss is finite but the gradient norm is not, the loss scale was too large; at a
+            # scale of 1 there is another cause.
             backed_off = (~norm.isfinite() & total.isfinite() & (scale > 1.0)).float()
         taken = norm.isfinite() if self.spikes is None else self.spikes.admit(norm)
         taken = taken.to(self.ema_weight.device)
@@ -274,7 +282,8 @@ class TrainStep:
         return StepOutput(*(scalar.to(total.device) for scalar in output))
 
     def accumulate(self, batches: Sequence[Batch]) -> Tensor:
-        """Accumulates the gradients of the mean loss over all micro-batches; returns that loss."""
+        """Accumulates the gradients of the mean loss over all micro-batches; returns this mean
+        loss, a scalar."""
         losses = []
         for i, batch in enumerate(batches):
             with self.synchronise(i + 1 == len(batches)):
@@ -288,7 +297,8 @@ class TrainStep:
         return sum(losses[1:], losses[0])
 
     def update_parameters(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
-        """Clips, undoes the loss scale and updates; changes nothing if `taken` is false."""
+        """Divides the gradients by the loss scale, clips them to the maximal norm, and updates the
+        parameters. If `taken` is false, changes no parameter."""
         divisor = (norm / self.max_grad_norm).clamp(min=1.0)
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale

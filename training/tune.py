@@ -1,9 +1,9 @@
-"""runtime=auto: the run uses the techniques that make its step fastest on this machine.
+"""Chooses the techniques for runtime=auto: those that make the run's step fastest on this machine.
 
 The run first looks for an earlier choice of techniques: in its folder, then in a cache for the same
 model, batch, runtime, machine and code. Without one, a separate process tries candidates before
 training begins (scripts/plan/tune.py) and writes its choice, which this file reads. The choice may
-change how a step is computed, but not what it computes.
+change the way in which a step is computed, but not its result, except for rounding.
 """
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ TUNING_FILE = "tuning.json"
 """Name of the file in a run folder that holds the choice of techniques."""
 STEPS_KEY = "accumulation_steps"
 TUNER_PROGRAM = ["-m", "scripts.plan.tune"]
-"""Arguments of `python` for the program that tries candidates, one process each. It reads the run's
-configuration and machine from a file, and writes its result beside this file."""
+"""Arguments of `python` for the tuner, the program that tries candidates, each in its own process.
+The tuner reads the run's configuration and machine from a file, and writes its result beside this
+file."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 """Environment variables of launchers such as torchrun. The tuner must not see them, because a
 candidate runs as a single process."""
 HASHED_FOLDERS = ("accel", "common", "models", "training", "scripts/plan")
 """Folders whose code a cached choice depends on: if a file there changes, the tuner runs again."""
 Changes = Mapping[str, Any]
-"""Runtime key, or accumulation_steps -> value as in JSON."""
+"""Configuration key (a runtime key, or accumulation_steps) -> its new value, of a JSON type."""
 
 
 def tune_config(
     cfg: TrainConfig, device: torch.device, ranks: Ranks, folder: Path | None = None
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """Returns the configuration with the fastest techniques, and the choice (see `find_choice`). An
-    earlier choice comes from the run's `folder` or the cache.
+    """Returns the configuration with the fastest techniques, and the choice as a dict (see
+    `find_choice`). Uses an earlier choice if the run's `folder` or the cache has one.
 
-    The first rank measures, alone on its device, and all ranks use its choice. ValueError if no
+    Only the first rank measures, on its device; all ranks use its choice. Raises ValueError if no
     candidate's step fits into memory.
     """
     choice = ranks.broadcast_result(lambda: find_choice(cfg, device, ranks.world_size, folder))
@@ -73,8 +74,9 @@ def find_choice(
 ) -> dict[str, Any]:
     """Returns an earlier choice of techniques, or measures a new one.
 
-    A choice has `words`, the chosen values as override words in one text; `changes`, runtime key ->
-    chosen value; and `tried`, a row for each candidate that was tried.
+    A choice is a dict. Its `words` is the chosen values as command-line overrides, in one string;
+    `changes` maps a runtime key to its chosen value; `tried` has a row for each candidate that was
+    tried.
     """
     deadline = time.monotonic() + cfg.runtime.tune_seconds
     if folder is not None:
@@ -109,7 +111,7 @@ def find_choice(
 
 
 def measure_choice(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the tuner and returns its choice; ValueError if it fails or refuses the run."""
+    """Runs the tuner and returns its choice; ValueError if the tuner fails or refuses the run."""
     code, choice = run_apart(job)
     if choice is None:
         raise UserError(
@@ -128,9 +130,9 @@ def run_apart(
     log: IO[bytes] | None = None,
     program: Sequence[str] | None = None,
 ) -> tuple[int | None, dict[str, Any] | None]:
-    """Runs a program in a separate process, which reads `job` from a file. Returns its exit code,
-    None if it was killed after `seconds`, and the JSON object that it wrote, None without one.
-    `program` is the arguments of `python`; None means the tuner."""
+    """Runs a program in a separate process and passes it `job` as a JSON file. Returns the
+    program's exit code (None if it was killed after `seconds`) and the JSON object that it wrote
+    (None if it wrote none). `program` holds the arguments of `python`; None: those of the tuner."""
     with tempfile.TemporaryDirectory(prefix="fastlatent-plan-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({**job, "parent": os.getpid()}))
@@ -147,15 +149,17 @@ def read_choice(
     damaged, or if this run cannot use them."""
     with suppress(*READ_ERRORS):
         choice = read_object(file)
-        # This raises an error if a value of the choice is absent or has another type.
+        # Make a row to check the choice: this raises an error if a value is absent or has another
+        # type.
         make_ledger_row(choice)
         return choice if is_available(cfg, choice["changes"], device, processes) else None
     return None
 
 
 def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
-    """Returns the configuration with changes of runtime keys, dotted if nested, and of
-    accumulation_steps, and with tuning off; ValueError if the keys contradict each other."""
+    """Returns the configuration with `changes` (keys of `runtime`, such as "parallel.mode", or
+    accumulation_steps -> value) and with tuning off; ValueError if the new values contradict each
+    other."""
     runtime = to_json_types(asdict(cfg.runtime)) | {"tune": False}
     for key, value in changes.items():
         *outer, last = key.split(".")
@@ -171,7 +175,8 @@ def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
 
 
 def is_available(cfg: TrainConfig, changes: Changes, device: torch.device, processes: int) -> bool:
-    """Says whether this machine has the techniques of a choice, and its keys can be combined."""
+    """Says whether this machine supports all techniques in `changes`, and whether their values can
+    be combined with the configuration."""
     try:
         new = apply_changes(cfg, changes)
     except ValueError:
@@ -183,7 +188,8 @@ def is_available(cfg: TrainConfig, changes: Changes, device: torch.device, proce
 
 
 def hash_facts(cfg: TrainConfig, device: torch.device, processes: int, *latents: Any) -> str:
-    """Hashes everything that a choice depends on: code, machine, latents, configuration, batch."""
+    """Returns a hash (hexadecimal) of everything that a choice of techniques depends on: code,
+    machine, latents, configuration and batch size."""
     folders = [ROOT / part for part in HASHED_FOLDERS]
     for name in cfg.extensions:
         spec = find_spec(name)
@@ -199,7 +205,8 @@ def hash_facts(cfg: TrainConfig, device: torch.device, processes: int, *latents:
 
 
 def make_ledger_row(choice: Mapping[str, Any]) -> LedgerRow:
-    """Makes the ledger's row of a choice, with the candidates that were tried."""
+    """Makes the ledger's row about a choice: the chosen techniques, and the candidates that were
+    tried with their milliseconds per step."""
 
     def describe(row: Mapping[str, Any]) -> str:
         return f"{row['words']}: " + (row["refusal"] or f"{row['step_ms']:.4g} ms")
