@@ -1,5 +1,5 @@
-"""Explains errors to the user in one sentence: mistakes of the user, and a machine that runs out of
-memory, disk or threads."""
+"""Explains two kinds of errors to the user, each in one sentence: a mistake of the user, and a
+machine that runs out of memory, disk or threads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Environment variables that name folders which PyTorch and Triton create."""
+"""Environment variables with the paths of cache folders, which PyTorch and Triton create."""
 
 
 class UserError(ValueError):
-    """A mistake of the user: its message is one sentence with the key or file, the value and the
-    fix.
+    """A mistake of the user. The message is one sentence that names the key or file, its value and
+    how to fix it.
 
-    Commands print that sentence without a traceback and end with status 1.
+    Commands print this sentence without a traceback and exit with status 1.
     """
 
 
 def describe_first_fault(error: ValidationError, kind: str) -> str:
-    """Returns the first fault of JSON that should be a `kind`, such as "manifest", as the end of a
-    sentence that begins with the file's name."""
+    """Describes the first fault of a JSON file that should be a `kind`, such as "manifest". Returns
+    the end of a sentence that begins with the file's name, e.g. "lacks count"."""
     faults = {".".join(map(str, fault["loc"])): fault for fault in error.errors(include_url=False)}
     missing = [field for field, fault in faults.items() if fault["type"] == "missing"]
     if missing:
@@ -40,7 +40,8 @@ def describe_first_fault(error: ValidationError, kind: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Says whether Python, or PyTorch on the host or a GPU, could not allocate memory."""
+    """Says whether the error means that Python or PyTorch could not allocate memory on the host or
+    a GPU."""
     by_pytorch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or by_pytorch
 

@@ -1,4 +1,5 @@
-"""Writes files that survive a kill and a power cut, and locks folders for one process."""
+"""Writes files so that a kill or a power cut leaves the old or the new content, and locks folders
+for one process."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from typing import Any
 from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The folder of the checkout."""
+"""Root folder of this repository's checkout."""
 LOCK_FILE = ".lock"
-"""Name of the lock file in a folder."""
+"""Name of the file in a folder that a process locks to lock the folder."""
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Writes to a temporary file, flushes it to disk and renames it to `file`."""
+    """Replaces the content of `file` by `text`, all or nothing: writes a temporary file, flushes it
+    to disk and renames it to `file`."""
     temporary = file.with_name(file.name + ".tmp")
     try:
         with temporary.open("w") as stream:
@@ -30,7 +32,7 @@ def write_atomically(file: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:  # such as a full disk
-        error.filename = error.filename or str(file)  # an error of write() names no file
+        error.filename = error.filename or str(file)  # write() sets no filename
         temporary.unlink(missing_ok=True)
         raise
     rename(temporary, file)
@@ -38,16 +40,16 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Writes `content` atomically, as JSON with one value a line."""
+    """Replaces the content of `file` atomically by `content` as JSON, one value per line."""
     write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a file or folder and replaces a file or an empty folder at `target`; OSError if it
-    failed.
+    """Renames a file or folder, and replaces a file or an empty folder at `target`. Raises OSError
+    if the renaming failed.
 
-    A server may carry a rename out and still answer with an error, as NFS does to a request that it
-    receives twice; in this case the function raises nothing.
+    NFS can rename a file and still report an error, if it receives the request twice. So an error
+    is ignored if `source` is gone and `target` exists.
     """
     try:
         source.replace(target)
@@ -57,8 +59,8 @@ def rename(source: Path, target: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Reads the JSON object in a file; ValueError if it holds anything else, OSError if it cannot
-    be read."""
+    """Reads a JSON object from a file. Raises ValueError if the file holds anything else, OSError
+    if the file cannot be read."""
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -71,17 +73,18 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder and its missing parents, so that they survive a power cut."""
+    """Creates a folder and its missing parents, and flushes them to disk, so that they survive a
+    power cut."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # the folder may lack read permission
+        with contextlib.suppress(PermissionError):  # the parent may lack read permission
             sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder to disk, so that renames in it survive a power cut; does nothing if its file
-    system cannot flush folders."""
+    """Flushes a folder's list of files to disk, so that renames in the folder survive a power cut;
+    does nothing if the file system cannot flush folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -99,12 +102,14 @@ def hash_file(file: Path) -> str:
 
 
 def find_cache_folder(name: str) -> Path:
-    """Returns fastlatent's cache folder `name`, below $XDG_CACHE_HOME or ~/.cache."""
+    """Returns the path of fastlatent's cache folder `name`, in $XDG_CACHE_HOME or ~/.cache. The
+    folder may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastlatent" / name
 
 
 class FolderLock:
-    """An open lock file; `close()`, or the end of this object or the process, unlocks it."""
+    """An open and locked lock file. `close()` unlocks the file; so does the end of this object or
+    of the process."""
 
     def __init__(self, descriptor: int) -> None:
         self.close = weakref.finalize(self, os.close, descriptor)
@@ -117,12 +122,13 @@ class FolderLock:
 
 
 def lock_folder(folder: Path, refusal: str) -> FolderLock:
-    """Locks an existing folder for this process; ValueError with `refusal` if another one holds it.
+    """Locks an existing folder for this process. Raises ValueError with the message `refusal` if
+    another process holds the lock; only warns if the file system has no locks.
 
-    It is a POSIX lock: it works on NFS, forked workers do not inherit it, and the system releases
-    it when a process is killed.
+    The lock is a POSIX lock: it works on NFS, forked worker processes do not inherit it, and the
+    system releases it when its process is killed.
     """
-    import fcntl  # imported here, because only POSIX systems have it
+    import fcntl  # imported here, as only POSIX systems have fcntl
 
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     lock = FolderLock(descriptor)
@@ -145,7 +151,8 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
 
 
 def write_to_cache(file: Path, content: Any) -> None:
-    """Writes JSON to a file of a cache; if that fails, warns that the next run repeats the work."""
+    """Writes `content` as JSON to a cache file. If that fails, warns that the next run repeats the
+    work whose result this is, and continues."""
     try:
         make_folder(file.parent)
         write_json(file, content)

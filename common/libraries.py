@@ -1,4 +1,5 @@
-"""Imports libraries quietly, explains a missing one in a sentence, and switches TF32 off."""
+"""Imports libraries without their warnings, explains a missing library to the user, and disables
+TF32 for a block of code."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from common.errors import UserError
 
 @contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Suppresses log messages and warnings of the code inside. For example torchao, when imported,
-    warns that it cannot load some kernels; fastlatent uses none of them."""
+    """Suppresses log messages and warnings of the code in the `with` block. For example, torchao
+    warns on import that it cannot load some kernels, but fastlatent uses none of these kernels."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -29,7 +30,8 @@ def silence_libraries() -> Iterator[None]:
 
 
 def import_optional(module: str, wanted_by: str) -> ModuleType:
-    """Imports `module` quietly; ValueError if its package is missing."""
+    """Imports `module` without its warnings. Raises ValueError if its package is missing;
+    `wanted_by`, such as "optim=adamw_8bit", names what needs the package in the message."""
     package = module.partition(".")[0]
     try:
         with silence_libraries():
@@ -43,7 +45,8 @@ def import_optional(module: str, wanted_by: str) -> ModuleType:
 
 @contextmanager
 def disable_tf32() -> Iterator[None]:
-    """Makes matrix products and convolutions of the code inside compute in full fp32, not TF32."""
+    """In the `with` block, fp32 matrix products and convolutions compute in full fp32, not in
+    TF32."""
     precision = torch.get_float32_matmul_precision()
     allow_tf32 = torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")

@@ -1,19 +1,20 @@
-"""Exits with a sentence if fastlatent is not tested with this version of Python.
+"""Ends the process with an error message if fastlatent is not tested with this version of Python.
 
-Entry points import this file first, so it must parse on any Python from 3.8 on.
+The commands import this file before all others, so it must parse on any Python from 3.8 on.
 """
 
 import sys
 import time
 
 PROCESS_START = time.perf_counter()
-"""Value of time.perf_counter(), in seconds, when Python had started and this process began."""
+"""Value of time.perf_counter(), in seconds, when this module was imported, which is the first thing
+that a command does."""
 OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 13)
 
 
 def refuse_python(version: tuple = sys.version_info, program: str = sys.executable) -> None:
-    """Exits with a sentence for a version outside of the tested range."""
+    """Ends the process with an error message if `version` is outside of the tested range."""
     if not OLDEST_PYTHON <= tuple(version[:2]) <= NEWEST_PYTHON:
         oldest, newest, this = (
             ".".join(map(str, numbers[:3])) for numbers in (OLDEST_PYTHON, NEWEST_PYTHON, version)

@@ -1,4 +1,5 @@
-"""Shows progress, and keeps a command alive when its output stream breaks."""
+"""Shows the progress of a command, and keeps the command running when its output cannot be
+written."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from typing import Any, TextIO, TypeVar
 
 Item = TypeVar("Item")
 LINE_INTERVAL_SECONDS = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two printed lines of progress, where there is no terminal for a bar."""
 
 
 class Progress:
-    """Shows how much of `total` is done: by a tqdm bar on a terminal; elsewhere, if `plain`, by a
-    line every `LINE_INTERVAL_SECONDS`. `lasting` leaves the finished bar on the screen."""
+    """Shows how much of `total` is done: with a tqdm bar on a terminal; without a terminal, if
+    `plain`, with a printed line every `LINE_INTERVAL_SECONDS`. If `lasting`, the finished bar stays
+    on the screen."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Progress:
         return f"{self.bar.format_interval(seconds)} left"
 
     def say(self, line: str) -> None:
-        """Prints a line without breaking the bar."""
+        """Prints a line above the progress bar."""
         if self.silent:
             return
         self.bar.write(line, file=sys.stdout)
@@ -82,7 +84,8 @@ class Progress:
 def show_progress(
     items: Iterable[Item], total: int, unit: str, silent: bool = False
 ) -> Iterator[Item]:
-    """Yields the items and shows progress towards `total` of them."""
+    """Yields the items, and shows in a progress bar how many of `total` items the caller has
+    finished; `unit` is their name, such as "batches"."""
     progress = Progress(total, unit, silent=silent, lasting=False)
     try:
         for item in items:
@@ -93,7 +96,8 @@ def show_progress(
 
 
 class AdvisoryStream:
-    """A text stream that warns once, on stderr, when writing fails, and drops all later output."""
+    """A text stream whose `write` and `flush` never fail: when the underlying stream fails, it
+    warns once on stderr and drops all later output."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -109,13 +113,13 @@ class AdvisoryStream:
         self.attempt(self.stream.flush)
 
     def attempt(self, act: Callable[[], object]) -> None:
-        """Calls `act`, which uses the stream. After an OSError it points the file descriptor of the
-        stream to /dev/null, and warns."""
+        """Calls `act`, which writes to or flushes the stream. If that raises an OSError, redirects
+        the file descriptor of the stream to /dev/null, and warns."""
         try:
             act()
         except OSError as error:
-            # Redirect the descriptor and not only the Python object: at exit, Python flushes the
-            # stream's buffer to the descriptor.
+            # Redirect the file descriptor, not only the Python object: at exit Python flushes the
+            # stream's buffer to the descriptor, which then does not fail again.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.stream.fileno())
             os.close(null)
@@ -130,10 +134,11 @@ class AdvisoryStream:
 
 @contextmanager
 def tolerate_broken_output() -> Iterator[None]:
-    """Keeps an OSError of stdout or stderr from ending the code inside."""
+    """In the `with` block, an OSError when writing to stdout or stderr causes a warning, not an
+    exception."""
     with ExitStack() as stack:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
-            if stream is None:  # it was closed before Python started (`>&-`)
+            if stream is None:  # the shell closed it (`>&-`)
                 stream = stack.enter_context(open(os.devnull, "w"))
             advisory: Any = AdvisoryStream(stream)
             stack.callback(advisory.flush)

@@ -1,4 +1,4 @@
-"""Prepares text and values from files and command lines for messages and JSON."""
+"""Prepares text from files and command lines for error messages, and values for JSON."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ a file name that are not UTF-8."""
 
 
 def escape_unprintable(text: str) -> str:
-    r"""Replaces line breaks, control characters and undecodable bytes by escapes, such as \n and
-    \x1b."""
+    r"""Replaces line breaks, control characters and undecodable bytes by escape sequences, such as
+    \n and \x1b."""
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def to_json(content: Any) -> str:
-    """Returns strict JSON in one line; NaN and infinity become null, because many JSON parsers
-    refuse them."""
+    """Returns `content` as strict JSON in one line; NaN and infinity become null, because many JSON
+    parsers refuse NaN and infinity."""
     return json.dumps(replace_non_finite(content), allow_nan=False)
 
 
 def is_figure(value: Any) -> TypeGuard[float]:
-    """Says whether a value is a number that a float can hold; JSON may have larger integers."""
+    """Says whether a value is a float, or an integer that a float can hold; JSON may have larger
+    integers."""
     return type(value) is float or (type(value) is int and abs(value) < 1 << 1000)
 
 
 def replace_non_finite(content: Any) -> Any:
-    """Returns the content as JSON types, with None for NaN and infinity."""
+    """Returns `content` converted to JSON types, with None in place of NaN and infinity."""
     return json.loads(json.dumps(content), parse_constant=lambda _: None)
 
 
@@ -37,7 +38,7 @@ MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
 
 
 def shorten_error(error: BaseException) -> str:
-    """Returns the first line of an error's message without memory addresses; its type if the
-    message is empty."""
+    """Returns the first line of an error's message, without memory addresses such as 0x7f3a…; the
+    name of the error's type if the message is empty."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return MEMORY_ADDRESS.sub("", escape_unprintable(lines[0]))

@@ -1,5 +1,5 @@
-"""Starts and ends child processes and threads, and checks that shared memory has room for their
-batches."""
+"""Starts and ends child processes and threads, and checks that shared memory has room for the
+batches of data workers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ Result = TypeVar("Result")
 SHARED_MEMORY = "/dev/shm"
 """Linux's file system for shared memory; containers often have little of it."""
 RESERVED_BYTES = 2**20
-"""Bytes of shared memory for locks and queues."""
+"""Bytes of shared memory that are left free for locks and queues."""
 EXTRA_BATCHES = 2
-"""Batches in shared memory besides the waiting ones: one in use and one being made."""
+"""Batches in shared memory besides those that wait in the queue: one that the reader uses and one
+that a worker makes."""
 
 
 def make_child_environment(without: Collection[str] = ()) -> dict[str, str]:
-    """Returns the environment variables for a child process: those of this process except the ones
-    in `without`, and PYTHONPATH with this process's import path."""
+    """Returns environment variable -> value for a child process: the variables of this process
+    except those in `without`, and PYTHONPATH set to this process's import path."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     variables = {name: value for name, value in os.environ.items() if name not in without}
     return variables | {"PYTHONPATH": path}
@@ -42,10 +43,12 @@ def run_to_end(
     output: IO[bytes] | None = None,
     without: Collection[str] = (),
 ) -> int | None:
-    """Runs a command in its own session; returns its exit code, or None after `seconds`.
+    """Runs a command in its own session, for at most `seconds` (None: no limit). Returns its exit
+    code, or None if it took longer.
 
-    On return the command and all its children have ended. `output` receives stdout and stderr;
-    `without` names environment variables that the command does not get.
+    When the function returns, the command and all its children have ended: it kills those that
+    still run. `output` receives stdout and stderr; the command does not get the environment
+    variables that `without` names.
     """
     process = subprocess.Popen(
         command,
@@ -64,19 +67,20 @@ def run_to_end(
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process that leads its own session, with all its children; waits for it and closes
-    its stdin."""
+    """Kills a process that leads its own session, and all its children; waits for the process to
+    end, and closes the pipe to its stdin."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if process.stdin is not None:
-        with suppress(OSError):  # fails if the process did not read its last input
+        with suppress(OSError):  # unread input cannot be flushed
             process.stdin.close()
 
 
 def end_with_parent(parent: int) -> None:
-    """Starts a thread that kills this process and its children within a second after the process
-    with id `parent` ends, even if that is killed. This process must lead its own session."""
+    """Starts a thread that kills this process and its children within about a second after the
+    parent process, whose id is `parent`, ends, even if the parent is killed. This process must lead
+    its own session."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -87,8 +91,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[], float]) -> str:
-    """Runs a command that writes to the file `news` as it progresses; returns how it ended, as the
-    end of a sentence. Kills the command after `patience()` seconds without news."""
+    """Runs a command that changes the file `news` whenever it makes progress. Returns the end of a
+    sentence about how the command ended, such as "ended with code 1". Kills the command if `news`
+    does not change for `patience()` seconds."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -98,7 +103,8 @@ def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[]
             env=make_child_environment(),
         )
 
-    # Call `patience` again after each piece of news, because some phases of a command take longer.
+    # Call `patience` again after each change of the file `news`, because the limit in seconds may
+    # differ between phases of the command.
     limit = patience()
     since = time.monotonic()
     last_stamp = None
@@ -122,10 +128,11 @@ def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[]
 
 
 def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy: str) -> None:
-    """Raises ValueError if shared memory has no room for `batches` waiting batches of `batch_bytes`
-    bytes in each process of this machine.
+    """Raises ValueError if this machine's shared memory has no room for `batches` queued batches of
+    `batch_bytes` bytes for each training process. `who` and `remedy` are parts of the message.
 
-    Without this check, a worker that finds no room drops its batch, and the reader waits forever.
+    Without this check, a worker that finds no room loses its batch, and the process that waits for
+    the batch waits forever.
     """
     if not os.path.isdir(SHARED_MEMORY):
         return
@@ -143,8 +150,8 @@ def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy:
 class Readers:
     """A pool of `count` daemon threads that read files.
 
-    This is no ThreadPoolExecutor: at exit, Python waits for the threads of an executor, and a read
-    from a hanging server takes minutes.
+    It is not a ThreadPoolExecutor, because Python waits at exit for the threads of an executor, and
+    a read from a server that hangs takes minutes.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -165,32 +172,33 @@ class Readers:
         return future
 
     def close(self, wait: bool = False) -> None:
-        """Drops queued tasks; with `wait`, waits for running ones, at most ten seconds a thread."""
+        """Ends the threads and drops queued tasks. If `wait`, first waits for the running tasks, at
+        most ten seconds per thread."""
         self.closed.set()
         for _ in self.threads:
             self.tasks.put(None)
         for thread in self.threads:
-            # Python may collect the owner of a pool, and so call this, in a thread of the pool; a
-            # thread cannot join itself.
+            # Skip the current thread, because a thread cannot join itself. Python's garbage
+            # collector may call `close` in a thread of the pool.
             if wait and thread is not threading.current_thread():
                 thread.join(timeout=10.0)
 
 
 def run_tasks(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
-    """Runs a thread's tasks. It holds no reference to the pool, so Python can collect a pool that
-    nothing else refers to."""
+    """Runs in each thread of a pool: takes tasks from the queue and does them. It has no reference
+    to the pool, so that Python can free a pool that no other code uses."""
     for future, function, arguments in iter(tasks.get, None):
         if not closed.is_set():
             try:
                 future.set_result(function(*arguments))
             except BaseException as error:
                 future.set_exception(error)
-        del future, function, arguments  # a waiting thread must not keep these objects alive
+        del future, function, arguments  # so that they are freed while the thread waits
 
 
 class Prefetcher(Iterator[Result]):
-    """Yields the items of an iterator; while one item is in use, a thread of `readers` computes the
-    next."""
+    """Yields the items of an iterator, one ahead: while the caller uses an item, a thread of
+    `readers` computes the next item."""
 
     def __init__(self, items: Iterator[Result], readers: Readers) -> None:
         self.items = items
