@@ -209,8 +209,9 @@ class ShardEncoder:
     def decode_batches(
         self, todo: list[list[NumberedImage]]
     ) -> Iterator[tuple[list[NumberedImage], Decoded]]:
-        """Yields (numbered images, decoded images) for each batch of the shards in `todo`, in
-        order. All images of a batch belong to one shard."""
+        """Yields two values for each batch of the shards in `todo`, in order: the list of its
+        (index in the shuffled list, image), and the decoded images. All images of a batch belong to
+        one shard."""
         size = self.cfg.batch_size
         batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
         dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
@@ -235,8 +236,8 @@ class ShardEncoder:
     ) -> dict[str, Tensor]:
         """Encodes images in [-1, 1]. With kind=mean_std it returns the posterior's mean under the
         key `name` and the std under `std_name`. Otherwise it returns one sample of the posterior
-        under `name`, whose noise depends only on the seed and on the image's number. If the encoder
-        has no posterior, it returns the latents under `name`."""
+        under `name`, whose noise depends only on the seed and on the image's index in the shuffled
+        list. If the encoder has no posterior, it returns the latents under `name`."""
         mean, std = self.step(images)
         if std is None:
             return {name: mean}

@@ -128,7 +128,7 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
 
 
 def map_array(file: Path) -> np.ndarray:
-    """Maps a .npy file into memory, as copy-on-write, because PyTorch warns about read-only
+    """Maps a .npy file into memory in the mode copy-on-write, because PyTorch warns about read-only
     arrays."""
     with translate_errors(file, PLAIN_REMEDY):
         return np.lib.format.open_memmap(file, mode="c")
@@ -185,13 +185,13 @@ def count_samples(file: Path, columns: dict[str, Any]) -> int:
 
 
 def yield_rows(file: Path, columns: dict[str, Any]) -> Iterator[Sample]:
-    """Yields sample i of a file for each i: the entry i of each of its `columns`."""
+    """Yields the samples of a file in order; sample i has entry i of each array in `columns`."""
     for i in range(count_samples(file, columns)):
         yield f"sample {i} of {file}", {name: column[i] for name, column in columns.items()}
 
 
 def read_tensors(files: list[Path], options: ForeignOptions) -> ForeignLatents:
-    """Reads a .npy or .pt file, whose labels may be in a second file."""
+    """Reads a .npy or .pt file; its labels may be in a second file, `options.labels`."""
     (path,) = files
 
     def read_columns(file: Path, key: str) -> dict[Any, Any]:
@@ -226,7 +226,7 @@ def read_safetensors(files: list[Path], options: ForeignOptions) -> ForeignLaten
         with translate_errors(file):
             tensors = safe_open(file, "pt")
         names = find_names(tensors.keys(), options, file)
-        # get_tensor only maps the file into memory, so this does not read the tensors yet.
+        # get_tensor only maps the file into memory, so no tensor is read from disk here.
         return {name: tensors.get_tensor(key) for name, key in names.items()}
 
     def yield_samples() -> Iterator[Sample]:
@@ -335,8 +335,8 @@ def pair_members(
     file: Path, options: ForeignOptions
 ) -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
     """Yields for each sample of a tar: the open tar, the text "<file>: <key>" for messages, the
-    member with its latents, and the member with its label (None with classes=none). ValueError for
-    a sample that lacks one of these members."""
+    member with its latents, and the member with its label (None with classes=none). Raises
+    ValueError for a sample that lacks one of these members."""
     with translate_errors(file), file.open("rb") as stream:
         unused = Unused()
         samples, cut = read_samples(file, stream, unused)

@@ -204,7 +204,7 @@ def open_dataset(path: str) -> tuple[Any, str, list[str]]:
     """Opens a folder that Hugging Face `datasets` saved, without decoding its images. Returns the
     data set, the name of its image column, and the names of its label columns.
 
-    ValueError if the folder cannot be opened, or if it has no column of images or several.
+    Raises ValueError if the folder cannot be opened, or if it has no column of images or several.
     """
     try:
         datasets: Any = importlib.import_module("datasets")
@@ -214,7 +214,7 @@ def open_dataset(path: str) -> tuple[Any, str, list[str]]:
         ) from error
     try:
         dataset = datasets.load_from_disk(path).with_format(None)
-    except Exception as error:  # datasets, arrow and json raise many kinds of errors
+    except Exception as error:  # libraries raise many kinds of errors for a damaged folder
         raise UserError(
             f"source={path} is a broken folder of datasets ({shorten_error(error)}); save it again."
         ) from error
@@ -247,7 +247,7 @@ def read_image(entry: ImageEntry) -> bytes:
 
 def read_with_retries(entry: ImageEntry) -> bytes:
     """Reads the encoded bytes of an image, in up to four attempts with pauses, because a network
-    drive may recover. OSError if the file is missing, or if all attempts fail."""
+    drive may recover. Raises OSError if the file is missing, or if all attempts fail."""
     for pause in (0.1, 0.4, 1.6):
         try:
             return read_image(entry)
@@ -269,7 +269,7 @@ def decode_image(
 
     A box filter halves the image while its shorter side is at least 2·`side`, then a bicubic filter
     resizes it: the crop of ADM (Dhariwal & Nichol 2021), with which DiT and its successors made
-    their latents. UnusableError, before anything is decoded, for an image of more than
+    their latents. Raises UnusableError, before anything is decoded, for an image of more than
     `max_megapixels`.
     """
     # Switch off Pillow's own limit, which may be lower than max_megapixels.
@@ -308,7 +308,7 @@ def mend_colour_key(image: ImageFile.ImageFile) -> None:
 def convert_to_rgb(image: Image.Image, background: str) -> Image.Image:
     """Converts the image to mode RGB, with transparent pixels composited on `background`.
 
-    UnusableError for 32-bit or floating-point grey, since no file states its range.
+    Raises UnusableError for 32-bit or floating-point grey, since no file states its range.
     """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         # Keep the high byte. Pillow's own conversion clips 16-bit grey at 255, which makes nearly
@@ -404,8 +404,8 @@ def make_decoding_loader(
     images: DecodedImages, batches: list[list[int]], workers: int
 ) -> DataLoader[Decoded]:
     """Makes a loader that yields these `batches`, given as indices into `images`; `workers`
-    processes decode ahead (0: the calling process decodes). ValueError if shared memory is too
-    small."""
+    processes decode ahead (0: the calling process decodes). Raises ValueError if shared memory is
+    too small."""
     if workers:
         batch_bytes = max(map(len, batches), default=0) * 3 * images.side**2
         refuse_small_shared_memory(

@@ -97,7 +97,7 @@ def describe_job(
 
 def claim_folder(out: Path, job: dict[str, Any]) -> None:
     """Writes `job` to job.json in the folder `out`, or compares it with the job.json that is there.
-    ValueError if the folder belongs to another job, or if job.json cannot be read."""
+    Raises ValueError if the folder belongs to another job, or if job.json cannot be read."""
     file = out / JOB_FILE
     if not file.is_file():
         write_json(file, job)
@@ -127,7 +127,7 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
 def make_locked_folder(out: Path) -> FolderLock:
     """Makes the folder `out` and locks it until the caller closes the result.
 
-    ValueError if another process holds the lock, or if the folder has files but no job.json.
+    Raises ValueError if another process holds the lock, or if the folder has files but no job.json.
     """
     try:
         make_folder(out)
@@ -152,7 +152,7 @@ def read_finished(out: Path, name: str) -> dict[str, Any] | None:
     incomplete or damaged."""
     try:
         sidecar = read_object(out / f"{name}.json")
-        digest = sidecar.pop("sha256", None)  # earlier versions stored no hash
+        digest = sidecar.pop("sha256", None)  # None: an earlier version stored no hash
         complete = hash_file(out / name) == sidecar["shard"]["sha256"]
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
@@ -170,9 +170,9 @@ def make_manifest_fields(
     shards: list[Shard],
     sums: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Makes the fields of a manifest that describe the autoencoder, the shards, and the statistics
-    of the channels. `encoder` is the autoencoder's configuration node; `sums` has
-    `ChannelSums.as_dict()` of each training shard."""
+    """Returns name -> value for the fields of a manifest that describe the autoencoder, the shards,
+    and the statistics of the channels. `encoder` is the autoencoder's configuration node; `sums`
+    has `ChannelSums.as_dict()` of each training shard."""
     encoder = dict(encoder)
     folder = os.path.expanduser(encoder.get("path") or "")
     if os.path.isdir(folder):
@@ -347,7 +347,7 @@ class ShardWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Closes the temporary file and deletes it if the `with` block raised an exception."""
         if kind is not None:
-            with contextlib.suppress(OSError):  # a full disk makes close() raise too
+            with contextlib.suppress(OSError):  # close() fails on a full disk
                 self.stream.close()
             self.temporary.unlink(missing_ok=True)
 

@@ -114,8 +114,8 @@ class Keys:
         return name in self.remaining
 
     def read_shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """Returns the shape of a tensor that `take` has not removed yet. ValueError if the tensor
-        is absent, or if it does not have `dims` dimensions."""
+        """Returns the shape of a tensor that `take` has not removed yet. Raises ValueError if the
+        tensor is absent, or if it does not have `dims` dimensions."""
         if name not in self.remaining:
             raise UserError(
                 f"{self.file} has no {name}, which SiT and LightningDiT have; is it one of them?"

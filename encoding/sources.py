@@ -47,7 +47,8 @@ def list_images(
     source: str | Path, classes: Classes = "given", allow_cut: bool = False
 ) -> ImageList:
     """Lists the images of a folder with a subfolder per class, of one WebDataset tar or a folder of
-    them, or of a folder that Hugging Face `datasets` saved. Files are in the order of their names.
+    them, or of a folder that Hugging Face `datasets` saved. The list is in the order of the files'
+    names.
 
     With classes="none" all labels are 0, and the source may also be a folder without subfolders,
     tars without .cls, or `datasets` without labels. If the source does not name its classes,
@@ -93,7 +94,7 @@ def list_images(
 
 def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
     """Yields (path relative to `root`, size in bytes) of every plain file that is not hidden.
-    Follows symlinks, except one that leads back to a folder around it."""
+    Follows symlinks, except those that lead back to a folder that contains them."""
     status = root.stat()
     todo = [("", {(status.st_dev, status.st_ino)})]
     while todo:
@@ -152,7 +153,8 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
             notes,
         )
 
-    # Each top folder is a class from here on, so images outside the top folders have no class.
+    # Each top folder is a class from here on, so an image outside the top folders has no class and
+    # is not used.
     in_root = files_by_folder.pop("", [])
     if in_root and not files_by_folder:
         raise UserError(

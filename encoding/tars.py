@@ -36,12 +36,13 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
         with file.open("rb") as stream:
             samples, cut = read_samples(file, stream, unused)
 
-            # Leave out the last sample of a truncated tar if it has no label: a label can stand
-            # behind its image, so the truncation may have removed it.
             if cut and not allow_cut:
                 raise UserError(f"{cut}. Fetch it again, or use what comes before: allow_cut=true.")
             if cut:
                 notes.append(f"{cut}; what comes before is used")
+
+                # Leave out the last sample of a truncated tar if it has no label: a label can stand
+                # behind its image, so the truncation may have removed it.
                 last = next(reversed(samples), None)
                 if labelled and last is not None and ".cls" not in samples[last]:
                     unused.add("samples cut off from their label", f"{file.name}:{last}")
@@ -64,11 +65,11 @@ def name_classes(
     labels: list[tuple[str, Any]], classes: int | str, names: list[str] | None = None
 ) -> list[str]:
     """Checks `labels`, pairs of (image, label), and returns the names of all classes: `names`,
-    which the source gives, or else the numbers from 0 as text. If neither `names` nor `classes`
-    states how many classes there are, the largest label plus one does.
+    which the source gives, or else the numbers from 0 as text. The number of classes is the length
+    of `names`, or else `classes`; if neither gives the number, it is the largest label plus one.
 
-    ValueError for a label that is no integer from 0 up to the number of classes, exclusive; if that
-    number is not stated, the number of images limits the labels.
+    Raises ValueError unless each label is an integer from 0 to the number of classes minus 1; if
+    neither `names` nor `classes` gives that number, to the number of images minus 1.
     """
     stated = len(names) if names else classes
     limit = stated if isinstance(stated, int) else len(labels)
@@ -133,7 +134,7 @@ def read_samples(
     file name. Returns two values: key -> sample; and, if the tar's end marker is missing, a
     sentence about the truncation or damage, else None.
 
-    ValueError if two members have the same name.
+    Raises ValueError if two members have the same name.
     """
     members, cut = read_members(file, stream)
     samples: dict[str, Sample] = {}

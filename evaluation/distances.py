@@ -21,7 +21,8 @@ KD_SUBSET_SIZE = 1000
 CHUNK_ELEMENTS = 2**24
 """Largest number of pairwise distances or kernel values in memory at a time: 128 MiB in fp64."""
 FIRST_SAMPLES = 10_000
-"""All figures except the Fréchet distance use only this many samples, the first of each set."""
+"""Number of samples, from the start of each set, that all figures except the Fréchet distance
+use."""
 NEIGHBOURS = 3
 NEAREST_SHARE = 0.05
 """A generated sample counts as a copy if its distance to the nearest real sample is at most this
@@ -153,8 +154,8 @@ def kernel_distance(
     generator = torch.Generator().manual_seed(seed)
 
     def draw_members(count: int) -> Float[Tensor, "S count"]:
-        """Draws S random subsets of `count` samples. Returns one row per subset: 1 for each sample
-        in the subset, 0 for all others."""
+        """Draws S random subsets of `size` samples each from a set of `count` samples. Returns one
+        row per subset: 1 for each sample in the subset, 0 for all others."""
         rows = torch.zeros(KD_SUBSETS, count, dtype=torch.float64)
         for row in rows:
             row[torch.randperm(count, generator=generator)[:size]] = 1.0

@@ -126,8 +126,8 @@ def make_reconstructions(
     device: torch.device,
     limit: int,
 ) -> ReferenceImages:
-    """Makes reference images by decoding the first `limit` training latents of a run, in the order
-    of seed 0. `node` is the run's data configuration.
+    """Makes reference images by decoding the first `limit` training latents of a run, in the
+    shuffled order of seed 0. `node` is the run's data configuration.
 
     The result reads only the latents in the ranges that its caller asks for, into host memory. It
     raises ValueError if the data at `node` are no longer the set that `spec` describes.
@@ -172,8 +172,8 @@ class Evaluator:
     """Feature spaces by name, and the statistics of the reference's features in each space.
 
     All processes must build an evaluator at the same time; only the evaluator of the first process
-    gets the statistics. Raises ValueError if the reference is unknown, has too few images for any
-    distance, or is a folder while samples are not square.
+    gets the statistics. Raises ValueError if neither `cfg.reference` nor `data` names a reference,
+    if it has too few images for any distance, or if it is a folder while samples are not square.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class TrainingDistances:
     """Computes the distances `fd_<space>` and `kd_<space>` of a model while it trains; each call
     draws samples from the same noise and labels.
 
-    ValueError if `fd.count` samples are too few for the distance that `keep_best` names.
+    Raises ValueError if `fd.count` samples are too few for the distance that `keep_best` names.
     """
 
     def __init__(self, training: Training, autoencoder: Autoencoder) -> None:

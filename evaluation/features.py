@@ -277,7 +277,8 @@ def import_attribute(space: str, module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
         # The import may raise any exception: a torchvision built for another torch raises
-        # RuntimeError, for example. If the package exists, blame such a mismatch.
+        # RuntimeError, for example. If the package is installed, the message names such a mismatch
+        # as the likely cause.
         if find_spec(package) is None:
             raise UserError(
                 f"features={space} needs {package}, which is not installed; "
