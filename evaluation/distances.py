@@ -25,14 +25,15 @@ FIRST_SAMPLES = 10_000
 use."""
 NEIGHBOURS = 3
 NEAREST_SHARE = 0.05
-"""A generated sample counts as a copy if its distance to the nearest real sample is at most this
-quantile of the distances between each real sample and its nearest real neighbour."""
+"""Level in [0, 1] of the quantile below which a generated sample is a likely copy: the quantile is
+that of the distances from each real sample to its nearest real neighbour, and is compared with the
+generated sample's distance to the nearest real sample."""
 DISTANCE_ROUNDING = 1e-12
 """Allowance for the rounding of a squared distance, as a fraction of the mean squared length of the
 real features."""
 EIGENVALUE_ROUNDING = 1e-9
-"""An eigenvalue counts as 0, made negative by rounding, if it is at least minus this factor times
-the largest eigenvalue."""
+"""Largest size of a negative eigenvalue that is taken for a 0 with a rounding error, as a fraction
+of the largest eigenvalue."""
 COPIES_WARNING_FACTOR = 3.0
 """A warning reports copies only if their share exceeds this multiple of the expected share."""
 
@@ -40,8 +41,8 @@ COPIES_WARNING_FACTOR = 3.0
 class Moments:
     """Accumulates count, mean and covariance of batches of features, on the CPU in fp64.
 
-    `add` merges a batch by its mean and its deviations from this mean (Chan, Golub & LeVeque 1983),
-    so a large mean does not reduce the precision.
+    `add` merges batches by their means and the deviations from these (Chan, Golub & LeVeque 1983),
+    so large means do not reduce the precision.
     """
 
     def __init__(self, dim: int) -> None:
@@ -201,14 +202,15 @@ def squared_mmd(
 
 
 class Nearness(NamedTuple):
-    """Four shares in [0, 1] that follow from the distances between two sets of samples."""
+    """Four shares in [0, 1], computed from distances between the features of generated and of real
+    samples."""
 
     precision: float
-    """Share of generated samples inside the ball of some real sample. Its radius is the distance
-    from the real sample to its third nearest real neighbour."""
+    """Share of generated samples that lie in the ball around some real sample. The ball's radius is
+    the distance from that real sample to its third nearest real neighbour."""
     recall: float
-    """Share of real samples inside the ball of some generated sample. Its radius is the distance
-    from the generated sample to its third nearest generated neighbour."""
+    """Share of real samples that lie in the ball around some generated sample. The ball's radius is
+    the distance from that generated sample to its third nearest generated neighbour."""
     copied: float
     """Share of generated samples that are likely copies: their distance to the nearest real sample
     is at most the 5th percentile of the distances between real samples and their nearest real
