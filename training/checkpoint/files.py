@@ -1,11 +1,11 @@
 """Splits a training state among the ranks that write it, and joins it from their files.
 
-A state has pieces, such as the optimizer's, and a piece has leaves by name, which are tensors and
-numbers. `training/state.py` gives each piece a `Layout`. On disk a leaf has the path `piece.name`,
+A state has pieces, such as the optimizer's. A piece has leaves, which are tensors and numbers, each
+with a name. `training/state.py` gives each piece a `Layout`. On disk a leaf is named `piece.name`,
 such as `optimizer.12.exp_avg`. Each rank writes one safetensors file
 (https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the tensors'
-bytes), with its rows of sharded tensors. Joined, the rows make whole tensors, which fit any number
-of ranks.
+bytes), which holds this rank's rows of sharded tensors. Reading joins the rows of all ranks to
+whole tensors, which any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -48,45 +48,52 @@ DTYPE_NAMES = {
 METADATA_KEY = "fastlatent"
 """Key of the model's description in the metadata of a safetensors file."""
 CHUNK_BYTES = 1 << 24
-"""Bytes hashed and written at a time."""
+"""Number of bytes that are hashed and written at a time."""
 FLUSH_BYTES = 1 << 28
-"""Bytes between two flushes to disk. A single flush of a large file would show no progress."""
+"""Number of bytes between two flushes to the disk. One flush of a whole large file takes long and
+shows no progress meanwhile."""
 
 
 class Layout(Enum):
-    """The ways in which a checkpoint can hold a piece of the state."""
+    """The ways in which a checkpoint can store a piece of the state."""
 
     whole = auto()
-    """Whole tensors in a separate file, which the first rank gathers and writes; other tools can
-    read it."""
+    """Unsharded tensors in a separate file that other tools can read; rank 0 gathers and writes
+    them."""
     shared = auto()
-    """Tensors and numbers, sharded or equal on all ranks."""
+    """Tensors that are sharded or equal on all ranks, and numbers that are equal on all ranks."""
     values = auto()
     """Numbers that are equal on all ranks."""
     sums = auto()
-    """Tensors that differ by rank, and numbers; another number of ranks loads the tensors' mean."""
+    """Tensors that differ between ranks, and numbers that do not. If another number of ranks loads
+    the checkpoint, each rank gets the mean of each tensor over the ranks that saved it."""
     each = auto()
-    """Tensors that differ by rank; another number of ranks loads, on rank r, those of rank r mod
-    the old number."""
+    """Tensors that differ between ranks. If another number of ranks loads the checkpoint, rank r
+    gets the tensors of the old rank r mod the old number of ranks."""
 
 
 LAYOUTS_WITH_NUMBERS = (Layout.values, Layout.sums)
-"""Layouts whose numbers have a separate entry in `state.json`."""
+"""Layouts of pieces whose numbers have an entry of their own in `state.json`; the numbers of all
+other pieces are in its entry `leaves`."""
 
 
 class Staged(NamedTuple):
     """A rank's part of a state, copied to host memory so that later steps cannot change it."""
 
     whole: dict[str, dict[str, Tensor]]
-    """Pieces with the layout `whole`; empty except on the first rank."""
+    """Unsharded tensors of the pieces with the layout `whole`: piece -> name -> tensor. Only rank 0
+    has any; empty on the other ranks."""
     rank_tensors: dict[str, Tensor]
-    """Tensors for this rank's file, by path."""
+    """Name of a leaf, such as `optimizer.12.exp_avg` -> the tensor that this rank writes to its
+    file."""
     rows: dict[str, int]
-    """First row of each tensor in `rank_tensors` that is a shard."""
+    """Name of each tensor in `rank_tensors` that is a shard -> the index of its first row in the
+    whole tensor."""
     values: dict[str, Any]
-    """All leaves that are no tensors, as JSON types."""
+    """All leaves that are not tensors, as JSON types."""
     copied: torch.cuda.Event | None = None
-    """CUDA event after the last copy; None if there is nothing to wait for."""
+    """CUDA event recorded after the last copy to host memory; None if the copies are already
+    complete."""
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +101,8 @@ class Staged(NamedTuple):
         return sum(tensor.nbytes for part in parts for tensor in part.values())
 
     def wait(self) -> None:
-        """Waits until the tensors are in host memory. Any thread may call it."""
+        """Waits until the GPU has copied the tensors to host memory. Any thread may call this
+        method."""
         # Select the event's GPU: in a new thread the current device is GPU 0, which may belong to
         # another rank.
         if self.copied is not None:
@@ -105,11 +113,13 @@ class Staged(NamedTuple):
 def stage(
     state: Mapping[str, Mapping[str, Any]], layouts: Mapping[str, Layout], first: bool, copy: bool
 ) -> Staged:
-    """Copies this rank's part of a state to host memory; all ranks must call it together.
+    """Copies this rank's part of `state` to host memory and returns it. All ranks must call the
+    function together, because it gathers sharded tensors. `first` is true on rank 0.
 
-    Without `copy`, tensors that are in host memory already are not copied: write them before the
-    next step changes them. With `copy`, the current CUDA stream copies after the last step and
-    before the next one, so only a caller of `Staged.wait` waits for the copies.
+    If `copy` is false, the function does not copy tensors that are in host memory already; the
+    caller must write them before the next step changes them. If `copy` is true, the copies from a
+    GPU are queued on the current CUDA stream, after the last step and before the next one, and may
+    still run when the function returns: call `Staged.wait` before reading them.
     """
 
     def move(path: str, tensor: Tensor) -> Tensor:
@@ -161,11 +171,14 @@ def copy_to_host(path: str, tensor: Tensor) -> Tensor:
 def assemble_state(
     folder: Path, values: Mapping[str, Any], layouts: Mapping[str, Layout], ranks: Ranks = SINGLE
 ) -> dict[str, dict[str, Any]]:
-    """Reads the files of all ranks; returns the leaves by piece and name, with whole tensors.
+    """Reads the checkpoint in `folder`, with the files of all ranks that wrote it; returns the
+    state as piece -> name -> leaf, in which all tensors are unsharded.
 
-    `values` is the content of the checkpoint's `state.json`.
+    `values` is the content of the checkpoint's `state.json`, `layouts` maps each piece to its
+    layout, and `ranks` describes the process that loads the checkpoint.
     """
-    # Collect each tensor's parts, with their first rows.
+    # Collect for each tensor the parts in the rank files, each with the index of its first row in
+    # the whole tensor.
     parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     world_size = values["world_size"]
     for rank in range(world_size):
@@ -174,7 +187,8 @@ def assemble_state(
             for path in file.keys():  # noqa: SIM118  # no mapping
                 parts[path].append((rows.get(path, 0), file.get_tensor(path)))
 
-    # Fill the pieces: whole tensors and numbers, then other leaves, then joined tensors.
+    # Fill the pieces: first tensors with the layout `whole` and numbers with an entry of their own,
+    # then the other numbers, then tensors joined from the rank files.
     state: dict[str, dict[str, Any]] = {}
     for piece, layout in layouts.items():
         if layout is Layout.whole:
@@ -190,7 +204,9 @@ def assemble_state(
 
 
 def join_parts(parts: list[tuple[int, Tensor]], layout: Layout, ranks: Ranks) -> Tensor:
-    """Joins the parts of a tensor, given as (first row, rows), and returns this rank's tensor."""
+    """Returns the tensor that this rank loads, from the parts that all ranks saved; a part is the
+    pair (index of its first row, rows). Concatenates shards, and follows the rules of `Layout` for
+    tensors that differ between ranks."""
     tensors = [rows for _, rows in sorted(parts, key=lambda part: part[0])]
     same_number = len(tensors) == ranks.world_size
     if layout is Layout.each or (layout is Layout.sums and same_number):
@@ -225,12 +241,13 @@ def write_tensors(
     metadata: Mapping[str, str],
     wrote: Callable[[int], None] = lambda n: None,
 ) -> dict[str, Any]:
-    """Writes tensors of the host to `file` and flushes it to the disk; returns its size and hash as
-    `bytes` and `sha256`.
+    """Writes tensors in host memory to `file`, in the safetensors format, and flushes the file to
+    the disk; returns {"bytes": size of the file, "sha256": its hash}.
 
-    The hash is of the tensors in memory, not of the file read back. After each part of the file,
-    calls `wrote` with the number of its bytes; all but the last `FLUSH_BYTES` of the file are then
-    on the disk. TypeError for a dtype that safetensors lacks; OSError if writing fails.
+    The hash is computed from the bytes in memory, not from the file read back. After each part of
+    the file, the function calls `wrote` with the part's number of bytes; all but the last
+    `FLUSH_BYTES` written are on the disk by then. `metadata` goes into the header. TypeError for a
+    dtype that safetensors lacks; OSError if writing fails.
     """
     digest = hashlib.sha256()
     size = 0
@@ -250,8 +267,8 @@ def write_tensors(
 def generate_bytes(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a safetensors file in order. Tensors of wide dtypes come first, so that
-    every tensor is aligned."""
+    """Yields the bytes of a safetensors file in order. Tensors with the largest elements come
+    first, so that each tensor is aligned to the size of its elements."""
     # Make the header.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
@@ -279,7 +296,9 @@ def generate_bytes(
 
 
 def make_header(described: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Makes the metadata of the weights file `kind`, "model" or "ema"."""
+    """Returns the metadata for the header of a weights file: a description of the model, as JSON.
+    `kind` is "model" for a file of parameters, "ema" for a file of their averages; `described` is
+    the content of `state.json`."""
     description = {name: described[name] for name in ("model", "spec", "step")}
     if described.get("adapter"):
         description["adapter"] = described["adapter"] | {"base": described["base"]}

@@ -36,21 +36,22 @@ temporary one of a file server, so `find_damage` raises it."""
 RETRY_PAUSES = (0.2, 1.0, 5.0)
 """Seconds to wait before each new attempt to read a file."""
 READ_ATTEMPTS = 3
-"""Attempts to read the newest checkpoint of a run, which may remove it at the same time."""
+"""Number of attempts to read the newest checkpoint of a run; a run that is training may remove the
+checkpoint during an attempt."""
 MALFORMED_ERRORS = (
     *(SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError),
     *(ArithmeticError, RuntimeError),
 )
-"""Errors that the code raises when a checkpoint holds values of another type or shape."""
+"""Errors that loading raises if a checkpoint holds values of an unexpected type or shape."""
 HASH_DIGITS = 64
-"""Number of hexadecimal digits of the hash that a latent set's fingerprint begins with; the names
-of normalisation, order and storage follow."""
+"""Number of hexadecimal digits of the hash at the start of a latent set's fingerprint; the names of
+normalisation, order and storage follow the hash."""
 Result = TypeVar("Result")
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """Lists the complete checkpoints in `folder`, oldest first; incomplete ones do not have the
-    name step-<number>."""
+    """Lists the complete checkpoints in `folder`, oldest first. The folder of an incomplete one has
+    another name than step-<number>, such as step-400.tmp."""
     folders = folder.glob("step-*")
     complete = [path for path in folders if path.name.removeprefix("step-").isdecimal()]
     return sorted(complete, key=step_of)
@@ -61,11 +62,11 @@ def step_of(folder: Path) -> int:
 
 
 def find_damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | None:
-    """Describes the damage of a checkpoint, as the end of a sentence; None if every file has the
-    size and hash in the manifest.
+    """Returns the end of a sentence about the damage of the checkpoint in `folder`; None if every
+    file has the size and hash in the manifest.
 
-    It reads the files from the disk, not from the page cache, and after an input/output error tries
-    again after a pause. It calls `advance` after each part that it has read.
+    The function reads the files from the disk, not from the page cache, and after an input/output
+    error it pauses and tries again. It calls `advance` after each part that it has read.
     """
     try:
         files = retry_read(lambda: read_object(folder / "manifest.json"))["files"]
@@ -86,16 +87,16 @@ def find_damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str
 
 
 def list_expected_files(files: Collection[str]) -> set[str]:
-    """Lists the files that a checkpoint must have, with the number of ranks that wrote the rank
-    files in `files`."""
+    """Returns the names of the files that a checkpoint must have; the number of the rank files in
+    `files` is taken as the number of ranks that wrote the checkpoint."""
     world_size = max(1, sum(name.startswith("rank-") for name in files))
     rank_files = {RANK_FILE.format(rank=rank, world_size=world_size) for rank in range(world_size)}
     return rank_files | {*WEIGHTS_FILES, "state.json"}
 
 
 def retry_read(read: Callable[[], Result]) -> Result:
-    """Calls `read` and returns its result; retries after pauses while the disk answers with an
-    input/output error."""
+    """Calls `read` and returns its result. After an input/output error (EIO) it pauses and calls
+    `read` again, once for each of `RETRY_PAUSES`."""
     for pause in RETRY_PAUSES:
         try:
             return read()
@@ -107,7 +108,8 @@ def retry_read(read: Callable[[], Result]) -> Result:
 
 
 def hash_from_disk(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
-    """Returns the size and sha256 of a file on the disk, bypassing the page cache on Linux."""
+    """Returns the size in bytes and the sha256 of a file, read from the disk; on Linux it bypasses
+    the page cache. It calls `advance` after each `CHUNK_BYTES`."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
         # Drop the file from the page cache.
@@ -120,8 +122,8 @@ def hash_from_disk(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
 
 
 def describe_resume(folder: Path, samples: int) -> str:
-    """Says, after a failure, from which checkpoint the same command continues, and how many of the
-    `samples` that the run has seen are lost."""
+    """Returns the end of a message about a failure of a run: from which checkpoint the same command
+    continues, and how many of the `samples` that training has seen are lost."""
     checkpoints = list_complete(folder)
     if not checkpoints:
         return f"nothing was saved yet, so {samples} samples are lost"
@@ -135,7 +137,8 @@ def describe_resume(folder: Path, samples: int) -> str:
 
 
 def verify(folder: Path) -> Path:
-    """Returns the checkpoint's folder; ValueError if it is damaged."""
+    """Returns `folder` if the checkpoint in it is intact; ValueError if the checkpoint is
+    damaged."""
     problem = find_damage(folder)
     if problem:
         raise UserError(
@@ -150,8 +153,8 @@ def read_state_file(folder: Path) -> dict[str, Any]:
 
 
 def find_checkpoints(path: str) -> list[Path]:
-    """Finds the checkpoints that a path names, oldest first: the checkpoint itself, or those of a
-    run."""
+    """Finds the checkpoints that `path` names, oldest first: if `path` is a checkpoint, only that
+    one; if it is a run, all complete checkpoints of the run."""
     folder = Path(path).expanduser()
     if (folder / "state.json").is_file():
         return [folder]
@@ -159,11 +162,11 @@ def find_checkpoints(path: str) -> list[Path]:
 
 
 def find_branch(resume: str, folder: Path) -> Path | None:
-    """Finds the checkpoint that `resume` names, or the newest one of the run that it names; None
-    for `auto` and `never`.
+    """Finds the checkpoint that the setting `resume` names, or, if `resume` names a run, the newest
+    checkpoint of that run; None for `auto` and `never`.
 
-    `folder` holds this run's own checkpoints. ValueError if there is no checkpoint, or if it is one
-    of this run's own but not the newest.
+    `folder` holds the checkpoints of the run that resumes. ValueError if `resume` names no
+    checkpoint, or a checkpoint in `folder` that is not the newest one there.
     """
     if resume in ("auto", "never"):
         return None
@@ -189,8 +192,8 @@ def find_branch(resume: str, folder: Path) -> Path | None:
 def read_newest(path: str, read: Callable[[], Result]) -> Result:
     """Calls `read`, which reads the newest checkpoint of the run at `path`, and returns its result.
 
-    It calls `read` again if that fails and the run has other checkpoints by then: a run that trains
-    at the same time removes old ones.
+    If `read` fails and the list of the run's checkpoints has changed meanwhile, the function calls
+    `read` again: a run that is training may have removed the checkpoint during the call.
     """
     for _ in range(READ_ATTEMPTS - 1):
         before = find_checkpoints(path)
@@ -203,10 +206,10 @@ def read_newest(path: str, read: Callable[[], Result]) -> Result:
 
 
 def find_weights_file(path: str, key: str) -> Path:
-    """Finds the safetensors file that `key=path` names: the file itself, or the averages of a
-    checkpoint or of a run's newest one.
+    """Returns the path of the safetensors file that the setting `key=path` names: `path` itself, or
+    `ema.safetensors` (averaged parameters) of a checkpoint, or of the newest checkpoint of a run.
 
-    ValueError if there is none, or if its checkpoint is damaged.
+    ValueError if there is no such file, or if the checkpoint that holds it is damaged.
     """
     file = Path(path).expanduser()
     if file.suffix == ".safetensors" and file.is_file():
@@ -222,11 +225,11 @@ def find_weights_file(path: str, key: str) -> Path:
 
 
 def find_newest_verified(folder: Path) -> Path | None:
-    """Finds the newest intact checkpoint; None if there is no checkpoint.
+    """Returns the newest intact checkpoint in `folder`; None if there is no checkpoint.
 
-    It renames a damaged one to `step-N.corrupt`, with a warning, and tries the one before.
-    ValueError if all are damaged: the user must decide to start over. It also deletes what an
-    interrupted save or removal has left; the caller must hold the folder lock.
+    If a checkpoint is damaged, the function warns, renames it to `step-N.corrupt` and tries the one
+    before. ValueError if all are damaged: the user must decide to start over. It also deletes
+    folders that an interrupted save or removal has left, so the caller must hold the folder lock.
     """
     for incomplete in (*folder.glob("step-*.tmp"), *folder.glob("step-*.removed")):
         shutil.rmtree(incomplete, ignore_errors=True)
@@ -255,8 +258,9 @@ def find_newest_verified(folder: Path) -> Path | None:
 
 
 def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Selects the parts of a configuration that a run cannot change on resume. Of the data it takes
-    only the seed; `describe_run` adds the fingerprint."""
+    """Selects the parts of a configuration that must not change when a run resumes: name of the
+    part -> its keys and values. The part `data` has only the seed; `describe_run` adds the
+    fingerprint of the latents."""
     return {
         "model": config.get("model") or {},
         "data": {"seed": config.get("seed")},
@@ -267,22 +271,25 @@ def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 MUST_MATCH = tuple(select_identity({}))
-"""Names of the parts of the configuration that must be equal in a checkpoint and the run."""
+"""Names of the parts of the configuration that must be equal in a checkpoint and the run that loads
+it."""
 ADDED_KEYS = ("mixer.window", "mixer.shift")
-"""Keys of `model` that checkpoints of earlier versions lack; null means what these versions did."""
+"""Keys of `model` that checkpoints of earlier versions lack; null selects the behaviour of those
+versions."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads a verified checkpoint into `state`, and returns text that lists the settings changed
-    since, "" for none; ValueError if it belongs to another run, or cannot be read."""
+    """Loads the verified checkpoint in `folder` into `state`. Returns text that lists the settings
+    changed since the checkpoint was saved, "" if none was. ValueError if the checkpoint belongs to
+    another run, or cannot be read. `run` is the description by `describe_run`."""
     try:
-        described = {"adapter": {}} | read_state_file(folder)  # earlier versions lack it
+        described = {"adapter": {}} | read_state_file(folder)  # earlier versions wrote no adapter
         mismatch = find_mismatch(described, run)
         content = {} if mismatch else assemble_state(folder, described, state.layouts, ranks)
         settings = described["settings"]
 
-        # A checkpoint of an earlier version lacks newer runtime keys. Its run behaved as with their
-        # defaults, so fill these in.
+        # A checkpoint of an earlier version lacks newer runtime keys. That run behaved as a run
+        # with the defaults of these keys, so fill in the defaults.
         if "runtime" in settings:
             settings = settings | {"runtime": asdict(RuntimeConfig()) | settings["runtime"]}
         changed = describe_difference(settings, run["settings"])
@@ -311,8 +318,8 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
 
 
 def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
-    """Describes the first part of `MUST_MATCH` in which checkpoint and run differ; None if all
-    agree."""
+    """Returns text about the first part of `MUST_MATCH` in which the checkpoint, `described`, and
+    the run differ, such as "model: depth was 8, is 12"; None if they agree."""
     for name in MUST_MATCH:
         then = flatten_known(described[name])
         now = flatten_known(json.loads(json.dumps(run[name])))
@@ -324,16 +331,16 @@ def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
 
 
 def flatten_known(part: dict[str, Any]) -> dict[str, Any]:
-    """Flattens a part of a run's description to dotted key -> value, without keys of `ADDED_KEYS`
-    that are null."""
+    """Returns a part of a run's description as dotted key -> value, without keys of `ADDED_KEYS`
+    whose value is null."""
     return {
         key: value for key, value in flatten(part) if value is not None or key not in ADDED_KEYS
     }
 
 
 def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Returns a sentence if both runs use the same latents in another order, normalisation or
-    storage; otherwise ""."""
+    """Returns a sentence if checkpoint (`then`) and run (`now`) use the same latents in another
+    order, normalisation or storage; otherwise ""."""
     old = str(then.get("fingerprint"))
     new = str(now.get("fingerprint"))
     old_hash = old[:HASH_DIGITS]
@@ -348,8 +355,8 @@ def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def is_same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
-    """Says whether a checkpoint of an earlier version, whose fingerprint lacks mean and std, has
-    the run's data."""
+    """Says whether a checkpoint of an earlier version was trained on the run's data. Fingerprints
+    of that version do not cover mean and std, so the function also compares these."""
     then = described["spec"]
     now = run["spec"]
     earlier = {"fingerprint": now["earlier_fingerprint"], "seed": run["data"]["seed"]}
@@ -357,7 +364,8 @@ def is_same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
 
 
 def describe_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Lists the keys in which two descriptions differ, with both values."""
+    """Returns text that lists the keys in which two nested dicts differ, with both values; "" if
+    they are equal."""
     before = dict(flatten(old))
     after = dict(flatten(new))
     keys = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))

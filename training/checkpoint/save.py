@@ -1,10 +1,10 @@
 """Writes checkpoints atomically in the background, and verifies each before it removes older ones.
 
-`checkpoints/step-N/` holds `model.safetensors` and `ema.safetensors` (whole tensors and the model's
-description, all that sampling needs), `rank-R-of-W.safetensors` (moments and generators),
-`state.json` (counters and configuration) and `manifest.json` (size and sha256 of the others). Every
-rank writes and hashes its files in `step-N.tmp`; then the first rank writes the manifest and
-renames the folder to `step-N`.
+`checkpoints/step-N/` holds `model.safetensors` and `ema.safetensors` (unsharded tensors and the
+model's description, all that sampling needs), `rank-R-of-W.safetensors` (rank R's part of all other
+tensors, such as moments and generators), `state.json` (counters and configuration) and
+`manifest.json` (size and sha256 of all other files). Every rank writes and hashes its files in
+`step-N.tmp`; then the first rank writes the manifest and renames the folder to `step-N`.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ FREE_SPACE_FACTOR = 1.1
 RETRY_PAUSES = (2.0, 10.0, 50.0)
 """Seconds to wait before each new attempt of a failed save."""
 STALL_TIMEOUT = timedelta(minutes=30)
-"""Time in which a rank must write something, or the save fails."""
+"""Longest time that a rank may write nothing; after it the save fails."""
 
 
 @dataclass
 class Save:
-    """A rank's part in writing a checkpoint."""
+    """One rank's part of the work of writing a checkpoint."""
 
     folder: Path
     staged: Staged
     described: dict[str, Any]
     """Content of `state.json`."""
     size: int
-    """Bytes of the tensors on all ranks."""
+    """Size in bytes of the tensors of all ranks together."""
     ranks: Ranks
 
     @property
@@ -66,7 +66,8 @@ class Save:
         return self.folder.with_name(f"{self.folder.name}.tmp")
 
     def prepare(self) -> None:
-        """Creates an empty folder to write to; OSError if the disk has too little space."""
+        """Creates the empty folder `temporary` to write to; OSError if the disk has too little
+        space."""
         make_folder(self.folder.parent)
         free = shutil.disk_usage(self.folder.parent).free
         needed = FREE_SPACE_FACTOR * self.size
@@ -76,7 +77,8 @@ class Save:
         self.temporary.mkdir()
 
     def write_files(self, wrote: Callable[[int], None]) -> dict[str, Any]:
-        """Writes this rank's files; returns their sizes and hashes by name."""
+        """Writes this rank's files; returns file name -> {"bytes": its size, "sha256": its
+        hash}."""
         files: dict[str, Any] = {}
         for kind, tensors in self.staged.whole.items():
             file = self.temporary / f"{kind}.safetensors"
@@ -95,16 +97,17 @@ class Save:
         return files
 
     def commit(self, files: dict[str, Any]) -> None:
-        """Turns the files of all ranks into a checkpoint: writes the manifest and renames the
-        folder."""
-        # Flush the metrics first: after a power cut they must reach at least as far as the
-        # checkpoint.
+        """Turns the files that all ranks have written into a checkpoint: writes their sizes and
+        hashes, `files`, to the manifest, and renames the folder."""
+        # Flush the metrics to the disk first: after a power cut, metrics.jsonl must not end before
+        # the step of the newest checkpoint.
         metrics = self.folder.parents[1] / "metrics.jsonl"
         with contextlib.suppress(OSError), metrics.open("rb") as stream:
             os.fsync(stream.fileno())
 
         write_json(self.temporary / "manifest.json", {"format": FORMAT_VERSION, "files": files})
-        # Remove the folder that an earlier attempt has left if it failed after its rename.
+        # Remove the checkpoint of an earlier attempt at this save, which can exist if that attempt
+        # failed after it renamed the folder.
         if self.folder.exists():
             remove_checkpoint(self.folder)
         rename(self.temporary, self.folder)
@@ -119,10 +122,11 @@ class Save:
 class Checkpoints:
     """The checkpoints of a run: `folder/step-N` after N steps.
 
-    A run keeps the newest `keep`, every one whose step is a multiple of `keep_every` (0: none), and
-    the one with the lowest score of the name `best_by`; it removes all others. With
-    `in_background`, `save` returns once the state is copied; at most one save is in flight. If a
-    rank writes nothing for `patience`, the save fails on all ranks.
+    A run keeps the newest `keep` checkpoints, each one whose step is a multiple of `keep_every` (0:
+    none), and the one with the lowest score of the name `best_by`; it removes all other
+    checkpoints. If `in_background` is true, `save` returns once the state is copied, and a thread
+    writes it; at most one save runs at a time. If a rank writes nothing for `patience`, the save
+    fails on all ranks.
     """
 
     folder: Path
@@ -139,11 +143,11 @@ class Checkpoints:
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         self.samples = 0
-        """Samples that training had seen when it last saved or waited for a save."""
+        """Number of samples that training had seen when it last saved or waited for a save."""
         self.size = 0
-        """Bytes that this rank writes in the save in flight."""
+        """Number of bytes that this rank writes in the latest save."""
         self.logged_stall = CLOCK.count_seconds("saving")
-        """Seconds of the clock's kind "saving" at the last call of `report_times`."""
+        """Total seconds that training had waited for saves at the last call of `report_times`."""
         self.save_seconds = 0.0
         """Duration of the last save in seconds."""
 
@@ -152,7 +156,7 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for a save in flight. If an exception ends the run, a failure of the save is only
-        printed, so that it does not hide the exception."""
+        printed as a warning, so that it does not hide the exception."""
         try:
             self.finish()
         except Exception as failure:
@@ -164,12 +168,13 @@ class Checkpoints:
     def save(
         self, state: TrainState, run: dict[str, Any], scores: Mapping[str, float] | None = None
     ) -> Path:
-        """Saves a checkpoint, removes those that the rules do not keep, and returns its folder.
+        """Saves a checkpoint, removes those that the run no longer keeps (see the class), and
+        returns the folder of the new one.
 
-        `run` describes the run (see `describe_run`); it goes into `state.json`, with the `scores`
-        measured at this step. All ranks must call it. A failed save is retried after each of
-        `RETRY_PAUSES`. ValueError if this save, or the one before it, cannot be written; complete
-        checkpoints stay.
+        `run` is the description by `describe_run`; it goes into `state.json`, with the `scores`
+        measured at this step (name -> value). All ranks must call the method. A failed save is
+        retried after each of `RETRY_PAUSES`. ValueError if this save, or the one before it, cannot
+        be written; complete checkpoints stay.
         """
         self.finish(state.samples)
         staged = stage(state.state_dict(), state.layouts, self.ranks.first, self.in_background)
@@ -194,15 +199,15 @@ class Checkpoints:
     def finish(self, samples: int | None = None) -> None:
         """Waits for the save in flight, if any, and shows its progress.
 
-        ValueError if it failed. `samples` is the number that training has seen by now, for the
-        message about lost samples.
+        ValueError if the save failed. `samples` is the number of samples that training has seen by
+        now, which the message about lost samples needs; None: the number is unchanged.
         """
         if samples is not None:
             self.samples = samples
         self.wait()
         failure = self.failure
         self.failure = None
-        # After a timeout the disk may hang, so write a message that needs no reading from it.
+        # After a timeout the disk may hang, so do not read the checkpoints for this message.
         if isinstance(failure, TimeoutError):
             raise UserError(
                 f"{failure}; the same command continues from the newest checkpoint."
@@ -240,8 +245,8 @@ class Checkpoints:
         return {"save_stall_s": stall, "save_s": self.save_seconds} if stall else {}
 
     def write(self, save: Save) -> None:
-        """Tries the save until it succeeds or `RETRY_PAUSES` are used up; runs in a thread, on all
-        ranks. It stores an error, which `finish` raises."""
+        """Tries the save until it succeeds or no pause of `RETRY_PAUSES` is left; runs in a thread
+        on each rank. Stores an error in `failure`, from where `finish` raises it."""
         began = time.perf_counter()
         try:
             save.staged.wait()
@@ -262,8 +267,8 @@ class Checkpoints:
         self.save_seconds = time.perf_counter() - began
 
     def try_save(self, save: Save) -> OSError | None:
-        """Tries to write a checkpoint once; returns None, or the OSError of any rank, which is the
-        same on all ranks."""
+        """Tries once to write a checkpoint. Returns None on success; if a rank fails with an
+        OSError, returns that same error on all ranks."""
         first = self.ranks.first
         work = self.joint_work
         work.done = 0
@@ -277,15 +282,16 @@ class Checkpoints:
             rank_files = work.run_everywhere(lambda: save.write_files(work.advance))
             work.run_everywhere(lambda: commit() if first else None)
         except OSError as problem:
-            # Remove the files, except after a timeout: a thread may then still be writing.
+            # Remove the incomplete files, except after a timeout, because a thread may still be
+            # writing them.
             if first and not isinstance(problem, TimeoutError):
                 shutil.rmtree(save.temporary, ignore_errors=True)
             return problem
         return None
 
     def remove_old(self, newest: Path) -> None:
-        """Removes the checkpoints that the rules of this class do not keep. Before, it reads the
-        newest one back from the disk and verifies it. An error only causes a warning."""
+        """Removes the checkpoints that the run no longer keeps (see the class). First it reads the
+        newest checkpoint back from the disk and verifies it. An error only causes a warning."""
         try:
             folders = list_complete(self.folder)
             scores = {folder: read_score(folder, self.best_by) for folder in folders}
@@ -307,10 +313,10 @@ class Checkpoints:
 
 
 def read_score(folder: Path, name: str) -> float | None:
-    """Reads a checkpoint's score of this name; None if it is absent or not finite."""
+    """Reads the score `name` of the checkpoint in `folder`; None if it is absent or not finite."""
     try:
         state = read_state_file(folder)
-        # Earlier versions wrote only `eval_loss`, and at the top level.
+        # Earlier versions wrote only `eval_loss`, at the top level of `state.json`.
         score = state.get("scores", state)[name]
     except (OSError, ValueError, KeyError):
         return None
@@ -318,8 +324,8 @@ def read_score(folder: Path, name: str) -> float | None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint. It renames the folder first, so that a removal that is interrupted
-    leaves no incomplete checkpoint under a complete one's name."""
+    """Removes a checkpoint. It renames the folder first: if the removal is interrupted, no
+    incomplete checkpoint has the name step-<number> of a complete one."""
     removed = folder.with_name(folder.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
     rename(folder, removed)

@@ -152,7 +152,7 @@ class ParallelConfig:
     gradient_as_bucket_view: bool = True
     # for fsdp and hsdp: parameters and the optimizer's state stay in host memory
     cpu_offload: bool = False
-    # minutes that a rank may make no progress; after them the run ends
+    # longest time, in minutes, that a rank may make no progress; after it the run ends
     timeout_minutes: Annotated[float, Gt(0), Le(1_000_000)] = 30.0
     # NCCL's environment variables, such as {NCCL_DEBUG: INFO}
     nccl: dict[str, str] = field(default_factory=dict)
@@ -266,7 +266,8 @@ KERNEL_KEYS = tuple(node.name for node in fields(RuntimeConfig) if node.type == 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule, in samples instead of steps (training/optimizers.py)."""
+    """Learning-rate schedule; it depends on the number of samples seen, not of steps
+    (training/optimizers.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: Natural = 1280
@@ -276,7 +277,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """Exponential moving average (EMA) of the parameters, in samples instead of steps
+    """Exponential moving average (EMA) of the parameters; its half-life is in samples, not in steps
     (training/step.py)."""
 
     half_life_samples: float = 2000.0
@@ -379,8 +380,8 @@ class TrainConfig:
     # largest gradient norm: gradients above it are scaled down to it; 0: no clipping
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
     deterministic: bool = False  # true: a resumed run gives the same bits as one that never stopped
-    # intervals in steps of this and the next four actions; 0: never; an action with an interval
-    # above 0 also happens at the end of the run
+    # steps between two lines of the log; the next four keys are likewise intervals in steps. 0:
+    # never; an action whose interval is above 0 also happens at the end of the run
     log_every: Natural = 50
     eval_every: Natural = 400
     sample_every: Natural = 800
