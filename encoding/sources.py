@@ -276,8 +276,9 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
         labelled_rows = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
         names = name_classes(labelled_rows, classes, class_names)
 
-    # Put the hash by which `datasets` identifies the data into the key of each image: without it,
-    # another data set with the same number of rows would be taken for the same job.
+    # Put the hash by which `datasets` identifies the data into the key of each image: the keys of
+    # all images identify a job, and row numbers alone are equal for any two data sets of the same
+    # length.
     fingerprint = dataset._fingerprint
     entries = [
         ImageEntry(f"{fingerprint}:{images}:{i}", label, str(path), i, 0)

@@ -25,9 +25,8 @@ FIRST_SAMPLES = 10_000
 use."""
 NEIGHBOURS = 3
 NEAREST_SHARE = 0.05
-"""Level in [0, 1] of the quantile below which a generated sample is a likely copy: the quantile is
-that of the distances from each real sample to its nearest real neighbour, and is compared with the
-generated sample's distance to the nearest real sample."""
+"""A generated sample is a likely copy if its distance to the nearest real sample is at most the
+quantile, at this level, of the distances from each real sample to its nearest real neighbour."""
 DISTANCE_ROUNDING = 1e-12
 """Allowance for the rounding of a squared distance, as a fraction of the mean squared length of the
 real features."""
