@@ -17,8 +17,8 @@ NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
 
 
 def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
-    """Splits the `words` of a command line. Parses those that set a key of `schema`; returns the
-    keys, and the words that remain, which are overrides of the training configuration."""
+    """Splits the arguments `words` of a command line. Returns an instance of `schema` from those
+    that set one of its keys, and all others, which are overrides of the training configuration."""
     keys = {field.name for field in fields(cast(Any, schema))}
     overrides = [word for word in words if "=" in word and word.partition("=")[0] not in keys]
     key_words = [word for word in words if word not in overrides]
@@ -26,8 +26,8 @@ def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[K
 
 
 def replace_between(text: str, start: str, end: str, content: str, page: str) -> str:
-    """Returns `text` with `content` between the marks `start` and `end`. ValueError if a mark is
-    missing; it names `page`."""
+    """Returns `text` with `content` in place of the text between the marks `start` and `end`.
+    Raises a ValueError that names `page` if a mark is missing."""
     if start not in text or end not in text:
         raise UserError(
             f"{page} has lost the lines {start.strip()} and {end}; put them around the table."
@@ -37,8 +37,8 @@ def replace_between(text: str, start: str, end: str, content: str, page: str) ->
 
 
 def format_table(rows: Sequence[Sequence[object]]) -> str:
-    """Formats rows as aligned columns; the first row has the heads. Columns of numbers are aligned
-    to the right, and None is a dash."""
+    """Formats rows as aligned columns; the first row contains the column heads. Columns of numbers
+    are aligned to the right, and None becomes a dash."""
     cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]
     columns = []
     for head, *column in zip(*cells, strict=True):

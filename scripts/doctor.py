@@ -38,10 +38,10 @@ CLOCKS = {
     "memory_clock_mhz": "clocks.mem",
     "power_limit_w": "power.limit",
 }
-"""Name in the findings -> name of the field in nvidia-smi. The clocks are momentary values: low on
-an idle GPU, and lowered by heat and power limits."""
+"""Name of a clock, power or its limit in the findings -> name of the field in nvidia-smi. The
+clocks are momentary values: low on an idle GPU, and lowered by heat and power limits."""
 NVIDIA_SMI_SECONDS = 10.0
-"""Seconds after which the command gives up a call of nvidia-smi."""
+"""Time limit, in seconds, for a call of nvidia-smi."""
 UNKNOWN = "unknown"
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Precision of a timed matrix product -> name of the matrices' dtype in PyTorch."""
@@ -68,7 +68,8 @@ def main(words: list[str] | None = None) -> int:
     )
     options = parser.parse_args(words)
 
-    # --as needs no machine at all: it evaluates the techniques' conditions for other GPUs.
+    # Do not examine this machine for --as, which evaluates the techniques' conditions for other
+    # GPUs.
     if options.cards:
         if options.measure or options.kernels is not None:
             parser.error("--as measures nothing; leave out --measure and --kernels")
@@ -88,7 +89,7 @@ def main(words: list[str] | None = None) -> int:
 def examine(measure: bool = False) -> dict[str, Any]:
     """Returns the findings: facts about the machine, the versions and each technique; with
     `measure` also the measured rates."""
-    # Imports inside functions, so that --help does not wait for torch.
+    # Import torch only inside functions, so that --help does not wait for torch.
     from training.environment import describe_environment, pick_device
 
     device = pick_device("auto")
@@ -107,8 +108,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
 
 
 def list_ways() -> dict[str, tuple[type[Technique], Value]]:
-    """Lists the settings that enable a technique: override, such as runtime.tf32=true -> the
-    technique's class, and the value of its key."""
+    """Returns override that enables a technique, such as runtime.tf32=true -> (the technique's
+    class, the value of its key)."""
     from accel.stack import TECHNIQUES
 
     return {
@@ -127,8 +128,8 @@ def find_capabilities(device: torch.device) -> dict[str, str | None]:
 
 
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
-    """Returns the rows of a table, heads first: for each technique, on which of the GPU models
-    `names` it is available, and what it needs. This machine needs no GPU for that. ValueError for
+    """Returns the rows of a table, column heads first. A row shows for a technique on which of the
+    GPU models `names` it is available, and what it needs. This machine needs no GPU. ValueError for
     an unknown name."""
     import torch
 
@@ -180,7 +181,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
             )
     torch.set_float32_matmul_precision(before)
 
-    # A copy reads and writes every byte.
+    # Count every byte twice, because a copy reads and writes it.
     source = torch.randn(2**28 if cuda else 2**24, device=device)
     target = torch.empty_like(source)
     copied_bytes = 2 * source.numel() * 4
@@ -189,8 +190,8 @@ def measure_rates(device: torch.device) -> dict[str, float]:
 
 
 def try_kernels(words: list[str]) -> list[dict[str, Any]]:
-    """Lists which fused kernels `python train.py <words>` would choose here, and why; trains and
-    writes nothing."""
+    """Returns a row for each fused kernel: whether `python train.py <words>` would use it on this
+    machine, and why. Trains nothing, and writes nothing but the cache of tested kernels."""
     from accel.proof import Proof
     from accel.techniques.fused_kernels import FusedKernel
     from training.assemble import assemble
@@ -253,11 +254,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def read_limits(properties: Any, index: int) -> dict[str, Any]:
     """Reads from PyTorch and from Triton's driver the resources of GPU `index` that one kernel can
-    use, and the chip's peak clocks.
-
-    Triton's compiler relies on its driver's figures; without that driver they are "unknown", with
-    the reason.
-    """
+    use, and the chip's peak clocks. If Triton's driver cannot be loaded, its figures are "unknown",
+    with the reason; Triton's compiler relies on them."""
     limits: dict[str, Any] = {
         "multiprocessors": properties.multi_processor_count,
         "registers_a_multiprocessor": properties.regs_per_multiprocessor,
@@ -275,13 +273,14 @@ def read_limits(properties: Any, index: int) -> dict[str, Any]:
         facts = driver.active.utils.get_device_properties(index)  # pyright: ignore[reportAttributeAccessIssue]
         return limits | {name: facts[key] / unit for name, (key, unit) in triton_limits.items()}
     except Exception as error:
-        # Triton or a C compiler for its driver is missing, or the GPU's driver is too old.
+        # Triton or a C compiler for its driver is missing, or the GPU's driver is too old: return
+        # Triton's figures as "unknown".
         return limits | dict.fromkeys(triton_limits, f"{UNKNOWN}: {shorten_error(error)}")
 
 
 def read_clocks(gpu: str) -> dict[str, Any]:
-    """Reads clocks and power limit of a GPU from nvidia-smi; "unknown" where it is absent, fails,
-    hangs or gives no number."""
+    """Reads the clocks and the power limit of a GPU from nvidia-smi; "unknown" if nvidia-smi is
+    absent, fails, hangs or gives no number."""
     query = [
         "nvidia-smi",
         f"--id={gpu}",

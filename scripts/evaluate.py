@@ -50,8 +50,8 @@ class EvaluateConfig(FdConfig, DrawConfig):
 
 
 def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
-    """Draws samples, compares them and writes <out>.json. Returns its content in the first process,
-    and an empty dict in all others."""
+    """Draws samples, compares their features with those of the reference, and writes <out>.json.
+    Returns the content of that file on rank 0, and an empty dict on all other ranks."""
     refuse_drawing(cfg)
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
@@ -75,8 +75,8 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
 
-    # The file's name contains a hash of the protocol, so that different settings have different
-    # files.
+    # Put a hash of the protocol into the name of the result's file, so that different settings
+    # write different files.
     reference_protocol = evaluator.describe_protocol()
     protocol = job.describe_protocol() | reference_protocol
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]

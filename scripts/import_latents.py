@@ -64,8 +64,8 @@ class ImportConfig:
     encoder: str | None = None
     """A file of conf/encoder (sd, sdxl, flux, …), or a folder or hub id in the diffusers format."""
     scale: float | None = None
-    """Factor in the source's latents: stored value = (raw value - shift) · scale. diffusers calls
-    the factor scaling_factor."""
+    """Factor by which the source's latents were multiplied: stored value = (raw value - shift) ·
+    scale. diffusers calls it scaling_factor."""
     shift: float | None = None
     moments: str = "none"
     """What the channels of the source hold. none: the latents; mean_std or mean_logvar: first the
@@ -213,8 +213,9 @@ def find_encoder_node(name: str) -> dict[str, Any]:
 
 
 def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
-    """Yields chunks of n ≤ `CHUNK_SAMPLES` samples: `latents` (n, C, H, W), `labels` (n,), and
-    `mirrored` where the source has it. `names` are the class names from `find_class_names`.
+    """Yields chunks of n ≤ `CHUNK_SAMPLES` samples as name -> tensor: `latents` (n, C, H, W),
+    `labels` (n,) and, if the source has latents of mirrored images, `mirrored` (n, C, H, W).
+    `names` are the class names from `find_class_names`.
 
     ValueError names the first sample whose label is no class index, or whose latents are not finite
     floating-point numbers of the same shape as in the samples before.
@@ -249,7 +250,7 @@ def parse_class_index(label: Any, limit: int, where: str) -> int:
     while isinstance(label, list) and len(label) == 1:
         label = label[0]
 
-    # `label // 1 != label` is also true for NaN and inf.
+    # The test `label // 1 != label` refuses fractions, and also NaN and inf.
     if (
         isinstance(label, bool)
         or not isinstance(label, int | float)
@@ -270,7 +271,8 @@ def convert_latents(values: Any, where: str) -> Tensor:
     import torch
 
     kind = getattr(values, "dtype", type(values).__name__)
-    # Convert every numpy array to this machine's byte order, because PyTorch takes no other.
+    # Convert every numpy array to this machine's byte order, because PyTorch accepts no other
+    # order.
     if getattr(kind, "kind", None) == "f":
         values = torch.from_numpy(values.astype("float64"))
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
@@ -293,7 +295,8 @@ def convert_latents(values: Any, where: str) -> Tensor:
 
 
 def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Converts a chunk to the tensors of a block: latents as the encoder gives them, in fp32."""
+    """Converts a chunk of the source to the tensors of a stored block, in fp32: raw latents, as the
+    encoder gives them, and their std if the source has moments."""
     assert cfg.scale is not None
     tensors = {"labels": chunk["labels"]}
     for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
@@ -333,7 +336,8 @@ def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Auto
             f"({shorten_error(error)}); name the encoder that made them, or set moments."
         ) from error
 
-    # An encoder's scaling factor is about 1 / std of its latents, so the std shows a wrong `scale`.
+    # An encoder's scaling factor is about 1 / std of its latents. So refuse a `scale` that gives
+    # latents with a very different std.
     factor = autoencoder.scaling_factor
     if cfg.check_scale and factor:
         spread = float(chunk["latents"].std())
@@ -394,8 +398,8 @@ def write_shards(
 ) -> tuple[list[Shard], dict[str, Any], Tensor, dict[str, Size]]:
     """Writes sample i to shard number `target[i]`; shard 0 is the held-out one.
 
-    Returns the shards; the `ChannelSums` of the training latents as a dict; all labels; and name of
-    a tensor -> its shape in a chunk.
+    Returns four values: the shards; `ChannelSums.as_dict` of the training latents; the labels of
+    all samples (N,); and name of a tensor -> shape of that tensor in a chunk.
     """
     import torch
 

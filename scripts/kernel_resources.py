@@ -32,8 +32,8 @@ from tests.harness.kernel_cases import Case, cases
 from training.config.compose import parse_words, report_user_errors
 
 SHARED_MEMORY_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Compute capability -> KiB of shared memory that a program may have (CUDA C++ Programming Guide,
-table of technical specifications by compute capability)."""
+"""Compute capability -> KiB of shared memory that a thread block may have (CUDA C++ Programming
+Guide, table of technical specifications by compute capability)."""
 ARCHITECTURES = tuple(SHARED_MEMORY_KIB)
 
 
@@ -49,13 +49,13 @@ class Resources(NamedTuple):
     loads_128: int
     async_copies: int
     products: int
-    """Number of matrix instructions."""
+    """Number of matrix instructions (tensor cores)."""
     fp64: int
 
 
 def compile_kernel(case: Case, architecture: int) -> Any:
-    """Compiles the kernel of `case` for sm_<architecture>; this needs no GPU. It does not work
-    while Triton interprets kernels."""
+    """Compiles the kernel of `case` for sm_<architecture>; this needs no GPU. It fails in a process
+    in which Triton interprets kernels (TRITON_INTERPRET=1)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -66,8 +66,8 @@ def compile_kernel(case: Case, architecture: int) -> Any:
     signature = {name: "constexpr" if name in known else types[name] for name in names}
     constants = {(names.index(name),): value for name, value in known.items()}
 
-    # Declare pointers and sizes as multiples of 16: they are that in every shipped configuration,
-    # and Triton compiles a special kernel for them.
+    # Declare pointers and sizes as multiples of 16, as they are in every shipped configuration,
+    # because Triton compiles a special kernel for such values.
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=divisible)
     options = {"num_warps": case.warps, "num_stages": case.stages, "maxnreg": case.most_registers}
@@ -143,7 +143,7 @@ def main() -> None:
         if cfg.out is None:
             return
 
-        # Keep the rows of this version of Triton that this call did not measure.
+        # Keep the rows of the file for this version of Triton that this call did not measure.
         file = Path(cfg.out)
         tables: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         rows = {name: " ".join(map(str, resources)) for name, resources in measured.items()}
@@ -154,7 +154,8 @@ def main() -> None:
 
 
 def read_recorded(path: Path) -> dict[str, dict[str, Resources]]:
-    """Reads the table: version of Triton -> case and architecture -> the compiler's report."""
+    """Reads a table that this command wrote: version of Triton -> "<case> sm_<architecture>" -> the
+    compiler's report."""
     tables = json.loads(path.read_text())
     assert tables.pop("fields").split() == list(Resources._fields)
     return {

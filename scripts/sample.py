@@ -109,14 +109,15 @@ def sample_run(cfg: SampleConfig) -> Path:
 
 
 def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> None:
-    """Writes one .npz with the arrays `name` (count, …) and `labels` (count,). It holds only one
-    chunk in memory."""
+    """Writes one .npz with the arrays `name` (count, …) and `labels` (count,). Memory holds only
+    one chunk at a time."""
     temporary = file.with_name(file.name + ".tmp")
     like = chunks.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
     labels = []
 
-    # A ZipInfo made from a name has a fixed date, so that equal samples give equal bytes.
+    # Make each ZipInfo from a name, which gives it a fixed date, so that equal samples give equal
+    # bytes.
     with zipfile.ZipFile(temporary, "w") as archive:
         with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array_header_1_0(stream, header)

@@ -22,7 +22,8 @@ def synchronise(device: torch.device) -> None:
 
 
 def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Measures the seconds of `run`, from an idle device to an idle device."""
+    """Measures the seconds of `run`, including all work that it starts on the device; waits until
+    the device is idle before the clock starts."""
     synchronise(device)
     start = time.perf_counter()
     run()
@@ -39,14 +40,14 @@ def summarise(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def compute_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Computes the speed of `other` relative to `base`, round by round: pairing rounds cancels
-    drift of the machine's speed."""
+    """Returns for each round the speed of `other` relative to `base`, both given as seconds:
+    pairing rounds cancels drift of the machine's speed."""
     return [a / b for a, b in zip(base, other, strict=True)]
 
 
 def shows_no_difference(entry: Mapping[str, Any], name: str) -> bool:
-    """Tells whether a ratio shows no difference: whether 1 lies between the quartiles `name`_q1 and
-    `name`_q3 of a result."""
+    """Returns whether the ratio `name` of a result shows no difference: whether 1 lies between its
+    quartiles `name`_q1 and `name`_q3."""
     return entry[f"{name}_q1"] <= 1 <= entry[f"{name}_q3"]
 
 
@@ -56,10 +57,11 @@ def time_in_turn(
     device: torch.device,
     prepare: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Measures the seconds of each run, `repeats` times. The runs take turns, in reverse order in
-    every other round, so that drift of the machine's speed affects all alike.
+    """Measures the seconds of each run, `repeats` times; returns name of a run -> its seconds. The
+    runs take turns, in reverse order in every other round, so that drift of the machine's speed
+    affects all alike.
 
-    `prepare(name)` is called before each run, outside the measured time.
+    It calls `prepare(name)` before each run, outside the measured time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
@@ -75,7 +77,7 @@ def disable_compiler_caches() -> Iterator[None]:
     by this process or stored on disk."""
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings():
-        # Suppress PyTorch's warning about the setting made above.
+        # Suppress the warning that PyTorch prints because `force_disable_caches` is set.
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         yield
 
@@ -93,5 +95,5 @@ class MemoryPeak:
             self.before = torch.cuda.memory_reserved()
 
     def read(self) -> int | None:
-        """Returns the peak in bytes; None without a GPU."""
+        """Returns the peak in bytes; None if the device is no GPU."""
         return torch.cuda.max_memory_reserved() - self.before if self.cuda else None

@@ -48,7 +48,7 @@ class VerifyConfig:
 
 
 def verify(cfg: VerifyConfig) -> list[str]:
-    """Checks the set, prints a summary and returns the problems."""
+    """Checks the set, prints a summary and returns the problems, one sentence each."""
     if cfg.path is None:
         raise UserError("path is not set; say which latent set: path=<folder with manifest.json>.")
 
@@ -77,8 +77,8 @@ def verify(cfg: VerifyConfig) -> list[str]:
 
 
 def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
-    """Checks every block of a split as a loader does and, if all blocks are good, the statistics of
-    the channels. Returns the problems."""
+    """Checks every block of a split as a loader does. If all blocks of the training split are good,
+    also compares mean and std of the channels with the manifest. Returns the problems."""
     from data.blocks import BlockReader, DamagedBlockError
     from encoding.job import ChannelSums, compute_channel_statistics
 
@@ -104,7 +104,8 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Checks size and hash of the files of a local set, and that there are no other tars."""
+    """Checks size and hash of the files of a local set, and that its folder has no other tars.
+    Returns the problems."""
     from common.files import hash_file, read_object
 
     problems = []
@@ -116,8 +117,8 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
             problems.append(f"{file}: size or sha256 differs from the manifest's")
     for sidecar in folder.glob("*.tar.json"):
         try:
-            # Accept the tar of a shard of which Pillow could decode no image; the manifest leaves
-            # it out.
+            # Accept the tar of a shard of which Pillow could decode no image, although the manifest
+            # does not list this tar.
             if read_object(sidecar)["shard"]["count"] == 0:
                 known.add(sidecar.with_suffix(""))
         except (OSError, ValueError, KeyError, TypeError):
@@ -147,7 +148,7 @@ def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) ->
     columns = min(8, len(latents))
     comparison = ""
 
-    # Each decoded image stands to the right of its original.
+    # Put each decoded image to the right of its original.
     if cfg.source is not None:
         originals = read_originals(cfg.source, source, manifest, len(latents))
         pixels = np.stack([to_uint8(originals), pixels], 1).reshape(-1, *pixels.shape[1:])
@@ -173,8 +174,8 @@ def read_first_latents(source: Source, manifest: Manifest, count: int) -> Tensor
 
 
 def read_originals(folder: str, source: Source, manifest: Manifest, count: int) -> Tensor:
-    """Reads the images of the first training latents, in [-1, 1]. ValueError if `folder` has other
-    images."""
+    """Reads the images of the first training latents as a tensor (N, 3, H, W) in [-1, 1].
+    ValueError if `folder` has other images."""
     import torch
 
     from common.text import shorten_error
@@ -190,7 +191,7 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
     try:
         job: dict[str, Any] = json.loads(source.read("job.json"))
         # Take only the settings from the job, which has other keys too. A job of an earlier version
-        # lacks some settings; these get their defaults.
+        # lacks some settings, which then get their defaults.
         keys = job.keys() & PrecomputeConfig.__dataclass_fields__.keys()
         cfg = apply_schema(PrecomputeConfig, {key: job[key] for key in keys}, [])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
@@ -205,8 +206,8 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
             f"earlier version listed it, which knew fewer formats; leave it out."
         )
 
-    # List the images again in the order in which the job encoded them, without those that it
-    # skipped: then image i belongs to latent i.
+    # List the images again in the order in which the job encoded them, without the images that the
+    # job skipped: then image i belongs to latent i.
     skipped = {line.partition(": ")[0] for line in manifest.skipped}
     used = [
         entry

@@ -148,8 +148,8 @@ def sum_phases(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
 
 
 def time_phases(workload: Workload, steps: int) -> dict[str, float]:
-    """Returns phase of a step -> milliseconds per step. If a CUDA graph runs forward to averages as
-    one launch, these are the single phase "whole step"."""
+    """Returns phase of a step -> milliseconds per step. If one CUDA graph runs the step, the
+    forward pass, backward pass and updates are one phase, "whole step"."""
     training = workload.training
     marks = []
 
@@ -228,7 +228,7 @@ def find_bound(
     `busy` are the milliseconds of a step in which the GPU runs kernels, None on a CPU; `share` is
     the share of matrix products in the busy time. `left` are the overrides, such as
     runtime.compile=true, that this machine supports and this run does not use; the function
-    proposes only these, or a change of the model.
+    proposes no other runtime key.
     """
     savers = [kind.make_override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
     launch_savers = [word for word in savers if word in left]

@@ -82,7 +82,7 @@ def export(cfg: ExportConfig) -> Path:
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
-    # If an earlier call with dry_run=true wrote the folder, only upload it.
+    # If an earlier call with dry_run=true has written the folder already, only upload it.
     if cfg.push is not None and (out / "model_index.json").is_file():
         push(out, cfg.push, cfg.dry_run)
         return out
@@ -107,7 +107,7 @@ def export(cfg: ExportConfig) -> Path:
 
 
 def load_trained(cfg: ExportConfig) -> TrainedModel:
-    """Loads the model on the CPU in fp32."""
+    """Loads the run's trained model on the CPU in fp32."""
     from sampling.load import load_run
 
     return load_run(cfg.path, cfg.encoder, "cpu", cfg.key, PLAIN_RUNTIME, adapter=cfg.adapter)
@@ -128,7 +128,8 @@ def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
 
 
 def write_program(cfg: ExportConfig, file: Path) -> None:
-    """Writes the denoiser as a torch.export program, and a description beside it."""
+    """Writes the denoiser as a torch.export program, and <out>.json, which describes its inputs and
+    outputs."""
     import torch
 
     trained = load_trained(cfg)
@@ -254,7 +255,7 @@ def push(folder: Path, repository: str, dry_run: bool) -> None:
         api = HfApi()
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
-    # The network, the hub or a missing login may raise many kinds of errors.
+    # Catch all errors, because the network, the hub or a missing login raise many kinds of them.
     except Exception as error:
         raise UserError(
             f"push={repository} failed ({type(error).__name__}); {folder} is complete. Log in "

@@ -78,8 +78,8 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
     def forward(
         self, x: Tensor, t: Tensor, y: Tensor, drop_uniforms: Tensor | None = None
     ) -> Tensor:
-        """Computes the velocity. If the weights have 16 bits, matrix products run in their dtype;
-        everything else is fp32, the result too."""
+        """Computes the velocity (B, C, H, W) in fp32. If the weights have 16 bits, matrix products
+        run in the dtype of the weights; all other operations run in fp32."""
         if self.dtype == torch.float32:
             return super().forward(x, t, y, drop_uniforms)
         with torch.autocast(x.device.type, self.dtype):
@@ -174,7 +174,8 @@ class FastlatentPipeline(DiffusionPipeline):
     def draw(
         self, labels: list[int], settings: dict[str, Any], seed: int, latents: Tensor | None
     ) -> Tensor:
-        """Samples raw latents, ready to decode, from the noise of `seed` or from `latents`."""
+        """Samples raw latents (N, C, H, W), which the autoencoder can decode, from the noise of
+        `seed` or from the noise `latents`."""
         model = self.transformer
         device = self._execution_device
         shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
@@ -201,8 +202,8 @@ class FastlatentPipeline(DiffusionPipeline):
 
 
 def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
-    """Raises a ValueError if latents that are not pixels have no `vae`, or one that decodes them
-    wrongly."""
+    """Raises a ValueError if the latents are no pixels and `vae` is None, or if `vae` decodes the
+    latents wrongly."""
     needed = facts["autoencoder"]
     parameters = () if vae is None else vae.named_parameters()
     stock = vae is None or isinstance(vae, AutoencoderTiny)

@@ -54,7 +54,7 @@ def write_folder(
     refuse_own_code(node)
     write_transformer(folder / "transformer", trained, node)
 
-    # model_index.json: diffusers' AutoModel reads this index first.
+    # Content of model_index.json, which diffusers' AutoModel reads before all other files.
     index = {"_class_name": ["pipeline", PIPELINE], **VERSION, **AUTO_MAP}
     index |= {"transformer": [MODELLING, TRANSFORMER], "vae": [None, None]}
     vae = getattr(trained.autoencoder, "vae", None)
@@ -112,7 +112,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
 def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, list[int]]) -> None:
     """Writes to the folder `part` the code and configuration of an autoencoder with global
     branches."""
-    # Leave out block_out_channels, which diffusers adds itself.
+    # Leave block_out_channels out of the configuration, because diffusers adds it itself.
     added = "block_out_channels"
     sizes = {key: value for key, value in config.items() if key != added and key[0] != "_"}
     content = {"_class_name": AUTOENCODER, **VERSION, "sizes": sizes, "branches": branches}
@@ -122,7 +122,8 @@ def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, li
 
 
 def name_autoencoder(trained: TrainedModel) -> str:
-    """Names the autoencoder for people who must find it; "" if latents are pixels."""
+    """Returns a name by which a user can find the autoencoder: hub id and revision, folder, or
+    class; "" if the latents are pixels."""
     if isinstance(trained.autoencoder, PixelAutoencoder):
         return ""
     path, revision = (trained.spec.encoder.get(key) for key in ("path", "revision"))

@@ -21,12 +21,12 @@ from pathlib import Path
 
 OWN_PACKAGES = ("common", "accel", "models", "scripts")
 TRAINING_METHODS = ("flops", "flops_per_sample", "no_weight_decay")
-"""Methods that only training calls."""
+"""Methods that only training calls; `Cut` removes them."""
 
 
 def is_off(node: ast.expr) -> bool:
-    """Returns whether an expression is false in every exported model; the switches of fused kernels
-    are."""
+    """Returns whether an expression is false in every exported model: a name or attribute that
+    turns on a fused kernel (`fused_…` or `HAS_TRITON`), or an `and` that contains one."""
     if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
         return any(is_off(value) for value in node.values)
     name = getattr(node, "attr", getattr(node, "id", ""))
@@ -34,8 +34,9 @@ def is_off(node: ast.expr) -> bool:
 
 
 class Cut(ast.NodeTransformer):
-    """Removes code that an exported model never runs, and statements that set or declare the
-    switches of fused kernels."""
+    """Removes the code that an exported model never runs (training methods, branches on fused
+    kernels), and the statements that declare or set the attributes `fused_…` and `HAS_TRITON`,
+    which turn on fused kernels."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         return None if node.name in TRAINING_METHODS else self.generic_visit(node)
@@ -59,7 +60,8 @@ def keep_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
     """Returns the lines from `start` up to the statement `node`, and then the lines of the
     statement without the code that `Cut` removes.
 
-    Copies the lines unchanged; only a statement that itself changes is unparsed.
+    Copies the lines unchanged, with their comments; only of a statement that `Cut` changes
+    ast.unparse makes new lines.
     """
     kept = Cut().visit(copy.deepcopy(node))
     if not kept:
@@ -97,13 +99,14 @@ def read_statements(module: str) -> tuple[list[str], dict[str, ast.stmt]]:
 
 
 class File:
-    """A source file under construction: each addition brings all definitions that it needs."""
+    """A source file under construction: adding a definition also adds all definitions that it
+    needs."""
 
     def __init__(self) -> None:
         self.imports: set[str] = set()
         self.parts: list[str] = []
         self.modules: dict[str, str] = {}
-        """Name of a definition -> its module."""
+        """Name of an added definition -> the module that contains it."""
 
     def add(self, module: str, name: str) -> None:
         """Adds the definition of `name` in `module`, after all definitions that it needs."""
@@ -124,8 +127,8 @@ class File:
             self.parts.append(f"# From {module.replace('.', '/')}.py\n{text}")
 
     def add_import(self, node: ast.Import | ast.ImportFrom, name: str) -> None:
-        """Adds what `name` imports: its definition if that is in this project, or the import itself
-        if it is another package's."""
+        """Adds the definition of the imported `name` if it is in this project, or the import
+        statement if it is in another package."""
         alias = next(alias for alias in node.names if name in (alias.asname, alias.name))
         if isinstance(node, ast.Import):
             self.imports.add(ast.unparse(ast.Import([alias])))
@@ -143,8 +146,8 @@ class File:
 
 
 def join_sources(docstring: str, *kinds: str) -> str:
-    """Returns the source of classes, given as <module>.<name>, with all definitions that they
-    need."""
+    """Returns the text of one source file: `docstring`, and the classes `kinds`, given as
+    <module>.<name>, with all definitions that they need."""
     file = File()
     for kind in kinds:
         module, _, name = kind.rpartition(".")

@@ -40,7 +40,7 @@ Place = tuple[str, int | None]
 
 
 class Peak(NamedTuple):
-    """Largest number of live bytes at a place of the step, and the bytes of gradients among
+    """Largest number of live bytes at a `Place` of the step, and the bytes of gradients among
     them."""
 
     live: float
@@ -48,8 +48,8 @@ class Peak(NamedTuple):
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of live tensors that operations inside the `with` block make, by place of
-    the step."""
+    """Counts the bytes of live tensors that operations inside its `with` block make. `peaks` maps
+    each place of the step to the largest number of live bytes there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Tracker(TorchDispatchMode):
         self.place: Place = ("forward", None)
         self.peaks: dict[Place, Peak] = {}
         self.on_host = False
-        """While this is true, new tensors lie in host memory and do not count."""
+        """While true, new tensors lie in host memory, so the tracker adds no bytes for them."""
         self.with_gradient: set[int] = set()
         self.tracked: set[int] = set()
 
@@ -67,7 +67,8 @@ class Tracker(TorchDispatchMode):
         return True
 
     def track(self, tensors: Iterable[Any]) -> None:
-        """Counts the storages of these tensors as live until PyTorch frees them."""
+        """Adds the bytes of these tensors' storages to `live` until PyTorch frees them, and updates
+        the peak of the present place."""
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
                 self.track(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -82,13 +83,14 @@ class Tracker(TorchDispatchMode):
             self.peaks[self.place] = Peak(self.live, self.gradients)
 
     def forget(self, address: int, size: int) -> None:
-        """Subtracts the bytes of a storage that PyTorch has freed."""
+        """Subtracts from `live` the bytes of a storage that PyTorch has freed."""
         self.tracked.remove(address)
         self.live -= size
 
     @contextmanager
     def allocate_on_host(self) -> Iterator[None]:
-        """Inside the `with` block, the tracker counts new tensors as host memory."""
+        """Inside the `with` block, new tensors lie in host memory, so the tracker adds no bytes for
+        them."""
         self.on_host = True
         try:
             yield
@@ -96,16 +98,16 @@ class Tracker(TorchDispatchMode):
             self.on_host = False
 
     def enter(self, phase: str, block: int | None = None) -> None:
-        """Tells the tracker which place of the step now begins: its phase, and the block that
-        runs."""
+        """Begins a place of the step: its phase, and the index of the block that runs (None:
+        outside the blocks). Peaks from now on belong to this place."""
         self.place = (phase, block)
         self.track(())
 
     def note_gradient(self, parameter: Tensor) -> None:
-        """Counts the bytes of a parameter's gradient. PyTorch calls this hook after it has
-        accumulated the gradient."""
+        """Adds the bytes of a parameter's gradient to `gradients`. PyTorch calls this hook after it
+        has accumulated the gradient."""
         assert parameter.grad is not None
-        # Count it once, because later micro-batches add to the same gradient.
+        # Count each gradient once, because later micro-batches add to the same tensor.
         if id(parameter) not in self.with_gradient:
             self.with_gradient.add(id(parameter))
             self.gradients += parameter.grad.nbytes
@@ -117,8 +119,8 @@ class Tracker(TorchDispatchMode):
 
 
 def track_block(block: nn.Module, index: int, tracker: Tracker) -> Callable[..., Any]:
-    """Returns the call of a block, compiled or not, wrapped so that the tracker learns when its
-    passes begin."""
+    """Returns a function that calls the block, compiled or not, and calls `tracker.enter` when the
+    block's forward pass and backward pass begin."""
     call = block._compiled_call_impl or block._call_impl
 
     def call_and_track(*inputs: Tensor) -> Any:
@@ -136,15 +138,16 @@ def track_block(block: nn.Module, index: int, tracker: Tracker) -> Callable[...,
 
 
 class GpuStack(AccelerationStack):
-    """A stack with all requested techniques, as a GPU would have them."""
+    """A stack of techniques that turns on all requested techniques, as on a GPU that supports them
+    all."""
 
     def find_obstacle(self, technique: Technique) -> None:
         """Returns None (no obstacle): a plan assumes that the GPU supports every technique."""
 
 
 def build_planned_stack(cfg: TrainConfig, gpu: bool) -> AccelerationStack:
-    """Builds the techniques of a single process, for a GPU or for this CPU, and prepares them for
-    fake tensors."""
+    """Builds the techniques of a run on one process, for a GPU or for this CPU, and prepares the
+    enabled techniques for fake tensors."""
     stack = build_stack(cfg, CPU, alone=True, kind=GpuStack if gpu else AccelerationStack)
     for technique in stack.techniques:
         if technique.enabled:
@@ -165,8 +168,8 @@ def build_blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.
 
 
 def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
-    """Assembles a run without its data. Fused kernels count as proved, and an adapter's base model
-    keeps zeros as weights."""
+    """Assembles a run without its data. Fused kernels are used without their parity test; the
+    weights of an adapter's base model stay zero, because none are loaded."""
     no_data: Any = SimpleNamespace(spec=spec)
     parts = Parts(
         loader=lambda *_: no_data,
@@ -179,8 +182,9 @@ def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Trainin
 
 
 def with_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
-    """Returns the configuration for a single process, with this batch and number of blocks. A model
-    without the key `depth` keeps its blocks."""
+    """Returns the configuration of a run on one process with `depth` blocks and `micro_batches`
+    micro-batches of `samples` samples. A model without the key `depth` keeps its number of
+    blocks."""
     return replace(
         cfg,
         model=cfg.model | ({"depth": depth} if "depth" in cfg.model else {}),
@@ -191,12 +195,14 @@ def with_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: i
 
 
 class PassBytes(NamedTuple):
-    """Bytes of a forward and backward pass at some depth."""
+    """Bytes of the forward and backward passes of a step, for a model with a given number of
+    blocks."""
 
     peaks: dict[Place, Peak]
-    """Peak at each place: weights, inputs, saved tensors, gradients and temporary tensors."""
+    """Place -> peak of all bytes there: weights, inputs, saved tensors, gradients and temporary
+    tensors."""
     kept: float
-    """Bytes that a micro-batch keeps for its backward pass."""
+    """Bytes of the tensors that a micro-batch's forward pass keeps for its backward pass."""
 
 
 def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
@@ -219,7 +225,8 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
             step.accumulate(batches)
             step.optimizer.zero_grad(set_to_none=True)
 
-        # Hooks tell the tracker where the step is, and which tensors go to the host.
+        # Install hooks that report to the tracker where the step is, and which tensors go to host
+        # memory.
         techniques = training.stack.techniques
         if not any(technique.hides_blocks() for technique in techniques):
             for i, block in enumerate(model.blocks):
@@ -256,7 +263,8 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     optimizer = step.optimizer
     inner_optimizers = iterate_innermost(optimizer)
     for group in (group for inner in inner_optimizers for group in inner.param_groups):
-        # Choose the foreach implementation, as PyTorch does on a GPU; it takes more memory.
+        # Choose the optimizer's foreach implementation, as PyTorch does on a GPU; it takes more
+        # memory.
         if gpu and not group.get("fused") and "foreach" in group:
             group["foreach"] = True
     for parameter in step.parameters:

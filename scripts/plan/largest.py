@@ -92,8 +92,8 @@ def find_crossing(points: list[tuple[int, float]], memory: float, power: int) ->
 def forecast_largest(
     cfg: LargestConfig, words: list[str], way: str, card: Card
 ) -> tuple[int, Forecast]:
-    """Returns the largest value of the key `cfg.of` with which the run fits, and the forecast of
-    that run."""
+    """Returns the largest value of the key `cfg.of` with which the run fits the memory of `card`,
+    and the forecast of that run. `way` has overrides to add to `words`."""
     train = compose_pretrained([*words, *way.split()]).cfg
     sharded = train.runtime.parallel.mode.value in ("fsdp", "hsdp")
     gpus = cfg.gpus if sharded else 1
@@ -102,8 +102,8 @@ def forecast_largest(
     wider = cfg.of == "dim"
     step = train.model["head_dim"] if wider else 1
 
-    # Deeper models share the counts that were made with few blocks. Wider models share none, so the
-    # bytes of their updates are scaled from `like`.
+    # Models of different depth share the counts that were made with few blocks. Models of different
+    # width share none, so scale the bytes of their updates from the forecast `like`.
     like = forecast(question) if wider else None
     forecasts: dict[int, Forecast] = {}
 
@@ -121,8 +121,8 @@ def forecast_largest(
 
 
 def compare_ways(cfg: LargestConfig, words: list[str]) -> str:
-    """Returns the table of all ways. ValueError if the model has no key that grows, or `words`
-    describe no run."""
+    """Returns a table with a row for each way to save memory. ValueError if the model does not have
+    the key `cfg.of`, or if `words` are no valid overrides."""
     refuse_values(cfg)
     card = find_card(cfg.hardware)
     model = compose_pretrained(words).cfg.model

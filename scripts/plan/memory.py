@@ -44,8 +44,8 @@ ALLOCATOR_SLACK = 0.04
 OFFLOADED_PARTS = ("weights", "gradients", "averages", "optimizer")
 """Parts of the state that sharding with cpu_offload keeps in host memory."""
 COUNT_CACHE: dict[str, Any] = {}
-"""Counts of passes and updates that this process has made, by their settings: forecasts that differ
-in the optimizer, the batch or the number of GPUs share many of them."""
+"""Cache of this process: settings of a count -> bytes that it counted for the passes or the update.
+Forecasts that differ in the optimizer, the batch or the number of GPUs share many counts."""
 
 
 class Needs(NamedTuple):
@@ -100,7 +100,8 @@ class Question:
 
     @property
     def shards(self) -> int:
-        """Number of GPUs over which the state is sharded; 1: it is not sharded."""
+        """Number of GPUs over which the weights, gradients and optimizer state are sharded; 1: not
+        sharded."""
         if self.mode == "hsdp":
             return min(self.cfg.runtime.parallel.shard_degree or 8, self.gpus)
         return self.gpus if self.mode == "fsdp" else 1
@@ -115,19 +116,20 @@ class Forecast:
     """The model at its full depth, on the meta device."""
     techniques: list[Technique]
     period: int
-    """Number of blocks after which the pattern of blocks repeats: a technique may treat, say, every
-    second block differently."""
+    """Number of blocks after which the pattern of blocks repeats: 2, for example, if a technique
+    treats every second block differently."""
     depths: list[int]
     passes: list[PassBytes]
     updates: list[dict[str, float]]
     like: Forecast | None = None
-    """Forecast of a narrower model of the same depth, whose updates are scaled by the number of
-    parameters. An update runs on real tensors, and that of a wide model may not fit this
-    machine."""
+    """Forecast of a narrower model of the same depth, or None. If set, this forecast counts no
+    optimizer update: it multiplies the bytes of `like`'s updates (weights, gradients, state,
+    temporary tensors) by the ratio of the numbers of parameters. An update runs on real tensors,
+    and those of a wide model may not fit this machine."""
 
     def extrapolate(self, values: Sequence[float]) -> float:
-        """Extrapolates `values`, one for each depth that was counted, linearly to the model's
-        depth."""
+        """Extrapolates linearly to the model's depth from `values`, one for each depth in
+        `depths`."""
         if len(self.depths) == 1:
             return values[0]
         first, second = self.depths
@@ -149,7 +151,7 @@ class Forecast:
 
     @cached_property
     def kept(self) -> float:
-        """Bytes that a micro-batch keeps for its backward pass."""
+        """Bytes of the tensors that a micro-batch's forward pass keeps for its backward pass."""
         return self.extrapolate([counted.kept for counted in self.passes])
 
     @cached_property
@@ -164,22 +166,24 @@ class Forecast:
         return parts
 
     def count_whole(self, name: str) -> float:
-        """Returns the bytes of the lasting part `name`, or the temporary bytes of an update, as
-        they are without sharding."""
+        """Returns the bytes of the whole model, before sharding: of the lasting part `name`, or for
+        "temporary" those that an update frees again."""
         if self.like is not None:
             return self.like.count_whole(name) * self.parameters / self.like.parameters
         return self.extrapolate([counted[name] for counted in self.updates])
 
     @property
     def buckets(self) -> float:
-        """Bytes of the buckets into which ddp copies the gradients; 0 if it makes no copies."""
+        """Bytes of the buckets into which ddp copies the gradients; 0 without ddp, or if the
+        gradients are views of the buckets."""
         copies = not self.question.cfg.runtime.parallel.gradient_as_bucket_view
         return self.lasting["gradients"] if self.question.mode == "ddp" and copies else 0.0
 
     @property
     def gathered(self) -> float:
-        """Bytes of the parameters that a sharded model has gathered: those of the running block and
-        of the next one, or all if it does not reshard after the forward pass."""
+        """Bytes of the parameters that a GPU has gathered from all shards: those of the running
+        block and of the next one, or all if the model does not reshard after the forward pass; 0
+        without shards."""
         if self.question.shards == 1:
             return 0.0
         if not self.question.cfg.runtime.parallel.reshard_after_forward:
@@ -188,7 +192,7 @@ class Forecast:
 
     @cached_property
     def phases(self) -> dict[str, Needs]:
-        """Phase -> the bytes at its peak."""
+        """Phase of the step -> bytes of each part of memory at the peak of this phase."""
         question = self.question
         steps = question.cfg.accumulation_steps
         lasting = Needs(
@@ -199,8 +203,8 @@ class Forecast:
             latents=question.resident,
         )
 
-        # The counts contain two micro-batches. Add the latents of all further ones, which wait on
-        # the device too.
+        # The passes were counted with at most two micro-batches. Add the latents of all further
+        # micro-batches, which wait on the device too.
         spec = question.spec
         batch = 4.0 * spec.channels * spec.height * spec.width + 8.0
         batches = max(0, steps - 2) * question.samples * batch
@@ -208,8 +212,8 @@ class Forecast:
         phases = {}
         for phase, peak in self.find_peaks().items():
             rest = max(0.0, peak.live - self.count_whole("weights") - peak.gradients)
-            # With several micro-batches the gradients stay unsharded until the last one. With only
-            # one, the forward pass has no gradients yet.
+            # With several micro-batches, gradients are sharded only after the last one, so each GPU
+            # holds them whole. With only one, the forward pass has no gradients yet.
             gradients = peak.gradients / (question.shards if steps == 1 else 1) + self.buckets
             phases[phase] = lasting._replace(
                 gradients=0.0 if phase == "forward" and steps == 1 else gradients,
@@ -217,13 +221,13 @@ class Forecast:
                 workspace=max(0.0, rest - self.kept) + batches,
             )
 
-        # The averages are updated part by part with an fp32 copy of the part, so the largest part
-        # counts.
+        # The averages are updated part by part, each with an fp32 copy of the part, so the bytes of
+        # the largest part are the peak.
         parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
         phases["optimizer"] = lasting._replace(workspace=self.count_update_bytes())
         phases["ema"] = lasting._replace(workspace=4.0 * max(parts) / question.shards)
 
-        # Each GPU builds the whole model before it shards it.
+        # Each GPU builds the whole model before it shards the weights, so add a phase `start`.
         if question.shards > 1:
             phases["start"] = Needs(
                 self.count_whole("weights"), 0.0, 0.0, 0.0, latents=question.resident
@@ -236,8 +240,8 @@ class Forecast:
         }
 
     def count_update_bytes(self) -> float:
-        """Counts the temporary bytes of an update. If the update runs part by part, these are the
-        bytes of its largest part."""
+        """Returns the temporary bytes of an update on one GPU. If the update runs part by part,
+        these are the bytes of its largest part."""
         part = count_largest_part(make_parameter_groups(self.model, 0.0))
         sizes = [technique.count_part_bytes(part) for technique in self.techniques]
         part_sizes = [size for size in sizes if size is not None]
@@ -247,8 +251,8 @@ class Forecast:
         return max(*part_sizes, last["temporary"] * part / last["part"])
 
     def find_peaks(self) -> dict[str, Peak]:
-        """Returns the peak of each phase of the passes: weights, gradients, saved and temporary
-        tensors, without the optimizer's state and the averages."""
+        """Returns phase of the passes -> its peak: weights, gradients, saved and temporary tensors,
+        without the optimizer's state and the averages."""
         places = [
             group_by_role(counted.peaks, depth, self.period)
             for counted, depth in zip(self.passes, self.depths, strict=True)
@@ -264,8 +268,8 @@ class Forecast:
 
 
 def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
-    """Selects the places that models of every depth have: the first `period` blocks, and the last
-    ones, numbered from the end."""
+    """Selects the places that models of every depth have: those outside the blocks, the first
+    `period` blocks, and the last `period` blocks, which get the indices -period to -1."""
     roles: dict[Place, Peak] = {}
     for (phase, block), peak in peaks.items():
         if block is None or block < period:
@@ -276,8 +280,8 @@ def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Pla
 
 
 def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
-    """Makes the question for a run on devices with `memory` bytes; if the latents fit, they count
-    as lying there."""
+    """Makes the question for a run on devices with `memory` bytes each. If the latents fit that
+    memory, the forecast includes their bytes."""
     spec, resident = foresee_latents(cfg.data, cfg.seed, memory)
     return Question(cfg, spec, gpus, resident, gpu)
 
@@ -311,8 +315,9 @@ def forecast(question: Question, like: Forecast | None = None) -> Forecast:
 
 
 def count_run(question: Question, like: Forecast | None) -> Forecast:
-    """Counts passes at two small depths, or at the model's own depth if that is small or no key
-    sets it. If `like` is None it counts updates at the same depths."""
+    """Counts the bytes of the passes for models of two small depths, or of the model's own depth if
+    that is small or no key sets it. If `like` is None, it also counts the bytes of updates for
+    these depths."""
     cfg = question.cfg
     spec = question.spec
     model = build_on_meta(cfg.model, spec)
@@ -330,8 +335,9 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
             COUNT_CACHE[key] = count(cfg, spec, question.gpu)
         return COUNT_CACHE[key]
 
-    # Count at most two micro-batches, because later ones repeat the second. Count passes with SGD,
-    # because they do not depend on the optimizer, and forecasts then share the counts.
+    # Count at most two micro-batches, because later ones repeat the second. Count passes with SGD:
+    # they do not depend on the optimizer, so forecasts with different optimizers share these
+    # counts.
     pass_cfg = replace(cfg, optim={"_target_": "torch.optim.SGD"})
     few_steps = min(2, cfg.accumulation_steps)
     passes = [

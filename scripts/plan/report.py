@@ -77,8 +77,8 @@ class TuneConfig:
 
 
 def choose_card(hardware: str | None) -> tuple[str, Card]:
-    """Returns the name of the GPU model to plan for, and the figures known of it. For this machine
-    (`here`) the memory is what the machine reports."""
+    """Returns the name of the GPU model to plan for, and the known figures of that model. For this
+    machine (`here`) the bytes of memory are those that the machine reports."""
     device = pick_device("auto")
     name = hardware or (HERE if device.type == "cuda" else "h100")
     if name != HERE:
@@ -98,7 +98,8 @@ def forecast_run(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
 
 def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
     """Returns the samples per second of all GPUs together, or None if no key states a rate.
-    ValueError if the peak of the GPU is unknown (mfu), or the run has no rate (rate_of)."""
+    ValueError if `mfu` is set and the GPU's peak FLOP/s are unknown, or if the run that `rate_of`
+    names states no rate."""
     if cfg.mfu is not None:
         if not card.flops_16bit:
             raise UserError(
@@ -121,8 +122,8 @@ def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
 
 
 def find_largest_micro_batch(plan: Forecast, memory: float) -> int:
-    """Finds the number of samples of the largest micro-batch that fits, by extrapolating the bytes
-    linearly over the samples; 0 if none fits."""
+    """Returns the number of samples of the largest micro-batch that fits `memory` bytes, by
+    extrapolating the bytes linearly over the samples; 0 if none fits."""
     question = plan.question
     samples = question.samples
     other = max(1, samples // 2) if samples > 1 else 2
@@ -188,8 +189,8 @@ def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None
 
 
 def list_not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
-    """Lists what the plan simplifies -> keys of the techniques that this concerns. If `gpu` is
-    false it leaves out techniques that need a GPU."""
+    """Returns sentence on what the plan simplifies -> keys of the techniques that it is about. If
+    `gpu` is false, techniques that need a GPU are left out."""
     values = train.runtime.values()
     notes: dict[str, list[str]] = {}
     for kind in TECHNIQUES:
@@ -265,9 +266,10 @@ def describe_time_and_cost(plan: dict[str, Any]) -> str:
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:
     """Tries techniques, writes the fastest combination to a runtime file, and returns a table of
-    all that it tried.
+    all combinations that it tried.
 
-    ValueError if nothing was measured, or `out` is no place for the file.
+    ValueError if nothing was measured, if the folder of `out` does not exist, or if `out` is the
+    runtime file from which the search starts.
     """
     composed = compose_pretrained([*words, f"runtime.tune_seconds={cfg.seconds}"])
     file = Path(cfg.out).expanduser() if cfg.out else CONF_FOLDER / "runtime" / "tuned.yaml"
@@ -291,8 +293,8 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
             f"seconds={cfg.seconds}: nothing was measured ({refusals}); give more seconds."
         )
 
-    # The new file names the runtime file from which the search started as its `defaults`, and adds
-    # the changes.
+    # In the new file, `defaults` names the runtime file from which the search started; add the
+    # changes.
     runtime = dict(choice["changes"])
     steps = runtime.pop(STEPS_KEY, None)
     hardware = describe_environment(device)["hardware"]

@@ -31,16 +31,16 @@ from training.config.schema import TrainConfig
 from training.tune import STEPS_KEY, apply_changes
 
 USEFUL_SHARE = 0.99
-"""A change counts as a saving only if it reduces the peak to less than this share."""
+"""`forecast_change` drops a change unless it reduces the peak to less than this share."""
 FEW_SAMPLES = 8
-"""A micro-batch is tried before gradient checkpointing if it has at least this number of samples,
-and after it if it has fewer."""
+"""If a smaller micro-batch has at least this number of samples, the search tries it before gradient
+checkpointing, else after it."""
 SMALLER_ORDER = 20
-"""Place of a smaller micro-batch in the order in which savings are tried, the lowest number
+"""Position of a smaller micro-batch among the changes that the search tries; it tries low numbers
 first."""
 MUCH_SMALLER_ORDER = 50
-"""Place in the order of savings of a micro-batch with fewer than `FEW_SAMPLES` samples: late,
-because its matrix products are slow."""
+"""Position of a micro-batch with fewer than `FEW_SAMPLES` samples among the changes that the search
+tries: late, because its matrix products are slow."""
 OPTIM = "optim"
 EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
 Apply = Callable[[Mapping[str, Any]], TrainConfig]
@@ -55,7 +55,7 @@ def format_overrides(changes: Mapping[str, Any]) -> list[str]:
 
 
 def make_apply(cfg: TrainConfig) -> Apply:
-    """Returns the function that applies changes to this configuration."""
+    """Returns the function that applies changes (key -> value) to this configuration."""
 
     def apply(changes: Mapping[str, Any]) -> TrainConfig:
         run_changes = {key: value for key, value in changes.items() if key != OPTIM}
@@ -68,8 +68,8 @@ def make_apply(cfg: TrainConfig) -> Apply:
 
 
 def list_savings(question: Question, exact: bool = False) -> list[Saving]:
-    """Lists changes that save memory, those that cost the least first. With `exact` it lists only
-    changes that keep the results of the computation."""
+    """Lists changes of a run that save memory, the changes with the least cost first. With `exact`
+    it lists only changes that keep the results of the computation."""
     savings = [] if exact else [EIGHT_BIT]
     for kind in TECHNIQUES:
         if not exact or kind.loss_rtol == 0.0:
@@ -81,22 +81,22 @@ def list_savings(question: Question, exact: bool = False) -> list[Saving]:
         savings.append(Saving({STEPS_KEY: steps}, "smaller products", smaller + times.bit_length()))
         times *= 2
 
-    # Merge the savings of the same `rank` into one, because they are tried together.
+    # Merge the savings with the same `rank` into one, because the search tries them together.
     rank = attrgetter("rank")
     groups = [list(group) for _, group in groupby(sorted(savings, key=rank), rank)]
     return [group[-1]._replace(values=merge_values(group)) for group in groups]
 
 
 def forecast_change(now: Forecast, values: Mapping[str, Any], apply: Apply) -> Forecast | None:
-    """Forecasts a run with changes. None if they change nothing, contradict other keys, or save
-    less than 1 % of the peak."""
+    """Returns the forecast of the run with the changes `values`; None if these change nothing,
+    contradict other keys, or save less than 1 % of the peak."""
     try:
         cfg = apply(values)
         if cfg == now.question.cfg:
             return None
         changed = forecast(replace(now.question, cfg=cfg))
     except (ValueError, ImportError):
-        # ImportError: the library of an optimizer may be missing.
+        # An ImportError means that the library of an optimizer is missing: skip the change.
         return None
     return changed if changed.needs.total < USEFUL_SHARE * now.needs.total else None
 
@@ -104,13 +104,13 @@ def forecast_change(now: Forecast, values: Mapping[str, Any], apply: Apply) -> F
 def find_cheapest_change(
     now: Forecast, memory: float, apply: Apply, exact: bool = False
 ) -> tuple[list[Saving], Forecast]:
-    """Adds changes that save memory, the cheapest first, until the run fits. Returns the changes
-    and the forecast with them, even if it still does not fit."""
+    """Adds changes that save memory, the cheapest first, until the run fits `memory` bytes. Returns
+    the changes, and the forecast with these changes, even if the run still does not fit."""
     taken: list[Saving] = []
     for new in list_savings(now.question, exact):
         if now.needs.total <= memory:
             break
-        # A new change replaces an earlier change of the same keys.
+        # Drop an earlier change that sets one of the keys of the new change.
         tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]
         changed = forecast_change(now, merge_values(tried), apply)
         if changed:
@@ -126,13 +126,13 @@ def count_savings(
     its overrides (`words`), the `bytes` by which it lowers the peak, and what it `costs`; most
     bytes first.
 
-    Of the smaller micro-batches it counts only half the present one. It leaves out the keys in
-    `barred`, and starts no forecast after `until`, a time of time.monotonic().
+    Among the smaller micro-batches, it counts only the one of half the present size. It leaves out
+    the keys in `barred`, and starts no forecast after `until`, a time of time.monotonic().
     """
     cfg = now.question.cfg
     rows = []
 
-    # Count the cheapest changes first, because the time may be over before the last.
+    # Count the cheapest changes first, because the time may end before the last change.
     for saving in list_savings(now.question):
         values = {key: value for key, value in saving.values.items() if key not in barred}
         if values.get(STEPS_KEY, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:
@@ -145,13 +145,14 @@ def count_savings(
 
 
 def merge_values(savings: list[Saving]) -> dict[str, Any]:
-    """Merges the changes of several savings; the last value of a key wins."""
+    """Merges the changes of several savings into key -> value; for a key that several savings set,
+    the last value wins."""
     return {key: value for saving in savings for key, value in saving.values.items()}
 
 
 def main(file: Path) -> None:
-    """Reads a run from a job file, and writes `savings`, the result of `count_savings`, beside
-    it."""
+    """Reads a run from the job file `file`, and writes the list that `count_savings` returns beside
+    it, as a JSON object with the key `savings`."""
     job = read_object(file)
     workers.end_with_parent(job["parent"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -23,14 +23,15 @@ from training.environment import CARDS, GIB, Card
 from training.weights.adapter_base import compose_pretrained
 
 LEAST_EFFICIENCY = 0.8
-"""A way pays if N GPUs reach at least this share of N times the speed of one GPU."""
+"""A kind of parallelism ("way") pays at N GPUs if these reach at least this share of N times the
+speed of one GPU."""
 WAYS = ("ddp", "fsdp", "hsdp")
 HEADS = ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
 GPUS_A_MACHINE = 8
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of a bucket of gradients in ddp (runtime.parallel.bucket_cap_mb)."""
+"""Bytes of gradients that ddp reduces at a time (runtime.parallel.bucket_cap_mb)."""
 HOP_SECONDS = 1e-6
-"""Seconds of latency from GPU to GPU in a machine, of the order of NCCL's own tables."""
+"""Seconds of latency from GPU to GPU inside a machine, of the order of NCCL's own tables."""
 MACHINE_HOP_SECONDS = 5e-6
 """Seconds of latency from machine to machine."""
 
@@ -63,16 +64,16 @@ class ScaleConfig:
 
 
 def find_card(hardware: str) -> Card:
-    """Returns the figures of the GPU model of this name. ValueError if the table `CARDS` does not
-    have it."""
+    """Returns the figures of the GPU model `hardware`. ValueError if the table `CARDS` does not
+    have this model."""
     if hardware not in CARDS:
         raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
     return CARDS[hardware]
 
 
 def scale(cfg: ScaleConfig, words: list[str]) -> str:
-    """Returns a table with a row for each way and number of GPUs, and sentences that say up to how
-    many GPUs each way pays."""
+    """Returns a table with a row for each kind of parallelism (`WAYS`) and number of GPUs, and
+    sentences that say up to how many GPUs each kind pays."""
     cfg.check()
     assert cfg.mfu is not None
     card = find_card(cfg.hardware)
@@ -89,7 +90,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     width = 2 if train.runtime.parallel.reduce_dtype.value == "bf16" else 4
     step = Step(compute, parameters, width, model.depth + 1)
 
-    # One row per way and number of GPUs.
+    # Add a row for each kind of parallelism and number of GPUs.
     rows: list[tuple[object, ...]] = [HEADS]
     verdicts = []
     for way in WAYS:
@@ -133,8 +134,8 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
 
 
 def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
-    """Changes a forecast's question for one GPU to `gpus` GPUs with parallelism `way`; each GPU
-    keeps its batch."""
+    """Changes a forecast's question from one GPU to `gpus` GPUs with the parallelism `way`; each
+    GPU keeps its batch, so the batch of the run grows."""
     parallel = replace(question.cfg.runtime.parallel, mode=ParallelMode(way))
     runtime = replace(question.cfg.runtime, parallel=parallel)
     batch_size = question.cfg.batch_size * gpus
@@ -143,8 +144,8 @@ def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
 
 
 def describe_range(good: list[int], worse: list[int]) -> str:
-    """Says up to how many GPUs a way pays; `good` and `worse` are the numbers of GPUs at which it
-    pays or scales below `LEAST_EFFICIENCY`."""
+    """Says up to how many GPUs a kind of parallelism pays. `good` are the numbers of GPUs at which
+    it pays, `worse` those at which its efficiency is below `LEAST_EFFICIENCY`."""
     if not good:
         return "does not pay, or does not fit, at any of these sizes"
     beyond = [gpus for gpus in worse if gpus > good[0]]
@@ -161,8 +162,8 @@ def find_bandwidth(gpus: int, card: Card) -> float:
 
 
 def time_gather(size: float, gpus: int, card: Card) -> float:
-    """Estimates the seconds of an all-gather or reduce-scatter of `size` bytes in total: a ring
-    with n-1 hops."""
+    """Estimates the seconds of an all-gather or reduce-scatter of `size` bytes in total over `gpus`
+    GPUs: a ring with gpus - 1 hops."""
     if gpus == 1:
         return 0.0
     machines = ceil(gpus / GPUS_A_MACHINE)
@@ -171,8 +172,8 @@ def time_gather(size: float, gpus: int, card: Card) -> float:
 
 
 def time_all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> float:
-    """Estimates the seconds of an all-reduce: every byte is sent twice, and each bucket passes a
-    tree with 2 log2 n hops."""
+    """Estimates the seconds of an all-reduce of `size` bytes over `gpus` GPUs: each GPU sends every
+    byte twice, and each bucket passes a tree with 2 log2(gpus) hops."""
     if gpus == 1:
         return 0.0
     transfer = 2 * (gpus - 1) / gpus * size / rate
@@ -186,14 +187,14 @@ class Step(NamedTuple):
     """Seconds of computation."""
     parameters: int
     width: int
-    """Bytes of one gradient value when GPUs send it."""
+    """Bytes of one gradient value as GPUs send it: 2 (bf16) or 4."""
     scatters: int
     """Number of reduce-scatters in a step with fsdp: one per block, and one for the root module."""
 
 
 def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
-    """Estimates the seconds of communication that computation does not hide; `way` is ddp, fsdp or
-    hsdp."""
+    """Estimates the seconds of a step in which GPUs only communicate, because no computation hides
+    the communication; `way` is ddp, fsdp or hsdp."""
     if gpus == 1:
         return 0.0
     forward = step.compute / 3
@@ -213,7 +214,8 @@ def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
     one_gather = time_gather(4.0 * step.parameters / calls, shards, card)
     gathers = calls * one_gather
     reduction = calls * time_gather(gradients / calls, shards, card)
-    # Then hsdp reduces each shard over the machines, through all network cards at once.
+    # After the reduce-scatter, hsdp all-reduces each shard between the machines, through all
+    # network cards at once.
     if way == "hsdp":
         reduction += time_all_reduce(
             gradients / shards, gpus // shards, card.inter_bandwidth, calls

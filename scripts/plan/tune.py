@@ -50,29 +50,30 @@ NEEDED_SHARE = 0.98
 """A candidate replaces the best one so far only if its step time is below this share of the
 best."""
 CANDIDATE_SHARE = 0.75
-"""Share of the remaining time that a candidate may take, so that a candidate that hangs leaves time
-for others."""
+"""Share of the remaining time that one candidate may take, so that a candidate that hangs leaves
+time for other candidates."""
 USABLE_MEMORY = 0.95
-"""Largest share of the device's memory that a step may need, by the forecast."""
+"""Largest share of the device's memory that a step may need, according to the forecast."""
 TOO_LATE = "the budget was over before it was measured"
 PROBE_STEPS = 3
 """Number of steps whose losses and gradient norms are compared with those of the first
 candidate."""
 MAX_TIMED_STEPS = 16
-"""Number of steps of a candidate after which timing ends."""
+"""Largest number of a candidate's steps that are timed."""
 GPU_STEPS_AT_A_TIME = 4
 """Number of steps on a GPU that are timed together, so that launches run ahead as they do in
 training."""
 LEAST_TOLERANCE = 1e-3
-"""Relative difference of losses and gradient norms that is always allowed: the effect of another
-order of sums after a few updates."""
+"""Relative difference of losses and gradient norms that is allowed for every candidate: another
+order of sums causes as much after a few updates."""
 Changes = dict[str, Any]
 """Changes to a run: runtime key or accumulation_steps -> new value, in types of JSON."""
 
 
 class Search:
-    """Tries candidates for a job of training/tune.py: a run on `processes` devices of the same
-    kind, of which this process uses one, until `deadline`, a time of time.monotonic()."""
+    """Finds the fastest settings for a job of training/tune.py. The job describes a run on
+    `processes` devices of the same kind; this process uses one of them, until `deadline`, a time of
+    time.monotonic()."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self.job = job
@@ -84,15 +85,16 @@ class Search:
         such as resident latents."""
         self.tried: list[dict[str, Any]] = []
         self.tried_configs: list[TrainConfig] = []
-        """Configurations that were tried already."""
+        """Configurations of all candidates so far; `time_candidate` tries none of them twice."""
         self.reference: dict[str, Any] = {}
-        """Result of the first candidate, whose losses all others must match."""
+        """Result of the first candidate that ran, whose losses all others must match; empty
+        before."""
         self.longest = 0.0
-        """Seconds that the slowest candidate so far took."""
+        """Seconds that the slowest candidate so far took, from its start to its end."""
 
     def run(self) -> dict[str, Any]:
-        """Returns the fastest candidate, as `words` (overrides) and as `changes` (key -> value),
-        and the list `tried` with the result of every candidate."""
+        """Searches, and returns the fastest candidate, as `words` (overrides) and as `changes` (key
+        -> value), and the list `tried` with the result of every candidate."""
         best = dict(ChainMap(self.find_fitting(), *(values[0] for values in self.list_ways())))
         fastest = self.time_candidate(best)
 
@@ -120,9 +122,10 @@ class Search:
         return is_available(self.cfg, changes, self.device, self.processes)
 
     def find_fitting(self) -> Changes:
-        """Finds changes that make the step fit the memory and keep its result. The forecast also
-        counts the run's latents and ddp's copies of the gradients, which candidates do not have.
-        ValueError if nothing makes the step fit."""
+        """Returns changes that make the step fit the memory and keep its result; {} if the step
+        fits, or if no forecast is possible. The forecast includes the run's latents and ddp's
+        copies of the gradients, although candidates hold neither. ValueError if no changes make the
+        step fit."""
         memory = memory_of(self.device)
 
         def apply(changes: Mapping[str, Any]) -> TrainConfig:
@@ -150,14 +153,14 @@ class Search:
         return merge_values(taken)
 
     def list_ways(self) -> list[list[Changes]]:
-        """Lists for each technique that tuning tries its candidates, the present values first;
-        `run` keeps the fastest. Techniques that launch fewer kernels come first. Techniques that
-        the model does not use are left out."""
+        """Returns for each technique that the search tries a list of candidates, each the changes
+        of the technique's keys, the present values first. Techniques that launch fewer kernels come
+        first. Techniques that the model does not use are left out."""
         values = self.cfg.runtime.values()
         stack = AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
         unused = self.reference.get("unused", ())
 
-        # Group techniques with the same `tried_with`, which change together.
+        # Group techniques with the same `tried_with`: the search changes their values together.
         groups: dict[str, list[Any]] = {}
         for technique in reversed(stack.techniques):
             candidates = technique.list_candidates()
@@ -169,14 +172,15 @@ class Search:
         ]
 
     def time_candidate(self, changes: Changes) -> float:
-        """Tries a candidate and returns its median milliseconds per step, or infinity if the
-        candidate is refused or was tried before."""
+        """Runs the configuration with `changes` and returns the median milliseconds per step;
+        infinity if the candidate failed, no time was left for it, its losses differ from the first
+        candidate's, or the same configuration was tried before."""
         cfg = apply_changes(self.cfg, changes)
         if cfg in self.tried_configs:
             return math.inf
         self.tried_configs.append(cfg)
 
-        # A candidate starts only if there is time for one as slow as the slowest so far.
+        # Start the candidate only if the time left suffices for one as slow as the slowest so far.
         result: dict[str, Any] = {"refusal": TOO_LATE}
         if self.longest < self.seconds_left:
             began = time.monotonic()
@@ -196,8 +200,9 @@ class Search:
         return ms or math.inf
 
     def run_candidate(self, cfg: TrainConfig, asked: list[str]) -> dict[str, Any]:
-        """Runs a candidate in its own process and returns the result; `asked` are the keys that
-        must be on."""
+        """Runs the configuration `cfg` in its own process and returns the result of `try_out`, or a
+        refusal if the process ends without one; `asked` are the keys whose techniques must be
+        on."""
         limit = self.seconds_left * (CANDIDATE_SHARE if self.reference else 1.0)
         until = time.monotonic() + 0.95 * limit
         candidate = {
@@ -218,8 +223,8 @@ class Search:
         return {"refusal": f"its process ended{why}"}
 
     def find_difference(self, result: dict[str, Any]) -> str | None:
-        """Says how a candidate's losses or gradient norms differ from those of the first candidate;
-        None if they match within the tolerance."""
+        """Returns a sentence on how a candidate's losses or gradient norms differ from those of the
+        first candidate; None if they match within the tolerance."""
         self.reference = self.reference or result
         tolerance = max(result["tolerance"], self.reference["tolerance"])
         for name in ("losses", "norms"):
@@ -238,14 +243,15 @@ def describe_changes(changes: Changes) -> str:
 
 
 def list_micro_batches(cfg: TrainConfig) -> list[Changes]:
-    """Lists the changes to micro-batches of half and of twice the size."""
+    """Lists the changes that halve the micro-batch or, if accumulation_steps is even, double it."""
     steps = cfg.accumulation_steps
     return [{STEPS_KEY: 2 * steps}, *([{STEPS_KEY: steps // 2}] if steps % 2 == 0 else [])]
 
 
 def prepare_candidate(job: Mapping[str, Any]) -> Training:
-    """Assembles a candidate's step as one of the run's processes has it. The latents are normally
-    distributed; the weights are such that every part of the model affects the loss."""
+    """Assembles for a candidate the training step of one of the run's processes. The latents are
+    normally distributed random numbers; the weights are such that every part of the model affects
+    the loss."""
     cfg = apply_schema(TrainConfig, job["cfg"], [])
     spec = LatentSpec(**job["spec"])
 
@@ -279,9 +285,10 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
 
 
 def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
-    """Warms up and takes a few steps. Returns their losses and norms, the tolerance, the techniques
-    that the model does not use, and a refusal if a technique of this candidate is not on. A fused
-    kernel may be off, because a run continues without the kernel."""
+    """Warms up and takes a few steps. Returns a dict with their losses and gradient norms, the
+    tolerance, the techniques that the model does not use, and a refusal (None if there is none) if
+    a technique of this candidate is not on. A fused kernel may be off, because a run continues
+    without the kernel."""
     ledger = training.warm_up()
     outputs = [training.take_step() for _ in range(PROBE_STEPS)]
     techniques = [t for t in training.stack.techniques if t.key in asked]
@@ -297,8 +304,8 @@ def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
 
 
 def time_steps(training: Training, until: float) -> list[float]:
-    """Measures the seconds per step, again and again until `until`, a time of time.monotonic(); at
-    least once."""
+    """Measures the seconds per step at least once, and again until `until`, a time of
+    time.monotonic(), or until `MAX_TIMED_STEPS` steps were timed."""
     steps = GPU_STEPS_AT_A_TIME if training.device.type == "cuda" else 1
     seconds: list[float] = []
 
@@ -312,9 +319,11 @@ def time_steps(training: Training, until: float) -> list[float]:
 
 
 def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Tries one candidate: returns its probe, its seconds per step, or why it is refused."""
+    """Tries one candidate. Returns what `probe_candidate` returns, with the `seconds` per step of
+    each measurement; or only a `refusal`, the reason why the search cannot use the candidate."""
     try:
-        # Hold the memory that the run will need besides this step, by a tensor that nobody reads.
+        # Allocate the memory that the run will need besides this step, as a tensor that nobody
+        # reads.
         size = 0 if job["device"] == "cpu" else int(job["held"])
         reserved = torch.empty(size, dtype=torch.uint8, device=job["device"])
         training = prepare_candidate(job)
@@ -330,13 +339,13 @@ def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(file: Path) -> None:
-    """Runs the job that `file` describes, a search or one of its candidates, and writes the result
-    or a refusal beside the file."""
+    """Runs the job that the file describes, a search or one of its candidates, and writes the
+    result or a refusal beside the file."""
     job = read_object(file)
     workers.end_with_parent(job["parent"])
     build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
-    # Pretend that the run's processes exist, so that the search leaves out techniques that need a
-    # single process.
+    # Pretend that the run's processes exist, so that a search leaves out techniques that need a run
+    # on one process.
     if "asked" not in job and job["processes"] > 1:
         dist.init_process_group("fake", rank=0, world_size=job["processes"], store=FakeStore())
     try:

@@ -30,7 +30,8 @@ class ReportConfig:
 
 
 def report(cfg: ReportConfig) -> tuple[Path, Path]:
-    """Writes page and card, and returns their paths; ValueError if a folder is no run folder."""
+    """Writes the HTML page and the model card, and returns the paths of both; ValueError if a
+    folder is no run folder."""
     if cfg.run_dir is None:
         raise UserError("run_dir is not set; say which run: run_dir=runs/<name>.")
     paths = {"run_dir": cfg.run_dir, "other": cfg.other}
@@ -57,7 +58,8 @@ def report(cfg: ReportConfig) -> tuple[Path, Path]:
     try:
         html.parent.mkdir(parents=True, exist_ok=True)
         for file, text in texts.items():
-            # A JSON file may hold half of a surrogate pair, which UTF-8 cannot encode.
+            # Escape halves of surrogate pairs, which a JSON file may hold and which UTF-8 cannot
+            # encode.
             write_atomically(file, text.encode(errors="backslashreplace").decode())
     except OSError as error:
         raise UserError(

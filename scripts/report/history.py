@@ -1,5 +1,5 @@
-"""Reads a run folder, finished or not. Content that is missing is empty, and a sentence in
-`problems` reports it."""
+"""Reads the folder of a run, finished or not. If a file is missing or damaged, its content is
+empty, and a sentence in `problems` reports the file."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ class Evaluation(NamedTuple):
 
 
 class History:
-    """The content of a run folder, finished or not. Mappings are flat, with dotted keys.
-
-    `name` is the run's name on the pages. ValueError if `folder` is no run folder.
-    """
+    """The content of the folder of a run, finished or not. Mappings are flat, with dotted keys.
+    `name` is the run's name on the pages. ValueError if `folder` is no run folder."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
         if not (folder / "config.yaml").is_file():
@@ -60,12 +58,12 @@ class History:
         steps = {int(f.stem.removeprefix("step-")): f for f in folder.glob("samples/step-*.png")}
         self.grids = sorted(steps.items())
 
-        # Leave out a summary if the run continued after it was written.
+        # Leave out summary.json if the run continued after it was written.
         self.summary = self.read("summary.json")
         last = self.lines[-1]["step"] if self.lines else 0
         outrun = bool(self.summary) and last > (self.summary.get("steps") or 0)
         self.latest = {key: y for line in self.lines for key, y in line.items()}
-        """Last logged value of every key that was ever logged."""
+        """Key that was ever logged -> its last logged value."""
         if outrun:
             self.summary = {}
         self.figures = {k: y for k, y in (self.summary or self.latest).items() if is_figure(y)}
@@ -93,8 +91,8 @@ class History:
         return read_object(file) if file.is_file() else {}
 
     def read_checkpoint(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Reads the newest checkpoint. Returns its state as a flat mapping, and the number of
-        parameters and the hash of its averaged weights; both are empty if there is no
+        """Reads the newest checkpoint. Returns its state as a flat mapping, and a mapping with the
+        number of parameters and the hash of the averaged weights; both are empty if there is no
         checkpoint."""
         checkpoints = list_complete(self.folder / "checkpoints")
         if not checkpoints:
@@ -139,12 +137,12 @@ class History:
         }
 
     def format_figures(self) -> dict[str, Any]:
-        """Returns the figures, with memory in GiB."""
+        """Returns name of a figure -> its value as the page shows it, with memory in GiB."""
         peak = self.figures.get("memory_reserved_peak")
         return self.figures | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
 
     def select_environment(self, name: str) -> dict[str, Any]:
-        """Returns the entries of the environment below a key, such as versions."""
+        """Returns the entries of the run's environment below the key `name`, such as "versions"."""
         return {
             key.removeprefix(f"{name}."): value
             for key, value in self.environment.items()
@@ -152,7 +150,8 @@ class History:
         }
 
     def list_comparable(self) -> dict[str, dict[str, Any]]:
-        """Returns the content of a run that may explain a difference from another run."""
+        """Returns kind of settings (configuration, ledger, version) -> key -> value: what may
+        explain why this run differs from another run."""
         return {
             "configuration": self.config,
             "ledger": {
@@ -191,7 +190,7 @@ class History:
 
 
 def format_cell(value: Any) -> str:
-    """Formats a value for the report."""
+    """Formats a value for a table cell of the report."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -232,11 +231,9 @@ class Group(NamedTuple):
 
 
 def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
-    """Groups evaluations or runs by protocol.
-
-    Protocols count as the same if they differ only in weights, floors or the folder of the
-    reference. A member without a protocol forms a group alone.
-    """
+    """Groups evaluations or runs by protocol. Protocols that differ only in the weights, the floors
+    or the folder of the reference are the same protocol. A member without a protocol forms a group
+    alone."""
     groups: list[Group] = []
     for member in members:
         protocol = {

@@ -38,7 +38,7 @@ RUN_STYLES = (
     ("-", ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")),
     ("--", ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309")),
 )
-"""Line style and shades, light to dark, of the first and of the second run."""
+"""Line style and shades, light to dark, of the curves of the first and of the second run."""
 PLOT_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
     # Precision in pixels to which curves are simplified; a curve of 100,000 points then takes 65
@@ -108,9 +108,8 @@ def make_data_uri(kind: str, stream: io.BytesIO) -> str:
 
 def render_card(run: History, how: str = "") -> str:
     """Returns the model card of a run, which begins with the front matter of the Hugging Face hub.
-
-    `how` is Markdown about sampling; "": a command with the run's weights file.
-    """
+    `how` is Markdown that explains sampling; if it is "", the card shows a command that samples
+    from the run's weights file."""
     settings = [key for key in SAMPLER_KEYS if f"sampling.{key}" in run.config]
     words = [f"{key}={run.config[f'sampling.{key}']}" for key in settings]
     command = ["python", "-m", "scripts.sample", "weights=ema.safetensors", *words]
@@ -133,17 +132,16 @@ def render_card(run: History, how: str = "") -> str:
 
 
 def escape_markdown(value: Any) -> Markup:
-    """Returns a value as one line of Markdown, escaped so that it is no markup and ends no cell."""
+    """Returns a value as one line of Markdown, escaped so that it shows as plain text, also in a
+    cell of a table."""
     line = escape(" ".join(format_cell(value).split()), quote=False)
     return Markup(line.translate(MARKUP_ESCAPES))
 
 
 class Plot(NamedTuple):
-    """A plot with a curve for each run and each key of metrics.jsonl that matches `keys`.
-
-    `scale` multiplies the values. With `log` the axis is logarithmic if values span more than a
-    factor of ten; other axes start at 0.
-    """
+    """A plot with a curve for each run and each key of metrics.jsonl that matches `keys`. `scale`
+    multiplies the values. With `log` the vertical axis is logarithmic if the values span more than
+    a factor of ten; without `log` it starts at 0."""
 
     title: str
     unit: str
@@ -152,11 +150,11 @@ class Plot(NamedTuple):
     log: bool = False
     over: str = "samples"
     floor: float | None = None
-    """Value at which the plot draws a line, or None."""
+    """Value at which the plot draws a horizontal line; None: no line."""
 
 
 class Curve(NamedTuple):
-    """Points of one key of one run, at least one of them finite, and their style."""
+    """Points of one key of one run, at least one of them finite, and the style of the line."""
 
     label: str
     points: list[tuple[float, float]]
@@ -210,7 +208,7 @@ def draw_plots(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str
 
 
 def collect_curves(plot: Plot, runs: Sequence[History]) -> list[Curve]:
-    """Returns the curves of a plot that have a finite point."""
+    """Returns the curves of a plot that have at least one finite point."""
     logged = dict.fromkeys(key for run in runs for key in run.latest)
     keys = [key for key in logged if re.fullmatch(plot.keys, key)]
     curves = []
@@ -253,7 +251,7 @@ def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:
             axes.axhline(plot.floor, color="#5c636b", linestyle=":", label="the reference's floor")
             values.append(plot.floor)
 
-        # A kernel distance can be negative, which a logarithmic axis cannot show.
+        # Use a logarithmic axis only if all values are positive; a kernel distance can be negative.
         lowest = min(values)
         if plot.log and lowest > 0.0 and highest > 10.0 * lowest:
             axes.set_yscale("log")
