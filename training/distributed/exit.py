@@ -1,5 +1,5 @@
-"""Ends a process on a signal or an error, with the right exit code, and without the interpreter's
-finalisation if that could abort the process.
+"""Ends a process on a signal or an error, with the right exit code. If Python's finalisation could
+abort the process, ends it without that.
 
 This file must not import torch, because `--help` imports this file and must stay quick.
 """
@@ -30,42 +30,46 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that ask a run to stop. Slurm can send SIGUSR1 before the time limit
 (`--signal=USR1@120`)."""
 RESUMABLE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: the same command again resumes the run."""
+"""Exit code of a run that a signal stopped, and that the same command resumes; it is EX_TEMPFAIL of
+sysexits.h."""
 group_joined = False
-"""True once this process has joined a process group; `Ranks.connect` sets it."""
+"""True once `Ranks.connect` has made this process join a process group."""
 
 
 class Request(IntEnum):
-    """A rank's request to all ranks; all ranks follow the highest one."""
+    """A request that one rank sends to all ranks; every rank obeys the highest request of all
+    ranks."""
 
     nothing = 0
     look = 1
-    """All ranks must check for a failure, because some rank has a reason to."""
+    """All ranks must check for a failure, because a failure check of some rank returned true."""
     stop = 2
     """A signal asked the run to stop."""
 
 
 class StopRequest:
-    """Catches signals that ask the run to stop; inside `with` they no longer end the process.
+    """Catches signals that ask the run to stop; inside `with` these signals no longer end the
+    process.
 
-    A signal to one rank stops all ranks. The ranks exchange requests while the next step runs, so
-    the exchange costs no time, and its answer is one step old. Under nohup, which ignores SIGHUP,
-    SIGHUP stays ignored.
+    A signal to one rank stops all ranks. The ranks exchange their requests while the next step
+    runs, which costs no time; each rank therefore sees the other ranks' requests one step later.
+    Under nohup, which ignores SIGHUP, SIGHUP stays ignored.
     """
 
     def __init__(self, ranks: Ranks, *failure_checks: Callable[[], bool]) -> None:
         self.ranks = ranks
         self.failure_checks = failure_checks
         self.name = ""
-        """Name of the last signal; empty before the first one."""
+        """Name of the last signal that arrived, such as SIGTERM; empty before the first one."""
         self.before: dict[str, Any] = {}
-        """Name of a signal -> its handler before `with`."""
+        """Name of a signal -> the handler that it had before `with`."""
         self.answer: Callable[[], int] | None = None
-        """Function that waits for and returns the highest request of all ranks at the step before;
-        None at the first step."""
+        """Function that waits for, and returns, the highest request that any rank sent in the step
+        before; None before the first step."""
 
     def __enter__(self) -> StopRequest:
-        # Set no handlers in another thread, because Python lets only the main thread set them.
+        # Outside of the main thread set no handlers, because Python lets only the main thread set
+        # them.
         if threading.current_thread() is not threading.main_thread():
             return self
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -87,8 +91,9 @@ class StopRequest:
             self.answer()
 
     def poll(self) -> Request:
-        """Returns the highest request of all ranks, with several ranks that of the step before. All
-        ranks must call it once a step."""
+        """Returns the highest request of all ranks. With one rank it is this step's request; with
+        several ranks it is the highest of the step before. All ranks must call the method once per
+        step."""
         request = Request.nothing
         if any(may_have_failed() for may_have_failed in self.failure_checks):
             request = Request.look
@@ -103,13 +108,13 @@ class StopRequest:
 
 @contextmanager
 def exit_cleanly() -> Iterator[None]:
-    """Runs the block. If the process has joined a process group, it then exits with the block's
-    exit code and skips the interpreter's finalisation.
+    """Runs the block. If the process has joined a process group, exits afterwards with the block's
+    exit code, and skips the interpreter's finalisation.
 
-    A sharded model keeps its process group alive, so gloo's threads outlive `Ranks.close()`. A
-    thread may need the interpreter to release a tensor while Python finalises; Python then ends the
-    thread inside C++ code, which aborts the process ("terminate called without an active
-    exception"), and torchrun reports a failed run.
+    A sharded model keeps its process group alive, so gloo's threads still run after
+    `Ranks.close()`. If one of these threads must release a tensor while Python finalises, it needs
+    the interpreter; Python then ends the thread inside C++ code, which aborts the process
+    ("terminate called without an active exception"), and torchrun reports a failed run.
     """
     code: Any = 0
     try:
@@ -128,7 +133,7 @@ def exit_cleanly() -> Iterator[None]:
     if isinstance(code, str):
         print(code, file=sys.stderr)
     atexit._run_exitfuncs()
-    # Flush stdout and stderr, which `tolerate_broken_output` does at its end.
+    # Flush stdout and stderr: `tolerate_broken_output` does so when its block ends.
     with tolerate_broken_output():
         pass
     os._exit(code if isinstance(code, int) else int(code is not None))
@@ -136,8 +141,8 @@ def exit_cleanly() -> Iterator[None]:
 
 @contextmanager
 def resumable_command() -> Iterator[None]:
-    """Surrounds a command that, started again, continues where it stopped; turns mistakes of the
-    user and Ctrl-C into a sentence and an exit code."""
+    """Runs the block of a command that continues where it stopped if it is started again; prints
+    one sentence and exits with an exit code for a mistake of the user and for Ctrl-C."""
     with exit_cleanly(), report_user_errors():
         try:
             yield
@@ -147,16 +152,16 @@ def resumable_command() -> Iterator[None]:
 
 
 def run_app(app: Callable[[], None]) -> None:
-    """Runs a `hydra.main` function as a command; turns mistakes of the user into a sentence and
-    exit code 1."""
+    """Runs `app`, a `hydra.main` function, as a command; prints one sentence and exits with code 1
+    for a mistake of the user."""
     # Make Hydra raise its errors, which `report_user_errors` turns into sentences.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with exit_cleanly(), report_user_errors():
         refuse_words(select_overrides(sys.argv[1:]))
         sys.argv[1:] = map(quote, sys.argv[1:])
 
-        # Insert the overrides of the extensions before the first override, because Hydra accepts
-        # overrides only side by side.
+        # Insert the overrides of the extensions before the first override on the command line,
+        # because Hydra accepts overrides only next to each other.
         overrides = (
             i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-")
         )

@@ -1,5 +1,5 @@
-"""Ranks of a run: this process's rank, collectives between the ranks, and work that every rank does
-and all ranks wait for."""
+"""Ranks of a run: this process's rank, collectives between the ranks, and `JointWork`, which runs a
+function on every rank and waits for all ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among all processes and its local rank on its machine; without a launcher
-    it is rank 0 of 1."""
+    """This process's rank among all processes, and `local_rank`, its rank among the processes of
+    its machine. Without a launcher, the process is rank 0 of 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -38,8 +38,8 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Reads RANK, WORLD_SIZE and LOCAL_RANK, or Slurm's variables; ValueError if they
-        contradict each other."""
+        """Returns the ranks in the environment variables RANK, WORLD_SIZE and LOCAL_RANK, or in
+        Slurm's variables; ValueError if the variables contradict each other."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if "WORLD_SIZE" not in os.environ:
             if not {"SLURM_PROCID", "MASTER_ADDR"} <= os.environ.keys():
@@ -68,12 +68,13 @@ class Ranks:
         return self.world_size == 1 or not dist.is_initialized()
 
     def say(self, text: str) -> None:
-        """Prints on the first rank only."""
+        """Prints `text` on rank 0; does nothing on the other ranks."""
         if self.first:
             print(text, flush=True)
 
     def check_batch(self, batch_size: int, accumulation_steps: int) -> None:
-        """Raises ValueError unless all ranks and micro-batches have the same number of samples."""
+        """Raises ValueError unless `batch_size`, the number of samples per step over all ranks,
+        splits evenly into the micro-batches of all ranks."""
         if batch_size % (accumulation_steps * self.world_size):
             raise UserError(
                 f"batch_size={batch_size} (global) is not a multiple of "
@@ -102,7 +103,8 @@ class Ranks:
         variables: Mapping[str, str],
         even_alone: bool = False,
     ) -> None:
-        """Joins the process group; a single rank does so only if `even_alone`. ValueError if it
+        """Joins the process group of all ranks; a single rank joins a group of its own, but only if
+        `even_alone`. `variables` are environment variables for NCCL. ValueError if the process
         cannot reach the other ranks."""
         if dist.is_initialized() or (self.world_size == 1 and not even_alone):
             return
@@ -126,8 +128,8 @@ class Ranks:
                 )
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # Separate the attempts by a prefix: torchrun reuses its store after a restart, and
-                # without the prefix PyTorch 2.13 finds addresses of ended processes in it.
+                # Use a prefix per attempt: torchrun reuses its store after a restart, and without
+                # the prefix PyTorch 2.13 finds addresses of processes in it that have ended.
                 host = os.environ["MASTER_ADDR"]
                 port = int(os.environ["MASTER_PORT"])
                 store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
@@ -142,8 +144,8 @@ class Ranks:
             ) from error
 
     def broadcast_result(self, choose: Callable[[], Result]) -> Result:
-        """Calls `choose` on the first rank and returns its result, or raises its exception, on all
-        ranks."""
+        """Calls `choose` on rank 0 only. Returns its result on all ranks; if it raises an
+        exception, all ranks raise that exception."""
         if self.alone:
             return choose()
         outcome: list[Any] = [None, None]
@@ -159,7 +161,7 @@ class Ranks:
         return result
 
     def gather_objects(self, item: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-        """Returns the `item` of every rank, in the order of the ranks."""
+        """Returns the list of the `item`s of all ranks, in the order of the ranks."""
         if self.alone:
             return [item]
         items: list[Any] = [None] * self.world_size
@@ -167,7 +169,8 @@ class Ranks:
         return items
 
     def all_reduce(self, values: Tensor, reduction: str = "mean") -> Tensor:
-        """Returns the mean or maximum ("max") of a tensor over all ranks."""
+        """Returns the elementwise mean of `values` over all ranks, or the elementwise maximum if
+        `reduction` is "max"."""
         if self.alone:
             return values
         values = values.clone()
@@ -175,7 +178,8 @@ class Ranks:
         return values / self.world_size if reduction == "mean" else values
 
     def begin_max(self, value: int) -> Callable[[], int]:
-        """Starts an asynchronous maximum over all ranks; returns a function that waits for it."""
+        """Starts to compute the maximum of `value` over all ranks, and returns at once a function
+        that waits for the maximum and returns it."""
         values = torch.tensor(float(value))
         work: Any = dist.all_reduce(values, dist.ReduceOp.MAX, async_op=True)
 
@@ -186,7 +190,7 @@ class Ranks:
         return result
 
     def wait_for_all(self) -> None:
-        """Returns once every rank has called it."""
+        """Blocks until every rank has called this method."""
         if self.world_size > 1:
             self.connect(torch.device("cpu"), ENCODING_TIMEOUT, {})
             dist.barrier()
@@ -197,21 +201,22 @@ class Ranks:
 
 
 class Share(NamedTuple):
-    """A rank's report to the other ranks on its part of `JointWork`."""
+    """A report that one rank sends to all ranks about its part of `JointWork`."""
 
     idle_seconds: float = 0.0
-    """Seconds since the rank's last progress."""
+    """Seconds since the rank last made progress."""
     ended: bool = False
     result: Any = None
     failure: BaseException | None = None
 
 
 class JointWork:
-    """Runs a function on every rank, in a separate thread, and returns all results to all ranks.
+    """Runs a function on every rank, in a separate thread, and returns the results of all ranks to
+    each rank.
 
-    The function calls `advance` as it progresses. If a rank does not progress or answer for
-    `patience`, the work ends on all ranks with a TimeoutError. The ranks communicate in a separate
-    process group, so training can continue at the same time.
+    The function must call `advance` when it makes progress. If a rank makes no progress or sends no
+    report for `patience`, the work ends on all ranks with a TimeoutError. The ranks communicate in
+    a separate process group, so training can continue at the same time.
     """
 
     def __init__(self, ranks: Ranks, patience: timedelta) -> None:
@@ -219,7 +224,7 @@ class JointWork:
         self.patience = patience.total_seconds()
         self.group: Any = None if ranks.alone else dist.new_group(backend="gloo", timeout=patience)
         self.done = 0
-        """Bytes that this rank has written."""
+        """Number of bytes that this rank has written."""
         self.advanced = time.monotonic()
 
     def advance(self, count: int = 0) -> None:
@@ -227,11 +232,12 @@ class JointWork:
         self.advanced = time.monotonic()
 
     def run_everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """Calls `work` on every rank and returns the results in the order of the ranks. All ranks
-        must call it.
+        """Calls `work` on every rank and returns the results of all ranks, in the order of the
+        ranks. All ranks must call the method.
 
         If `work` fails on one rank, all ranks raise its exception: an OSError once `work` has ended
-        on all ranks, any other exception at once. TimeoutError as the class describes.
+        on all ranks, any other exception at once. TimeoutError if a rank makes no progress for
+        `patience`.
         """
         ended_shares: list[Share] = []
         self.advance()
@@ -254,7 +260,8 @@ class JointWork:
                     f"another process has ended, or has not answered for {self.patience:.0f} s"
                 ) from error
 
-            # Keep this rank's own report, because gathered exceptions have lost their traceback.
+            # Use this rank's own report instead of its gathered copy: exceptions lose their
+            # traceback when they are gathered.
             shares[self.ranks.rank] = share
             ended = all(share.ended for share in shares)
             for rank, share in enumerate(shares):
@@ -269,8 +276,8 @@ class JointWork:
 
 
 def run_share(work: Callable[[], Any]) -> Share:
-    """Calls `work` and returns its result or its exception. It replaces an OSError by one whose
-    text is only the reason and the file."""
+    """Calls `work` and returns its result, or the exception that it raised, in a `Share`. An
+    OSError is replaced by one whose text is only the reason and the file."""
     try:
         return Share(ended=True, result=work())
     except OSError as error:
