@@ -30,18 +30,18 @@ from training.weights.pretrained import (
 )
 
 STATISTICS_TOLERANCE = 1e-6
-"""Relative and absolute tolerance when mean and std are compared: two programs may have rounded the
-same ones differently."""
+"""Relative and absolute tolerance for comparing the mean and std of latents: two programs may round
+the same values differently."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """Weights file of an adapter's base model."""
+    """The weights file of the base model, to which an adapter is added."""
 
     file: Path
     new_classes: bool
-    """True if the data has classes that the base model lacks; then the run trains the label table
-    too."""
+    """True if the data has classes that the base model lacks; then the run also trains the table of
+    label embeddings."""
 
     @cached_property
     def sha256(self) -> str:
@@ -49,11 +49,11 @@ class Base:
 
 
 def insert_pretrained(composed: Composed) -> Composed:
-    """Replaces model=pretrained by the model that the file of `init_from` describes, and the data's
-    normalisation by the file's.
+    """Returns a copy of `composed` in which the model that the file of `init_from` describes
+    replaces model=pretrained, and that file's mean and std replace data.normalisation=channel.
 
-    A resumed run takes both from its own checkpoint. Other keys of `model` override those of the
-    file. ValueError if fastlatent did not write the file, or if its description does not fit its
+    A resumed run takes both from its own checkpoint. Other keys of `model` override the file's.
+    ValueError if fastlatent did not write the file, or if the file's description does not fit its
     tensors.
     """
     cfg = composed.cfg
@@ -77,20 +77,22 @@ def insert_pretrained(composed: Composed) -> Composed:
 
 
 def compose_pretrained(words: list[str]) -> Composed:
-    """Composes a configuration, with model=pretrained replaced by the model in its file."""
+    """Composes and checks a configuration from override words, and replaces model=pretrained by the
+    model that the file of `init_from` describes."""
     return insert_pretrained(compose(words))
 
 
 def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
-    """Finds the weights in the newest readable checkpoint that a run resumes from; None for a new
-    run."""
+    """Returns the path of `ema.safetensors` in the newest readable checkpoint from which the run
+    resumes; None if the run is new."""
     if cfg.resume == "never":
         return None
     checkpoints = find_checkpoints(cfg.run_dir) if cfg.run_dir else []
     if not checkpoints and cfg.resume != "auto":
         checkpoints = find_checkpoints(cfg.resume)
     for folder in reversed(checkpoints):
-        # Skip a checkpoint that cannot be read: `restore` reports it, and uses the one before.
+        # Skip a checkpoint that cannot be read: `restore` will report it, and use the checkpoint
+        # before it.
         with suppress(ValueError):
             read_description(folder / "ema.safetensors")
             return folder / "ema.safetensors"
@@ -98,8 +100,8 @@ def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
 
 
 def read_base_model(init_from: str) -> tuple[Path, Description]:
-    """Returns the file that `init_from` names, with its description; ValueError if it holds an
-    adapter."""
+    """Returns the path of the weights file that the setting `init_from` names, and the description
+    in its header; ValueError if the file holds an adapter."""
     file = find_weights_file(init_from, "init_from").resolve()
     description = read_description(file)
     if description.adapter is not None:
@@ -111,8 +113,8 @@ def read_base_model(init_from: str) -> tuple[Path, Description]:
 
 
 def find_base_file(cfg: TrainConfig) -> Path:
-    """Finds the weights file of the base model. A resumed run uses the file that it started from,
-    even if the run named by `init_from` has newer checkpoints since."""
+    """Returns the path of the base model's weights file. A resumed run uses the file with which it
+    started, even if the run that `init_from` names has saved newer checkpoints since."""
     checkpoint = find_own_checkpoint(cfg)
     note = None if checkpoint is None else read_description(checkpoint).adapter
     if note is not None:
@@ -124,8 +126,9 @@ def find_base_file(cfg: TrainConfig) -> Path:
 
 
 def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> None:
-    """Raises ValueError if two latent sets were made with different encoders. It compares the
-    hashes of the encoders' weights, or their names if a hash is missing. The message begins with
+    """Raises ValueError if two latent sets were made with different encoders: the set of the
+    trained model, `then`, and the set of this run, `now`. The function compares the hashes of the
+    encoders' weights, or the encoders' names if a hash is missing. The message begins with
     `setting`, a key and its value."""
     if then.encoder_sha256 and now.encoder_sha256:
         if then.encoder_sha256 != now.encoder_sha256:
@@ -151,17 +154,18 @@ def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> Non
 
 def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base:
     """Finds the base model for the adapter of a run on latents of `spec`; reads only the header of
-    its file.
+    the base model's file.
 
-    ValueError if the base was trained on latents of another encoder or normalisation.
+    ValueError if the base model was trained on latents of another encoder or with another
+    normalisation.
     """
     file = ranks.broadcast_result(lambda: find_base_file(cfg))
     setting = f"init_from={cfg.init_from}"
     base_spec = read_description(file).spec
     refuse_other_encoder(setting, base_spec, spec)
 
-    # Allow different lengths here: if the numbers of channels differ, `load_base` reports that the
-    # weights do not fit.
+    # With `strict=False`, zip ignores a difference in the number of channels: `load_base` later
+    # reports that the weights do not fit.
     pairs = zip(base_spec.mean + base_spec.std, spec.mean + spec.std, strict=False)
     if not all(
         math.isclose(then, now, rel_tol=STATISTICS_TOLERANCE, abs_tol=STATISTICS_TOLERANCE)
@@ -175,8 +179,9 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
 
 
 def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
-    """Loads the weights of a base into a new model, and matches rows of the label table by class
-    names; returns the end of a sentence about the rows kept, or ""."""
+    """Loads the weights of a base model into the new `model`; rows of the label table are matched
+    by class names. Returns the end of a sentence about the rows kept, "" if all rows stay as they
+    are in the file."""
     try:
         tensors, note = fit_weights(model, spec, base.file)
     except ValueError as error:
@@ -188,5 +193,6 @@ def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
 
 
 def add_adapter(model: nn.Module, node: dict[str, Any], new_classes: bool) -> None:
-    """Freezes the model and attaches the adapter that the configuration node describes."""
+    """Freezes the parameters of `model` and adds the adapter that the configuration node `node`
+    describes. If `new_classes` is true, the label table is trained too."""
     attach(model, build(node, "adapter", kind=Adapter), new_classes)

@@ -1,10 +1,10 @@
-"""Reads adapters from checkpoints and PEFT folders, merges them into models, and writes PEFT's
-format.
+"""Reads adapters from checkpoints and PEFT folders, merges them into models, and writes adapters in
+PEFT's format.
 
 PEFT (https://github.com/huggingface/peft) stores `adapter_config.json` and
-`adapter_model.safetensors` in a folder, and names the factors of a layer
-`base_model.model.<layer>.lora_A.weight` and `….lora_B.weight`. The files that fastlatent writes
-also have a description of the model, its latents and its classes in the header.
+`adapter_model.safetensors` in a folder, and names the two LoRA matrices of a layer
+`base_model.model.<layer>.lora_A.weight` and `base_model.model.<layer>.lora_B.weight`. In the files
+that fastlatent writes, the header also describes the model, its latents and its classes.
 """
 
 from __future__ import annotations
@@ -68,27 +68,31 @@ HARMLESS_KEYS = {
     "corda_config",
 }
 """Keys of PEFT's configuration that either do not affect the output of a trained LoRA or that this
-file reads. All other keys must be off: null, false, "none" or empty."""
+file reads. All other keys must have a value that switches them off: null, false, "none" or
+empty."""
 KNOWN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of PEFT's `init_lora_weights` that leave the base model's weights unchanged."""
+"""Values of PEFT's key `init_lora_weights` with which PEFT leaves the base model's weights
+unchanged."""
 
 
 class OpenedModel(NamedTuple):
-    """A model from a file, in evaluation mode, with its adapter merged."""
+    """A model that was read from a file, in evaluation mode, with its adapter merged if it has
+    one."""
 
     model: Denoiser
     description: Description
-    """Description in the file's header. The file of an adapter that PEFT trained has none, so it is
-    the base model's, with a note of the adapter."""
+    """The description in the header of `file`. The file of an adapter that PEFT trained has no
+    description; then it is the base model's, with a note about the adapter."""
     file: Path
-    """The adapter's file, if there is one, otherwise the model's."""
+    """Path of the adapter's file if there is an adapter, otherwise of the model's file."""
     sha256: str
-    """Hash of `file`."""
+    """The sha256 of the content of `file`."""
 
 
 def load_model(file: Path, device: torch.device, adapter: str | None = None) -> OpenedModel:
-    """Loads the model in `file` and merges the adapter that `adapter` names. If `file` itself holds
-    an adapter, loads its base model and merges the adapter in `file`.
+    """Loads the model in `file` and merges the adapter that `adapter` names: a PEFT folder, an
+    adapter's file, a checkpoint or a run. If `adapter` is None and `file` itself holds an adapter,
+    loads the base model of that adapter and merges the adapter.
 
     ValueError if the adapter was trained on another model, or does not fit.
     """
@@ -112,7 +116,8 @@ def load_model(file: Path, device: torch.device, adapter: str | None = None) -> 
 
 
 def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
-    """Loads the model in `base` and merges the adapter in `file`."""
+    """Loads the model in the file `base`, and merges the adapter in `file` into it. ValueError if
+    the adapter was trained on other weights, or does not fit the model."""
     base_description = read_description(base)
     tensors = read_tensors(file)
     description = find_description(file) or read_peft_description(file, base_description, tensors)
@@ -127,8 +132,8 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
             f"has ({base_sha256[:12]}…); use those."
         )
 
-    # Check that the adapter's tensors fit, under fastlatent's names for them. The model is built on
-    # the meta device, which allocates nothing.
+    # Check that the adapter's tensors fit, after translating PEFT's names to fastlatent's. Build
+    # the model for this on the meta device, which allocates no memory.
     all_tensors = [*read_tensors(base).values(), *tensors.values()]
     with build_described(file, description, all_tensors) as model:
         add_adapter(model, note.node, note.labels)
@@ -153,7 +158,8 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
 
 
 def to_peft_name(name: str) -> str:
-    """Returns the name that PEFT gives to the parameter `name` of an adapter."""
+    """Returns the name that PEFT gives to the parameter that fastlatent calls `name`; `name`
+    belongs to an adapter."""
     if name.endswith(".prompt"):
         return PROMPT_KEY
     suffix = ".weight" if name.endswith((".lora_A", ".lora_B")) else ""
@@ -163,8 +169,9 @@ def to_peft_name(name: str) -> str:
 def read_peft_description(
     file: Path, base: Description, tensors: Mapping[str, Tensor]
 ) -> Description:
-    """Describes a LoRA that PEFT trained on the model of `base`; ValueError for a configuration
-    that this version cannot compute."""
+    """Returns the description of a LoRA in `file`, a file of PEFT's; `base` describes the model on
+    which it was trained. ValueError if PEFT's configuration needs something other than plain
+    LoRA."""
     config_file = file.with_name(CONFIG_FILE)
     config = read_object(config_file)
     if config.get("peft_type", "LORA") != "LORA":
@@ -172,8 +179,8 @@ def read_peft_description(
             f"{config_file}: peft_type={str(config['peft_type'])[:80]} is not supported; LORA is."
         )
 
-    # Refuse all but a plain LoRA on unchanged weights of the base model: merging it here would give
-    # another result than PEFT's.
+    # Refuse everything except a plain LoRA on unchanged weights of the base model, because merging
+    # any other adapter here gives another result than PEFT's.
     numbers = ("r", "lora_alpha")
     refused = [k for k in numbers if not is_figure(config.get(k)) or not math.isfinite(config[k])]
     refused += [
@@ -199,8 +206,8 @@ def read_peft_description(
 
 
 def write_peft(file: Path, folder: Path) -> None:
-    """Writes the adapter in a checkpoint's `file` to a new folder in PEFT's format. ValueError if
-    the file holds no adapter."""
+    """Reads the adapter in `file`, the weights file of a checkpoint, and writes it to a new
+    `folder` in PEFT's format. ValueError if the file holds no adapter."""
     description = read_description(file)
     tensors = read_tensors(file)
     note = description.adapter
@@ -210,7 +217,8 @@ def write_peft(file: Path, folder: Path) -> None:
             "prompt."
         )
 
-    # Replace the MLP of a prompt by the vectors that it computes, because PEFT stores only vectors.
+    # If an MLP computes the vectors of a prompt, replace the MLP by these vectors, because PEFT
+    # stores only vectors.
     prompts = [name.removesuffix(".prompt") for name in tensors if name.endswith(".prompt")]
     for name in prompts:
         tensors = replace_mlp(name, tensors)
@@ -227,7 +235,8 @@ def write_peft(file: Path, folder: Path) -> None:
         config |= {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"]}
         config |= {"target_modules": sorted(layers), "lora_dropout": 0.0, "bias": "none"}
 
-    # List the label table, if it was trained too, as a module that PEFT saves whole.
+    # If the label table was trained too, list it under `modules_to_save`, PEFT's key for modules
+    # whose weights are saved whole.
     modules = [
         name.removesuffix(".weight").replace(".base_layer.", ".")
         for name in tensors
@@ -241,8 +250,8 @@ def write_peft(file: Path, folder: Path) -> None:
 
 
 def replace_mlp(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors with the MLP of the prompt `name`, if it has one, replaced by the vectors
-    that it computes."""
+    """Returns a copy of `tensors` in which the vectors of the prompt `name` replace the MLP that
+    computes them, if the prompt has an MLP."""
     prompt = {
         key.removeprefix(f"{name}."): tensor
         for key, tensor in tensors.items()

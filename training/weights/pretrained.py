@@ -33,31 +33,32 @@ from training.checkpoint.files import METADATA_KEY
 from training.config.build import build, is_admitted
 
 MAX_DESCRIPTION_CHARS = 2**24
-"""Characters of the longest description that is parsed: parsing a longer one could use up memory
-before its content can be checked."""
+"""Largest number of characters that a description may have: parsing a longer one could use up the
+memory before the code can check its content."""
 MODEL_SIZE_FACTOR = 4
-"""While a model is built, it may have up to this many times as many tensors and values as its file;
-once it is built, it must have the same number."""
+"""While a model is built, it may have up to this many times as many parameters, and values in them,
+as its weights file; once it is built, both numbers must equal the file's."""
 PIN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-"""Matches a git commit or a sha256, which identify weights."""
+"""Matches a git commit or a sha256, either of which identifies the exact weights of an encoder."""
 
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """Description of an adapter and its base in the header of the adapter's file."""
+    """The description of an adapter and its base model in the header of the adapter's file."""
 
     node: dict[str, Any]
     """Configuration node of the adapter."""
     base_sha256: str
     labels: bool
-    """True if the label table was trained too; the file then holds it."""
+    """True if the table of label embeddings was trained too; then the adapter's file contains that
+    table."""
     base: str
-    """Path of the base's weights file when the adapter was trained."""
+    """Path of the base model's weights file at the time when the adapter was trained."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """Description of a model in the header of its weights file."""
+    """The description of a model in the header of its weights file."""
 
     weights: Literal["model", "ema"]
     model: dict[str, Any]
@@ -65,12 +66,13 @@ class Description:
     spec: LatentSpec
     step: Count
     adapter: AdapterNote | None = None
-    """Set if the file holds only an adapter."""
+    """Description of the adapter if the file holds only an adapter; None if it holds a whole
+    model."""
 
 
 @contextmanager
 def explain_read_errors(file: Path) -> Iterator[None]:
-    """Turns an error of reading `file` as safetensors into a ValueError."""
+    """If the block fails to read `file` as safetensors, raises a ValueError that says so."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -80,8 +82,8 @@ def explain_read_errors(file: Path) -> Iterator[None]:
 
 
 def find_description(file: Path) -> Description | None:
-    """Reads and checks the description in a file's header; None if there is none, because
-    fastlatent did not write the file. ValueError if the description is invalid."""
+    """Reads, checks and returns the description in a file's header; None if the header has none,
+    because fastlatent did not write the file. ValueError if the description is invalid."""
     with explain_read_errors(file), safe_open(file, "pt") as opened:
         text = (opened.metadata() or {}).get(METADATA_KEY)
     if text is None:
@@ -110,8 +112,8 @@ def find_description(file: Path) -> Description | None:
 
 
 def read_description(file: Path) -> Description:
-    """Reads and checks the description in a file's header; ValueError if it is invalid, or absent
-    because fastlatent did not write the file."""
+    """Reads, checks and returns the description in a file's header. ValueError if the description
+    is invalid, or absent because fastlatent did not write the file."""
     description = find_description(file)
     if description is None:
         raise UserError(
@@ -121,8 +123,8 @@ def read_description(file: Path) -> Description:
 
 
 def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentSpec]:
-    """Loads the model in evaluation mode, and the spec of its latents; ValueError if the file does
-    not describe its model.
+    """Loads the model in `file`; returns the model, in evaluation mode, and the spec of its
+    latents. ValueError if the file does not describe its model.
 
     A file may come from anywhere, so its `_target_`s may name only classes of the package `models`
     and of extensions that this command has admitted. The function allocates memory for the model
@@ -140,8 +142,8 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
 
 
 def refuse_foreign_targets(file: Path, description: Description) -> None:
-    """Raises ValueError if a description names a class outside of the package `models` and of
-    admitted extensions."""
+    """Raises ValueError if a `_target_` in the description names a class outside of the package
+    `models` and of admitted extensions."""
     note = description.adapter
     for name in list_targets([description.model, note and note.node]):
         if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
@@ -156,10 +158,11 @@ def refuse_foreign_targets(file: Path, description: Description) -> None:
 def build_described(
     file: Path, description: Description, tensors: Collection[Tensor]
 ) -> Iterator[Denoiser]:
-    """Yields the model that a file describes, built on the meta device.
+    """Yields the model that the description in `file` defines, built on the meta device.
 
-    ValueError if the description names foreign classes, if the model cannot be built, or if the
-    model, with what the block adds to it, is much larger than `tensors`.
+    ValueError if the description names a class that is not allowed, if the model cannot be built,
+    or if the model, with the modules that the `with` block builds, is much larger than the file's
+    `tensors`.
     """
     refuse_foreign_targets(file, description)
     max_tensors = MODEL_SIZE_FACTOR * len(tensors)
@@ -167,22 +170,23 @@ def build_described(
     try:
         with limit_parameters(max_tensors, max_values):
             yield build_on_meta(description.model, description.spec)
-    except Exception as error:  # a class may raise anything for values that nobody has checked
+    except Exception as error:  # a class may raise any error for unchecked values
         raise UserError(
             f"{file} describes a model that cannot be built: {shorten_error(error)[:600]}"
         ) from error
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Maps the tensors of a weights file into host memory; ValueError if the file is damaged."""
+    """Returns the tensors of a weights file by name, in host memory; ValueError if the file is
+    damaged."""
     with explain_read_errors(file):
         return load_file(file)
 
 
 @contextmanager
 def limit_parameters(tensors: int, values: int) -> Iterator[None]:
-    """Raises ValueError as soon as the modules that the block builds have more than `tensors`
-    parameters, or more than `values` values in all parameters together."""
+    """Raises ValueError as soon as the modules that the `with` block builds have more than
+    `tensors` parameters, or more than `values` values in all parameters together."""
     remaining = [tensors, values]
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -206,8 +210,9 @@ def refuse_misfit(
     model_tensors: Mapping[str, Tensor],
     hint: str = "",
 ) -> None:
-    """Raises ValueError if a file has not the same tensors, by name and shape, as a model; the
-    message names the first difference."""
+    """Raises ValueError unless a file's tensors and a model's tensors have the same names and
+    shapes; the message names the first difference, calls the model `model_name`, and ends with
+    `hint`."""
     for name in [*model_tensors, *file_tensors]:
         in_file, in_model = (
             f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is missing"
@@ -221,12 +226,13 @@ def refuse_misfit(
 
 
 def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
-    """Reads the tensors of `file` for a `model` with the classes of `spec`; also returns the end of
-    a sentence about the rows of the label table, or "".
+    """Reads the tensors of `file` for a `model` with the classes of `spec`. Returns the tensors by
+    name, and the end of a sentence about the rows of the label table, "" if the classes are the
+    same.
 
-    Rows of a label table are matched by class names; classes that the file lacks keep the model's
-    rows. ValueError if another tensor does not fit, or if the classes have no names and their
-    number differs. All ranks must call it together, because the model may be sharded.
+    Rows of a label table are matched by class names; a class that the file lacks keeps the row of
+    `model`. ValueError if another tensor does not fit, or if the classes have no names and their
+    number differs. All ranks must call the function together, because the model may be sharded.
     """
     description = find_description(file)
     tensors = read_tensors(file)
@@ -237,10 +243,10 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
         for name, module in model.named_modules()
         if isinstance(module, LabelEmbedding)
     ]
-
-    # If neither spec has class names, do not list class numbers as names: a spec from a file may
-    # claim a huge number of classes, and the list could fill the memory.
     old = spec if description is None else description.spec
+
+    # Compare class names only if one of the two specs has some. Without names, `spec.names` makes a
+    # string per class, and a file may claim so many classes that these strings fill the memory.
     named = bool(old.class_names or spec.class_names)
     old_names = old.names if named else []
     new_names = spec.names if named else []
@@ -265,8 +271,9 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
 def reorder_labels(
     new_table: Tensor, old_table: Tensor, old_names: Sequence[str], new_names: Sequence[str]
 ) -> tuple[Tensor, list[str]]:
-    """Copies rows of `old_table` into a copy of `new_table`: those of classes with the same name,
-    and the last row, the null label. Returns the copy and the names of the classes copied."""
+    """Returns a copy of `new_table` (classes + 1, width) with rows of `old_table`: those of the
+    classes whose name is in both lists, and the last row, the null label. Also returns the names of
+    these classes."""
     if len(set(old_names)) < len(old_names) or len(set(new_names)) < len(new_names):
         raise UserError(
             "two classes have the same name, so rows of the label table cannot be matched by name; "
@@ -283,12 +290,13 @@ def reorder_labels(
 
 
 def is_part_of_model(target: Any) -> bool:
-    """Says whether a `_target_` is in `models` or an admitted extension."""
+    """Says whether a `_target_` names a class of the package `models` or of an admitted
+    extension."""
     return str(target).startswith("models.") or is_admitted(target)
 
 
 def list_targets(node: Any) -> Iterator[Any]:
-    """Yields every `_target_` in nested dicts and lists of a configuration."""
+    """Yields the value of every `_target_` in nested dicts and lists of a configuration."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from [value] if key == "_target_" else list_targets(value)
@@ -298,15 +306,16 @@ def list_targets(node: Any) -> Iterator[Any]:
 
 
 def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
-    """Builds and initialises the denoiser for `spec` on `device`."""
+    """Builds the denoiser that the configuration `node` describes, for latents of `spec`, on
+    `device`, with initial weights."""
     model = build_on_meta(node, spec).to_empty(device=device)
     model.init_weights()
     return model
 
 
 def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
-    """Builds the denoiser for `spec` on the meta device: its tensors have shapes but no values or
-    memory."""
+    """Builds the denoiser that the configuration `node` describes, for latents of `spec`, on the
+    meta device: its tensors have shapes, but no values and no memory."""
     shape = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     with torch.device("meta"):
         return build(node, "model", kind=nn.Module, **shape)
@@ -315,10 +324,11 @@ def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
 def build_autoencoder(
     spec: LatentSpec, device: torch.device, path: str | None = None
 ) -> Autoencoder:
-    """Builds the autoencoder that encoded the latents, or a copy of it at `path`; ValueError if its
-    weights have another hash."""
+    """Builds the autoencoder that encoded the latents of `spec`, with its weights from `path`
+    instead if that is given. ValueError if the weights have another hash than those that encoded
+    the latents."""
     # Refuse an encoder that is no class of `models` or of an admitted extension, because the
-    # latents may come from anywhere.
+    # latents, and so the class name in them, may come from anywhere.
     node = spec.encoder if path is None else spec.encoder | {"path": path}
     targets = list(list_targets(node))
     if len(targets) != 1 or not is_part_of_model(targets[0]):
@@ -327,7 +337,7 @@ def build_autoencoder(
             "their source."
         )
 
-    # Download only weights that a hash or commit identifies.
+    # Download weights only if a hash or a commit identifies them exactly.
     source = node.get("path")
     pinned = any(PIN.fullmatch(str(pin)) for pin in (spec.encoder_sha256, node.get("revision")))
     is_here = not isinstance(source, str) or os.path.exists(os.path.expanduser(source))
