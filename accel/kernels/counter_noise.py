@@ -28,8 +28,8 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """What random numbers are for; each purpose has independent numbers at every stream position.
-    Changing a value changes the random numbers of every run."""
+    """Uses of random numbers; each use has independent numbers at every stream position. Do not
+    change a value: the random numbers of every run would change."""
 
     NOISE = 0
     TIME = 1
@@ -46,8 +46,8 @@ class Purpose(IntEnum):
 
 
 def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """Returns the high and the low 32 bits of a·m, both in int64; a and m are below 2³². The
-    product may wrap to a negative number, but all its 64 bits are right."""
+    """Returns the high and the low 32 bits of a·m, both in int64; a and m are below 2³². The int64
+    product may overflow to a negative number, but its 64 bits are those of the true product."""
     product = a * m
     return (product >> 32) & MASK, product & MASK
 
@@ -55,8 +55,8 @@ def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Ten
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes ten rounds of Philox4x32 on a counter of four 32-bit words and a key of two; returns
-    four random words."""
+    """Computes ten rounds of Philox4x32 on a counter of four 32-bit words and a key of two 32-bit
+    words; returns four random 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -103,8 +103,9 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
     """Draws `words` independent numbers per sample, (B, W); `kind` is "bits", "uniform" or
     "normal".
 
-    "bits" are uniform 32-bit integers, as int64 in [0, 2³²). The key of Philox is (low 32 bits of
-    the seed, high 32 bits); the counter is (index of the number // 4, purpose, low 32 bits of the
+    "bits" are uniform 32-bit integers, as int64 in [0, 2³²); "uniform" and "normal" are fp32, as
+    `counter_uniform` and `counter_normal` describe them. The key of Philox is (low 32 bits of the
+    seed, high 32 bits); the counter is (index of the number // 4, purpose, low 32 bits of the
     position, high 32 bits).
     """
     if position.is_cuda and HAS_TRITON:
@@ -118,7 +119,7 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
 def counter_uniform(
     seed: int, purpose: int, position: Int[Tensor, "B"], words: int = 1
 ) -> Float[Tensor, "B W"]:
-    """Draws uniform fp32 numbers in (0, 1): multiples of 2⁻²³, plus half a step, so that neither 0
+    """Draws `words` uniform fp32 numbers in (0, 1) per sample: odd multiples of 2⁻²⁴, so neither 0
     nor 1 occurs."""
     return draw("uniform", seed, purpose, position, words)
 
@@ -126,5 +127,6 @@ def counter_uniform(
 def counter_normal(
     seed: int, purpose: int, position: Int[Tensor, "B"], shape: Sequence[int] = ()
 ) -> Float[Tensor, "B ..."]:
-    """Draws standard normal fp32 numbers of shape (B, *shape) by Box–Muller; |value| ≤ 5.8."""
+    """Draws standard normal fp32 numbers of shape (B, *shape) by Box–Muller; no number exceeds 5.8
+    in magnitude."""
     return draw("normal", seed, purpose, position, math.prod(shape)).reshape(len(position), *shape)

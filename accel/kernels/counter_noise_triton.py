@@ -1,7 +1,7 @@
 """Triton kernel of the draws of counter_noise.py: the same integers, and normals within rounding.
 
-For each number the kernel computes a Philox block of four words and uses one of them, because
-arithmetic is cheap compared with the launch.
+For each number the kernel computes a Philox block of four 32-bit words and uses only one of the
+four, because arithmetic is cheap compared with the launch.
 """
 
 # The checks below are off in this file. Pyright does not know that the launch of a kernel turns
@@ -23,8 +23,9 @@ KINDS = {"bits": 0, "uniform": 1, "normal": 2}
 
 @triton.jit
 def philox_word(word, purpose, low, high, key_low, key_high):
-    """Computes random word number `word` of a sample and purpose, as uint32. `low` and `high` are
-    the halves of the stream position; all arguments are tensors of one shape."""
+    """Returns the random 32-bit word at index `word` of a sample's draw for `purpose`, as uint32.
+    `low` and `high` are the lower and upper 32 bits of the sample's stream position, `key_low` and
+    `key_high` those of the seed; all arguments are tensors of one shape."""
     c0 = (word // 4).to(tl.uint32)
     c1 = purpose
     c2 = low
@@ -52,9 +53,9 @@ def to_uniform(bits):
 
 @triton.jit
 def compute_cos_and_sin(u):
-    """Computes cos(2πu) and sin(2πu) for u in (0, 1): splits the angle into quarter turns and a
-    rest r, for which it uses Taylor polynomials up to r⁹. The library's cosine needs local memory
-    on the stack, which is slow."""
+    """Computes cos(2πu) and sin(2πu) for u in (0, 1): writes the angle as a number of quarter turns
+    plus a remainder r, and takes Taylor polynomials in r, up to r⁹. CUDA's own cosine is not used,
+    because it needs local memory on the stack, which is slow."""
     quarter = tl.floor(4.0 * u + 0.5)
     r = (4.0 * u - quarter) * 1.5707963267948966
     q = r * r
@@ -90,8 +91,8 @@ def counter_noise_kernel(
     elif KIND == 1:
         tl.store(out, to_uniform(bits), mask=i < words)
     else:
-        # Box–Muller: normals i and half + i share a radius and an angle; the radius comes from word
-        # i, the angle from word half + i.
+        # Box–Muller: normal numbers i and half + i have the same radius and angle; random word i
+        # gives the radius, word half + i the angle.
         radius = tl.sqrt(-2.0 * tl.log(to_uniform(bits)))
         x, y = compute_cos_and_sin(to_uniform(philox_word(i + half, purposes, low, high, k0, k1)))
         tl.store(out, radius * x, mask=(i < half) & (i < words))
@@ -99,7 +100,8 @@ def counter_noise_kernel(
 
 
 def launch(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Tensor:
-    """Returns (B, words) draws: int64 for bits, fp32 for uniform and normal."""
+    """Launches the kernel; returns the draws (B, words): int64 if `kind` is "bits", fp32 if it is
+    "uniform" or "normal"."""
     half = -(-words // 2)
     count = half if kind == "normal" else words
     out = torch.empty(

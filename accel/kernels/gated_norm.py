@@ -31,7 +31,8 @@ def gated_norm(
     weight: Float[Tensor, "K P"],
     eps: float = 1e-6,
 ) -> Float[Tensor, "B L K P"]:
-    """Computes gate and RMSNorm (Zhang & Sennrich 2019) in fp32; the result has the dtype of y."""
+    """Returns `rms_norm(y·silu(z))·weight` in the dtype of y, computed in fp32; the RMSNorm (Zhang
+    & Sennrich 2019) is over the P channels of each head."""
     gated = upcast(y) * F.silu(upcast(z))
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return (normed * upcast(weight)).to(y.dtype)
@@ -40,8 +41,8 @@ def gated_norm(
 def compute_backward(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of y and weight; writes the gradient of z to `dz`, which may be a slice
-    of a larger tensor."""
+    """Returns the gradients of y (in the dtype of y) and weight (at least fp32); writes the
+    gradient of z to `dz`, which may be a slice of a larger tensor."""
     wide = upcast(y)
     gate = upcast(z)
     sigmoid = torch.sigmoid(gate)
@@ -80,7 +81,7 @@ differentiable_norm = make_differentiable(keep_inputs(operator), compute_gradien
 
 
 def fused_gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Computes `gated_norm` as one operator. Reads z in place if z is a slice of a projection;
-    copies y if y is not contiguous."""
+    """Computes `gated_norm` as one operator. If z is a slice of a projection, the kernel reads it
+    in place; y is copied if it is not contiguous."""
     refuse_empty("gated_norm", y)
     return differentiable_norm(y.contiguous(), pack_heads(z), weight.contiguous(), eps)

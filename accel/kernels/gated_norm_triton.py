@@ -88,7 +88,8 @@ def gated_norm_backward_kernel(
     dh = tl.load(DH + here, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(WEIGHT + k * P + p, mask=p < P, other=0.0).to(tl.float32)
 
-    # Compute the forward pass again, then the gradients backward through the norm to y and z.
+    # Compute the forward pass again, because it saved only y and z; then compute the gradients
+    # backward through norm and gate.
     sigmoid = tl.sigmoid(z)
     gated = y * z * sigmoid
     rstd = tl.rsqrt(tl.sum(gated * gated, 1) / P + EPS)
@@ -97,7 +98,8 @@ def gated_norm_backward_kernel(
     dgated = rstd[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / P)[:, None])
     tl.store(DY + here, (dgated * z * sigmoid).to(DY.dtype.element_ty), mask=mask)
 
-    # Address dz by its own strides: z and dz may be slices of a projection and of its gradient.
+    # Address dz by its own strides, because dz may be a slice of a projection's gradient, as z of
+    # the projection.
     dz = dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))
     there = b * dz_batch + t[:, None] * dz_token + k * P + p[None, :]
     tl.store(DZ + there, dz.to(DZ.dtype.element_ty), mask=mask)
@@ -107,12 +109,13 @@ def gated_norm_backward_kernel(
 
 
 def choose_grid(y: Tensor) -> tuple[int, int, int]:
-    """Returns the grid of a launch: the numbers of tiles of tokens, of heads, and of samples."""
+    """Returns the grid of a launch: (tiles of tokens, heads, samples)."""
     return triton.cdiv(y.shape[1], BLOCK_L), y.shape[2], y.shape[0]
 
 
 def choose_constants(y: Tensor, eps: float) -> dict[str, float | int]:
-    """Returns the constants and the options of a launch."""
+    """Returns the compile-time constants of the kernels, together with the launch options such as
+    num_warps."""
     head_dim = y.shape[3]
     block_p = triton.next_power_of_2(head_dim)
     return {"EPS": eps, "P": head_dim, "BLOCK_L": BLOCK_L, "BLOCK_P": block_p, "num_warps": WARPS}
@@ -128,8 +131,8 @@ def launch_forward(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 def launch_backward(
     dh: Tensor, y: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of y (in its dtype) and weight (fp32); writes the gradient of z to
-    `dz`."""
+    """Launches the backward kernel. Returns the gradients of y (in the dtype of y) and weight
+    (fp32); writes the gradient of z to `dz`."""
     grid = choose_grid(y)
     dy = y.new_empty(y.shape)
     sums = y.new_empty(y.shape[0], grid[0], y.shape[2], y.shape[3], dtype=torch.float32)

@@ -34,30 +34,32 @@ def local_mix(
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]
 ) -> Float[Tensor, "B D rows columns"]:
-    """Returns the convolution of the tokens on their grid, without SiLU."""
+    """Returns the depthwise convolution of x on the grid of tokens, (B, D, rows, columns), without
+    SiLU."""
     image = x.transpose(1, 2).unflatten(2, grid)
     padding = (weight.shape[2] // 2, weight.shape[3] // 2)
     return F.conv2d(image, weight, bias, padding=padding, groups=x.shape[2])
 
 
 def with_contiguous_strides(weight: Tensor) -> Tensor:
-    """Returns the same values through a view, so that the gradient of `weight` has contiguous
-    strides.
+    """Returns a view of `weight` with the same values, through which autograd computes a gradient
+    with contiguous strides.
 
-    PyTorch's gradient of a depthwise weight has an unusual stride in the dimension of size 1.
-    Because of it DDP warns and copies the gradient into its bucket, a copy that
-    `gradient_as_bucket_view` should save.
+    Without the view, PyTorch's gradient of a depthwise weight has an unusual stride in the
+    dimension of size 1. DDP then warns, and copies the gradient into its bucket, although
+    `gradient_as_bucket_view` should save this copy.
     """
     return weight.flatten().view(weight.shape)
 
 
 def count_local_mix_flops(tokens: int, channels: int, taps: int = 9) -> int:
-    """Counts the FLOPs of a forward pass of one sample: a multiply-add per tap and element."""
+    """Counts the FLOPs of a forward pass of one sample: a multiply-add, which is two FLOPs, for
+    each tap, token and channel."""
     return 2 * taps * tokens * channels
 
 
 def compute_forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int) -> Tensor:
-    """Computes `local_mix` as a contiguous tensor."""
+    """Returns `local_mix` of x on a grid of rows × columns tokens, as a contiguous tensor."""
     return local_mix(x, weight, bias, (rows, columns)).contiguous()
 
 
@@ -66,7 +68,7 @@ def compute_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of weight and bias; writes the gradient of x to `dx`, which may be a
     slice of a larger tensor. Computes the convolution again, because the forward pass does not save
-    it."""
+    its result."""
     wide = upcast(x)
     kernel = upcast(weight)
     u = convolve(wide, kernel, upcast(bias), (rows, columns))
@@ -115,9 +117,10 @@ differentiable_mix = make_differentiable(keep_inputs(operator), compute_gradient
 
 
 def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Computes `local_mix` as one operator. Reads x in place, also a slice of a projection; copies
-    it only if its channels are not neighbours in memory. ValueError for an even number of taps, or
-    a grid that does not fit the tokens."""
+    """Computes `local_mix` as one operator. Reads x in place, even if x is a slice of a projection;
+    copies x only if its channels are not neighbours in memory. Raises ValueError for an empty
+    tensor, an even number of taps along a side, or a grid whose size is not the number of
+    tokens."""
     refuse_empty("local_mix", x)
     check_shape(x, weight, grid)
     x = x if x.stride(2) == 1 else x.contiguous()
@@ -125,7 +128,8 @@ def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, in
 
 
 def check_shape(x: Tensor, weight: Tensor, grid: tuple[int, int]) -> None:
-    """Raises ValueError for an even number of taps, or a grid that does not fit the tokens."""
+    """Raises ValueError for an even number of taps along a side, or a grid whose size is not the
+    number of tokens."""
     taps = tuple(weight.shape[2:])
     tokens = x.shape[1]
     if taps[0] % 2 == 0 or taps[1] % 2 == 0:

@@ -2,10 +2,10 @@
 so the token that a tap reads lies at a fixed distance.
 
 The forward pass is one kernel, which reads neighbouring tokens from the cache. The backward pass
-has two. The first computes the convolution again, the gradient before the activation, and the sums
-for the gradients of weight and bias; each program stores the sums of its tile, so there are no
-atomics. The second convolves the gradient before the activation with the reversed taps, which gives
-the gradient of x.
+has two. The first computes the convolution again, the gradient of the convolution's output (before
+SiLU), and the sums for the gradients of weight and bias; each program stores the sums of its tile,
+so there are no atomics. The second convolves the gradient before SiLU with the reversed taps, which
+gives the gradient of x.
 
 Letters: B samples, L tokens, D width.
 """
@@ -42,7 +42,8 @@ def load_tap(
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Loads for each token of t the neighbour that tap number TAP reads; zero outside the grid."""
+    """Loads for each token t the neighbour that tap number TAP reads, or 0 if this neighbour is
+    outside the grid."""
     row = t // COLUMNS + TAP // C - R // 2
     column = t % COLUMNS + TAP % C - C // 2
     seen = mask & ((row >= 0) & (row < ROWS) & (column >= 0) & (column < COLUMNS))[:, None]
@@ -70,8 +71,8 @@ def local_mix_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Convolves and applies SiLU. With BACKWARDS it reverses the taps and leaves out bias and SiLU,
-    for the gradient of x."""
+    """Convolves the tokens and applies SiLU. With BACKWARDS it reverses the taps and leaves out
+    bias and SiLU: so it turns the gradient before SiLU into the gradient of x."""
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -110,8 +111,8 @@ def local_mix_backward_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Stores the gradient before SiLU in DU, and in SUMS (B, tiles, R·C + 1, D) a tile's sums for
-    the gradients of the R·C taps and the bias."""
+    """Stores in DU the gradient of the convolution's output, before SiLU, and in SUMS (B, tiles,
+    R·C + 1, D) each tile's part of the gradients of the R·C taps and of the bias."""
     tile = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
     t = tile * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -131,7 +132,8 @@ def local_mix_backward_kernel(
     du = tl.load(DY + here, mask=mask, other=0.0).to(tl.float32) * gate * (1.0 + u * (1.0 - gate))
     tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
 
-    # For each tap, sum over tokens the gradient times the neighbour that the tap read.
+    # For each tap, sum over the tile's tokens the gradient times the neighbour that the tap reads:
+    # the tile's part of the tap's gradient.
     sums = SUMS + (b * tl.num_programs(0) + tile) * (R * C + 1) * D + c
     for tap in tl.static_range(R * C):
         x = load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
@@ -140,13 +142,13 @@ def local_mix_backward_kernel(
 
 
 def choose_grid(x: Tensor) -> tuple[int, int, int]:
-    """Returns the grid of a launch: the numbers of tiles of tokens, of tiles of channels, and of
-    samples."""
+    """Returns the grid of a launch: (tiles of tokens, tiles of channels, samples)."""
     return triton.cdiv(x.shape[1], BLOCK_L), triton.cdiv(x.shape[2], BLOCK_C), x.shape[0]
 
 
 def choose_constants(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
-    """Returns the constants and the options of a launch."""
+    """Returns the compile-time constants of the kernels, together with the launch options such as
+    num_warps."""
     taps = {"R": weight.shape[2], "C": weight.shape[3]}
     return {
         "ROWS": rows,
@@ -176,7 +178,8 @@ def launch(
 def launch_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int, dx: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of weight and bias (fp32); writes the gradient of x to `dx`."""
+    """Launches the backward kernels. Returns the gradients of weight and bias (fp32); writes the
+    gradient of x to `dx`."""
     batch, _, dim = x.shape
     grid = choose_grid(x)
     constants = choose_constants(weight, rows, columns)

@@ -22,17 +22,17 @@ class Operator(NamedTuple):
 
     definition: Callable[..., Any]
     kernel: Callable[..., Any] | None
-    """Launches the kernel; None: the operator has no kernel of its own, so on a GPU too the
-    definition runs, which calls other operators of this package."""
+    """Function that launches the kernel. None: the operator has no kernel of its own; its
+    definition also runs on a GPU, and calls other operators of this package there."""
     repeatable: bool = True
-    """Whether two equal calls of the kernel give equal bits."""
+    """Whether two calls of the kernel with equal inputs give results that are equal bit for bit."""
 
 
 MAX_SAMPLES_PER_LAUNCH = 65_535
 """Largest number of samples, or of chunks of samples, in one launch: CUDA's limit for the second
 and third dimension of a grid."""
 OPERATORS: dict[str, Operator] = {}
-"""All registered operators by name; accel/trial.py compares definition and kernel."""
+"""Name of each registered operator -> its definition and kernel, which accel/trial.py compares."""
 
 
 def register(
@@ -41,13 +41,14 @@ def register(
     launcher: str | None = None,
     repeatable: bool = True,
 ) -> Callable[..., Any]:
-    """Defines the PyTorch operator `fastlatent::<schema>` and returns it. On a CPU `definition`
-    computes it, on a GPU `launcher`. All outputs must be contiguous; their shapes for fake tensors
+    """Defines the PyTorch operator `fastlatent::<schema>` and returns it. On a CPU it runs
+    `definition`, on a GPU `launcher`. All outputs must be contiguous; their shapes for fake tensors
     come from `definition`.
 
     `launcher` is "<module of accel.kernels>.<function>", imported at the first launch because it
     needs Triton or another package; None: `definition` also runs on a GPU. `repeatable` is False if
-    the kernel adds in varying order, as a kernel of another package does.
+    the kernel adds in an order that varies from call to call, so that its results differ in the
+    last bits.
     """
     name = schema.partition("(")[0]
     module, _, function = (launcher or "").partition(".")
@@ -77,11 +78,11 @@ def register(
 
 
 def keep_inputs(operator: Callable[..., Any], keep_second: bool = False) -> Callable[..., Any]:
-    """Makes the function `compute` that `make_differentiable` takes: it calls `operator`, and saves
-    the operator's inputs for the backward pass.
+    """Returns a function `compute` for `make_differentiable`, which calls `operator` and saves the
+    operator's inputs for the backward pass.
 
-    `keep_second`: the operator has two outputs, of which only the first is the result; the second
-    is saved too, before the inputs.
+    If `keep_second`, the operator has two outputs: the first is the result; the second is only
+    saved for the backward pass, in front of the inputs.
     """
 
     def compute(*inputs: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -117,18 +118,18 @@ def make_differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            # Refuse a second derivative. With `create_graph=True` PyTorch runs this pass with
-            # gradients on; autograd then treats its result as a constant, and the gradient of a sum
-            # with other terms is silently wrong. Compiled code needs no check: PyTorch itself
-            # refuses to differentiate a compiled backward pass, and gradients are always on while
-            # Dynamo traces.
+            # Refuse a second derivative. With `create_graph=True` PyTorch runs this backward pass
+            # in grad mode; autograd then treats the pass's result as a constant, and the gradient
+            # of a sum with other terms is silently wrong. Compiled code needs no check: PyTorch
+            # itself refuses to differentiate a compiled backward pass, and gradients are always on
+            # while Dynamo traces.
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     "The fused operators have no second derivative, and create_graph=True asks for "
                     "one; set the keys runtime.fused_… of kernels to false for it (the selective "
                     "scan has none either way)."
                 )
-            # Build lists, because Dynamo of torch 2.14 refuses generators here.
+            # Build lists, because Dynamo in PyTorch 2.14 cannot trace generators here.
             saved = list(zip(ctx.saved_tensors, ctx.constants, strict=True))
             input_grads = gradients(*grads, *[c if t is None else t for t, c in saved])
             cast = [
@@ -141,8 +142,8 @@ def make_differentiable(
 
 
 def pack_heads(t: Tensor) -> Tensor:
-    """Returns `t` (B, L, groups, width), as a contiguous copy if the values of one token do not lie
-    side by side in memory; there may be gaps between tokens."""
+    """Returns `t` (B, L, groups, width) itself if the values of each token lie side by side in
+    memory, even with gaps between tokens; otherwise returns a contiguous copy."""
     return t if t.stride(3) == 1 and t.stride(2) == t.shape[3] else t.contiguous()
 
 
@@ -156,6 +157,6 @@ def refuse_empty(operator: str, t: Tensor) -> None:
 
 
 def upcast(tensor: Tensor) -> Tensor:
-    """Casts a tensor of a narrower dtype to fp32; fp64 stays, so that fp64 inputs give a reference
-    in fp64."""
+    """Casts a tensor of a dtype narrower than fp32 to fp32. Leaves fp64 as it is, so that fp64
+    inputs give an fp64 reference."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

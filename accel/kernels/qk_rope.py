@@ -25,8 +25,9 @@ Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, 
 def rotate(
     x: Float[Tensor, "... L P"], rotations: Float[Tensor, "2 L P"]
 ) -> Float[Tensor, "... L P"]:
-    """Rotates each pair of neighbouring channels by an angle, in fp32; `rotations` holds the
-    angles' cosines and sines (Su et al. 2021, https://arxiv.org/abs/2104.09864)."""
+    """Rotates each pair of neighbouring channels of x by an angle that depends on token and pair;
+    computes in fp32, returns the dtype of x. `rotations` holds the angles' cosines and sines (Su et
+    al. 2021, https://arxiv.org/abs/2104.09864)."""
     pairs = upcast(x).unflatten(-1, (-1, 2))
     quarter_turned = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
     return (upcast(x) * rotations[0] + quarter_turned * rotations[1]).to(x.dtype)
@@ -35,8 +36,8 @@ def rotate(
 def norm_and_rotate(
     x: Tensor, weight: Tensor | None, rotations: Tensor | None, eps: float
 ) -> Float[Tensor, "B K L P"]:
-    """Norms queries or keys (B, K, L, P) if `weight` (P) is not None, and rotates them by the
-    position of their tokens."""
+    """Takes queries or keys x (B, K, L, P); applies RMSNorm with `weight` (P), unless `weight` is
+    None, then rotates the pairs of channels by `rotations`, unless `rotations` is None."""
     if weight is not None:
         x = F.rms_norm(upcast(x), x.shape[-1:], weight, eps).to(x.dtype)
     return x if rotations is None else rotate(x, rotations)
@@ -49,8 +50,10 @@ def qk_rope(
     rotations: Float[Tensor, "2 L P"] | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """Returns normed (Zhang & Sennrich 2019) and rotated queries and keys, and unchanged values.
-    Both channels of a pair must have equal rotations: the kernel reads only the first."""
+    """Splits qkv into queries, keys and values, each (B, K, L, P). Returns queries and keys after
+    RMSNorm (Zhang & Sennrich 2019; weight None: no norm) and rotation (`rotations` None: none), and
+    unchanged values. In `rotations` both channels of a pair must have the same angle, because the
+    kernel reads only that of the first."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     return (
         norm_and_rotate(q, q_weight, rotations, eps),
@@ -66,7 +69,7 @@ def compute_forward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns queries and keys, both (B, L, K, P) and contiguous."""
+    """Returns normed and rotated queries and keys, both (B, L, K, P) and contiguous."""
     q, k, _ = qk_rope(upcast(qkv), q_weight, k_weight, rotations, eps)
     q, k = (
         t.transpose(1, 2).to(qkv.dtype).clone(memory_format=torch.contiguous_format) for t in (q, k)
@@ -84,12 +87,14 @@ def compute_backward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of qkv, and that of both weights (2, P), which is 0 if there are no
-    weights. dq, dk and dv are the gradients of queries, keys and values, (B, L, K, P)."""
+    """Returns the gradient of qkv, and the gradients of q_weight and k_weight stacked (2, P), or
+    zeros if both weights are None. dq, dk and dv are the gradients of queries, keys and values, (B,
+    L, K, P)."""
     parts = []
     sums = []
 
-    # Cosines and sines of the inverse rotation, (2, L, 1, P).
+    # The gradient goes through the inverse rotation, which has the same cosines and negated sines,
+    # (2, L, 1, P).
     inverse = None if rotations is None else torch.stack((rotations[0], -rotations[1])).unsqueeze(2)
     for d, x, weight in zip((dq, dk), qkv.unbind(2), (q_weight, k_weight), strict=False):
         d = upcast(d)
@@ -120,14 +125,15 @@ backward_operator = register(
 
 
 def compute(qkv: Tensor, *rest: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Returns (queries, keys, values), and the inputs, which the backward pass needs."""
+    """Returns (queries, keys, values), and a tuple of all inputs, which the backward pass needs."""
     return (*operator(qkv, *rest), qkv.select(2, 2)), (qkv, *rest)
 
 
 def compute_gradients(
     dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Any
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of qkv and, if there are weights, of both weights."""
+    """Returns the gradient of qkv and, if the weights are not None, those of q_weight and
+    k_weight."""
     parts = [pack_heads(g) for g in (dq, dk, dv)]
     dqkv, dweights = backward_operator(*parts, *inputs)
     return (dqkv,) if inputs[1] is None else (dqkv, *dweights)
@@ -143,8 +149,8 @@ def fused_qk_rope(
     rotations: Tensor | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """Computes `qk_rope` as one operator. ValueError for an empty tensor, one weight without the
-    other, shapes that do not fit, or a head dim that is not a power of two of at least 8."""
+    """Computes `qk_rope` as one operator. Raises ValueError for an empty tensor, one weight without
+    the other, shapes that do not fit, or a head dim that is not a power of two of at least 8."""
     refuse_empty("qk_rope", qkv)
     inputs = {"q_weight": q_weight, "k_weight": k_weight, "rotations": rotations}
     shapes = {

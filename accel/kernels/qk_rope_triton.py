@@ -70,7 +70,7 @@ def qk_rope_kernel(
     source = QKV + ((b * L + t[:, None]) * 3 + is_key) * (K * P) + p[None, :]
     here = (b * L + t[:, None]) * (K * P) + p[None, :]
 
-    # Load weight and rotations once for all heads.
+    # Load weight and rotations once, before the loop over heads.
     if Q_WEIGHT is not None:
         weight = tl.load(Q_WEIGHT + p).to(tl.float32)
         if is_key == 1:
@@ -109,9 +109,10 @@ def store_gradient(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Stores the gradient of all heads of queries or of keys; or of values, which are neither
-    normed nor rotated, so WEIGHT and ROTATIONS are None. `source` points into qkv, `target` into
-    the gradient of qkv; SUMS (P) takes the sum for the weight's gradient."""
+    """Stores the gradient of all heads of either queries, keys or values, for tokens t. Values are
+    neither normed nor rotated, so for them WEIGHT and ROTATIONS are None. `source` points into qkv,
+    `target` into the gradient of qkv. SUMS (P) receives this program's part of the weight's
+    gradient."""
     p = tl.arange(0, P)
     mask = (t < L)[:, None] & (p < P)[None, :]
     D += b * d_batch + t[:, None] * d_token + p[None, :]
@@ -161,8 +162,8 @@ def qk_rope_backward_kernel(
     EPS: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
-    """Stores the gradient of qkv, and in SUMS (B, tiles, 2, P) each program's sums for the
-    gradients of both weights."""
+    """Stores the gradient of qkv, and in SUMS (B, tiles, 2, P) each program's part of the gradients
+    of q_weight (index 0) and k_weight (index 1)."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -217,7 +218,8 @@ def qk_rope_backward_kernel(
 
 
 def choose_constants(qkv: Tensor, eps: float) -> dict[str, float | int]:
-    """Returns the constants and the options of a launch."""
+    """Returns the compile-time constants of the kernels, together with the launch options such as
+    num_warps."""
     _, length, _, heads, head_dim = qkv.shape
     block = max(1, TILE_ELEMENTS // head_dim)
     return {
@@ -237,7 +239,8 @@ def launch_forward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns normed and rotated queries and keys, (B, L, K, P)."""
+    """Launches the forward kernel; returns normed and rotated queries and keys, both (B, L, K,
+    P)."""
     constants = choose_constants(qkv, eps)
     q, k = (qkv.new_empty(qkv.shape[0], qkv.shape[1], *qkv.shape[3:]) for _ in range(2))
     grid = (triton.cdiv(qkv.shape[1], constants["BLOCK_L"]), 2, qkv.shape[0])
@@ -255,7 +258,8 @@ def launch_backward(
     rotations: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of qkv, and that of both weights, (2, P) in fp32."""
+    """Launches the backward kernel; returns the gradient of qkv, and the gradients of q_weight and
+    k_weight stacked, (2, P) in fp32."""
     constants = choose_constants(qkv, eps)
     dqkv = qkv.new_empty(qkv.shape)
     tiles = triton.cdiv(qkv.shape[1], constants["BLOCK_L"])

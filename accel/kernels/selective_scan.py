@@ -27,8 +27,8 @@ from accel.kernels.operator import keep_inputs, make_differentiable, register, u
 
 def solve_recurrence(decay: Tensor, added: Tensor) -> Tensor:
     """Computes h_t = decay_t·h_{t-1} + added_t for all tokens, starting from h = 0; all tensors are
-    (B, L, E, N). There is no loop over tokens: it is an associative scan (Blelloch 1990, "Prefix
-    sums and their applications") in 2·log2(L) steps and about twice the work.
+    (B, L, E, N). Instead of a loop over tokens, it is an associative scan (Blelloch 1990, "Prefix
+    sums and their applications"): 2·log2(L) steps, with about twice the work of a loop.
 
     It multiplies decays with each other and never divides, so nothing overflows: a product of
     decays is at most 1.
@@ -36,14 +36,14 @@ def solve_recurrence(decay: Tensor, added: Tensor) -> Tensor:
     if decay.shape[1] == 1:
         return added
 
-    # Join each second token with the token before it to one step of a recurrence of half the
-    # length, whose states are those of the second tokens.
+    # Join tokens 2m and 2m + 1 to one step of a recurrence of half the length; its states are the
+    # states of the odd tokens.
     odd = decay[:, 1::2]
     pairs = torch.addcmul(added[:, 1::2], odd, added[:, :-1:2])
     second = solve_recurrence(odd * decay[:, :-1:2], pairs)
 
-    # Each remaining token, except the first, follows a second token: compute its state from that
-    # token's state.
+    # Each even token, except token 0, follows an odd token: compute its state from the odd token's
+    # state.
     states = added.clone()
     states[:, 1::2] = second
     even = decay[:, 2::2]
@@ -54,8 +54,8 @@ def solve_recurrence(decay: Tensor, added: Tensor) -> Tensor:
 def unroll(
     x: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, B_in: Tensor
 ) -> tuple[Tensor, ...]:
-    """Runs the recurrence over all tokens and returns every state: step sizes (B, L, E), A (E, N),
-    decays exp(step·A) and states, both (B, L, E, N)."""
+    """Runs the recurrence over all tokens. Returns the step sizes (B, L, E), A (E, N), the decays
+    exp(step·A) (B, L, E, N), and the state after each token (B, L, E, N)."""
     steps = F.softplus(upcast(dt) + upcast(dt_bias))
     A = -upcast(A_log).exp()
     decay = (steps.unsqueeze(-1) * A).exp()
@@ -72,20 +72,21 @@ def scan_forward(
     C_out: Float[Tensor, "B L N"],
     D: Float[Tensor, "E"],
 ) -> Float[Tensor, "B L E"]:
-    """Scans from the first token to the last by plain operations; computes in fp32, returns y in
-    the dtype of x."""
+    """Computes the selective scan from the first token to the last by plain PyTorch operations in
+    fp32; returns y in the dtype of x."""
     states = unroll(x, dt, dt_bias, A_log, B_in)[-1]
     y = (states * upcast(C_out).unsqueeze(2)).sum(-1) + upcast(D) * upcast(x)
     return y.to(x.dtype)
 
 
 def compute_gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Returns the gradients of the seven inputs of `scan_forward`; computes its states again."""
+    """Returns the gradients of the seven inputs of `scan_forward`; computes the states again,
+    because the forward pass does not save them."""
     steps, A, decay, states = unroll(*inputs[:5])
     dy, x, dt, dt_bias, _, B_in, C_out, D = map(upcast, (dy, *inputs))
 
-    # A state's gradient is the gradient of the read by its own token, plus the gradient of the next
-    # state times the next decay: the same recurrence, from the last token to the first.
+    # The gradient of state h_t is dy_t·C_t, plus the gradient of h_{t+1} times decay_{t+1}: the
+    # same recurrence as in the forward pass, from the last token to the first.
     read = dy.unsqueeze(-1) * C_out.unsqueeze(2)
     dstates = solve_recurrence(decay.flip(1).roll(1, 1), read.flip(1)).flip(1)
 
@@ -122,8 +123,8 @@ fused_selective_scan = make_differentiable(
 
 def selective_scan(*inputs: Tensor) -> Tensor:
     """Computes `scan_forward`, and saves only the inputs for the backward pass, which computes the
-    states again. Otherwise autograd saves several tensors (B, L, E, N) in every layer at once; this
-    way they exist for one layer at a time."""
+    states again. Without this, autograd keeps several tensors (B, L, E, N) for every layer until
+    the backward pass; with it, such tensors exist for one layer at a time."""
     if torch.compiler.is_compiling():
         # Use `checkpoint`, not `scan_keeping_inputs`, in compiled code: in the latter the compiler
         # notices that the states are computed twice, computes them once, and keeps them in memory.

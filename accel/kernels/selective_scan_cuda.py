@@ -2,8 +2,8 @@
 installed (https://github.com/state-spaces/mamba). The kernel takes tensors with channels before
 tokens, (B, E, L).
 
-Its backward kernel adds up the gradients of A, B, C, D and the bias with atomic additions, so in
-varying order.
+Its backward kernel adds up the gradients of A, B, C, D and the bias with atomic additions, so the
+order of the additions, and with it the last bits, vary from call to call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from common.errors import UserError
 
 
 def launch_forward(*inputs: Tensor) -> Tensor:
-    """Returns y (B, L, E) for the inputs of `selective_scan`; UserError without the package."""
+    """Calls mamba-ssm's forward kernel with the inputs of `selective_scan`; returns y (B, L, E).
+    Raises UserError if mamba-ssm is not installed."""
     try:
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -24,7 +25,8 @@ def launch_forward(*inputs: Tensor) -> Tensor:
             "pip install mamba-ssm, or use runtime.fused_scan=false."
         ) from error
 
-    # The kernel requires one dtype for all inputs that have tokens, and fp32 for the others.
+    # The kernel requires one dtype for all inputs with a token dimension (x, dt, B_in, C_out), and
+    # fp32 for the other inputs, so cast them.
     x, dt, dt_bias, A_log, B_in, C_out, D = inputs
     x, dt, B_in, C_out = (t.mT.to(x.dtype) for t in (x, dt, B_in, C_out))
     A = -A_log.float().exp()
@@ -33,8 +35,8 @@ def launch_forward(*inputs: Tensor) -> Tensor:
 
 
 def launch_backward(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Returns the gradients of the seven inputs of `launch_forward`; runs that function again.
-    UserError under deterministic algorithms."""
+    """Returns the gradients of the seven inputs of `launch_forward`; runs the forward kernel again
+    for this. Raises UserError if deterministic algorithms are on."""
     if torch.are_deterministic_algorithms_enabled():
         raise UserError(
             "deterministic=true cannot use mamba-ssm's kernel, whose backward pass adds in any "

@@ -47,8 +47,8 @@ def sigmoid(u):
 
 @triton.jit
 def locate_program(program, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Returns the index of a program's piece, and the indices of its heads. One grid dimension, the
-    first, counts both, because the other two have a limit of 65,535."""
+    """Returns the index of a program's piece, and the indices of its heads. The first dimension of
+    the grid counts both, because the other two dimensions are limited to 65,535."""
     blocks: tl.constexpr = tl.cdiv(K, BLOCK_K)
     return program // blocks, program % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
 
@@ -74,6 +74,8 @@ def ssd_decays_kernel(
     direction = tl.program_id(1)
     pieces = tl.cdiv(L, T)
     r = tl.arange(0, BLOCK_T)
+
+    # Direction 1 sums from the last token of the piece, so read its tokens in reverse order.
     t = tl.where(direction == 0, r, T - 1 - r)
     token = (piece % pieces) * T + t
     row = (r < T)[:, None] & (k < K)[None, :]
@@ -85,10 +87,12 @@ def ssd_decays_kernel(
         + k[None, :]
     )
 
-    # Load bias, rate and raw steps. Padding gets step 0, and so no decay.
+    # Load bias, rate and raw step sizes.
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32)) * -LOG2E
     raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+
+    # Padding gets step size 0, and so no decay.
     step = tl.where(mask, softplus(raw), 0.0)
     target = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
     tl.store(STEPS + target, step, mask=row)
@@ -117,15 +121,15 @@ def ssd_decays_backward_kernel(
     LOG2E: tl.constexpr,
     MIN_LOG2_DECAY: tl.constexpr,
 ):
-    """Stores the gradient of dt, and in TOTALS (2, S, 2, K) the sums over a piece for the gradients
-    of dt_bias (index 0) and A_log (index 1)."""
+    """Stores the gradient of dt in DDT, and in TOTALS (2, S, 2, K) each piece's part of the
+    gradients of dt_bias (index 0) and A_log (index 1), a sum over the piece's tokens."""
     piece, k = locate_program(tl.program_id(0), K, BLOCK_K)
     direction = tl.program_id(1)
     pieces = tl.cdiv(L, T)
     r = tl.arange(0, BLOCK_T)
 
     # The gradient of a running sum is a running sum in the opposite direction, so read the tokens
-    # in the other order.
+    # in the order opposite to that of the forward pass.
     t = tl.where(direction == 0, T - 1 - r, r)
     token = (piece % pieces) * T + t
     row = (r < T)[:, None] & (k < K)[None, :]
@@ -133,7 +137,7 @@ def ssd_decays_backward_kernel(
     source = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
     da = tl.cumsum(tl.load(DSUMS + source, mask=row, other=0.0), 0) * LOG2E
 
-    # Compute the forward values again; a decay that was clamped passes no gradient on.
+    # Compute the step sizes again. Where the forward pass clamped a log decay, its gradient is 0.
     b = (piece // pieces).to(tl.int64)
     dt_at = b * dt_batch + token[:, None] * dt_token + direction * K + k[None, :]
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
@@ -141,20 +145,21 @@ def ssd_decays_backward_kernel(
     raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
     step = softplus(raw)
     da = tl.where(step * A[None, :] * LOG2E >= MIN_LOG2_DECAY, da, 0.0)
-    draw = (tl.load(DSTEPS + source, mask=row, other=0.0) + A[None, :] * da) * sigmoid(raw)
-    draw = tl.where(mask, draw, 0.0)
+    grad_raw = (tl.load(DSTEPS + source, mask=row, other=0.0) + A[None, :] * da) * sigmoid(raw)
+    grad_raw = tl.where(mask, grad_raw, 0.0)
 
     out = b * ddt_batch + token[:, None] * ddt_token + direction * K + k[None, :]
-    tl.store(DDT + out, draw.to(DDT.dtype.element_ty), mask=mask)
+    tl.store(DDT + out, grad_raw.to(DDT.dtype.element_ty), mask=mask)
     dA_log = tl.where(mask, da * A[None, :] * step, 0.0)
     all_pieces = tl.num_programs(0) // tl.cdiv(K, BLOCK_K)
     totals = TOTALS + (piece * 2 + direction) * K + k
-    tl.store(totals, tl.sum(draw, 0), mask=k < K)
+    tl.store(totals, tl.sum(grad_raw, 0), mask=k < K)
     tl.store(totals + all_pieces * 2 * K, tl.sum(dA_log, 0), mask=k < K)
 
 
 def choose_constants(heads: int, piece: int) -> dict[str, float | int]:
-    """Returns the constants of a launch for `heads` heads and pieces of `piece` tokens."""
+    """Returns the compile-time constants of the kernels for `heads` heads and pieces of `piece`
+    tokens."""
     block_t = triton.next_power_of_2(piece)
     block_k = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // block_t))
     return {
@@ -168,7 +173,8 @@ def choose_constants(heads: int, piece: int) -> dict[str, float | int]:
 
 
 def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tuple[Tensor, Tensor]:
-    """Returns steps and running sums, both (S, 2, K, T) in fp32."""
+    """Launches the forward kernel; returns step sizes and running sums of log decays, both (S, 2,
+    K, T) in fp32."""
     batch, length, _, heads = dt.shape
     pieces = batch * triton.cdiv(length, piece)
     shape = choose_constants(heads, piece)
@@ -182,7 +188,8 @@ def launch_forward(dt: Tensor, dt_bias: Tensor, A_log: Tensor, piece: int) -> tu
 def launch_backward(
     dsteps: Tensor, dsums: Tensor, dt: Tensor, dt_bias: Tensor, A_log: Tensor, ddt: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of dt_bias and A_log (fp32); writes the gradient of dt to `ddt`."""
+    """Launches the backward kernel. Returns the gradients of dt_bias and A_log (fp32); writes the
+    gradient of dt to `ddt`."""
     length = dt.shape[1]
     heads = dt.shape[3]
     pieces, _, _, piece = dsteps.shape
@@ -193,6 +200,6 @@ def launch_backward(
     ssd_decays_backward_kernel[grid](
         dsteps, dsums, dt, dt_bias, A_log, ddt, totals, *strides, **shape, num_warps=WARPS
     )
-    # Make two sums, not two halves of one: compiled code asserts that outputs begin at a multiple
-    # of 16 bytes, and with an odd number of heads the second half does not.
+    # Compute two separate sums: compiled code asserts that each output begins at a multiple of 16
+    # bytes, which the second half of one common sum does not if the number of heads is odd.
     return totals[0].sum(0), totals[1].sum(0)

@@ -1,7 +1,7 @@
 """The product of a gated unit, `silu(gate)·value` (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
 `silu_product` is the definition in PyTorch. `fused_swiglu` computes it for the two halves of one
-projection, as one operator whose backward pass writes one gradient for both: Triton on a GPU
+projection, as one operator whose backward pass writes one gradient for both halves: Triton on a GPU
 (swiglu_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, H hidden channels.
@@ -47,13 +47,15 @@ def silu_product(
 
 
 def compute_forward(joined: Tensor) -> Tensor:
-    """Computes `silu_product` of the two halves of `joined` (B, L, 2·H) in fp32."""
+    """Computes `silu_product` of the two halves of `joined` (B, L, 2·H) in fp32; returns (B, L, H)
+    in the dtype of `joined`."""
     gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
     return (F.silu(gate) * value).to(joined.dtype)
 
 
 def compute_backward(dh: Tensor, joined: Tensor) -> Tensor:
-    """Returns the gradient of `joined`: those of gate and value, side by side."""
+    """Returns the gradient of `joined`: the gradients of gate and value side by side, (B, L,
+    2·H)."""
     gate, value = (upcast(t) for t in joined.chunk(2, dim=-1))
     dgate = torch.ops.aten.silu_backward(upcast(dh) * value, gate)
     return torch.cat((dgate, upcast(dh) * F.silu(gate)), dim=-1).to(joined.dtype)
@@ -75,8 +77,8 @@ differentiable_swiglu = make_differentiable(
 
 
 def fused_swiglu(joined: Tensor) -> Tensor:
-    """Computes `silu_product` of the first and the second half of the channels as one operator.
-    ValueError for an empty tensor, or an odd number of channels."""
+    """Computes `silu_product` of the first half (gate) and the second half (value) of the channels,
+    as one operator. Raises ValueError for an empty tensor, or an odd number of channels."""
     refuse_empty("swiglu", joined)
     if joined.shape[-1] % 2:
         raise UserError(

@@ -24,8 +24,8 @@ WARPS = 4
 
 @triton.jit
 def locate_tile(rows, H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Returns the row and channel indices of this program's tile, and the mask of elements inside
-    the tensor. Consecutive programs take the tiles along a row."""
+    """Returns the row indices and the channel indices of this program's tile, and the mask of the
+    tile's elements that lie inside the tensor. Consecutive programs take the tiles along a row."""
     across = tl.cdiv(H, BLOCK_H)
     r = (tl.program_id(0) // across).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = (tl.program_id(0) % across) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -56,7 +56,8 @@ def swiglu_backward_kernel(
 
 
 def plan_launch(joined: Tensor) -> tuple[int, dict[str, int], tuple[int]]:
-    """Returns the number of rows, the constants (with options) and the grid of a launch."""
+    """Returns the number of rows, the compile-time constants together with launch options, and the
+    grid of a launch."""
     hidden = joined.shape[-1] // 2
     rows = joined.numel() // (2 * hidden)
     constants = {"H": hidden, "BLOCK_R": BLOCK_R, "BLOCK_H": BLOCK_H, "num_warps": WARPS}
