@@ -96,8 +96,8 @@ def show_progress(
 
 
 class AdvisoryStream:
-    """A text stream whose `write` and `flush` never fail: when the underlying stream fails, it
-    warns once on stderr and drops all later output."""
+    """A text stream that cannot end the command by an OSError: if writing to the underlying stream
+    fails, it warns once on stderr and drops all later output."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

@@ -150,8 +150,8 @@ def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy:
 class Readers:
     """A pool of `count` daemon threads that read files.
 
-    It is not a ThreadPoolExecutor, because Python waits at exit for the threads of an executor, and
-    a read from a server that hangs takes minutes.
+    This class is no ThreadPoolExecutor, because Python waits at exit for the threads of an
+    executor, and a read from a server that hangs takes minutes.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -172,8 +172,8 @@ class Readers:
         return future
 
     def close(self, wait: bool = False) -> None:
-        """Ends the threads and drops queued tasks. If `wait`, first waits for the running tasks, at
-        most ten seconds per thread."""
+        """Drops queued tasks and lets each thread end after its running task. If `wait`, waits for
+        the threads to end, at most ten seconds for each."""
         self.closed.set()
         for _ in self.threads:
             self.tasks.put(None)

@@ -1,9 +1,9 @@
-"""Reads the blocks of a latent set and verifies each: length, hash, names, dtypes, shapes, labels,
-finite values.
+"""Reads the blocks of a latent set, which are safetensors files inside tar files, and verifies
+each: length, hash, names, dtypes, shapes, labels, finite values.
 
 `BlockReader` reads a block by its offset in the manifest; it parses no tar and unpickles nothing.
-The manifest's order numbers the samples of a split; that number is the id in a `Batch`.
-`BlockLoader` is the base of the loaders that read blocks while they run.
+The samples of a split are numbered in the manifest's order; a sample's number is its id in a
+`Batch`. `BlockLoader` is the base of the loaders that read blocks during training.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from data.source import Source, describe_failed_read, open_source
 
 OnCorrupt = Literal["error", "skip"]
 MAX_UNREACHABLE_BLOCKS = 3
-"""Number of unreachable blocks in one call of `BlockReader.read` at which the call fails: the whole
-store is then likely to be unreachable."""
+"""If so many blocks are unreachable in one call of `BlockReader.read`, the call fails, because the
+whole store is then probably unreachable."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
 
 class DamagedBlockError(UserError):
-    """A block differs from the manifest; the message names its shard and samples."""
+    """A block's content differs from the manifest; the message names the block's shard and
+    samples."""
 
 
 class UnreachableError(DamagedBlockError):
@@ -43,7 +44,8 @@ class UnreachableError(DamagedBlockError):
 
 
 class Place(NamedTuple):
-    """A block, its shard, and the number of its first sample in the split."""
+    """Where a block lies: its shard, its entry in the manifest, and the number in the split of the
+    block's first sample."""
 
     shard: Shard
     block: Block
@@ -55,7 +57,8 @@ class Place(NamedTuple):
 
 
 class SkippedBlock(NamedTuple):
-    """A block that `data.on_corrupt=skip` left out."""
+    """Report on a damaged block that the reader replaced under `data.on_corrupt=skip`: the block's
+    place, its number of samples, and what is wrong with it."""
 
     place: str
     samples: int
@@ -63,7 +66,8 @@ class SkippedBlock(NamedTuple):
 
 
 class BlockReader:
-    """Reads the blocks of one split; each has a number, its index in the split."""
+    """Reads the blocks of one split. A block's number is its index among the blocks of the
+    split."""
 
     def __init__(
         self, source: Source, manifest: Manifest, split: str, on_corrupt: OnCorrupt = "error"
@@ -72,9 +76,10 @@ class BlockReader:
         self.manifest = manifest
         self.on_corrupt = on_corrupt
         self.damaged: dict[int, str] = {}
-        """Number of a damaged block -> its fault. The reader does not read these blocks again."""
+        """Number of a damaged block -> what is wrong with it. The reader does not read these blocks
+        again."""
         self.reports: list[SkippedBlock] = []
-        """The blocks skipped since the last `take_reports`."""
+        """Reports on the blocks that were skipped since the last call of `take_reports`."""
 
         self.places: list[Place] = []
         self.count = 0
@@ -89,18 +94,19 @@ class BlockReader:
         self.shape = (manifest.channels, manifest.height, manifest.width)
         latents = {"latents", "mirrored"} if manifest.flips else {"latents"}
         self.allowed_names = [latents | {"labels"}]
-        """Sets of tensor names that a block may have: without the std of a variational encoder, or
-        with it. The first good block decides for all."""
+        """Sets of tensor names that a block may have: without or with the std of a variational
+        encoder. After the first good block only the set of that block is allowed."""
         if manifest.kind == "mean_std":
             stds = {"std", "mirrored_std"} if manifest.flips else {"std"}
             self.allowed_names.append(self.allowed_names[0] | stds)
 
     def read(self, number: int) -> dict[str, Tensor]:
-        """Reads all tensors of a block, and the `ids` of its samples.
+        """Returns name -> tensor of a block, and under "ids" the numbers of its samples in the
+        split.
 
-        DamagedBlockError if the block differs from the manifest or cannot be read. With
-        `on_corrupt="skip"` the samples of the next good block replace it, repeated or cut to the
-        same number, so that the order keeps its length.
+        Raises DamagedBlockError if the block differs from the manifest or cannot be read. With
+        `on_corrupt="skip"` it instead returns samples of the next good block, repeated or cut to
+        the number of the damaged block's samples, so that later samples keep their positions.
         """
         unreachable = 0
         reason = ""
@@ -133,8 +139,8 @@ class BlockReader:
 
     @cached_property
     def sample_template(self) -> dict[str, Tensor]:
-        """The tensors of one sample by name, each of shape (1, …); all samples of the set have
-        these names, dtypes and shapes."""
+        """Name -> tensor of one sample, each of shape (1, …); all samples of the set have these
+        names, dtypes and shapes."""
         return {name: tensor[:1].clone() for name, tensor in sorted(self.read(0).items())}
 
     @property
@@ -142,14 +148,15 @@ class BlockReader:
         return sum(tensor.nbytes for tensor in self.sample_template.values())
 
     def read_rows(self, number: int) -> UInt8[Tensor, "n bytes"]:
-        """Reads a block as bytes, one row per sample: a batch then needs one slice, one copy and
-        one file descriptor instead of one per tensor."""
+        """Reads a block as raw bytes, with all tensors of a sample in one row. A batch of rows then
+        needs one slice, one copy and one file descriptor, instead of one for each tensor name."""
         tensors = self.read(number)
         flat = [tensors[name].reshape(len(tensors["ids"]), -1) for name in self.sample_template]
         return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
 
     def unpack_rows(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
-        """Turns rows of bytes back into tensors, on the device of `rows`."""
+        """Converts rows of bytes, as `read_rows` returns them, to tensors on the device of
+        `rows`."""
         parts = rows.split([tensor.nbytes for tensor in self.sample_template.values()], dim=1)
         return LatentTensors(
             **{
@@ -164,9 +171,10 @@ class BlockReader:
         return reports
 
     def read_verified(self, number: int, retry: bool = True) -> dict[str, Tensor]:
-        """Reads a block and checks it against the manifest; DamagedBlockError if they differ.
+        """Reads a block and checks it against the manifest; raises DamagedBlockError if the block
+        differs, UnreachableError if it cannot be read now.
 
-        A damaged block is read once more if the source can drop a local copy of it.
+        If the block is damaged and the source can drop its local copy, reads the block once more.
         """
         place = self.places[number]
         shard = place.shard
@@ -175,7 +183,8 @@ class BlockReader:
         try:
             content = self.source.read(shard.file, block.offset, block.size)
         except OSError as error:
-            # Call a block unreachable if a later attempt may succeed. A missing file stays missing.
+            # Raise UnreachableError if a later attempt may succeed; a missing file will stay
+            # missing.
             missing = isinstance(error, FileNotFoundError)
             error_type = DamagedBlockError if missing else UnreachableError
             raise error_type(f"{describe_failed_read(name, error)}; {REMEDY}.") from error
@@ -187,15 +196,17 @@ class BlockReader:
             raise DamagedBlockError(f"{name} {error}; {REMEDY}.") from error
 
     def parse_block(self, content: bytes, block: Block) -> dict[str, Tensor]:
-        """Parses and checks the bytes of a block; raises DamagedBlockError if they differ from the
-        manifest, with the end of a sentence as message. It checks the tensors even if the hash is
-        right, because whoever wrote the set may have hashed wrong tensors."""
+        """Parses and checks the bytes of a block; returns name -> tensor. Raises DamagedBlockError,
+        with the end of a sentence as message, if the bytes differ from the manifest. Checks the
+        tensors even if the hash is right, because the program that wrote the set may have hashed
+        wrong tensors."""
         if len(content) != block.size:
             raise DamagedBlockError(f"ends early, {len(content)} of {block.size} bytes are there")
         if hashlib.sha256(content).hexdigest() != block.sha256:
             raise DamagedBlockError("is damaged: its sha256 differs from the manifest's")
 
-        # Catch all exceptions: safetensors has its own, and torch others for an unknown dtype.
+        # Catch all exceptions: safetensors raises its own types, and torch others for an unknown
+        # dtype.
         try:
             tensors = load(content)
         except Exception as error:
@@ -213,8 +224,8 @@ class BlockReader:
         return tensors
 
     def check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
-        """Raises DamagedBlockError if a tensor has another dtype, shape or range of values than the
-        manifest says."""
+        """Raises DamagedBlockError if a tensor's dtype or shape is not the manifest's, or if it has
+        values that are not finite or out of range, such as labels that are no class."""
         actual = describe_tensor(tensor.shape, tensor.dtype)
         expected = describe_tensor((samples, *self.shape), getattr(torch, self.manifest.dtype))
         if name == "labels":
@@ -222,8 +233,8 @@ class BlockReader:
         if actual != expected:
             raise DamagedBlockError(f"holds {name} {actual}, the manifest says {expected}")
 
-        # Use aminmax, which is ten times as fast as isfinite: its results are NaN or infinite if
-        # any value is.
+        # Find values that are not finite by aminmax, which is ten times as fast as isfinite: if a
+        # value is NaN or infinite, so is the minimum or the maximum.
         low, high = (extreme.item() for extreme in tensor.aminmax())
         classes = len(self.manifest.class_names)
         if name == "labels" and not 0 <= low <= high < max(1, classes):
@@ -237,12 +248,12 @@ class BlockReader:
 
 
 def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Writes dtype and shape, e.g. float16[64, 4, 32, 32]."""
+    """Returns dtype and shape as text, e.g. "float16[64, 4, 32, 32]"."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 REMOTE_SETTINGS = ("cache", "timeout", "retries")
-"""Settings of a loader that `open_set` passes on to `open_source`."""
+"""Those configuration keys of a loader that `open_set` passes on to `open_source`."""
 
 
 def open_set(
@@ -254,10 +265,12 @@ def open_set(
     on_corrupt: OnCorrupt = "error",
     **settings: Any,
 ) -> tuple[LatentSpec, BlockReader, BlockReader]:
-    """Opens the set at `path` for `data=<group>`: its spec, and a reader of each split.
+    """Opens the latent set at `path`; returns its spec, and the block readers of the training split
+    and of the held-out split. `group` is the value of `data` in error messages.
 
-    ValueError if the set was not made with `encoder` and `latent_scale`; None allows any.
-    `settings` may be all other settings of the loader; only `REMOTE_SETTINGS` matter here.
+    Raises ValueError if the set was made with another encoder than `encoder` or another scale than
+    `latent_scale`; None allows any. `settings` may hold all other configuration keys of the loader;
+    only those in `REMOTE_SETTINGS` have an effect here.
     """
     if path is None:
         raise UserError(
@@ -290,8 +303,8 @@ def open_set(
 
 
 def add_skipped(skipped: dict[str, int], reports: list[SkippedBlock]) -> None:
-    """Adds reports of skipped blocks to `skipped` (place of a block -> its number of samples), and
-    prints each one that is new."""
+    """Adds reports on skipped blocks to `skipped` (place of a block -> its number of samples), and
+    prints a line for each block that is not yet in `skipped`."""
     for place, samples, reason in reports:
         if place not in skipped:
             skipped[place] = samples
@@ -303,7 +316,8 @@ def add_skipped(skipped: dict[str, int], reports: list[SkippedBlock]) -> None:
 
 
 class BlockLoader(LatentLoader):
-    """Base of the loaders that read blocks while they run: it knows the blocks of both splits."""
+    """Base of the loaders that read blocks during training. It has a reader of each split, and
+    yields the held-out split."""
 
     def __init__(
         self,
@@ -318,7 +332,8 @@ class BlockLoader(LatentLoader):
         self.held_out_count = held_out.count
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """See `LatentLoader`; a thread reads one block ahead."""
+        """Yields the held-out split once, in its fixed order (see `LatentLoader.held_out`). A
+        thread reads one block ahead."""
         blocks = self.held_out_blocks
         readers = Readers(1, "held-out")
         try:
@@ -332,7 +347,8 @@ class BlockLoader(LatentLoader):
 
 
 def cut_rows(blocks: Iterator[Tensor], size: int) -> Iterator[Tensor]:
-    """Yields the rows of all blocks in tensors of `size` rows; the last tensor may have fewer."""
+    """Yields the rows of all blocks, in order, in tensors of `size` rows; the last tensor may have
+    fewer rows."""
     remainder: list[Tensor] = []
     for rows in blocks:
         *whole, last = torch.cat([*remainder, rows]).split(size)

@@ -1,6 +1,7 @@
-"""The loader of scikit-learn's handwritten digits, the default data: no download, no encoder.
+"""The loader of scikit-learn's handwritten digits, which is the default data set, because it needs
+no download and no encoder.
 
-1,797 real 8×8 images of 10 classes come with that package (Alpaydin & Kaynak 1998,
+scikit-learn contains 1,797 real 8×8 images of 10 classes (Alpaydin & Kaynak 1998,
 https://archive.ics.uci.edu/dataset/80).
 """
 
@@ -19,11 +20,11 @@ HELD_OUT_IMAGES = 180
 
 
 class DigitLatents(InMemoryLatents):
-    """Pixels in [-1, 1] as latents of shape (1, 8, 8); the held-out split has 180 of the 1,797
-    images.
+    """Loads the digits' pixels, scaled to [-1, 1], as latents of shape (1, 8, 8). The held-out
+    split has 180 of the 1,797 images.
 
-    `classes` lists the digits to keep; null keeps all. Mean and std are computed over all ten
-    digits, so the normalisation does not depend on `classes`.
+    `classes` lists the digits to keep, e.g. [0,1]; null keeps all ten. Mean and std are computed
+    over all ten digits, so the normalisation does not depend on `classes`.
     """
 
     def __init__(self, *, classes: list[int] | None = None, **args: Unpack[LoaderArgs]) -> None:
@@ -40,8 +41,8 @@ class DigitLatents(InMemoryLatents):
         pixels = torch.from_numpy(values).float().view(-1, 1, 8, 8) / 8.0 - 1.0
         digits = torch.from_numpy(targets).long()
 
-        # Runs with other seeds or other `classes` stay comparable: the split has a fixed seed, and
-        # mean and std are those of all classes.
+        # Split with a fixed seed, and take mean and std over all classes, so that runs with
+        # different seeds or `classes` are comparable.
         device = args["device"]
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
         train_pixels = pixels[order[HELD_OUT_IMAGES:]]

@@ -1,5 +1,5 @@
-"""The contract of loaders: the class of a batch, the description of a latent set, and the base
-class of all loaders.
+"""The interface of data loaders: the class of a batch, the description of a latent set, and the
+base class of all loaders.
 
 Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
 """
@@ -22,24 +22,25 @@ Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Finite = Annotated[float, Field(gt=-1e12, lt=1e12, allow_inf_nan=False)]
 Above0 = Annotated[float, Field(gt=1e-12, lt=1e12, allow_inf_nan=False)]
-"""`Finite` and `Above0` bound mean and std so that normalised latents stay finite in fp32."""
+"""Type of a positive number. The bounds of `Finite` and `Above0` keep normalised latents finite in
+fp32."""
 
 
 class Batch(NamedTuple):
-    """A batch of samples on the device, with normalised latents."""
+    """A batch of samples, with normalised latents; all tensors are on the device."""
 
     latents: Float[Tensor, "B C H W"]
     labels: Int[Tensor, "B"]
     ids: Int[Tensor, "B"]
-    """Number of each sample in its split of the latent set."""
+    """Number of each sample within its split of the latent set, from 0."""
     position: Int[Tensor, "B"]
-    """Number of samples the run has seen before this one; it seeds the sample's noise, time,
-    mirroring and posterior draw."""
+    """For each sample, the number of samples that the run has seen before it. This position seeds
+    the sample's noise, time t, mirroring and posterior draw."""
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Description of a latent set, as a model, a sampler and a checkpoint need it."""
+    """Description of a latent set: what a model, a sampler and a checkpoint must know about it."""
 
     channels: Size
     height: Size
@@ -47,52 +48,57 @@ class LatentSpec:
     num_classes: Count
     """Number of classes; 0 = the set has none, and every label is 0."""
     count: Count
-    """Training samples, without the held-out ones."""
+    """Number of training samples, without the held-out samples."""
     class_names: list[str]
     mean: list[Finite]
-    """Mean per channel; a loader subtracts it from raw latents."""
+    """Mean per channel; a loader subtracts the mean from raw latents."""
     std: list[Above0]
-    """Standard deviation per channel; a loader then divides by it."""
+    """Standard deviation per channel; a loader divides the latents by it, after subtracting the
+    mean."""
     encoder: dict[str, Any] = field(default_factory=dict)
     """`_target_` and arguments of the autoencoder that decodes the latents."""
     encoder_sha256: str | None = None
-    """Hash of the autoencoder's weights; sampling refuses to decode with others."""
+    """sha256 of the autoencoder's weights; sampling refuses to decode with other weights. None if
+    the set names no hash."""
     fingerprint: str = ""
-    """Identifies the data set, so that no run resumes on another one."""
+    """Text that identifies the data set; a run refuses to resume on a set with another
+    fingerprint."""
     earlier_fingerprint: str = ""
-    """Fingerprint of this set in checkpoints of earlier versions of fastlatent; "" if they computed
-    the same one."""
+    """Fingerprint of this set in checkpoints of earlier versions of fastlatent; "" if it was the
+    same."""
 
     @property
     def labels(self) -> range:
-        """The labels to draw samples of: all classes; 0, the null label, if the set has none."""
+        """The labels with which samples can be drawn: the numbers of all classes, or only 0, the
+        null label, if the set has no classes."""
         return range(max(1, self.num_classes))
 
     @property
     def names(self) -> list[str]:
-        """The name of each class, or its number if the set has no names."""
+        """The name of each class, or the class's number as text if the set has no names."""
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
     def with_order(self, suffix: str, earlier: str | None = None) -> LatentSpec:
-        """Returns a copy with `suffix` in its fingerprint. The suffix names the order or precision
-        of a loader's samples, so that a run with another one cannot resume. `earlier` is the suffix
-        that earlier versions of fastlatent used; None: the same."""
+        """Returns a copy of the spec with `suffix` at the end of its fingerprint. The suffix names
+        the order or the precision in which a loader yields the samples, so that a run cannot resume
+        with another order or precision. `earlier` is the suffix that earlier versions of fastlatent
+        used; None: the same suffix."""
         former = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
         return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=former)
 
     def make_normaliser(self, device: torch.device) -> Callable[[Any], Tensor]:
-        """Returns the function raw -> (raw - mean) / std in fp32. Mean and std lie on `device`, so
+        """Returns the function raw -> (raw - mean) / std in fp32. Mean and std are on `device`, so
         a call of the function copies nothing from the host."""
         mean, std = self.make_channel_statistics(device)
         return lambda raw: (raw.float() - mean) / std
 
     def denormalise(self, latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-        """Turns normalised latents into raw ones, which an autoencoder decodes."""
+        """Converts normalised latents to raw latents, which an autoencoder can decode."""
         mean, std = self.make_channel_statistics(latents.device)
         return latents.float() * std + mean
 
     def make_channel_statistics(self, device: torch.device) -> Float[Tensor, "2 C 1 1"]:
-        """Mean and std as tensors that broadcast over latents."""
+        """Returns mean and std per channel, stacked, in a shape that broadcasts over latents."""
         statistics = torch.tensor([self.mean, self.std], dtype=torch.float32, device=device)
         return statistics.view(2, -1, 1, 1)
 
@@ -101,8 +107,8 @@ class LatentSpec:
 
 
 def find_wrong_lengths(facts: Any) -> list[str]:
-    """Returns a sentence for each statistic, mean or std, of a spec or manifest whose number of
-    values is not the number of channels."""
+    """Checks that mean and std of a spec or manifest have one value per channel. Returns a sentence
+    for each of the two that has not; an empty list if both have."""
     return [
         f"{name} has {len(values)} values, and there are {facts.channels} channels"
         for name, values in (("mean", facts.mean), ("std", facts.std))
@@ -122,7 +128,7 @@ class LoaderArgs(TypedDict):
 
 
 class LatentLoader:
-    """Base of all loaders: an endless iterator over one rank's share of each global batch.
+    """Base of all loaders: an endless iterator over one rank's part of each global batch.
 
     The order is a pure function of (seed, samples seen): the n-th training sample is the same at
     any batch size, any world size and after any resume. Each epoch has every sample once; a batch
@@ -130,14 +136,17 @@ class LatentLoader:
     """
 
     held_out_count: int = 0
-    """Number of held-out samples; 0 = unknown, the progress bar then shows no time left."""
+    """Number of held-out samples; 0 = unknown: the progress bar of an evaluation then shows no time
+    left."""
     wait_for_batch_seconds: float = 1800.0
-    """Seconds to wait for a batch; a batch that takes longer is an error."""
+    """Seconds that the loader waits for a batch; if the batch takes longer, the loader raises an
+    error."""
 
     def __init__(self, spec: LatentSpec, **args: Unpack[LoaderArgs]) -> None:
         self.spec = spec
         self.skipped: dict[str, int] = {}
-        """Place of a damaged block -> its number of samples, which other samples replace."""
+        """Place of a damaged block that was skipped -> number of its samples, which samples of
+        another block replace."""
         self.batch_size = args["batch_size"]
         self.seed = args["seed"]
         self.device = args["device"]
@@ -148,9 +157,9 @@ class LatentLoader:
 
     @classmethod
     def foresee(cls, memory: float, **settings: Any) -> tuple[LatentSpec, float] | None:
-        """Returns, without building the loader, the spec of the set that its `settings` describe,
-        and the bytes that its latents take on a device with `memory` bytes; None if only a loader
-        that is built knows them."""
+        """Returns, without building the loader, the spec of the latent set that the loader's
+        `settings` describe, and the bytes that the set's latents take on a device with `memory`
+        bytes. Returns None if the loader must be built to know both."""
         return None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -162,29 +171,31 @@ class LatentLoader:
         return batch
 
     def batch_at(self, start: int) -> Batch:
-        """Returns the rank's batch: the `batch_size` positions from `start` on, or another part of
-        the same global batch, as long as the ranks' parts do not overlap."""
+        """Returns this rank's part of a global batch: the samples at the `batch_size` positions
+        from `start` on. A subclass may take other positions of the same global batch, if those of
+        the ranks do not overlap."""
         raise NotImplementedError
 
     def make_batch(self, rows: LatentTensors, position: Int[Tensor, "B"]) -> Batch:
-        """Makes a batch from raw samples: mirrors and draws each by its position in the run, then
-        normalises."""
+        """Makes a training batch from raw samples: mirrors some, draws latents from the encoder's
+        posterior (both seeded by the sample's position in the run), then normalises the latents."""
         latents = self.normalise(draw_samples(rows, self.seed, position))
         return Batch(latents, rows.labels, rows.ids, position)
 
     def make_plain_batch(self, rows: LatentTensors, start: int) -> Batch:
-        """Makes a batch from raw samples at the positions from `start` on: normalises them, without
-        augmentation."""
+        """Makes a held-out batch from raw samples, at the positions from `start` on: normalises the
+        latents, without mirroring or posterior draw."""
         position = torch.arange(start, start + len(rows.labels), device=self.device)
         return Batch(self.normalise(rows.latents), rows.labels, rows.ids, position)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
-        """Yields the held-out split once, in a fixed order, without augmentation; the last batch
-        may be smaller."""
+        """Yields the held-out split once, in batches of `batch_size`, in a fixed order, without
+        augmentation; the last batch may be smaller."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, int]:
-        """Returns a few integers, from which `load_state_dict` continues with the next sample."""
+        """Returns the loader's state, a few integers. After `load_state_dict` of this state the
+        loader continues with the next sample."""
         return {"samples_seen": self.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -197,8 +208,8 @@ class LatentLoader:
 class Int8Latents:
     """Latents in 8 bits with one scale per sample and channel: half the memory of 16 bits.
 
-    `latents[ids]` returns fp32; assignment rounds. The rounding error is at most 1/254 of the
-    largest absolute value in the same sample and channel.
+    Indexing, `latents[ids]`, returns fp32; assigning, `latents[ids] = …`, rounds to 8 bits. The
+    rounding error is at most 1/254 of the largest absolute value in the same sample and channel.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
@@ -216,13 +227,14 @@ class Int8Latents:
 
 @dataclass
 class LatentTensors:
-    """Raw samples of a latent set: `mirrored` are the latents of the mirrored images, `std` and
-    `mirrored_std` the standard deviations of the encoder's posterior; None: the set has none."""
+    """Raw samples of a latent set, not normalised. `mirrored` is the latents of the mirrored
+    images; `std` and `mirrored_std` are the standard deviations of the encoder's posterior. These
+    three are None if the set does not have them."""
 
     latents: Float[Tensor, "N C H W"] | Int8Latents
     labels: Int[Tensor, "N"]
     ids: Int[Tensor, "N"] = None  # pyright: ignore[reportAssignmentType]
-    """Number of each sample in its split; 0, 1, 2 … by default."""
+    """Number of each sample within its split; 0, 1, 2 … by default."""
     std: Float[Tensor, "N C H W"] | Int8Latents | None = None
     mirrored: Float[Tensor, "N C H W"] | Int8Latents | None = None
     mirrored_std: Float[Tensor, "N C H W"] | Int8Latents | None = None
@@ -232,12 +244,12 @@ class LatentTensors:
             self.ids = torch.arange(len(self.labels), device=self.labels.device)
 
     def as_floating(self) -> Float[Tensor, "N C H W"]:
-        """Returns the latents of a set that is not stored as `Int8Latents`."""
+        """Returns the latents as a tensor; the set must not be stored as `Int8Latents`."""
         assert isinstance(self.latents, Tensor)
         return self.latents
 
     def gather(self, ids: Tensor | slice) -> LatentTensors:
-        """Gathers the samples `ids`, as floating-point tensors."""
+        """Returns the samples at the indices `ids`, with latents as floating-point tensors."""
         columns: Any = [None if tensor is None else tensor[ids] for tensor in vars(self).values()]
         return LatentTensors(*columns)
 
@@ -245,10 +257,11 @@ class LatentTensors:
 def draw_samples(
     rows: LatentTensors, seed: int, position: Int[Tensor, "B"]
 ) -> Float[Tensor, "B C H W"]:
-    """Mirrors half of the samples, if the set has `mirrored`, and draws each from the encoder's
-    posterior, if the set has `std`.
+    """Returns raw latents. If the set has `mirrored`, takes the mirrored image for a random half of
+    the samples; if the set has `std`, draws each latent from the encoder's posterior.
 
-    Both draws are functions of (seed, position), so any rank, worker or restart repeats them.
+    Both random choices are functions of (seed, position), so they are the same on any rank and
+    worker and after any restart.
     """
     raw: Any = rows.latents
     std: Any = rows.std
