@@ -29,8 +29,8 @@ from data.source import Source, describe_failed_read, open_source
 
 OnCorrupt = Literal["error", "skip"]
 MAX_UNREACHABLE_BLOCKS = 3
-"""If so many blocks are unreachable in one call of `BlockReader.read`, the call fails, because the
-whole store is then probably unreachable."""
+"""Number of unreachable blocks at which a call of `BlockReader.read` gives up, because the whole
+store is then probably unreachable."""
 REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
 

@@ -1,10 +1,10 @@
 """The manifest of a latent set: its fields, its checks, and the spec that a run takes from it.
 
-`manifest.json` lies beside the shards. It says how precompute_latents.py made them, how to
-normalise them, and what every shard holds. A shard is a WebDataset tar whose members are *blocks*:
-safetensors files of some hundred samples with raw `latents` (n, C, H, W) and `labels` (n,), and in
-some sets `std`, `mirrored` and `mirrored_std`. Tars with one member per sample take 26 times as
-long to read.
+`manifest.json` is in the same folder as the shards. It says how precompute_latents.py made the
+latents, how to normalise them, and what each shard contains. A shard is a WebDataset tar whose
+members are *blocks*: safetensors files with some hundred samples each, as raw `latents` (n, C, H,
+W) and `labels` (n,), in some sets also `std`, `mirrored` and `mirrored_std`. A tar with one member
+per sample takes 26 times as long to read.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from data.source import Source, describe_failed_read, open_source
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
-"""Source of mean and std per channel: "channel": measured over the set; "scale_shift": constants of
-the autoencoder; or both as numbers, [[means], [stds]]."""
+"""Source of mean and std per channel: "channel" for those measured over the set, "scale_shift" for
+the autoencoder's constants, or the numbers themselves as [[means], [stds]]."""
 FINGERPRINT_FIELDS = (
     "channels height width class_names kind dtype flips mean std "
     "scaling_factor shift_factor encoder_sha256"
 )
-"""Fields of the manifest that training depends on, besides the shards; the fingerprint hashes
-them."""
+"""Fields of the manifest on which training depends; the fingerprint is a hash of these fields and
+of the shards."""
 SHARD_NAME = re.compile(r"\w[\w.-]*\.tar", re.ASCII)
-"""Matches a valid file name of a shard: no folder, and no character with a meaning in a URL."""
+"""Matches a valid file name of a shard, which has no folder and no character with a special meaning
+in a URL."""
 
 
 class Block(NamedTuple):
-    """One safetensors member of a shard: offset, size and hash of its bytes, and its number of
-    samples."""
+    """One safetensors member of a shard: offset in the tar and size of the member in bytes, its
+    number of samples, and the hash of its bytes."""
 
     offset: Count
     size: Size
@@ -53,7 +54,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar file, with its blocks in file order."""
+    """One tar file of the set; `blocks` is its blocks in file order, `count` its number of
+    samples."""
 
     file: str
     split: Literal["train", "held_out"]
@@ -65,19 +67,21 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Description of a latent set, in `manifest.json`; encoding/job.py writes it."""
+    """Content of `manifest.json`, the description of a latent set; encoding/job.py writes the
+    file."""
 
     channels: Size
     height: Size
     width: Size
     class_names: list[str]
-    """Empty for a set without classes: then every label is 0, the null label."""
+    """Name of each class. Empty for a set without classes, in which every label is 0, the null
+    label."""
     kind: Literal["mean_std", "sample"]
     """"mean_std": the set stores the posterior's mean (and its std, if the encoder is variational);
     "sample": the set stores one seeded draw from the posterior."""
     dtype: Literal["float16", "bfloat16", "float32"]
     flips: bool
-    """True if the set also has the latents of the mirrored images."""
+    """True if the set also stores the latents of each image mirrored."""
     mean: list[Finite]
     """Mean per channel over the stored training latents, computed in fp64."""
     std: list[Above0]
@@ -86,43 +90,46 @@ class Manifest:
     encoder_class: str | None = None
     encoder_sha256: str | None = None
     scaling_factor: Above0 | None = None
-    """From the autoencoder's config; only `data.normalisation=scale_shift` uses it."""
+    """Number from the autoencoder's config by which it multiplies latents; only
+    `data.normalisation=scale_shift` uses this number."""
     shift_factor: Finite | None = None
     input_range: list[Finite]
     resize: str
     resolution: int | None = None
     """Side of the images in pixels; None for imported latents."""
     psnr_db: float | None = None
-    """PSNR of the reconstructions of the first images, in dB."""
+    """PSNR, in dB, of the autoencoder's reconstructions of the first images; None if not
+    measured."""
     precision: str
-    """Precision in which the encoder computed: fp32 or bf16."""
+    """Precision in which the encoder computed the latents: fp32 or bf16."""
     count: Size
     held_out: Count
     skipped: list[str] = field(default_factory=list)
-    """Images that Pillow could not decode, with the reason."""
+    """Images that are not in the set because Pillow could not decode them, each with the reason."""
     source: str
     source_sha256: str
-    """Hash of the list of images, in order."""
+    """Hash of the ordered list of source images."""
     seed: int
     versions: dict[str, str]
     shards: list[Shard]
     format: Literal[2] = FORMAT
 
     def compute_fingerprint(self) -> str:
-        """Hashes what training depends on: the shards, their order and `FINGERPRINT_FIELDS`."""
+        """Returns a hash of everything in the set on which training depends: the shards, their
+        order and `FINGERPRINT_FIELDS`."""
         facts = {name: getattr(self, name) for name in FINGERPRINT_FIELDS.split()}
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 
     def compute_earlier_fingerprint(self) -> str:
-        """Returns the fingerprint that earlier versions of fastlatent computed, which leaves out
-        statistics and splits."""
+        """Returns the fingerprint that earlier versions of fastlatent computed; it does not depend
+        on mean, std and the splits."""
         hashes = [shard.sha256 for shard in self.shards]
         parts = [*hashes, *self.class_names, str(self.encoder_sha256)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def find_faults(self) -> Iterator[str]:
-        """Yields a sentence for each pair of fields that contradict each other."""
+        """Yields a sentence for each contradiction between fields of the manifest."""
         yield from find_wrong_lengths(self)
         for role, names in (
             ("shard", [shard.file for shard in self.shards]),
@@ -140,13 +147,13 @@ class Manifest:
                 yield f"the {split} shards hold {total} samples, and it says {count}"
 
     def find_shard_faults(self, shard: Shard) -> Iterator[str]:
-        """Yields a sentence for each fault of a shard: its name, its counts, its offsets."""
+        """Yields a sentence for each fault of a shard, in its name, its counts or its offsets."""
         if not SHARD_NAME.fullmatch(shard.file):
             yield f"the shard {shard.file!r} is outside its folder or no .tar"
         if sum(block.samples for block in shard.blocks) != shard.count:
             yield f"the blocks of {shard.file} do not hold its count of {shard.count} samples"
 
-        # Bytes of the smallest possible sample: its latents and an int64 label.
+        # The smallest possible sample consists of its latents and an int64 label, in bytes.
         values = (1 + self.flips) * self.channels * self.height * self.width
         smallest = values * getattr(torch, self.dtype).itemsize + 8
         end = 0
@@ -167,7 +174,8 @@ SCHEMA = TypeAdapter(Manifest)
 
 
 def read_manifest(folder: str | Path | Source) -> Manifest:
-    """Reads and checks `folder/manifest.json`; ValueError names the file and the bad field."""
+    """Reads and checks `manifest.json` in `folder`. Raises ValueError that names the file and the
+    faulty field."""
     source = open_source(folder) if isinstance(folder, str | Path) else folder
     file = f"{source}/{MANIFEST_NAME}"
     remedy = (
@@ -180,7 +188,7 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     except OSError as error:
         raise UserError(f"{describe_failed_read(file, error)}; {remedy}.") from error
 
-    # Pydantic checks the type of each field, `find_faults` the fields against each other.
+    # Pydantic checks the type of each field; `find_faults` then compares fields with each other.
     rebuild = "run precompute_latents.py again to rebuild it"
     try:
         manifest = SCHEMA.validate_json(content, strict=True)
@@ -194,7 +202,8 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
 
 
 def describe_fault(error: ValidationError) -> str:
-    """Says what is wrong with JSON that should be a manifest, as the end of a sentence."""
+    """Describes what is wrong with JSON that should be a manifest. Returns the end of a sentence
+    that begins with the file's name."""
     for fault in error.errors(include_url=False):
         if fault["loc"] == ("format",):
             return f"has format {str(fault['input'])[:40]}, and this version reads {FORMAT}"
@@ -202,8 +211,8 @@ def describe_fault(error: ValidationError) -> str:
 
 
 def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:
-    """Makes the spec of the training split; `normalisation` names the source of mean and std, or is
-    both as numbers."""
+    """Makes the spec of the training split from the manifest. `normalisation` names the source of
+    mean and std, or is the numbers themselves, [[means], [stds]]."""
     mean = manifest.mean
     std = manifest.std
     normalisation_name = str(normalisation)
@@ -229,7 +238,8 @@ def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) 
         mean = [manifest.shift_factor or 0.0] * manifest.channels
         std = [1.0 / manifest.scaling_factor] * manifest.channels
 
-    # A run recognises its data by the fingerprint, so the fingerprint contains the normalisation.
+    # Add the normalisation to the fingerprint, so that a run cannot resume with another
+    # normalisation of the same set.
     return LatentSpec(
         channels=manifest.channels,
         height=manifest.height,

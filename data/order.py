@@ -1,4 +1,4 @@
-"""Orders in which loaders read a set: pure functions of (seed, epoch, position).
+"""Orders in which loaders read the samples of a set, as pure functions of (seed, epoch, position).
 
 - `EpochOrder` permutes all samples, for sets that lie on the device.
 - `ChunkOrder` permutes blocks, cuts them into *chunks* and permutes the samples of each, for sets
@@ -8,8 +8,9 @@
   takes the next sample of every stream in turn: position p of the epoch is sample p div S of
   stream p mod S.
 
-Positions count over all epochs, so a run continues from the number of samples that it has seen, at
-any batch size and world size. A *block* is a safetensors member of a shard (data/blocks.py).
+A position is counted over all epochs, so a resumed run continues at the position that equals the
+number of samples it has seen, at any batch size and world size. A *block* is a safetensors member
+of a shard (data/blocks.py).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from common.errors import UserError
 
 GOLDEN = 0x9E3779B97F4A7C15
 CACHED_EPOCHS = 2
-"""Epochs whose drawn order stays in memory: a batch may span two."""
+"""Number of epochs whose order stays in memory: two, because a batch may span two epochs."""
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """Makes a CPU generator seeded with a hash of `key`."""
+    """Makes a random generator on the CPU, seeded with a hash of the numbers `key`."""
     state = 0
     for number in key:
         state = (state * GOLDEN + number) % 2**63
@@ -40,14 +41,15 @@ def make_generator(*key: int) -> torch.Generator:
 
 
 def draw_permutation(count: int, *key: int) -> Int[Tensor, "N"]:
-    """Draws a permutation of `count` numbers, seeded by `key`, on the CPU: it is the same for every
-    device."""
+    """Draws a random permutation of 0 … count - 1, seeded by `key`. Draws it on the CPU, so that it
+    does not depend on the device."""
     return torch.randperm(count, generator=make_generator(*key))
 
 
 class EpochOrder:
-    """Order of a set of N samples: position p has the sample id at entry p mod N of the permutation
-    of epoch p div N. The permutations lie on `device`."""
+    """Order of a set of N samples that permutes all samples in each epoch. The sample at position p
+    is entry p mod N of the permutation of epoch p div N. The permutations are stored on
+    `device`."""
 
     def __init__(self, count: int, seed: int, device: torch.device) -> None:
         self.count = count
@@ -69,19 +71,20 @@ class EpochOrder:
 
 @dataclass
 class Chunk:
-    """Blocks that lie on the device together; they have `size` samples."""
+    """Consecutive blocks of an epoch's permutation that the device holds at the same time; `size`
+    is the number of samples of all of them together."""
 
     epoch: int
     number: int
     first: int
-    """Position of the chunk's first sample in the epoch."""
+    """Position, within the epoch, of the chunk's first sample."""
     size: int = 0
     blocks: list[int] = field(default_factory=list)
 
 
 class ChunkOrder:
-    """Cuts each epoch into chunks of at most `chunk_size` samples; `counts` are the samples per
-    block."""
+    """Order that permutes the blocks of each epoch and cuts them into chunks of at most
+    `chunk_size` samples; `counts` is the number of samples of each block."""
 
     def __init__(self, counts: list[int], seed: int, chunk_size: int) -> None:
         if chunk_size < max(counts):
@@ -96,7 +99,8 @@ class ChunkOrder:
         self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def draw_epoch(self, epoch: int) -> list[Chunk]:
-        """Fills chunks with the permuted blocks of an epoch, one after the other."""
+        """Permutes the blocks of an epoch and returns them in chunks; a chunk ends where the next
+        block no longer fits into it."""
         chunk = Chunk(epoch, 0, 0)
         chunks = [chunk]
         for block in draw_permutation(len(self.counts), self.seed, epoch).tolist():
@@ -108,7 +112,8 @@ class ChunkOrder:
         return chunks
 
     def locate(self, position: int) -> tuple[Chunk, int]:
-        """Returns the chunk that holds a position, and the offset of the position in the chunk."""
+        """Returns the chunk that contains a position, and the position's offset from the chunk's
+        first sample."""
         epoch, p = divmod(position, self.count)
         chunks = self.find_epoch(epoch)
         chunk = chunks[bisect_right(chunks, p, key=lambda chunk: chunk.first) - 1]
@@ -122,21 +127,24 @@ class ChunkOrder:
 
 
 class Window(NamedTuple):
-    """`size` consecutive samples of a stream, from sample `start` of the epoch on."""
+    """A window: `size` consecutive samples of a stream; the first is sample `start` of the epoch,
+    before the window is shuffled."""
 
     epoch: int
     stream: int
     number: int
-    """Number of the window in its stream."""
+    """Index of the window within its stream and epoch, from 0."""
     start: int
     size: int
 
 
 class StreamOrder:
-    """Maps positions to windows, and windows to blocks.
+    """Order of streams and windows: maps a position to its window, and a window to the blocks that
+    hold its samples.
 
-    `blocks_of_shard` are the blocks per shard, `counts` the samples per block. Over all epochs a
-    stream has no end: stream s has the positions s, s + S, s + 2 S, …
+    `blocks_of_shard` is the number of blocks of each shard, `counts` the number of samples of each
+    block, `streams` is S, `window` is W. In each epoch stream s has the positions s, s + S, s + 2
+    S, …
     """
 
     def __init__(
@@ -151,13 +159,15 @@ class StreamOrder:
         self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def __reduce__(self) -> Any:
-        """Pickles the constructor's arguments for spawned workers, since no lru_cache pickles."""
+        """Makes the order picklable for spawned workers: pickles the constructor's arguments,
+        because the lru_cache in `find_epoch` cannot be pickled."""
         arguments = (self.blocks_of_shard, self.counts, self.seed, self.streams, self.window)
         return type(self), arguments
 
     def draw_epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Permutes the blocks of an epoch; returns the block numbers in the new order, and for each
-        block the position of its first sample in the epoch."""
+        """Permutes the shards of an epoch, and the blocks in each shard. Returns the block numbers
+        in the new order, and for each of these blocks the number of samples before it in the
+        epoch."""
         generator = make_generator(self.seed, epoch)
         shards = torch.arange(len(self.counts)).split(self.blocks_of_shard)
         order = torch.cat(
@@ -170,17 +180,20 @@ class StreamOrder:
         return order, counts.cumsum(0) - counts
 
     def locate(self, position: int) -> tuple[Window, int]:
-        """Returns the window that holds a position, and the offset of the position in the window.
+        """Returns the window that contains a position, and the position's offset from the window's
+        first sample.
 
-        The first window of each stream is shorter by a different amount, so that windows end at
-        different times and reading is spread evenly over the batches.
+        The first window of each stream is shorter, in each stream by a different number of samples.
+        So the windows of different streams end at different batches, which spreads the reading
+        evenly over the batches.
         """
         epoch, p = divmod(position, self.count)
         offset, stream = divmod(p, self.streams)
         shorter = stream * self.window // self.streams
         number = (offset + shorter) // self.window
 
-        # If the streams do not divide the epoch evenly, the first streams have one sample more.
+        # If the number of samples is not divisible by the number of streams, the first streams have
+        # one sample more.
         size, longer = divmod(self.count, self.streams)
         first = stream * size + min(stream, longer)
         start = max(0, number * self.window - shorter)
@@ -188,8 +201,9 @@ class StreamOrder:
         return Window(epoch, stream, number, first + start, end - start), offset - start
 
     def find_blocks(self, window: Window) -> Iterator[tuple[int, int, int]]:
-        """Yields (block number, first row, number of rows) of each block that has samples of a
-        window, in the order before shuffling."""
+        """Yields (block number, first row, number of rows) for each block that contains samples of
+        the window, in the epoch's order, before the window is shuffled. The rows are the window's
+        samples in that block."""
         order, starts = self.find_epoch(window.epoch)
         start = window.start
         end = window.start + window.size
@@ -207,7 +221,8 @@ class StreamOrder:
 
 
 class RankPositions(NamedTuple):
-    """Deals the positions of each global batch out to the ranks, `batch_size` to each."""
+    """Assigns the positions of each global batch to the ranks, `batch_size` positions to each
+    rank."""
 
     batch_size: int
     rank: int
@@ -219,10 +234,11 @@ class RankPositions(NamedTuple):
         return self.world_size * self.batch_size
 
     def find_streams(self) -> range | None:
-        """Returns the streams that this rank alone reads; None if every rank reads every stream.
+        """Returns the numbers of the streams that only this rank reads; None if every rank reads
+        every stream.
 
-        The ranks divide the streams among them if every global batch has the same number of samples
-        of each stream, and the number of streams is a multiple of the number of ranks.
+        Each rank has its own streams if every global batch has equally many samples of each stream,
+        and the number of streams is a multiple of the number of ranks.
         """
         if self.global_batch % self.streams or self.streams % self.world_size:
             return None
@@ -230,9 +246,11 @@ class RankPositions(NamedTuple):
         return range(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def find_positions(self, start: int, stream: int) -> range:
-        """Returns the rank's positions in `stream`, in the global batch that begins at `start`.
+        """Returns this rank's positions that lie in `stream`, in the global batch that begins at
+        position `start`.
 
-        If every rank reads every stream, a rank has `batch_size` consecutive positions.
+        If every rank reads every stream, a rank has `batch_size` consecutive positions of the
+        global batch; otherwise it has all positions of its own streams.
         """
         rank_streams = self.find_streams()
         size = self.global_batch

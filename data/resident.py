@@ -1,5 +1,5 @@
-"""Loaders that keep latents on the device: tensors of the caller, a whole set read from files, or
-one chunk of it at a time (`ChunkOrder` in data/order.py)."""
+"""Loaders that keep latents on the device: given tensors, a whole set read from files, or one chunk
+of such a set at a time (`ChunkOrder` in data/order.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ Storage = Literal["native", "int8"]
 
 
 class InMemoryLatents(LatentLoader):
-    """Loader of tensors on the device: a batch is one gather."""
+    """Loader of tensors that are already on the device; it makes a batch by one indexing
+    operation."""
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class InMemoryLatents(LatentLoader):
 
 
 class ChunkedLatents(BlockLoader):
-    """Loader of a set larger than the device's memory: it keeps a chunk of `chunk_size` samples
-    there, and a buffer of the same size for the next one.
+    """Loader of a set larger than the device's memory. It keeps a chunk of at most `chunk_size`
+    samples on the device, and a buffer of the same size for the next chunk.
 
-    Batches come from one buffer while a thread fills the other through pinned memory, on a separate
-    CUDA stream.
+    Batches come from one buffer while a thread fills the other buffer through pinned memory, on a
+    separate CUDA stream.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class ChunkedLatents(BlockLoader):
         super().__init__(spec, train, held_out, **args)
         self.order = ChunkOrder(train.counts, self.seed, chunk_size)
         self.chunk: Chunk | None = None
-        """The chunk that batches come from; None before the first batch."""
+        """The chunk from which batches are currently made; None before the first batch."""
 
     def start_filling(self, first: Chunk) -> None:
-        """Allocates two buffers and starts the thread that fills them, from chunk `first` on."""
+        """Allocates two buffers on the device and starts the thread that fills them with chunks,
+        beginning with the chunk `first`."""
         cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if cuda else None
         self.last_batch = torch.cuda.Event() if cuda else None
@@ -95,19 +97,21 @@ class ChunkedLatents(BlockLoader):
             for _ in range(2)
         ]
 
-        # When this loader or the process ends, wait for the thread: a copy that runs after the CUDA
-        # context is destroyed is an error.
+        # When this loader is freed or the process ends, wait for the thread, because a copy that
+        # runs after the CUDA context is destroyed fails.
         self.readers = Readers(1, "chunk")
         self.chunks = Prefetcher(self.fill(buffers, first), self.readers)
         self.stop = weakref.finalize(self, self.readers.close, wait=True)
 
     def fill(self, buffers: list[tuple[Tensor, Tensor]], chunk: Chunk) -> Iterator[Any]:
-        """Yields (chunk, its rows, the shuffled order of the rows) for `chunk` and, without end,
-        the chunks after it; fills the two buffers in turn."""
+        """Yields (chunk, rows, order) for `chunk` and, endlessly, for the chunks after it. `rows`
+        is the buffer with the chunk's samples as bytes, `order` the shuffled row numbers. Fills the
+        two buffers in turn."""
         while True:
             rows, order = buffers[0]
 
-            # The GPU may still be gathering batches of the previous chunk from this buffer.
+            # Wait before overwriting this buffer, because the GPU may still be making batches from
+            # its old chunk.
             if self.last_batch is not None:
                 self.last_batch.synchronize()
 
@@ -125,8 +129,8 @@ class ChunkedLatents(BlockLoader):
             chunk = self.order.find_next(chunk)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copies `source` to `target`, on the device; waits for this copy, but for no other work of
-        the GPU."""
+        """Copies `source` from the host to `target` on the device. Waits until this copy has ended,
+        but not for other work of the GPU."""
         if self.copy_stream is None:
             target.copy_(source)
             return
@@ -139,7 +143,7 @@ class ChunkedLatents(BlockLoader):
         parts = []
         missing = self.batch_size
 
-        # Take rows from one chunk after the other, because a batch may span two.
+        # Take rows from several chunks if needed, because a batch may span two chunks.
         while missing:
             chunk, offset = self.order.locate(start)
             if self.chunk is None:
@@ -153,39 +157,42 @@ class ChunkedLatents(BlockLoader):
         return self.make_batch(self.blocks.unpack_rows(torch.cat(parts)), position)
 
     def take_next_chunk(self) -> None:
-        """Waits for the next chunk and switches to it; the thread then fills the buffer of the
-        chunk before."""
+        """Waits until the next chunk is on the device, and makes it the current chunk. The thread
+        may then overwrite the buffer of the previous chunk."""
         if self.last_batch is not None:
             self.last_batch.record(torch.cuda.current_stream(self.device))
         self.chunk, self.rows, self.shuffled_ids = next(self.chunks)
         add_skipped(self.skipped, self.blocks.take_reports())
 
     def state_dict(self) -> dict[str, int]:
-        # The key is version 1's word for a chunk, because runs of version 1 must still resume.
+        # The key is "window" because version 1 of fastlatent called a chunk so, and its runs must
+        # still resume.
         return super().state_dict() | {"window": self.order.chunk_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues with the run's chunk size, because the order of samples depends on it."""
+        """Loads the state of a run, and uses that run's chunk size, because the order of samples
+        depends on the chunk size."""
         super().load_state_dict(state)
         self.order = ChunkOrder(self.blocks.counts, self.seed, state["window"])
         if self.chunk is not None:
             self.stop()
             self.chunk = None
 
-            # Free the memory of the two buffers.
+            # Free the device memory of the two buffers.
             del self.chunks, self.rows, self.shuffled_ids
 
 
 class ResidentLatents(LatentLoader):
     """Loads the latent set at `path`, a folder or a URL, onto the device, and verifies every block.
 
-    The device holds the whole set if that takes at most `device_memory_gib` (null: half of the free
-    memory), otherwise a chunk (`ChunkedLatents`); the loader prints which, and why.
-    `storage="int8"` halves the memory of 16-bit latents; the loader prints the rounding error.
-    `normalisation`: "channel" uses the mean and std per channel that precompute measured,
-    "scale_shift" the autoencoder's constants, `[[means], [stds]]` the numbers given. The loader
-    refuses a set made with another encoder than `encoder` or another scale than `latent_scale`.
-    With `on_corrupt="skip"` the samples of the next good block replace those of a damaged one.
+    The device holds the whole set if the set takes at most `device_memory_gib` (null: half of the
+    free memory), otherwise one chunk at a time (`ChunkedLatents`); the loader prints which of the
+    two, and why. `storage="int8"` halves the memory of 16-bit latents; the loader prints the
+    rounding error. `normalisation`: "channel" uses the mean and std per channel that precompute
+    measured, "scale_shift" uses the autoencoder's constants, and `[[means], [stds]]` these numbers.
+    The loader refuses a set made with another encoder than `encoder` or another scale than
+    `latent_scale`. With `on_corrupt="skip"` the samples of the next good block replace those of a
+    damaged block.
     """
 
     @classmethod
@@ -196,8 +203,8 @@ class ResidentLatents(LatentLoader):
         device_memory_gib: float | None = None,
         **settings: Any,
     ) -> tuple[LatentSpec, float]:
-        """See `LatentLoader`; the latents take the bytes of the whole set, but at most the memory
-        that they are allowed."""
+        """Returns the spec, and the bytes of the whole set on the device, but at most
+        `device_memory_gib` (None: half of `memory`); see `LatentLoader.foresee`."""
         spec, train, held_out = open_set("resident", **settings)
         whole = count_sample_bytes(train, storage) * (train.count + held_out.count)
         return spec, min(
@@ -222,8 +229,8 @@ class ResidentLatents(LatentLoader):
             spec = spec.with_order(storage)
         super().__init__(spec, **args)
 
-        # Keep the whole set on the device if it fits, otherwise a chunk at a time; int8 exists for
-        # whole sets only.
+        # Keep the whole set on the device if it fits, otherwise a chunk at a time; chunks cannot be
+        # stored as int8.
         device = self.device
         allowed = find_allowed_memory(device, device_memory_gib, self.world_size)
         sample_bytes = count_sample_bytes(train, storage)
@@ -286,10 +293,11 @@ def format_gib(size: float) -> str:
 def find_allowed_memory(
     device: torch.device, configured_gib: float | None, world_size: int = 1
 ) -> int:
-    """Returns the bytes that latents may take on the device: `configured_gib`, or if that is None
-    half of the GPU memory that is free now, on a CPU half of the host memory.
+    """Returns how many bytes latents may take on the device: `configured_gib`; if that is None,
+    half of the GPU's free memory, or on a CPU half of the host's memory.
 
-    All processes use the minimum over ranks, because the order of samples depends on it.
+    All ranks return the minimum over the ranks, because the order of samples depends on this number
+    and must be the same on every rank.
     """
     if configured_gib is not None:
         return int(configured_gib * GIB)
@@ -315,16 +323,17 @@ def count_sample_bytes(blocks: BlockReader, storage: Storage) -> int:
         return blocks.row_bytes
     sample = [tensor[0] for tensor in blocks.sample_template.values()]
 
-    # `Int8Latents` has a byte per value, and a scale of 4 bytes per channel.
+    # `Int8Latents` stores a byte per value, and per sample and channel a scale of 4 bytes.
     return sum(t.numel() + 4 * len(t) if t.ndim == 3 else t.nbytes for t in sample)
 
 
 def read_split(
     blocks: BlockReader, device: torch.device, storage: Storage
 ) -> tuple[LatentTensors, Tensor]:
-    """Reads a split onto `device`, block by block; returns its tensors, and the RMS rounding error
-    of `storage` per channel."""
-    # Start with empty tensors: an empty split has no block that gives their names and shapes.
+    """Reads a split onto `device`, block by block. Returns the split's samples, and for each
+    channel the RMS error (C,) by which storing as int8 rounds latents; 0 for native storage."""
+    # Begin with empty tensors, because the names and shapes of tensors come from the first block,
+    # and an empty split has no block.
     split: dict[str, Any] = {
         "latents": torch.empty(0, *blocks.shape, device=device),
         "labels": torch.empty(0, dtype=torch.long, device=device),

@@ -1,4 +1,5 @@
-"""Loader of noise of any shape, for timing and for tests; a model learns nothing from it."""
+"""Loader of random noise of any shape, for timing and for tests; a model can learn nothing from the
+noise."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from data.resident import InMemoryLatents
 
 
 class SyntheticLatents(InMemoryLatents):
-    """Loads `count` standard normal latents in bf16, and a tenth more as the held-out split; the
-    labels are 0, 1, …, num_classes - 1, 0, …"""
+    """Draws `count` standard normal latents in bf16 for training, and a tenth of `count` more as
+    the held-out split. The labels are 0, 1, …, num_classes - 1, 0, 1, …"""
 
     @classmethod
     def foresee(cls, memory: float, count: int = 1024, **settings: Any) -> tuple[LatentSpec, float]:
-        """See `LatentLoader`; the device holds all latents in bf16, 2 bytes a value, and a tenth
-        more, the held-out split."""
+        """Returns the spec, and the bytes of the latents on the device (see
+        `LatentLoader.foresee`): 2 bytes a value in bf16, and a tenth more for the held-out
+        split."""
         sample = cls(count=1, **settings, batch_size=1, seed=0, device=torch.device("cpu"))
         spec = sample.spec
         return spec, 2.2 * count * spec.channels * spec.height * spec.width
@@ -34,7 +36,7 @@ class SyntheticLatents(InMemoryLatents):
         count: Size = 1024,
         **args: Unpack[LoaderArgs],
     ) -> None:
-        # Draw each sample from its number alone, so that it does not depend on `count`.
+        # Draw each sample as a function of seed and number, so that it does not depend on `count`.
         total = count + max(1, count // 10)
         position = torch.arange(total, device=args["device"])
         shape = (channels, height, width)

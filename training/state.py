@@ -79,7 +79,7 @@ class TrainState:
         return self.samples >= self.total_samples
 
     def is_due(self, *intervals: int) -> bool:
-        """Says whether a task that happens every so many steps is due: if the step is a multiple of
+        """Says whether a task with these intervals, in steps, is due: if the step is a multiple of
         one of `intervals`, or the run is done. An interval of 0 means never, and nothing is due
         before this process has taken a step."""
         return self.moved and any(
