@@ -74,7 +74,7 @@ class PromptedLabels(Adapted):
     """A label embedding that adds a trained vector for each class and for the null label.
 
     With `hidden` > 0 a small MLP computes the vectors: P-tuning, Liu et al. 2021,
-    https://arxiv.org/abs/2103.10385. The added vectors start at zero either way.
+    https://arxiv.org/abs/2103.10385. With and without the MLP, the added vectors start at zero.
     """
 
     base_layer: LabelEmbedding
@@ -95,7 +95,8 @@ class PromptedLabels(Adapted):
                 nn.init.zeros_(up.bias)
 
     def compute_vectors(self) -> Float[Tensor, "K+1 D"]:
-        """Computes the vector that is added to the embedding of each label."""
+        """Computes the vectors that are added to the embeddings of the K classes and of the null
+        label, (K + 1, D)."""
         return self.prompt if self.mlp is None else self.mlp(self.prompt)
 
     def forward(self, y: Int[Tensor, "B"]) -> Float[Tensor, "B D"]:
@@ -168,10 +169,10 @@ class Prompt(Adapter):
 
 
 def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> None:
-    """Freezes the model and attaches the adapter to the layers that fit it; `train_labels`: the
-    label embedding trains too.
+    """Freezes the model and attaches the adapter to the layers that fit it; if `train_labels`, the
+    label embedding stays trainable.
 
-    ValueError if the model has no layer that the adapter fits.
+    Raises ValueError if the model has no layer that the adapter fits.
     """
     model.requires_grad_(False)
     for table in [m.table for m in model.modules() if isinstance(m, LabelEmbedding)]:
@@ -185,13 +186,15 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
 
 
 def find_adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """Returns the layers of a model that have an adapter, by name; {} without an adapter."""
+    """Returns a mapping: name of each layer with an adapter -> the layer; {} if the model has no
+    adapter."""
     return {name: m for name, m in model.named_modules() if isinstance(m, Adapted)}
 
 
 def find_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns by name the parameters that training changes and a checkpoint keeps: all of them, or
-    with an adapter only those that train."""
+    """Returns a mapping: name -> parameter, of the parameters that training changes and a
+    checkpoint stores. These are all parameters; in a model with an adapter only those that require
+    gradients."""
     adapted = bool(find_adapted_layers(model))
     return {name: p for name, p in model.named_parameters() if p.requires_grad or not adapted}
 
@@ -199,9 +202,10 @@ def find_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def count_passes(model: nn.Module) -> float:
     """Returns the cost of a training step as a multiple of the cost of a forward pass.
 
-    Without an adapter it is 3. With frozen weights the backward pass computes only gradients of
-    activations, and only from the last block back to the first block with a trained parameter; all
-    blocks count as equally costly.
+    Without an adapter the cost is 3: the backward pass costs twice as much as the forward pass.
+    With an adapter the weights are frozen, so the backward pass computes almost only gradients of
+    activations, and only from the last block back to the first block with a trained parameter. The
+    result assumes that all blocks cost the same.
     """
     if not find_adapted_layers(model):
         return 3.0
@@ -211,8 +215,8 @@ def count_passes(model: nn.Module) -> float:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Merges the adapter into the weights: the model then computes the same up to rounding, and as
-    fast as without an adapter."""
+    """Merges the adapter into the model's weights: the model then computes the same outputs up to
+    rounding, and is as fast as without an adapter."""
     for name, layer in find_adapted_layers(model).items():
         replace_layer(model, name, layer.merge())
 

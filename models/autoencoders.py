@@ -1,9 +1,9 @@
 """Frozen autoencoders with one interface: they turn images in [-1, 1] into raw latents (mean and
 std) and back.
 
-"Raw" means the encoder's outputs without scaling, shift or normalisation, which the manifest of a
-latent set holds.
-Letters: B samples, C latent channels, h w latent size, H W image size.
+"Raw" latents are the encoder's outputs before any scaling, shift or normalisation; the numbers for
+these are in the manifest of a latent set. Letters: B samples, C latent channels, h w latent size, H
+W image size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 
 
 class PixelAutoencoder(Autoencoder):
-    """The identity: pixels are the latents, for small images and for synthetic data.
+    """An autoencoder that changes nothing: the latents are the pixels. It serves small images and
+    synthetic data.
 
     Decoding returns one or three channels as they are; with another number of channels, it returns
     only the first, a grey image.
@@ -49,8 +50,8 @@ class DiffusersAutoencoder(Autoencoder):
     or AutoencoderDC.
 
     `path` is a local folder or a hub id; `revision` pins a hub id to a commit. It reads weights
-    from safetensors only, and runs no code of the folder. ValueError if the weights do not fit
-    exactly: a tensor is missing, unknown or of another shape.
+    from safetensors only, and runs no code of the folder. Raises ValueError if the weights do not
+    fit exactly, that is, if a tensor is missing, unknown or of another shape.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DiffusersAutoencoder(Autoencoder):
             revision,
         )
         folder = repository / (subfolder or "")
-        # For a hub id keep the commit: the hub's cache names its folders by commit.
+        # For a hub id, store the commit, which is the name of the folder in the hub's cache.
         self.revision = None if is_folder(path) else repository.name
         weights = folder / WEIGHTS_FILE
         config_file = folder / "config.json"
@@ -91,7 +92,8 @@ class DiffusersAutoencoder(Autoencoder):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The encoder as the only block, so that `runtime.compile` compiles it in place."""
+        """The encoder as the only block, because `runtime.compile` compiles the modules in `blocks`
+        in place."""
         return nn.ModuleList([self.vae.get_submodule("encoder")])
 
     @torch.no_grad()
@@ -99,7 +101,7 @@ class DiffusersAutoencoder(Autoencoder):
         self, images: Float[Tensor, "B 3 H W"]
     ) -> tuple[Float[Tensor, "B C h w"], Float[Tensor, "B C h w"] | None]:
         encoded = self.vae.encode(images)[0]  # pyright: ignore[reportCallIssue]
-        # AutoencoderKL returns a normal distribution, so return its mean and std.
+        # AutoencoderKL encodes to a normal distribution, so return the distribution's mean and std.
         if self.kind == "AutoencoderKL":
             return encoded.mean.float(), encoded.std.float()
         return encoded.float(), None
@@ -117,8 +119,8 @@ def is_folder(path: str) -> bool:
 def find_folder(
     key: str, path: str, files: list[str], example: str, revision: str | None = None
 ) -> Path:
-    """Returns `path` if it is a local folder; otherwise takes it for a hub id, downloads `files`,
-    and returns the folder in the hub's cache.
+    """Returns `path` if it is a local folder; otherwise treats `path` as a hub id, downloads
+    `files`, and returns the folder in the hub's cache.
 
     Error messages show `key`, the configuration key that holds the path, and `example`, an example
     of a hub id.
@@ -142,12 +144,13 @@ def find_folder(
 
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
-    """Builds the diffusers class named `kind` and loads its weights from `folder`; ValueError if a
-    tensor does not fit."""
+    """Builds the diffusers class named `kind` and loads its weights from `folder`; raises
+    ValueError if a tensor does not fit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    # Silence messages: diffusers imports torchao and bitsandbytes if they are installed.
+    # Silence the messages of torchao and bitsandbytes, which diffusers imports if they are
+    # installed.
     with silence_libraries():
         import diffusers
 
@@ -179,12 +182,14 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
                 )
             model.load_state_dict(tensors, strict=True)
             return model
-        # from_pretrained also renames the keys of checkpoints older than diffusers 0.17.
+        # Load by from_pretrained, because it also renames the keys of checkpoints that are older
+        # than diffusers 0.17.
         arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-        # With True, which is meant for much larger models, loading needs the package accelerate.
+        # Switch low_cpu_mem_usage off: it is meant for much larger models, and needs the package
+        # accelerate.
         arguments["low_cpu_mem_usage"] = False
         model, info = cls.from_pretrained(folder, **arguments)
-    # Loading raises RuntimeError if a tensor has another shape.
+    # Loading raises RuntimeError if a tensor has another shape than the model's.
     except RuntimeError as error:
         raise UserError(f"{folder / WEIGHTS_FILE} does not fit {kind}: {error}") from error
     problems = [

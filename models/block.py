@@ -24,7 +24,7 @@ class SwiGLU(Layer):
     """Computes `w2(silu(w1 x)·w3 x)` (Shazeer 2020, https://arxiv.org/abs/2002.05202); the layer
     `w13` computes w1 x and w3 x in one product.
 
-    `bias`: both linear layers have a bias, as in LightningDiT's weights.
+    If `bias`, both linear layers have a bias, as in LightningDiT's weights.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool = False) -> None:
@@ -54,18 +54,17 @@ class GeluMLP(Layer):
 
 
 class Block(nn.Module):
-    """Maps `(branch, gate, residual, cond) -> (branch, gate, residual)`, the contract of all
-    blocks.
+    """Maps (branch, gate, residual, cond) to the next (branch, gate, residual), as all blocks must.
 
     The residual stream is `residual + gate·branch`. A block first adds the branch of the layer
     *before* it, in the same operation that also normalises the sum (`add_norm`), and returns its
     own last branch with its gate, not yet added. The residual that it returns is never normalised:
-    if its gates are 0, a block leaves the stream unchanged.
+    if the gates in `cond` are 0, the block leaves the stream unchanged.
 
     A layer with an attribute `order` (L,) gets the tokens in that order: `order[m]` is the index of
     its m-th token. The norm before the layer permutes the tokens, and the sum after it permutes the
-    branch back, both inside `add_norm`. `arriving` is the order of the incoming branch; None: the
-    order of the stream.
+    branch back, both inside `add_norm`. `arriving` is the order of the tokens in the incoming
+    branch; None: the order of the stream.
 
     `norm` is "rms", or "layer" for weights that were trained with LayerNorm.
     """
@@ -117,7 +116,7 @@ class Block(nn.Module):
         h_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Adds a branch to the stream and norms the sum (`add_norm`) with this block's settings;
-        `layers` is the number of this block's layers that have run before."""
+        `layers` is the number of this block's layers that have already run."""
         normalise = fused_add_norm if self.fused_add_norm else add_norm
         options: dict[str, Any] = {"eps": self.eps, "residual_in_fp32": self.residual_in_fp32}
         options |= {"branch_rows": getattr(self, f"rows_{layers}"), "h_rows": h_rows}

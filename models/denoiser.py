@@ -1,4 +1,5 @@
-"""The denoiser: maps patches of a latent through a stack of blocks to a velocity.
+"""The denoiser: cuts a noisy latent into patches (tokens), and maps them through a stack of blocks
+to a velocity.
 
 Letters: B samples, C channels, H W latent height and width, L tokens, D width.
 """
@@ -87,7 +88,8 @@ class Denoiser(nn.Module):
         hidden = 32 * round(mlp_ratio * dim / 32)
         takes_layer = "layer" in inspect.signature(mixer).parameters
 
-        # Tell each block in which order the block before it leaves the tokens.
+        # Build the blocks. Each block adds the last branch of the previous block to the stream, so
+        # it gets the order that the tokens of this branch have.
         self.blocks = nn.ModuleList()
         leaving = None
         for number in range(depth):
@@ -99,8 +101,8 @@ class Denoiser(nn.Module):
             self.blocks.append(block)
             leaving = block.orders[-1]
 
-        # One linear layer computes the modulations of all blocks, and scale and shift of the final
-        # norm.
+        # One linear layer computes the modulations (scale, shift and gate) of all layers of all
+        # blocks, and the scale and shift of the final norm.
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
@@ -127,7 +129,8 @@ class Denoiser(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fills the buffers of the layers, which are not in files of weights."""
+        """Fills the layers' buffers, such as token orders and rotations, which files of weights do
+        not contain."""
         for part in self.blocks.modules():
             if hasattr(part, "init_buffers"):
                 part.init_buffers()  # pyright: ignore[reportCallIssue]
@@ -139,8 +142,8 @@ class Denoiser(nn.Module):
         y: Int[Tensor, "B"],
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
     ) -> Float[Tensor, "B C H W"]:
-        """Computes the velocity at (x, t) for labels y. `drop_uniforms`, random numbers in (0, 1),
-        decide for each sample which blocks are dropped; None: no block."""
+        """Computes the velocity at (x, t) for labels y. `drop_uniforms` (B, depth), random numbers
+        in (0, 1), decide which blocks each sample drops; None: no sample drops a block."""
         cond = self.modulation(nn.functional.silu(self.time_embed(t) + self.label_embed(y)))
         cond, last = cond.unflatten(1, (-1, self.dim)).split(
             (self.depth * self.modulations, 2), dim=1
@@ -148,31 +151,33 @@ class Denoiser(nn.Module):
         cond = cond.unflatten(1, (self.depth, self.modulations))
         if drop_uniforms is not None:
             cond = self.drop_blocks(cond, drop_uniforms)
-        # The stream starts as the position embedding, and the first branch is the tokens, so the
-        # fp32 sum begins here.
+        # Start the residual stream as the position embedding, and pass the embedded patches as the
+        # first branch: the first block adds them to the stream in fp32.
         branch = self.patch_embed(self.patchify(x))
         gate = torch.ones_like(branch[:, 0])
         residual = self.pos_embed.expand_as(branch).contiguous()
-        # Use unbind, whose backward pass is one copy; the backward pass of cond[:, i] writes a
-        # gradient as large as cond for each block.
+        # Split `cond` by unbind, because its backward pass is one copy, while the backward pass of
+        # cond[:, i] writes a gradient as large as `cond` for each block.
         for block, modulations in zip(self.blocks, cond.unbind(1), strict=True):
             branch, gate, residual = block(branch, gate, residual, modulations)
 
-        # The final norm runs in the last block, which also adds its branch, by its fused kernel.
+        # Compute the final norm by the last block's `normalise`: it adds the last branch to the
+        # stream and norms the sum in one operation, by the fused kernel if that is on.
         final = cast("Block", self.blocks[-1])
         h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], len(final.layers))
         return self.unpatchify(self.head(h))
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
-        """Zeroes the gates of dropped blocks, and scales up the gates of the others to keep the
-        mean: stochastic depth at no cost.
+        """Returns `cond` with the gates of dropped blocks set to 0, and the gates of all other
+        blocks divided by 1 - rate, which keeps the mean of the outputs: stochastic depth at no
+        cost.
 
-        Huang et al. 2016, https://arxiv.org/abs/1603.09382. Rates grow linearly with depth up to
-        `drop_path`.
+        Huang et al. 2016, https://arxiv.org/abs/1603.09382. The rate grows linearly with the
+        block's number, from 0 to `drop_path`.
         """
         rate = torch.linspace(0.0, self.drop_path, self.depth, device=cond.device)
         keep = ((uniforms >= rate) / (1.0 - rate))[:, :, None, None]
-        # Every third modulation is a gate.
+        # Modulations come as scale, shift and gate of each layer, so every third is a gate.
         is_gate = torch.arange(self.modulations, device=cond.device) % 3 == 2
         return torch.where(is_gate[:, None], cond * keep.to(cond.dtype), cond)
 
@@ -183,7 +188,7 @@ class Denoiser(nn.Module):
         return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def unpatchify(self, tokens: Float[Tensor, "B L E"]) -> Float[Tensor, "B C H W"]:
-        """Joins patches; the inverse of `patchify`."""
+        """Joins patches to latents; the inverse of `patchify`."""
         p = self.patch_size
         patches = tokens.unflatten(2, (self.channels, p, p)).unflatten(1, self.grid)
         return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
@@ -217,7 +222,8 @@ class Denoiser(nn.Module):
 def refuse_shape(
     sizes: dict[str, int], latents: tuple[int, int], mlp_ratio: float, drop_path: float
 ) -> None:
-    """Raises a ValueError for a size below 1, patches that do not fit, or a ratio out of range."""
+    """Raises ValueError if one of `sizes` is below 1, if patch_size does not divide a side of
+    `latents`, if `mlp_ratio` is negative, or if `drop_path` is not in [0, 1)."""
     refuse_below_one(sizes)
     patch_size = sizes["patch_size"]
     if any(side % patch_size for side in latents):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LONGEST_NAME = 24
-"""Number of characters of a class's name that fit beside its row of images."""
+"""Largest number of characters of a class name written beside a row of images; longer names are
+cut."""
 SMALLEST_TILE = 32
 """Smallest height in pixels of an image in a grid; smaller images are enlarged."""
 LINE_HEIGHT = 14
@@ -33,7 +34,8 @@ class Autoencoder(nn.Module, ABC):
 
     kind: str
     scaling_factor: float | None = None
-    """Scaling factor that the config of the weights recommends, or None."""
+    """Factor for raw latents that the config of the weights recommends; None: it recommends
+    none."""
     shift_factor: float | None = None
     weights_sha256: str | None = None
     revision: str | None = None
@@ -60,14 +62,14 @@ def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
 
 
 def select_rgb(latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B c H W"]:
-    """Selects the channels to show as an image from latents that are pixels: all if there are one
-    or three, otherwise the first."""
+    """Returns the channels of `latents`, which are pixels, that can be shown as an image: all if
+    there are one or three, otherwise only the first."""
     return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
 
 def psnr(images: Float[Tensor, "B c H W"], reference: Float[Tensor, "B c H W"]) -> float:
-    """Peak signal-to-noise ratio in dB of images in [-1, 1] (peak-to-peak 2), over the whole
-    batch."""
+    """Returns the peak signal-to-noise ratio in dB of images in [-1, 1] (peak-to-peak 2), over the
+    whole batch."""
     error = (images.float().clamp(-1.0, 1.0) - reference.float()).square().mean()
     return float(10.0 * torch.log10(4.0 / error.clamp(min=1e-12)))
 
@@ -88,7 +90,7 @@ def write_grid(
 
     count, height, width, _ = images.shape
     rows = -(-count // columns)
-    # Each tile has a white frame, and tiles without an image are white.
+    # Give each image a white frame of one pixel, and fill the last row with white tiles.
     missing = rows * columns - count
     tiles = np.pad(images, ((0, missing), (1, 1), (1, 1), (0, 0)), constant_values=255)
     grid = tiles.reshape(rows, columns, height + 2, width + 2, 3).swapaxes(1, 2)
@@ -106,7 +108,7 @@ def add_captions(picture: Image, names: Sequence[str], note: str) -> Image:
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default()
-    # Pillow's default font has only the characters of Latin-1.
+    # Pillow's default font has only the characters of Latin-1, so replace other characters by "?".
     captions = [
         name[:LONGEST_NAME].encode("latin-1", "replace").decode("latin-1") for name in names
     ]

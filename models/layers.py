@@ -18,8 +18,8 @@ from common.errors import UserError
 
 
 def count_heads(width: int, head_dim: int, name: str) -> int:
-    """Returns how many heads of size `head_dim` a width holds; ValueError if `head_dim` does not
-    divide it. The message calls the width `name`."""
+    """Returns the number of heads, width / head_dim. Raises ValueError if `head_dim` does not
+    divide `width`; `name` is what the message calls the width."""
     if width % head_dim:
         raise UserError(
             f"model.head_dim={head_dim} does not divide {name}={width}; choose a divisor of "
@@ -29,8 +29,8 @@ def count_heads(width: int, head_dim: int, name: str) -> int:
 
 
 def refuse_below_one(sizes: dict[str, int]) -> None:
-    """Raises a UserError if one of `sizes` is below 1; `sizes` maps keys below `model` to
-    values."""
+    """Raises a UserError if one of `sizes` is below 1; `sizes` maps configuration keys, without
+    their prefix `model.`, to values."""
     for key, value in sizes.items():
         if value < 1:
             raise UserError(f"model.{key}={value} must be at least 1.")
@@ -44,21 +44,22 @@ def init_linear(layer: nn.Linear) -> None:
 
 
 class Layer(nn.Module):
-    """Base class of mixers and MLPs, whose children are linear layers."""
+    """Base class of mixers and MLPs. `init_weights` and `flops` assume that all direct children are
+    nn.Linear; a subclass with other parameters or products extends both."""
 
     def init_weights(self) -> None:
         for layer in self.children():
             init_linear(cast("nn.Linear", layer))
 
     def flops(self, tokens: int) -> int:
-        """Returns the FLOPs of the products in one forward pass of one sample of `tokens`
+        """Returns the FLOPs of the linear layers in one forward pass of one sample of `tokens`
         tokens."""
         return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
 
 
 class TimestepEmbedding(nn.Module):
-    """Embeds t by sinusoids of scale·t and a two-layer MLP (Nichol & Dhariwal 2021), in fp32 up to
-    the MLP."""
+    """Embeds the time t by sinusoids of scale·t, computed in fp32, and a two-layer MLP (Nichol &
+    Dhariwal 2021)."""
 
     def __init__(self, dim: int, frequencies: int = 128, scale: float = 1000.0) -> None:
         super().__init__()
@@ -96,8 +97,9 @@ class LabelEmbedding(nn.Module):
 
 
 def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]:
-    """Returns two tensors of angles, (L, count) in fp64: the row of each token times `count`
-    frequencies, and its column times the same frequencies, which fall from 1 to nearly 1 / base."""
+    """Returns two tensors of angles, both (L, count) in fp64: the row index of each token times
+    `count` frequencies, and its column index times the same frequencies. These fall from 1 to
+    nearly 1 / base."""
     frequencies = base ** -(torch.arange(count, dtype=torch.float64) / count)
     sides = [torch.arange(side, dtype=torch.float64) for side in grid]
     axes = torch.meshgrid(*sides, indexing="ij")

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Velocity = Callable[[Tensor, float], Tensor]
 SOLVERS = ("euler", "heun", "ab2", "sde")
 STEP_STRIDE = 1 << 40
-"""A solver that adds noise draws the noise of step i at the sample's stream position plus i times
-this number, which no sample's position reaches."""
+"""A solver that adds noise draws the noise of step i at the sample's stream position plus i ·
+`STEP_STRIDE`. No sample's position reaches `STEP_STRIDE`, so no two draws share a position."""
 
 
 def shift_times(t: Float[Tensor, "..."], shift: float) -> Float[Tensor, "..."]:
@@ -73,7 +73,7 @@ def sample(
 ) -> Float[Tensor, "B C H W"]:
     """Integrates dx/dt = v(x, t) from t = 1 (`noise`) to t = 0 and returns the clean latents.
 
-    It takes `steps` steps, which are equally long before `shift` acts on the times (`shift_times`).
+    It takes `steps` steps: equal steps in time, whose times `shift_times` then shifts by `shift`.
     `solver` is one of `SOLVERS`:
 
     - "euler" calls the model once a step.
@@ -97,7 +97,7 @@ def sample(
     times = shift_times(torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64), shift).tolist()
     x = noise.float()
 
-    # Size and velocity of the previous step, which ab2 uses; None before the first step.
+    # (step size, velocity) of the previous step, which solver ab2 uses; None before the first step.
     previous: tuple[float, Tensor] | None = None
     for i, (t, t_next) in enumerate(pairwise(times)):
         dt = t_next - t
@@ -119,8 +119,8 @@ def sample(
 
 
 def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
-    """Raises a ValueError that names `key` if guidance is on (not 1) but the data has no
-    classes."""
+    """Raises a ValueError if guidance is on (not 1) but the data has no classes; its message names
+    `key`, the configuration key of `guidance`."""
     if not spec.num_classes and guidance != 1.0:
         raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
 
@@ -133,8 +133,8 @@ def draw_latents(
     seed: int,
     sampling: SamplingConfig,
 ) -> Float[Tensor, "B C H W"]:
-    """Samples raw latents, ready to decode; the noise of a sample depends only on `seed` and its
-    `position`."""
+    """Samples raw latents, which the autoencoder can decode. The noise of a sample depends only on
+    `seed` and the sample's entry of `position`."""
     shape = (spec.channels, spec.height, spec.width)
 
     def fresh(step: int) -> Tensor:

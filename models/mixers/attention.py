@@ -21,8 +21,8 @@ from models.layers import Layer, axial_angles, count_heads
 def axial_rotations(
     grid: tuple[int, int], head_dim: int, base: float = 100.0
 ) -> Float[Tensor, "2 L P"]:
-    """Returns the cosines and sines of 2-D RoPE: a token's row gives the angles for the first half
-    of a head's channels, its column those for the second half.
+    """Returns the cosines and sines of 2-D RoPE, stacked (2, L, P): a token's row gives the angles
+    for the first half of a head's channels, its column those for the second half.
 
     Su et al. 2021, https://arxiv.org/abs/2104.09864; axial form as in EVA-02,
     https://arxiv.org/abs/2303.11331.
@@ -44,9 +44,9 @@ class Attention(Layer):
 
     `qk_norm` puts a learned RMSNorm on queries and keys: it prevents divergence in 16-bit training
     of large models, at some cost in quality at equal steps (LightningDiT issue 68). `rope_base`
-    null: no rotary embedding. `bias`: both linear layers have a bias. These two parameters exist
-    for weights that were trained elsewhere. `window` null: each token attends to all tokens; an
-    integer: only to its window of `window` × `window` tokens. Odd layers shift their windows by
+    null: no rotary embedding. If `bias`, both linear layers have a bias. `rope_base` and `bias`
+    exist for weights that were trained elsewhere. `window` null: each token attends to all tokens;
+    an integer: only to its window of `window` × `window` tokens. Odd layers shift their windows by
     `shift` tokens up and left (null: half a window), so that information crosses the edges of
     windows. Unlike in Swin (Liu et al. 2021, https://arxiv.org/abs/2103.14030) nothing wraps
     around: windows at the edges are smaller.
@@ -90,8 +90,8 @@ class Attention(Layer):
         self.grid = grid
         self.eps = eps
         self.attention_backend = "auto"
-        # The attribute tells `runtime.fused_rope` that this layer can use the kernel; without norm
-        # and rotation there is nothing to compute.
+        # `runtime.fused_rope` switches its kernel on in each layer that has this attribute, so set
+        # the attribute only if the layer has a q/k norm or a rotation to compute.
         if qk_norm or rope_base is not None:
             self.fused_rope = False
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
@@ -139,7 +139,7 @@ class Attention(Layer):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
     def flops(self, tokens: int) -> int:
-        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens, without the
-        scores between different windows."""
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens, where scores
+        between different windows do not count."""
         rows, columns = (sum(span * span for span in spans) for spans in self.spans)
         return super().flops(tokens) + 4 * rows * columns * self.heads * self.head_dim

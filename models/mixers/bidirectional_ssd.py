@@ -23,9 +23,10 @@ from models.layers import Layer, count_heads, refuse_below_one
 
 
 def init_steps(dt_bias: Tensor) -> None:
-    """Draws biases whose softplus is log-uniform in [0.001, 0.1], as in Mamba-1 and Mamba-2."""
+    """Fills `dt_bias` with random values whose softplus, the initial step size, is log-uniform in
+    [0.001, 0.1], as in Mamba-1 and Mamba-2."""
     dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-    # Apply the inverse of softplus to the step sizes.
+    # `dt` now holds the step sizes; the bias is the inverse of softplus at them.
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
@@ -60,7 +61,8 @@ class BidirectionalSSD(Layer):
         self.eps = eps
         self.fused_scan = False
         self.fused_conv = False
-        # The convolution mixes x, and B and C of both directions.
+        # Number of channels that the convolution mixes: x, and the scan's B and C of both
+        # directions.
         self.mixed = self.inner + 4 * state_dim
         self.in_proj = nn.Linear(dim, self.inner + self.mixed + 2 * self.heads, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(self.mixed, 1, *self.taps))

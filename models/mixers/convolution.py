@@ -19,11 +19,12 @@ from models.layers import Layer
 
 
 class Convolution(Layer):
-    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`; the convolution starts
-    as the identity.
+    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`. The convolution is
+    initialised as the identity.
 
-    `expand` is E / D, rounded to a multiple of 32; at 4/3 it has as many parameters as attention.
-    This mixer has no heads: it accepts `head_dim`, as every mixer must, and ignores it.
+    The inner width E is `expand`·D, rounded to a multiple of 32; with 4/3 the mixer has about as
+    many parameters as attention. This mixer has no heads: it accepts `head_dim`, as every mixer
+    must, and ignores it.
     """
 
     def __init__(

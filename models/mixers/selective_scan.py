@@ -30,10 +30,10 @@ class SelectiveScan(Layer):
     one layer and its successors in the next. `order[i]` is the index of the i-th token on the path;
     the block reorders the tokens by it (models/block.py).
 
-    Linear layers compute steps, B and C from the convolved x, the steps through a bottleneck of
-    rank D / 16. `expand` is E / D. Initially -A is 1 … N in each channel, dt is log-uniform in
-    [0.001, 0.1], and the convolution is the identity, as in all mixers here. It has no heads: it
-    ignores `head_dim`, which every mixer takes.
+    Linear layers compute step sizes, B and C from the convolved x; the step sizes go through a
+    bottleneck of R = D / 16 channels. `expand` is E / D. Initially -A is 1 … N in each channel, dt
+    is log-uniform in [0.001, 0.1], and the convolution is the identity, as in all mixers here. This
+    mixer has no heads: it accepts `head_dim`, as every mixer must, and ignores it.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class SelectiveScan(Layer):
         return self.out_proj(silu_product(z, y))
 
     def flops(self, tokens: int) -> int:
-        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens: products, one
-        multiply-add for each tap of the convolution, and three for each number of a state: two to
-        update it, one to read it."""
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens: linear layers;
+        per token and channel one multiply-add for each tap of the convolution, and three for each
+        of the N elements of the state: two update the element, one reads it."""
         multiply_adds = tokens * self.inner * (TAPS + 3 * self.state_dim)
         return super().flops(tokens) + 2 * multiply_adds

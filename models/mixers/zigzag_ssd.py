@@ -13,16 +13,17 @@ from torch import Tensor
 from models.mixers.bidirectional_ssd import BidirectionalSSD
 
 PATHS = 4
-"""Number of paths. The paper has eight, but a scan in both directions covers a path and its
-reverse."""
+"""Number of paths. The paper has eight paths; four suffice here, because a scan in both directions
+covers a path and its reverse."""
 
 
 def make_zigzag_path(grid: tuple[int, int], layer: int) -> Int[Tensor, "L"]:
     """Returns the path of a layer: element i is the index of the i-th token on it.
 
-    Odd layers run by columns, even ones by rows. The first two of four paths start at one end of
-    the first line, the last two at the other end. Each line runs against the line before, so
-    neighbours on the path are neighbours on the grid.
+    Layer l takes path l mod 4. Even layers scan row by row, odd layers column by column. Paths 0
+    and 1 begin at the first token of the first row or column, paths 2 and 3 at its last token. Each
+    row or column runs in the direction opposite to the one before, so neighbours on the path are
+    neighbours on the grid.
     """
     path = torch.arange(grid[0] * grid[1], device="cpu").view(grid)
     path = path.T if layer % 2 else path
