@@ -9,7 +9,7 @@
     python -m scripts.doctor --as a100 b200
                                          lists what other GPUs support
 
-All answers come from the machine and from the techniques' own checks, none from a list.
+All findings come from the machine and from the techniques' own checks, none from a list.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLOCKS = {
     "memory_clock_mhz": "clocks.mem",
     "power_limit_w": "power.limit",
 }
-"""Name of a clock, power or its limit in the findings -> name of the field in nvidia-smi. The
+"""Name of a clock or of the power limit in the findings -> name of the field in nvidia-smi. The
 clocks are momentary values: low on an idle GPU, and lowered by heat and power limits."""
 NVIDIA_SMI_SECONDS = 10.0
 """Time limit, in seconds, for a call of nvidia-smi."""
@@ -143,7 +143,8 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
     rows = [["technique", *names, "needs"]]
     for word, (kind, value) in list_ways().items():
         row = [word]
-        notes: dict[str, None] = {}  # a set that keeps its order
+        # Collect the notes in a dict, which keeps their order; a set does not.
+        notes: dict[str, None] = {}
         for name in names:
             with pretend_gpu(CARDS[name].capability) as needs:
                 reason = kind(value, torch.device("cuda")).find_obstacle()

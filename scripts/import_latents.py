@@ -62,7 +62,8 @@ class ImportConfig:
     source: str | None = None
     out: str | None = None
     encoder: str | None = None
-    """A file of conf/encoder (sd, sdxl, flux, …), or a folder or hub id in the diffusers format."""
+    """Encoder that made the latents: a file of conf/encoder (sd, sdxl, flux, …), or a folder or hub
+    id in the diffusers format."""
     scale: float | None = None
     """Factor by which the source's latents were multiplied: stored value = (raw value - shift) ·
     scale. diffusers calls it scaling_factor."""
@@ -217,8 +218,8 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
     `labels` (n,) and, if the source has latents of mirrored images, `mirrored` (n, C, H, W).
     `names` are the class names from `find_class_names`.
 
-    ValueError names the first sample whose label is no class index, or whose latents are not finite
-    floating-point numbers of the same shape as in the samples before.
+    Raises a ValueError that names the first sample whose label is no class index, or whose latents
+    are not finite floating-point numbers of the same shape as in the samples before.
     """
     import torch
 

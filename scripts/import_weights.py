@@ -56,8 +56,8 @@ class WeightsConfig:
     kind: Kind | None = None
     out: str | None = None
     encoder: str | None = None
-    """A file of conf/encoder, or a folder or hub id in the diffusers format; null: sd, which only
-    kind=sit allows."""
+    """Encoder of the model's latents: a file of conf/encoder, or a folder or hub id in the
+    diffusers format; null: sd, which only kind=sit allows."""
     statistics: str | None = None
     """File with the mean and std of each channel, LightningDiT's latents_stats.pt; required for
     kind=lightningdit."""

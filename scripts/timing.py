@@ -59,7 +59,7 @@ def time_in_turn(
 ) -> dict[str, list[float]]:
     """Measures the seconds of each run, `repeats` times; returns name of a run -> its seconds. The
     runs take turns, in reverse order in every other round, so that drift of the machine's speed
-    affects all alike.
+    affects all runs alike.
 
     It calls `prepare(name)` before each run, outside the measured time.
     """

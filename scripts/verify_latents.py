@@ -190,8 +190,8 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
         )
     try:
         job: dict[str, Any] = json.loads(source.read("job.json"))
-        # Take only the settings from the job, which has other keys too. A job of an earlier version
-        # lacks some settings, which then get their defaults.
+        # Take only the settings from job.json, which has other keys too. A job of an earlier
+        # version lacks some settings, which then get their defaults.
         keys = job.keys() & PrecomputeConfig.__dataclass_fields__.keys()
         cfg = apply_schema(PrecomputeConfig, {key: job[key] for key in keys}, [])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:

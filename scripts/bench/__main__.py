@@ -29,7 +29,8 @@ def measure(command: str, words: Words) -> None:
 
 
 def main(words: Words) -> None:
-    """Runs the command that is the first word. ValueError if there is no such command."""
+    """Runs the bench command that the first argument names. ValueError if there is no such
+    command."""
     if not words or words[0] in ("-h", "--help"):
         print((scripts.bench.__doc__ or "").strip())
         return

@@ -44,9 +44,9 @@ for none."""
 
 
 def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
-    """Plans a case for each rung of the ladder: variants of the newcomer's loop, then this
-    framework with one more technique per rung. The baseline of every case is the newcomer's loop
-    that reads its samples from memory."""
+    """Plans a case for each rung of the ladder: variants of the newcomer's loop (a plain PyTorch
+    training loop), then this framework with one more technique per rung. The baseline of every case
+    is the newcomer's loop that reads its samples from memory."""
     workers = f"newcomer.num_workers={cfg.num_workers}"
     memory = [*words, workers, "newcomer.storage=memory"]
     newcomers = {
@@ -235,8 +235,8 @@ class Job(NamedTuple):
 
 
 def plan_job(command: str, words: Words, help_text: str = "") -> Job:
-    """Plans the cases of a command. Keys that are 0 or null get the values of the `setting`; its
-    overrides of the training configuration come before the user's overrides.
+    """Plans the cases of a command. Keys that are 0 or null get the values of the `setting`; the
+    overrides of the setting come before the user's overrides.
 
     A config group among the user's overrides (data=digits) replaces all overrides of the setting
     for that group. ValueError for a mistake, before anything is measured.

@@ -29,7 +29,7 @@ def count_savings(case: Case, cfg: BenchConfig) -> Figures:
 
 def count_largest(case: Case, cfg: BenchConfig) -> Figures:
     """Finds, for the case's overrides and for its baseline, the largest depth whose model fits the
-    memory of an H100 (of 8 H100s together if the overrides shard the model); also returns the ratio
+    memory of an H100 (of each of 8 H100s if the overrides shard the model); also returns the ratio
     of the two parameter counts."""
     figures: Figures = {}
     for prefix, words in (("baseline_", case.baseline), ("", case.overrides)):

@@ -41,8 +41,8 @@ PLACES = {
 FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
 GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
-"""Content of guides.yaml: group of techniques -> rows, each with a figure that guides promise, and
-the benchmarks that check these figures on a GPU."""
+"""Content of guides.yaml: group of techniques -> rows, each with a speed-up or saving that guides
+to fast training promise, and the benchmark that checks it on a GPU."""
 CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
 """GPU models that are the columns of the table of hardware."""
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
@@ -83,8 +83,9 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
         entry = {"ratio": "speed", "speed": None} | figures
         if command == "ladder" and entry["speed"]:
             entry["ratio"] = "times_before"
-            # The lower quartile of the ratio is this rung's lower quartile divided by the upper
-            # quartile of the rung before; the upper quartile of the ratio is the reverse.
+            # For the lower quartile of the ratio, divide this rung's lower quartile by the upper
+            # quartile of the rung before; for the upper quartile, divide the upper one by the lower
+            # one.
             for quartile, opposite in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
                 before = rung_before.get(f"speed{opposite}")
                 entry[f"times_before{quartile}"] = before and entry[f"speed{quartile}"] / before
@@ -225,7 +226,8 @@ def make_tables(pages: Sequence[Page]) -> dict[str, str]:
 
 
 def publish(folders: Sequence[Path], root: Path) -> None:
-    """Adds the folders' results to the docs below `root`; writes all pages and tables again."""
+    """Adds the results in `folders` to the files in docs/benchmarks below `root`, then writes all
+    benchmark pages and tables again."""
     docs = root / "docs" / "benchmarks"
     for folder in folders:
         for page in collect_pages(folder, docs):

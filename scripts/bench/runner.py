@@ -1,9 +1,9 @@
 """Runs cases in child processes, and writes each result to its own file.
 
-A case is done if a result for this code, hardware and versions exists, even if that says that the
-case failed. A child process measures the cases of one command, and ends when its parent ends. A
-case that fails, hangs or crashes ends its child, and the next case starts a new one. The time limit
-of a case starts when the child reports that it begins to measure.
+A case is not measured again if a result for this code, hardware and versions exists, even if the
+result is an error. A child process measures the cases of one command, and ends when its parent
+ends. A case that fails, hangs or crashes ends its child, and the next case starts a new child. The
+time limit of a case starts when the child reports that it begins to measure.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
 
 
 class Child:
-    """A child process that measures cases, as the parent process sees it. Starting one raises a
-    ValueError if the process does not become ready."""
+    """A child process that measures cases, as the parent process sees it. The constructor starts
+    the process; ValueError if the process does not become ready."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.folder = folder

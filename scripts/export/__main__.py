@@ -239,7 +239,8 @@ def make_card(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
 
 
 def push(folder: Path, repository: str, dry_run: bool) -> None:
-    """Uploads the folder. huggingface_hub reads the login token itself; this code never has it."""
+    """Uploads the folder. huggingface_hub reads the login token itself; this code never sees the
+    token."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in files) / 2**20
     if dry_run:

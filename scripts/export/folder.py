@@ -50,7 +50,7 @@ def refuse_own_code(node: Mapping[str, Any]) -> None:
 def write_folder(
     folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool
 ) -> None:
-    """Writes all files of the folder; with `include` also those of the autoencoder."""
+    """Writes all files of the folder; if `include`, also the files of the autoencoder."""
     refuse_own_code(node)
     write_transformer(folder / "transformer", trained, node)
 

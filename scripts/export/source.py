@@ -2,12 +2,11 @@
 modules.
 
 It cuts code that an exported model never runs: branches on fused kernels (`self.fused_…`,
-`HAS_TRITON`), and methods that only training calls. The rest is definitions and imports of other
-packages, so that the file runs where this project is not installed. Every export copies the present
-sources, so the file cannot drift from them.
-
-It is one file, not a folder of modules, because diffusers downloads one file of code for each part
-of a pipeline, and loads a module that such a file imports once for all folders.
+`HAS_TRITON`), and methods that only training calls. The file then contains only definitions and
+imports of other packages, so it runs where this project is not installed. Every export copies the
+present sources, so the file cannot differ from the sources. It is one file, not a folder of
+modules, because diffusers downloads one file of code for each part of a pipeline, and loads a
+module that such a file imports once for all folders.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ def keep_lines(lines: list[str], node: ast.stmt, start: int) -> list[str]:
     """Returns the lines from `start` up to the statement `node`, and then the lines of the
     statement without the code that `Cut` removes.
 
-    Copies the lines unchanged, with their comments; only of a statement that `Cut` changes
-    ast.unparse makes new lines.
+    Copies the lines unchanged, with their comments; ast.unparse formats only the statements that
+    `Cut` changes.
     """
     kept = Cut().visit(copy.deepcopy(node))
     if not kept:

@@ -31,7 +31,8 @@ from training.config.compose import report_user_errors
 
 
 def main(words: list[str]) -> None:
-    """Runs the command that is the first word, or plans a run if the first word is an override."""
+    """Runs the command that the first argument names, or plans a run if the first argument is an
+    override."""
     if not words or words[0] in ("-h", "--help"):
         print((__doc__ or "").strip())
         return
@@ -44,7 +45,7 @@ def main(words: list[str]) -> None:
             "scale, largest or tune."
         )
 
-    # Imports inside the function, so that --help does not wait for torch.
+    # Import the commands only here, so that --help does not wait for torch.
     from scripts.plan import report
     from scripts.plan.largest import LargestConfig, compare_ways
     from scripts.plan.largest import __doc__ as largest_help

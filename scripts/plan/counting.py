@@ -3,8 +3,8 @@ from which memory.py extrapolates to the whole depth.
 
 The forward and backward pass run on PyTorch's fake tensors, which have shapes and no values, with
 the run's own batch; compiled blocks go through the partitioner that Inductor uses. The update runs
-on real tensors, because the optimizers of libraries accept no others. Each place of a step has its
-own peak, which grows linearly with the number of blocks.
+on real tensors, because optimizers of other libraries do not accept fake tensors. Each place of a
+step (phase and block) has its own peak, which grows linearly with the number of blocks.
 """
 
 from __future__ import annotations

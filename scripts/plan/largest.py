@@ -48,7 +48,7 @@ MAX_SIZE = 4096
 
 @dataclass(frozen=True)
 class LargestConfig:
-    """Keys of the command; any other word is an override of the training configuration."""
+    """Keys of the command; any other argument is an override of the training configuration."""
 
     of: str = "depth"
     """The key of the model whose value grows: depth or dim."""

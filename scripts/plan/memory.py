@@ -142,7 +142,7 @@ class Forecast:
 
     @property
     def phase(self) -> str:
-        """The phase in which the peak occurs."""
+        """The phase of the step that needs the most memory."""
         return max(self.phases, key=lambda phase: self.phases[phase].total)
 
     @property
@@ -166,8 +166,8 @@ class Forecast:
         return parts
 
     def count_whole(self, name: str) -> float:
-        """Returns the bytes of the whole model, before sharding: of the lasting part `name`, or for
-        "temporary" those that an update frees again."""
+        """Returns bytes before sharding: of the part `name` of the state that lasts between steps,
+        or for "temporary" of the tensors that an update frees again."""
         if self.like is not None:
             return self.like.count_whole(name) * self.parameters / self.like.parameters
         return self.extrapolate([counted[name] for counted in self.updates])

@@ -48,7 +48,7 @@ RATE_KEYS = ("samples_per_s", "rate_of", "mfu")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Keys of the command; any other word is an override of the training configuration."""
+    """Keys of the command; any other argument is an override of the training configuration."""
 
     hardware: str | None = None
     """Name of a GPU model, or `here` for this machine; null: this machine's GPU, or h100 if it has
@@ -68,7 +68,8 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Keys of the command `tune`; any other word is an override of the training configuration."""
+    """Keys of the command `tune`; any other argument is an override of the training
+    configuration."""
 
     out: str | None = None
     """File to which the command writes the fastest runtime keys; null: conf/runtime/tuned.yaml,

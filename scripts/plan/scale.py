@@ -41,7 +41,7 @@ Share = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    """Keys of the command; any other word is an override of the training configuration."""
+    """Keys of the command; any other argument is an override of the training configuration."""
 
     gpus: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 64, 256, 1024])
     batch_per_gpu: int = 32
@@ -154,8 +154,8 @@ def describe_range(good: list[int], worse: list[int]) -> str:
 
 
 def find_bandwidth(gpus: int, card: Card) -> float:
-    """Returns the bytes per second of a ring of `gpus` GPUs. Across machines each GPU has its own
-    network card, and several rings use all network cards at once."""
+    """Returns the bytes per second of a ring of `gpus` GPUs. Each GPU is assumed to have its own
+    network card; across machines, several rings use all network cards at once."""
     if gpus <= GPUS_A_MACHINE:
         return card.intra_bandwidth
     return min(card.intra_bandwidth, GPUS_A_MACHINE * card.inter_bandwidth)

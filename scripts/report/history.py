@@ -1,5 +1,5 @@
-"""Reads the folder of a run, finished or not. If a file is missing or damaged, its content is
-empty, and a sentence in `problems` reports the file."""
+"""Reads the folder of a run, finished or not. If a file is missing, its content is empty, and a
+sentence in `problems` reports the gap."""
 
 from __future__ import annotations
 
