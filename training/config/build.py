@@ -30,7 +30,8 @@ EXTENSIONS_VARIABLE = "FASTLATENT_EXTENSIONS"
 """Name of the environment variable that lists extensions (importable packages), separated by
 commas."""
 admitted_packages: set[str] = set()
-"""Names of the extensions that `admit_extensions` has admitted in this process."""
+"""Names of the extensions whose classes a `_target_` may name in this process; `admit_extensions`
+adds them."""
 TARGET_PACKAGES = ("accel", "data", "models", "training")
 OUTSIDE_TARGETS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", "AdamW", "SGD"))
 """Classes outside of `TARGET_PACKAGES` that a `_target_` may name."""
@@ -126,8 +127,8 @@ def check_arguments(
     The node must not set arguments that the calling code passes: the names in `supplied` and the
     first `positional` parameters. If `partially` is true, the node may lack required arguments.
     """
-    # Map each parameter that the node may set to True if it has no default, so that the node must
-    # set it.
+    # `settable` maps the name of each parameter that the node may set to a bool: True if the
+    # parameter has no default, so that the node must set it.
     parameters = list(inspect.signature(target).parameters.values())[positional:]
     settable = {
         p.name: p.default is p.empty

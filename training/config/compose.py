@@ -69,7 +69,7 @@ for name, kind in SCHEMAS.items():
 
 
 class Composed(NamedTuple):
-    """A checked configuration and its sources."""
+    """A checked configuration, with the choices and overrides from which it was composed."""
 
     cfg: Any
     """The `TrainConfig` or `PrecomputeConfig`, resolved and frozen."""
@@ -229,7 +229,7 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             continue
         try:
             values.merge_with_dotlist([word])
-        except Exception as error:  # OmegaConf's message does not name the word
+        except Exception as error:  # replaced, because its message does not name the word
             raise UserError(describe_unreadable(word)) from error
     return apply_schema(schema, values, words)
 
@@ -313,8 +313,8 @@ def refuse_drawing(cfg: Any) -> None:
 
 
 def refuse_no_weights(key: str, path: str | None) -> None:
-    """Raises ValueError if a local `path` is no run with a checkpoint, no checkpoint and no
-    .safetensors file. `key` is the configuration key that holds the path, for the message."""
+    """Raises ValueError if a local `path` is neither a run with a checkpoint, nor a checkpoint, nor
+    a .safetensors file. `key` is the configuration key that holds the path, for the message."""
     names = () if str(path).endswith(".safetensors") else ("checkpoints", "state.json", "step-*")
     refuse_missing(
         key, path, "name a run that has a checkpoint, a checkpoint, or a .safetensors file", *names

@@ -14,14 +14,14 @@ from typing import Any
 from common.errors import UserError
 
 DEVICE_OPTIMIZERS = (None, "torch.optim.Adam", "torch.optim.AdamW")
-"""`_target_`s of the optimizers that can skip a step by a decision on the device, without the host;
-None: the caller names no optimizer."""
+"""Optimizers, by `_target_`, that can skip a step by a decision on the device, without the host;
+None: the calling code names no optimizer."""
 SHARDED_MODES = ("fsdp", "hsdp")
 MODE_TEXT = "runtime.parallel.mode={mode}"
 Rule = tuple[Mapping[str, Any], str]
-"""A rule as a pair. First a mapping: runtime key -> the value, or a tuple of values, that the key
-must have for the rule to apply. Second the message for the user if the rule applies to all its
-keys."""
+"""A rule about runtime keys, as a pair. First a mapping: key -> the value, or a tuple of values,
+with which the key meets the rule's condition. Second the message for the user if all keys meet
+their conditions."""
 
 REDUCE_OVERHEAD_TEXT = (
     "runtime.compile_mode=reduce-overhead gives wrong gradients with accumulation and with blocks "
@@ -102,8 +102,8 @@ def check_contradictions(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
     """Raises ValueError for the first rule in `CONTRADICTIONS` whose conditions all hold, or if
-    `tune` may last as long as other processes wait. `optimizer` is the `_target_` of the optimizer,
-    or None."""
+    `tune_seconds` is not below the time for which other processes wait. `optimizer` is the
+    `_target_` of the optimizer, or None."""
     values = {key: v.value if isinstance(v, Enum) else v for key, v in vars(runtime).items()}
     values |= {
         "mode": runtime.parallel.mode.value,
@@ -114,8 +114,8 @@ def check_contradictions(
         "decides_on_device": optimizer in DEVICE_OPTIMIZERS,
     }
     for conditions, sentence in CONTRADICTIONS:
-        # Refuse the keys if all conditions of a rule hold. `values.get` returns None for a key that
-        # does not exist, and no rule expects None.
+        # Refuse the keys if all conditions of a rule hold. For a key that does not exist
+        # `values.get` returns None, which no rule expects, so such a rule never applies.
         if all(
             values.get(key) in (expected if isinstance(expected, tuple) else (expected,))
             for key, expected in conditions.items()

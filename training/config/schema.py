@@ -226,9 +226,9 @@ class RuntimeConfig:
     # them
     offload_activations: bool = False
     empty_cache_at_eval: bool = False
-    cuda_graph: bool = False  # captures the whole step as a CUDA graph
-    # measure before training which techniques make the step fastest on this machine; runtime=auto
-    # sets this
+    cuda_graph: bool = False  # capture the whole training step as a CUDA graph
+    # true: measure before training which techniques make the step fastest on this machine, and use
+    # these; runtime=auto sets tune=true
     tune: bool = False
     tune_seconds: Annotated[float, Gt(0)] = 120.0  # longest time, in seconds, that `tune` may take
     # what to do if a technique is unavailable: degrade: run without it; error: stop; emulate: on a
@@ -313,7 +313,8 @@ class SamplingConfig:
     # shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t = 1,
     # the noise; 1: equally long steps
     shift: Annotated[float, Gt(0)] = 1.0
-    per_class: Positive = 20  # samples to draw per class; the columns of a sample grid in training
+    # samples to draw per class; also the number of columns of a sample grid in training
+    per_class: Positive = 20
 
     def check(self, prefix: str = "sampling.") -> None:
         """Raises ValueError for a value with which sampling is impossible; `prefix` stands before
@@ -445,7 +446,7 @@ class PrecomputeConfig:
     # images: a folder with one subfolder per class, WebDataset tars with images and .cls members,
     # or a folder that `datasets` saved
     source: str | None = None
-    out: str | None = None  # folder for shards and manifest.json
+    out: str | None = None  # output folder, for shards of latents and manifest.json
     # packages of your own, whose classes a `_target_` may name; settable only on the command line
     # or in the environment, never in a file, because importing a package runs its code
     extensions: list[str] = field(default_factory=list)
@@ -455,10 +456,11 @@ class PrecomputeConfig:
     # true: use the images of a truncated or damaged tar that come before the damage
     allow_cut: bool = False
     resolution: Positive = 256  # side, in pixels, of the square that images are cropped to
-    # colour behind transparent pixels: a name, or "'#rrggbb'" in both kinds of quotes
+    # colour behind transparent pixels: a name such as white, or #rrggbb, which needs both kinds of
+    # quotes: background="'#rrggbb'"
     background: str = "white"
-    # largest image in megapixels; larger ones are skipped; to decode an image, a worker needs 7 to
-    # 20 bytes of memory per pixel
+    # largest size of an image, in megapixels; the job skips larger images; to decode an image, a
+    # worker needs 7 to 20 bytes of memory per pixel
     max_megapixels: Annotated[float, Gt(0)] = 80.0
     # mean_std: store mean and std of the encoder's posterior, from which training draws a sample in
     # each step; sample: store one sample
@@ -473,11 +475,12 @@ class PrecomputeConfig:
     # seed for the order of the images in the shards, and for the samples that kind=sample draws
     seed: Natural = 0
     batch_size: Positive = 32
-    num_workers: Natural = 2  # processes that decode images
-    shard_size: Positive = 2048  # images in each shard, a tar file
-    block_size: Positive = 256  # samples in each block, which is a member of a shard's tar
-    # lowest PSNR in dB of the first images after encoding and decoding; the job stops if theirs is
-    # lower
+    num_workers: Natural = 2  # number of processes that decode images
+    shard_size: Positive = 2048  # number of images in each shard, which is a tar file
+    # number of samples in each block, which is a member of a shard's tar
+    block_size: Positive = 256
+    # lowest PSNR, in dB, that the first images may have after encoding and decoding; the job stops
+    # if their PSNR is lower
     min_psnr: float = 20.0
     # true: a resumed job writes the same bytes as one that was not interrupted; false: cuDNN may
     # choose algorithms by their time

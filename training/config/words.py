@@ -191,8 +191,8 @@ def update_targets(node: Any) -> Any:
 
 
 def fill_spelling(spelling: str, value: str) -> str:
-    """Returns `spelling`, a key of `SPELLINGS`, with {} replaced by `value`. `VALUE_SPELLINGS`
-    first translates the value if it lists the setting's key."""
+    """Returns `spelling`, a key of `SPELLINGS`, with {} replaced by `value`. If `VALUE_SPELLINGS`
+    lists the setting's key, the function first translates the value to fastlatent's."""
     choices = VALUE_SPELLINGS.get(spelling.partition("=")[0], {})
     matches = (
         name for name, words in choices.items() if words == "*" or value.lower() in words.split()
@@ -322,8 +322,8 @@ def list_choices(group: str) -> list[str]:
 
 
 def find_given_word(key: str, words: list[str]) -> str:
-    """Returns the last word of the command that sets `key`; only `key` itself if no word sets
-    it."""
+    """Returns the last word of the command that sets `key`; if no word sets it, returns `key`
+    itself."""
     matches = (word for word in reversed(words) if word.lstrip("+~").partition("=")[0] == key)
     return next(matches, key).removeprefix("++" if key.startswith(OPEN_MAPPING) else "")
 
