@@ -46,7 +46,7 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 METADATA_KEY = "fastlatent"
-"""Key of the model's description in the metadata of a safetensors file."""
+"""Key in the metadata of a safetensors file whose value is the description of the model."""
 CHUNK_BYTES = 1 << 24
 """Number of bytes that are hashed and written at a time."""
 FLUSH_BYTES = 1 << 28

@@ -96,7 +96,7 @@ def list_expected_files(files: Collection[str]) -> set[str]:
 
 def retry_read(read: Callable[[], Result]) -> Result:
     """Calls `read` and returns its result. After an input/output error (EIO) it pauses and calls
-    `read` again, once for each of `RETRY_PAUSES`."""
+    `read` again, at most once for each of `RETRY_PAUSES`."""
     for pause in RETRY_PAUSES:
         try:
             return read()
@@ -112,7 +112,7 @@ def hash_from_disk(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
     the page cache. It calls `advance` after each `CHUNK_BYTES`."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
-        # Drop the file from the page cache.
+        # Drop the file from the page cache, so that the following reads reach the disk.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for content in iter(partial(stream.read, CHUNK_BYTES), b""):

@@ -123,10 +123,10 @@ class Checkpoints:
     """The checkpoints of a run: `folder/step-N` after N steps.
 
     A run keeps the newest `keep` checkpoints, each one whose step is a multiple of `keep_every` (0:
-    none), and the one with the lowest score of the name `best_by`; it removes all other
+    none), and the one with the lowest value of the score that `best_by` names; it removes all other
     checkpoints. If `in_background` is true, `save` returns once the state is copied, and a thread
-    writes it; at most one save runs at a time. If a rank writes nothing for `patience`, the save
-    fails on all ranks.
+    writes the copy to the disk; at most one save runs at a time. If a rank writes nothing for
+    `patience`, the save fails on all ranks.
     """
 
     folder: Path
