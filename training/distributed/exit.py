@@ -1,5 +1,5 @@
-"""Ends a process on a signal or an error, with the right exit code. If Python's finalisation could
-abort the process, ends it without that.
+"""Ends a process on a signal or an error, with the right exit code. Skips Python's finalisation if
+it could abort the process.
 
 This file must not import torch, because `--help` imports this file and must stay quick.
 """
@@ -62,7 +62,7 @@ class StopRequest:
         self.name = ""
         """Name of the last signal that arrived, such as SIGTERM; empty before the first one."""
         self.before: dict[str, Any] = {}
-        """Name of a signal -> the handler that it had before `with`."""
+        """Name of a signal -> its handler before `with` replaced that handler."""
         self.answer: Callable[[], int] | None = None
         """Function that waits for, and returns, the highest request that any rank sent in the step
         before; None before the first step."""
@@ -141,8 +141,9 @@ def exit_cleanly() -> Iterator[None]:
 
 @contextmanager
 def resumable_command() -> Iterator[None]:
-    """Runs the block of a command that continues where it stopped if it is started again; prints
-    one sentence and exits with an exit code for a mistake of the user and for Ctrl-C."""
+    """Runs the block of a command that continues where it stopped if it is started again. For a
+    mistake of the user (exit code 1) and for Ctrl-C (exit code 130) prints one sentence instead of
+    a traceback."""
     with exit_cleanly(), report_user_errors():
         try:
             yield

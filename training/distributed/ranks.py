@@ -38,8 +38,8 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """Returns the ranks in the environment variables RANK, WORLD_SIZE and LOCAL_RANK, or in
-        Slurm's variables; ValueError if the variables contradict each other."""
+        """Returns a `Ranks` with the numbers in the environment variables RANK, WORLD_SIZE and
+        LOCAL_RANK, or in Slurm's variables; ValueError if the variables contradict each other."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if "WORLD_SIZE" not in os.environ:
             if not {"SLURM_PROCID", "MASTER_ADDR"} <= os.environ.keys():
@@ -64,7 +64,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """True if there is no other rank to communicate with."""
+        """True if there is only one rank, or if this process has not joined a process group."""
         return self.world_size == 1 or not dist.is_initialized()
 
     def say(self, text: str) -> None:
@@ -128,8 +128,9 @@ class Ranks:
                 )
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # Use a prefix per attempt: torchrun reuses its store after a restart, and without
-                # the prefix PyTorch 2.13 finds addresses of processes in it that have ended.
+                # Prefix the keys in the store by the number of the attempt: torchrun reuses its
+                # store after a restart, and without the prefix PyTorch 2.13 finds the addresses of
+                # ended processes in it.
                 host = os.environ["MASTER_ADDR"]
                 port = int(os.environ["MASTER_PORT"])
                 store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
@@ -276,8 +277,8 @@ class JointWork:
 
 
 def run_share(work: Callable[[], Any]) -> Share:
-    """Calls `work` and returns its result, or the exception that it raised, in a `Share`. An
-    OSError is replaced by one whose text is only the reason and the file."""
+    """Calls `work` and returns its result, or the exception that it raised, in a `Share`. Replaces
+    an OSError by one whose text is only the reason and the file."""
     try:
         return Share(ended=True, result=work())
     except OSError as error:
