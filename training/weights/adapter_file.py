@@ -81,8 +81,8 @@ class OpenedModel(NamedTuple):
 
     model: Denoiser
     description: Description
-    """The description in the header of `file`. The file of an adapter that PEFT trained has no
-    description; then it is the base model's, with a note about the adapter."""
+    """The description in the header of `file`. The file of an adapter that PEFT trained has none;
+    then this is the base model's description, with a note about the adapter."""
     file: Path
     """Path of the adapter's file if there is an adapter, otherwise of the model's file."""
     sha256: str
@@ -142,7 +142,7 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
     tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
     refuse_misfit(file, "the adapter that it describes", tensors, parameters)
 
-    # Build the model with the base's weights, and merge the adapter.
+    # Build the model with the base model's weights, and merge the adapter.
     model = build_model(description.model, description.spec, device)
     model.load_state_dict(fit_weights(model, description.spec, base)[0])
     add_adapter(model, note.node, note.labels)
@@ -169,9 +169,9 @@ def to_peft_name(name: str) -> str:
 def read_peft_description(
     file: Path, base: Description, tensors: Mapping[str, Tensor]
 ) -> Description:
-    """Returns the description of a LoRA in `file`, a file of PEFT's; `base` describes the model on
-    which it was trained. ValueError if PEFT's configuration needs something other than plain
-    LoRA."""
+    """Returns the description of the LoRA in `file`, a weights file that PEFT wrote; `base`
+    describes the model on which the LoRA was trained. ValueError if PEFT's configuration describes
+    anything other than plain LoRA."""
     config_file = file.with_name(CONFIG_FILE)
     config = read_object(config_file)
     if config.get("peft_type", "LORA") != "LORA":

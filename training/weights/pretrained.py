@@ -36,8 +36,9 @@ MAX_DESCRIPTION_CHARS = 2**24
 """Largest number of characters that a description may have: parsing a longer one could use up the
 memory before the code can check its content."""
 MODEL_SIZE_FACTOR = 4
-"""While a model is built, it may have up to this many times as many parameters, and values in them,
-as its weights file; once it is built, both numbers must equal the file's."""
+"""Limit for a model while it is built: at most this many times the number of tensors, and the
+number of values, in its weights file. Once built, the model must have exactly the tensors of the
+file."""
 PIN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Matches a git commit or a sha256, either of which identifies the exact weights of an encoder."""
 
