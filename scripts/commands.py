@@ -1,5 +1,5 @@
-"""Helpers of this folder's commands: they split the words of a command line into the command's own
-keys and overrides of the training configuration, format tables, and replace parts of pages."""
+"""Helpers of this folder's commands: they split the arguments of a command line into the command's
+own keys and overrides of the training configuration, format tables, and replace parts of pages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
 
 
 def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
-    """Splits the arguments `words` of a command line. Returns an instance of `schema` from those
-    that set one of its keys, and all others, which are overrides of the training configuration."""
+    """Splits the arguments `words` of a command line. Returns an instance of `schema`, made from
+    the arguments that set one of its keys, and a list of all other arguments, which are overrides
+    of the training configuration."""
     keys = {field.name for field in fields(cast(Any, schema))}
     overrides = [word for word in words if "=" in word and word.partition("=")[0] not in keys]
     key_words = [word for word in words if word not in overrides]

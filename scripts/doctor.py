@@ -255,8 +255,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def read_limits(properties: Any, index: int) -> dict[str, Any]:
     """Reads from PyTorch and from Triton's driver the resources of GPU `index` that one kernel can
-    use, and the chip's peak clocks. If Triton's driver cannot be loaded, its figures are "unknown",
-    with the reason; Triton's compiler relies on them."""
+    use, and the chip's peak clocks. Triton's compiler relies on the figures of Triton's driver; if
+    that driver cannot be loaded, these figures are "unknown", with the reason."""
     limits: dict[str, Any] = {
         "multiprocessors": properties.multi_processor_count,
         "registers_a_multiprocessor": properties.regs_per_multiprocessor,

@@ -149,5 +149,5 @@ class TestsConfig(BenchConfig):
     """Keys of the command `tests`."""
 
     select: str = "all"
-    """smoke: some tests of every kind, in two minutes; rest: all tests, file by file; all: first
-    smoke, then rest."""
+    """Which GPU tests to run. smoke: some tests of every kind, in two minutes; rest: all tests,
+    file by file; all: first smoke, then rest."""

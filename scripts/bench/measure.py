@@ -59,8 +59,8 @@ def device_of(words: Words) -> torch.device:
 
 
 def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
-    """Returns override that this machine does not support, such as runtime.tf32=true -> the reason;
-    without the overrides that the run emulates."""
+    """Returns override among `words` that this machine does not support, such as runtime.tf32=true
+    -> the reason. Leaves out overrides that the run emulates."""
     reasons = doctor.find_capabilities(device)
     emulated = find_emulated(words, device)
     refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
@@ -294,8 +294,8 @@ def replace_family(words: Words, family: str) -> Words:
 
 
 def calibrate(case: Case, cfg: BenchConfig) -> Figures:
-    """Tests and times the fused kernels as a run does before its first step. The cache keeps which
-    kernels this chose, so a later run does not test them again."""
+    """Tests and times the fused kernels as a run does before its first step. A cache keeps the
+    choice of kernels, so a later run does not test these kernels again."""
     if device_of(case.overrides).type != "cuda":
         return {"reason": NEEDS_GPU}
     kernels = doctor.try_kernels(replace_family(case.overrides, case.name))

@@ -261,8 +261,8 @@ class Runner:
 
 @contextmanager
 def open_runner(out: str, limit: float = inf, minutes: float = inf) -> Iterator[Runner]:
-    """Yields a runner that writes results to the folder `out`, and locks the folder meanwhile. The
-    children write their output to log.txt in that folder."""
+    """Yields a runner that writes results to the folder `out`; no other bench can write there until
+    the context ends. The children write their output to log.txt in that folder."""
     folder = Path(out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     refusal = f"out={out}: another bench measures into it; wait for it, or stop it."

@@ -200,8 +200,8 @@ def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
     total = 0.0
     products = 0.0
     for event in events:
-        # On a GPU skip the events of operators, whose time is that of their kernels, which have
-        # events too.
+        # On a GPU skip the events of operators: an operator's time is that of its kernels, and each
+        # kernel has its own event.
         if cuda and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
             continue
         ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3

@@ -87,19 +87,17 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
 
 
 def make_layer(node: dict[str, Any]) -> Callable[..., nn.Module]:
-    """Returns a function that builds a layer: the class called "name" in the same exported file,
-    with the other values as arguments."""
+    """Returns a function that builds a layer. `node` has the name of the layer's class, as "name",
+    which is in the same exported file, and keyword arguments of the class."""
     arguments = {key: value for key, value in node.items() if key != "name"}
     return partial(globals()[node["name"]], **arguments)
 
 
 class FastlatentAutoencoder(AutoencoderTiny):
-    """AutoencoderTiny with the global branches of TAEF2; without them diffusers' own class decodes
-    wrong colours.
-
-    `sizes` are the arguments of AutoencoderTiny. `branches` names the blocks that have a branch,
-    each with the shape (hidden channels, channels) of its first convolution.
-    """
+    """AutoencoderTiny with the global branches of TAEF2; diffusers' own class has no such branches
+    and decodes wrong colours. `sizes` are the arguments of AutoencoderTiny. `branches` maps each
+    block that has a branch to the shape (hidden channels, channels) of the branch's first
+    convolution."""
 
     @register_to_config
     def __init__(self, *, sizes: dict[str, Any], branches: dict[str, list[int]]) -> None:

@@ -268,7 +268,7 @@ class Forecast:
 
 
 def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
-    """Selects the places that models of every depth have: those outside the blocks, the first
+    """Selects the places that models of every depth have: all places outside the blocks, the first
     `period` blocks, and the last `period` blocks, which get the indices -period to -1."""
     roles: dict[Place, Peak] = {}
     for (phase, block), peak in peaks.items():

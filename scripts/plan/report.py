@@ -141,7 +141,8 @@ def find_largest_micro_batch(plan: Forecast, memory: float) -> int:
 
 
 def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
-    """Returns all figures of the plan, ready for JSON; None for those that are unknown."""
+    """Returns name of a figure of the plan -> its value, ready for JSON; unknown figures are
+    None."""
     refuse_values(cfg)
     rates = [key for key in RATE_KEYS if getattr(cfg, key) is not None]
     if len(rates) > 1:

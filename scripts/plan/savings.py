@@ -105,7 +105,8 @@ def find_cheapest_change(
     now: Forecast, memory: float, apply: Apply, exact: bool = False
 ) -> tuple[list[Saving], Forecast]:
     """Adds changes that save memory, the cheapest first, until the run fits `memory` bytes. Returns
-    the changes, and the forecast with these changes, even if the run still does not fit."""
+    the changes and the forecast of the run with these changes, even if the run still does not
+    fit."""
     taken: list[Saving] = []
     for new in list_savings(now.question, exact):
         if now.needs.total <= memory:

@@ -144,8 +144,9 @@ def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
 
 
 def describe_range(good: list[int], worse: list[int]) -> str:
-    """Says up to how many GPUs a kind of parallelism pays. `good` are the numbers of GPUs at which
-    it pays, `worse` those at which its efficiency is below `LEAST_EFFICIENCY`."""
+    """Describes up to how many GPUs a kind of parallelism pays. `good` are the numbers of GPUs at
+    which it pays and fits, `worse` the numbers at which its efficiency is below
+    `LEAST_EFFICIENCY`."""
     if not good:
         return "does not pay, or does not fit, at any of these sizes"
     beyond = [gpus for gpus in worse if gpus > good[0]]
