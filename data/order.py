@@ -143,8 +143,8 @@ class StreamOrder:
     hold its samples.
 
     `blocks_of_shard` is the number of blocks of each shard, `counts` the number of samples of each
-    block, `streams` is S, `window` is W. In each epoch stream s has the positions s, s + S, s + 2
-    S, …
+    block, `streams` is S, `window` is W. Stream s has the positions s, s + S, s + 2 S, …, over all
+    epochs, without end.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""Reads the files of a latent set by offset: from a folder, a web server, or any store that fsspec
-opens.
+"""Reads byte ranges of a latent set's files, from a folder, a web server, or any store that fsspec
+can open.
 
-A remote source retries a read that may succeed later (a timeout, a broken connection, status 408,
-429 or 5xx): at once, then after 0.4, 0.8, 1.6 … seconds, or after the pause that the server asks
-for. When the retries are used up, it raises an OSError with the reason. No message shows the user,
-the password or the query of a URL, because they may be secrets.
+If a read from a remote source fails but may succeed later (a timeout, a broken connection, status
+408, 429 or 5xx), the source retries it: at once, then after 0.4, 0.8, 1.6 … seconds, or after the
+pause that the server requests. When no retries remain, the source raises an OSError with the
+reason. Error messages leave out the user, the password and the query of a URL, because these may be
+secrets.
 """
 
 from __future__ import annotations
@@ -28,28 +29,30 @@ from common.text import shorten_error
 
 LONGEST_PAUSE_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
-"""Seconds from which urllib3 computes its pauses: it waits 0, then 2, 4, 8 … times this."""
+"""Seconds from which urllib3 computes the pauses between attempts: 0, then 2, 4, 8 … times this
+number."""
 URL_SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
-"""Matches user and password, query and fragment of a URL."""
+"""Matches the parts of a URL that may be secret: user and password, query, fragment."""
 FETCH_LOCKS: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-"""Cached file -> its lock: only one thread of a process at a time fetches the file."""
+"""Path of a cached file -> lock, which ensures that only one thread of this process fetches the
+file."""
 
 
 class Source(Protocol):
-    """The files of one latent set. It opens no connection before the first read, so that worker
-    processes can inherit it."""
+    """Access to the files of one latent set. A source opens no connection before its first read, so
+    that worker processes can inherit the source."""
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Reads `size` bytes (None: all that follow) at `offset` of file `name`; returns fewer if
-        the file ends before.
+        """Reads `size` bytes (None: up to the file's end) of the file `name`, from byte `offset`
+        on. Returns fewer bytes if the file ends before.
 
-        FileNotFoundError if there is no such file, OSError if the read fails.
+        Raises FileNotFoundError if the file does not exist, OSError if the read fails.
         """
         ...
 
     def forget(self, name: str) -> bool:
-        """Drops the local copy of `name`; returns True if the source keeps copies and can fetch
-        another."""
+        """Deletes the local copy of the file `name`, if the source keeps local copies. Returns True
+        if it does, so that the next read fetches the file again."""
         return False
 
 
@@ -58,9 +61,10 @@ def open_source(
 ) -> Source:
     """Opens the source at `path`, a folder or a URL; ValueError for a pipe or a chain of URLs.
 
-    `timeout` in seconds limits each connection and each pause of the server. With `cache`, the
-    source fetches whole shards into that folder and reads them there. The query of an http(s) URL
-    is appended to the URL of each file.
+    A web server may take at most `timeout` seconds to connect, and between two packets; a failed
+    read is retried up to `retries` times. If `cache` is a folder, the source copies whole shards
+    into that folder and reads the copies. The query of an http(s) URL is appended to the URL of
+    each file.
     """
     url = str(path)
     web = url.startswith(("http://", "https://"))
@@ -81,18 +85,21 @@ def open_source(
 
 
 def hide_secrets(text: str) -> str:
-    """Removes possible secrets from the URLs of a text; leaves a folder's path unchanged."""
+    """Removes possible secrets from the URLs in a text; leaves a text without URLs, such as a
+    folder's path, unchanged."""
     return URL_SECRETS.sub("", text) if "://" in text else text
 
 
 def describe_error(error: Exception) -> str:
-    """Returns type and first line of an error that names a URL, without possible secrets."""
+    """Returns the type and the first line of an error whose message may contain a URL; removes
+    possible secrets."""
     line = URL_SECRETS.sub("", shorten_error(error)).removesuffix(".")
     return f"{type(error).__name__} {line}".strip()
 
 
 def describe_failed_read(name: str, error: OSError) -> str:
-    """Returns a sentence for a failed read: `name` is missing, or why it cannot be read."""
+    """Returns a sentence about a failed read: that the file `name` is missing, or why it cannot be
+    read."""
     if not isinstance(error, FileNotFoundError):
         return f"{name} cannot be read: {error}"
     reason = f" ({error})" if "server" in str(error) else ""
@@ -115,7 +122,8 @@ class LocalSource(Source):
 
 
 class TransientError(OSError):
-    """An error after which a retry may succeed; the server's `reply`, if any, may say when."""
+    """An error after which a retry may succeed. `reply` is the server's response, if there is one;
+    it may say when to retry."""
 
     def __init__(self, text: str, reply: Any = None) -> None:
         super().__init__(text)
@@ -123,7 +131,7 @@ class TransientError(OSError):
 
 
 class Pauses(Retry):
-    """urllib3's pauses between attempts, none longer than `LONGEST_PAUSE_SECONDS`."""
+    """urllib3's computation of the pauses between attempts, limited to `LONGEST_PAUSE_SECONDS`."""
 
     def get_retry_after(self, response: Any) -> float | None:
         with contextlib.suppress(InvalidHeader):
@@ -131,7 +139,8 @@ class Pauses(Retry):
 
 
 class RemoteSource(Source):
-    """Retries a read after a transient error; a subclass adds `read_once`."""
+    """Base of the remote sources: retries a read after a `TransientError`. A subclass adds
+    `read_once`, which makes one attempt."""
 
     def __init__(self, url: str, timeout: float, retries: int) -> None:
         folder, mark, query = url.partition("?")
@@ -164,15 +173,16 @@ class RemoteSource(Source):
 
 @cache
 def make_web_client(process: int) -> Any:
-    """Makes the web client of the process with id `process`. A forked process makes its own,
-    because it cannot use its parent's connections."""
+    """Makes the web client (a requests session) of the process with the id `process`, and caches
+    it. The id is the cache's key, so that a forked process makes its own client: it cannot use its
+    parent's connections."""
     import requests
 
     return requests.Session()
 
 
 class HttpSource(RemoteSource):
-    """A folder on a web server that answers range requests (RFC 9110, section 14)."""
+    """A folder on a web server that supports requests of byte ranges (RFC 9110, section 14)."""
 
     def read_once(self, name: str, offset: int, size: int | None) -> bytes:
         import requests
@@ -189,7 +199,8 @@ class HttpSource(RemoteSource):
                     return b""
                 check_reply(reply, size is not None)
 
-                # Read one byte more than requested, to notice a server that ignores the range.
+                # Try to read one byte more than requested: if there is one, the server ignored the
+                # range.
                 amount = None if size is None else size + 1
                 content = reply.raw.read(amount, decode_content=True)
                 if amount == len(content):
@@ -197,11 +208,11 @@ class HttpSource(RemoteSource):
                         f"the server sends more than the {size} bytes that were asked for"
                     )
         except (requests.ConnectionError, requests.Timeout, HTTPError) as error:
-            # Take urllib3's reason: it is more specific than requests' "Max retries exceeded".
+            # Report urllib3's reason, because requests only says "Max retries exceeded".
             reason = getattr(error.args and error.args[0], "reason", error)
             raise TransientError(describe_error(reason)) from error
         except (requests.RequestException, ValueError) as error:
-            # A retry does not mend a bad URL or redirect.
+            # Do not retry after a bad URL or redirect, because the retry also fails.
             raise OSError(describe_error(error)) from error
         if size is not None:
             check_part(content, reply.headers.get("Content-Range"), offset, size)
@@ -209,7 +220,8 @@ class HttpSource(RemoteSource):
 
 
 def check_reply(reply: Any, in_part: bool) -> None:
-    """Raises an OSError for a reply that is not the file, or not the requested part of it."""
+    """Raises an OSError if a web server's reply is not the file, or, with `in_part`, not a part of
+    the file."""
     status = reply.status_code
     headers = reply.headers
     if status in (408, 429) or status >= 500:
@@ -219,7 +231,7 @@ def check_reply(reply: Any, in_part: bool) -> None:
         )
         raise TransientError(f"the server answers {status}{asks if pause else ''}", reply.raw)
 
-    # No retry helps against the errors below.
+    # Raise an OSError that is no TransientError for the following faults: a retry does not help.
     if status in (404, 410):
         raise FileNotFoundError(f"the server answers {status}")
     if status not in (200, 206):
@@ -238,12 +250,13 @@ def check_reply(reply: Any, in_part: bool) -> None:
 
 
 def check_part(content: bytes, content_range: str | None, offset: int, size: int) -> None:
-    """Raises an OSError if `content`, with this Content-Range, is not the requested part."""
+    """Raises an OSError if `content`, whose Content-Range header is `content_range`, is not the
+    requested part of the file: `size` bytes from `offset` on."""
     end = offset + len(content)
     expected = f"bytes {offset}-{end - 1}/{end}"
     match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", content_range or expected)
 
-    # Fewer bytes than requested are right only at the end of the file.
+    # Accept fewer bytes than requested only at the end of the file.
     if (
         not match
         or (int(match[1]), int(match[2]) + 1) != (offset, end)
@@ -256,8 +269,8 @@ def check_part(content: bytes, content_range: str | None, offset: int, size: int
 
 
 class FsspecSource(RemoteSource):
-    """A folder in any store that fsspec implements, such as s3://, gs:// and hf://; the store's own
-    timeouts apply."""
+    """A folder in any store that fsspec implements, such as s3://, gs:// and hf://. The store uses
+    its own timeouts, not `timeout`."""
 
     def read_once(self, name: str, offset: int, size: int | None) -> bytes:
         import fsspec
@@ -269,19 +282,20 @@ class FsspecSource(RemoteSource):
         except FileNotFoundError:
             raise
         except (ImportError, ValueError) as error:
-            # A retry does not help if fsspec does not know the store, or its package is missing.
+            # Do not retry if fsspec does not know the store, or if the store's package is missing.
             raise OSError(hide_secrets(shorten_error(error))) from error
         except Exception as error:
-            # Each store has errors of its own kind, so retry after any of them.
+            # Retry after any other error, because each store raises its own types of errors.
             raise TransientError(describe_error(error)) from error
 
 
 class CachedSource(Source):
-    """Keeps copies of whole shards in `folder`/<hash of the URL>; reads other files from `source`
-    each time.
+    """Keeps copies of the whole shards of `source` in `folder`/<hash of the URL>, and reads from
+    these copies. Reads other files from `source` each time.
 
-    The hash leaves out the query of the URL, so the copies stay valid with a renewed token. Threads
-    and processes may share a cache: each fetches to its own temporary file and renames it.
+    The hash does not depend on the query of the URL, so the copies stay valid if a token in the
+    query is renewed. Threads and processes may share a cache: each copies a shard to its own
+    temporary file and renames this file when it is complete.
     """
 
     def __init__(self, source: RemoteSource, folder: Path) -> None:
@@ -302,11 +316,12 @@ class CachedSource(Source):
             try:
                 return LocalSource(self.folder).read(name, offset, size)
             except FileNotFoundError:
-                # Another process found the copy damaged and dropped it: fetch it again.
+                # Another process deleted the copy because it was damaged: fetch the shard again.
                 continue
 
     def fetch(self, file: Path) -> None:
-        """Copies a file from the source into the cache; a reader sees the whole file or none."""
+        """Copies a file from the source into the cache, by renaming a complete copy: a reader never
+        sees a part of the file."""
         content = self.source.read(file.name)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

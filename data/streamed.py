@@ -1,9 +1,10 @@
 """The loader of latents streamed from WebDataset tars, local or remote.
 
-The path of a latent: `StreamOrder` (data/order.py) says which windows of which streams a rank
-needs; threads of a worker process read and shuffle them (`read_windows`); the worker collects the
-next samples of its streams (`StreamDataset`); a thread of the run's process joins the parts of a
-batch from all workers (`join_batches`); `StreamedLatents` copies it to the device, normalised.
+How a latent gets to the device: `StreamOrder` (data/order.py) says which windows of which streams a
+rank needs. Threads of a worker process read and shuffle these windows (`read_windows`). The worker
+collects the next samples of its streams (`StreamDataset`). A thread of the training process joins
+the parts of a batch from all workers (`join_batches`). `StreamedLatents` copies the batch to the
+device and normalises it.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from data.order import RankPositions, StreamOrder
 GIB = 2**30
 MAX_STREAMS = 64
 READERS_PER_WORKER = 8
-"""Reading threads per worker: most of the time they wait for the disk or the network."""
+"""Number of reading threads per worker; it is large because these threads mostly wait for the disk
+or the network."""
 COPIES_OF_A_BLOCK = 3
-"""Peak copies of a block in memory while a thread reads it: bytes, tensors, rows."""
+"""Peak number of copies of a block in memory while a thread reads the block: its raw bytes, its
+tensors, its rows."""
 
 
 def read_windows(
     order: StreamOrder, blocks: BlockReader, position: int
 ) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
-    """Yields the shuffled windows of a stream from `position` on, without end, each as the position
-    of its first row and its rows; a row is the bytes of one sample."""
+    """Yields (position, rows) for each window of a stream, endlessly, from `position` on. `rows`
+    (n, bytes of a sample) is the window's samples, shuffled within the window; `position` is that
+    of the first row. The first window lacks the samples before the given position."""
     last_block = -1
     content = torch.empty(0)
     while True:
@@ -51,7 +55,7 @@ def read_windows(
         target = order.draw_permutation(window).argsort()
         done = 0
 
-        # The next window begins in the last block of this one, so that block stays in memory.
+        # Keep the last block of a window in memory, because the next window begins in that block.
         for block, first, rows in order.find_blocks(window):
             if block != last_block:
                 content = blocks.read_rows(block)
@@ -63,16 +67,17 @@ def read_windows(
 
 
 WorkerBatch = tuple[Tensor, list[int], list[SkippedBlock]]
-"""A worker's part of a batch: rows of bytes, their positions, and the blocks it skipped."""
+"""A worker's part of a batch: samples as rows of bytes, the position of each sample, and reports on
+the blocks that the worker skipped."""
 
 
 @dataclass(eq=False)
 class StreamDataset(IterableDataset):
-    """Yields a worker's part of each batch, without end; worker w of W reads every W-th stream of
-    the rank.
+    """Yields a worker's part of each batch, endlessly. Worker w of W reads every W-th stream of the
+    rank, from the w-th on.
 
-    It yields a failure as text, because PyTorch passes an exception of a worker on to the parent
-    process as a page of traceback.
+    If reading fails, it yields the error message as text: PyTorch would otherwise show an exception
+    of a worker as a long traceback in the parent process.
     """
 
     order: StreamOrder
@@ -104,7 +109,8 @@ class StreamDataset(IterableDataset):
     def collect_batch(
         self, streams: dict[int, Iterator[tuple[int, Tensor]]], readers: Readers, wanted: list[int]
     ) -> WorkerBatch:
-        """Takes the samples at `wanted` positions from `streams`; opens streams on first use."""
+        """Takes the samples at the positions `wanted` from `streams` (number of a stream ->
+        iterator of its samples); opens a stream when it is first needed."""
         every = self.order.streams
         for position in wanted:
             if position % every not in streams:
@@ -113,7 +119,7 @@ class StreamDataset(IterableDataset):
                     zip(count(first, every), rows, strict=False) for first, rows in windows
                 )
 
-        # Skip the rows before a wanted position, which belong to other ranks.
+        # Skip rows before a wanted position: the samples in these rows belong to other ranks.
         parts = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
         rows = torch.stack(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return rows, wanted, self.blocks.take_reports()
@@ -122,11 +128,13 @@ class StreamDataset(IterableDataset):
 def join_batches(
     loader: DataLoader, workers: int, pin_memory: bool
 ) -> Generator[tuple[Tensor, Tensor, list[SkippedBlock]]]:
-    """Yields (rows, positions, reports) of each batch, in order of positions, without end;
-    ValueError with the reason if a worker fails.
+    """Yields (rows, positions, reports) for each batch, endlessly: its samples as rows of bytes,
+    sorted by position, their positions, and reports on skipped blocks. Raises ValueError with the
+    reason if a worker fails.
 
-    It runs in a thread that owns the workers: PyTorch reports a worker's death by a signal to the
-    owner, and in the main thread that error would hit any line that happens to run.
+    The caller runs it in a separate thread, which also starts the workers. If a worker dies,
+    PyTorch raises an error in the thread that started it; in the main thread that can be at any
+    line of the training loop.
     """
     items = iter(loader)
     try:
@@ -143,7 +151,7 @@ def join_batches(
                 position = position.pin_memory()
             yield rows, position, list(chain(*reports))
     except (RuntimeError, OSError, EOFError) as error:
-        # OSError and EOFError: a worker was killed while it sent a batch.
+        # An OSError or EOFError means that a worker was killed while it sent a batch.
         reason = shorten_error(error)
         if isinstance(error, RuntimeError) and not reason.startswith("DataLoader worker"):
             raise
@@ -152,17 +160,17 @@ def join_batches(
             "with a smaller data.window or data.num_workers if memory ran out."
         ) from error
     finally:
-        # End the workers here: if a failure ends this loop, its traceback keeps `items` alive, and
-        # Python would end them only when it collects `items`.
+        # End the workers now. Without this, after an error, they run on as long as the traceback
+        # refers to `items`.
         getattr(items, "_shutdown_workers", lambda: None)()
 
 
 def end_reading(feeder: Readers, batches: Generator[Any]) -> None:
-    """Ends the thread that joins batches, and the workers; `weakref.finalize` also calls this when
-    the process ends."""
+    """Ends the thread that joins batches, and the workers. `weakref.finalize` calls this function
+    when the loader is freed or the process ends."""
     feeder.close(wait=True)
 
-    # `batches.close` raises ValueError if the thread still waits for a worker.
+    # Ignore the ValueError that `batches.close` raises if the thread still waits for a worker.
     with contextlib.suppress(ValueError):
         batches.close()
 
@@ -170,18 +178,20 @@ def end_reading(feeder: Readers, batches: Generator[Any]) -> None:
 class StreamedLatents(BlockLoader):
     """Streams the latent set at `path`, a folder or a URL, block by block.
 
-    A batch takes its samples from `streams` ranges of the set, each shuffled inside a `window` of
-    samples. `streams` null: `choose_stream_count` decides by the size of the set; a resumed run
-    keeps the number it began with. All windows together take at most `host_memory_gib` of host
-    memory; the loader prints how much. `num_workers` processes read `prefetch_factor` batches ahead
-    each; 0: threads of this process read. `persistent_workers`: workers survive the end of an epoch
-    (otherwise new ones start). `timeout`, `retries` and `cache` are for URLs (data/source.py).
-    `normalisation`, `encoder`, `latent_scale`: see ResidentLatents.
+    A batch takes its samples from `streams` parts of the set, and each part is shuffled within
+    windows of `window` samples. If `streams` is null, `choose_stream_count` computes it from the
+    size of the set; a resumed run keeps the number with which it began. All windows together take
+    at most `host_memory_gib` of host memory; the loader prints how much. `num_workers` processes
+    each read `prefetch_factor` batches ahead; with 0, threads of the training process read. With
+    `persistent_workers` the workers run on at the end of an epoch; otherwise new workers start.
+    `timeout`, `retries` and `cache` have an effect for URLs only (data/source.py). `normalisation`,
+    `encoder`, `latent_scale`: see ResidentLatents.
     """
 
     @classmethod
     def foresee(cls, memory: float, **settings: Any) -> tuple[LatentSpec, float]:
-        """See `LatentLoader`; no part of the set stays on the device."""
+        """Returns the spec of the set, and 0 bytes, because a streamed set keeps no latents on the
+        device (see `LatentLoader.foresee`)."""
         return open_set("webdataset", **settings)[0], 0.0
 
     def __init__(
@@ -223,8 +233,8 @@ class StreamedLatents(BlockLoader):
         self.use_streams(streams)
 
     def use_streams(self, configured: int | None) -> None:
-        """Cuts the set into `configured` streams (None: see `choose_stream_count`), and prints the
-        host memory that they take."""
+        """Cuts the set into `configured` streams (None: as many as `choose_stream_count` returns),
+        and prints how much host memory the streams take."""
         places = self.blocks.places
         stream_bytes = count_stream_bytes(self.blocks, self.window)
         streams = choose_stream_count(configured, len(places), stream_bytes, self.allowed_gib)
@@ -251,7 +261,8 @@ class StreamedLatents(BlockLoader):
         )
 
     def start_reading(self) -> Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]]:
-        """Starts the workers, and the thread that joins their batches."""
+        """Starts the workers, and the thread that joins their parts of batches; returns an iterator
+        of the joined batches."""
         batch_bytes = self.batch_size * self.blocks.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
@@ -262,8 +273,8 @@ class StreamedLatents(BlockLoader):
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 
-        # Without `generator`, the DataLoader draws a seed from PyTorch's global generator, which
-        # would change the random numbers of the run.
+        # Pass a `generator`: without one, the DataLoader draws a seed from PyTorch's global
+        # generator, which changes the random numbers of the run.
         loader = DataLoader(
             StreamDataset(self.order, self.blocks, self.rank_positions, self.samples_seen),
             batch_size=None,
@@ -279,7 +290,7 @@ class StreamedLatents(BlockLoader):
         return self.batches
 
     def stop_reading(self) -> None:
-        """Ends the workers and the thread, if they run."""
+        """Ends the workers and the thread that joins batches, if they run."""
         if self.batches is not None:
             self.stop()
             self.batches = None
@@ -307,9 +318,10 @@ class StreamedLatents(BlockLoader):
         return super().state_dict() | {"streams": self.order.streams}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues with the run's number of streams: the order of samples depends on it."""
+        """Loads the state of a run, and uses that run's number of streams, because the order of
+        samples depends on this number."""
         super().load_state_dict(state)
-        # Checkpoints of earlier versions lack the number; these versions used 64 by default.
+        # Checkpoints of earlier versions lack the number of streams, which was 64 by default.
         streams = state.get("streams", self.configured_streams or MAX_STREAMS)
         if streams < 1 or self.configured_streams not in (None, streams):
             raise UserError(
@@ -322,8 +334,8 @@ class StreamedLatents(BlockLoader):
 
 
 def count_stream_bytes(blocks: BlockReader, window: int) -> int:
-    """Counts the bytes of host memory that a stream takes: two windows, and the block in which the
-    later window ends."""
+    """Counts the bytes of host memory that one stream takes: two windows, the current one and the
+    next, and the block in which the next window ends."""
     largest = max(blocks.counts)
     sample_bytes = max(place.block.size / place.block.samples for place in blocks.places)
     return math.ceil((2 * window + largest) * sample_bytes)
@@ -332,11 +344,12 @@ def count_stream_bytes(blocks: BlockReader, window: int) -> int:
 def choose_stream_count(
     configured: int | None, blocks: int, stream_bytes: int, allowed_gib: float
 ) -> int:
-    """Returns `configured`, or the largest power of two that fits in memory, is at most 64 and at
-    most a quarter of the blocks.
+    """Returns the number of streams: `configured`, or if that is None the largest power of two of
+    streams that fit into `allowed_gib`, at most 64 and at most a quarter of the number of blocks.
 
-    Neighbouring streams both read the block at their border; with a quarter of the blocks these
-    double reads add at most a quarter. ValueError if the streams take more than `allowed_gib`.
+    Two neighbouring streams both read the block at their border, so with a quarter as many streams
+    as blocks they read at most a quarter more blocks. Raises ValueError if the streams take more
+    than `allowed_gib`.
     """
     fewest = configured or 1
     if not fewest * stream_bytes <= allowed_gib * GIB:
