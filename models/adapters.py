@@ -109,11 +109,11 @@ class PromptedLabels(Adapted):
 
 
 class Adapter(ABC):
-    """Base class of the adapters that a configuration can name; it decides which layers get an
-    adapter."""
+    """Base class of the adapters that a configuration can name; a subclass decides which layers get
+    an adapter."""
 
     no_layer_message: str
-    """Error message for a model without a layer to adapt."""
+    """Message of the error that `attach` raises if the model has no layer to adapt."""
 
     @abstractmethod
     def adapt(self, name: str, layer: nn.Module) -> Adapted | None:

@@ -49,9 +49,10 @@ class DiffusersAutoencoder(Autoencoder):
     """An autoencoder in the diffusers format: AutoencoderKL (SD, SDXL, SD3, FLUX), AutoencoderTiny
     or AutoencoderDC.
 
-    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. It reads weights
-    from safetensors only, and runs no code of the folder. Raises ValueError if the weights do not
-    fit exactly, that is, if a tensor is missing, unknown or of another shape.
+    `path` is a local folder or a hub id, the owner/name of a Hugging Face repository; `revision`
+    pins a hub id to a commit. It reads weights from safetensors only, and runs no code of the
+    folder. Raises ValueError if the weights do not fit exactly, that is, if a tensor is missing,
+    unknown or of another shape.
     """
 
     def __init__(

@@ -56,10 +56,11 @@ class GeluMLP(Layer):
 class Block(nn.Module):
     """Maps (branch, gate, residual, cond) to the next (branch, gate, residual), as all blocks must.
 
-    The residual stream is `residual + gate·branch`. A block first adds the branch of the layer
-    *before* it, in the same operation that also normalises the sum (`add_norm`), and returns its
-    own last branch with its gate, not yet added. The residual that it returns is never normalised:
-    if the gates in `cond` are 0, the block leaves the stream unchanged.
+    The residual stream is `residual + gate·branch`. A block first adds the incoming branch, which
+    the layer *before* the block computed, in the same operation that also normalises the sum
+    (`add_norm`). It returns the branch of its own last layer with the gate, not yet added. The
+    residual that it returns is never normalised: if the gates in `cond` are 0, the block leaves the
+    stream unchanged.
 
     A layer with an attribute `order` (L,) gets the tokens in that order: `order[m]` is the index of
     its m-th token. The norm before the layer permutes the tokens, and the sum after it permutes the

@@ -31,15 +31,15 @@ class Denoiser(nn.Module):
 
     `channels`, `height`, `width` and `num_classes` describe the data; `dim`, `depth`, `head_dim`,
     `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer;
-    it also gets `layer=`, the number of the block, if it has that parameter. With `mlp_ratio` 0 a
+    if `mixer` has a parameter `layer`, it also gets the number of the block. With `mlp_ratio` 0 a
     block is the mixer alone (the Mamba recipe); otherwise `mlp(dim, hidden)` follows the mixer,
     with a hidden width of about mlp_ratio · dim (the transformer recipe). `mlp`, `norm` and
     `time_scale` (the factor by which t is multiplied before its sinusoids) exist for weights that
     were trained elsewhere (scripts/import_weights.py).
 
-    Training expects of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList on the contract
-    of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path` (0.0 for none),
-    `init_weights()`, `flops_per_sample()` and `no_weight_decay()`.
+    Training expects of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList of modules with
+    the arguments and results of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path`
+    (0.0 for none), `init_weights()`, `flops_per_sample()` and `no_weight_decay()`.
 
     Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. Labels y are int64; the label
     `num_classes` is the null label, no class.

@@ -34,12 +34,13 @@ class Autoencoder(nn.Module, ABC):
 
     kind: str
     scaling_factor: float | None = None
-    """Factor for raw latents that the config of the weights recommends; None: it recommends
-    none."""
+    """Factor by which raw latents should be multiplied, from the config of the weights; None: the
+    config has no such factor."""
     shift_factor: float | None = None
     weights_sha256: str | None = None
     revision: str | None = None
-    """Commit of the hub's repository from which the weights come; None for a local folder."""
+    """Commit of the Hugging Face repository from which the weights come; None for a local
+    folder."""
 
     @abstractmethod
     def encode(

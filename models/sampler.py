@@ -73,11 +73,11 @@ def sample(
 ) -> Float[Tensor, "B C H W"]:
     """Integrates dx/dt = v(x, t) from t = 1 (`noise`) to t = 0 and returns the clean latents.
 
-    It takes `steps` steps: equal steps in time, whose times `shift_times` then shifts by `shift`.
-    `solver` is one of `SOLVERS`:
+    It takes `steps` steps: their times are first equally spaced, then shifted by `shift_times` with
+    `shift`. `solver` is one of `SOLVERS`:
 
     - "euler" calls the model once a step.
-    - "heun" (second order, Karras et al. 2022) calls it twice, except in the last step.
+    - "heun" (second order, Karras et al. 2022) calls the model twice a step, except in the last step.
     - "ab2" is the two-step Adams–Bashforth method for unequal steps (second order, one call a step;
       Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, III.5). The first step is
       Euler's.
@@ -86,7 +86,7 @@ def sample(
       ε̂ = x + (1 - t)·v. `fresh(i)` returns the standard normal noise of step i; the last step adds
       none.
 
-    ValueError for fewer than one step, an unknown solver, or "sde" without `fresh`.
+    Raises ValueError for fewer than one step, an unknown solver, or "sde" without `fresh`.
     """
     if steps < 1:
         raise UserError(f"steps={steps} must be at least 1.")

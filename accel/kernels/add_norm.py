@@ -38,10 +38,10 @@ def add_norm(
     """Computes `z = residual + gate·branch; h = norm(z)·(1 + scale) + shift`, and returns (h, z).
 
     z is a new tensor: if it overwrote `residual`, a backward pass that recomputes the block would
-    add the branch twice. z is fp32, or has the dtype of `branch` with `residual_in_fp32=False`; the
-    norm's statistics are computed from the stored z, in fp32; h has the dtype of `branch`. norm is
-    RMSNorm (Zhang & Sennrich 2019) without a weight: instead, `scale` and `shift` are computed from
-    time and label. Adaptive norm: Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
+    add the branch twice. z is fp32, or has the dtype of `branch` if `residual_in_fp32` is False;
+    the norm's statistics are computed from the stored z, in fp32; h has the dtype of `branch`. norm
+    is RMSNorm (Zhang & Sennrich 2019) without a weight: instead, `scale` and `shift` are computed
+    from time and label. Adaptive norm: Peebles & Xie 2023, https://arxiv.org/abs/2212.09748.
 
     `branch_rows` and `h_rows` are permutations for layers that take the tokens in another order:
     token l of the stream adds row `branch_rows[l]` of `branch`, and its normed value becomes row

@@ -102,7 +102,7 @@ def add_norm_kernel(
     SCALE += b * scale_stride
     SHIFT += b * shift_stride
 
-    # z = residual + gate · branch
+    # Add the gated branch to the stream: z = residual + gate · branch, in each part of the columns.
     z = add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D)
     if REST > 0:
         c_rest = BLOCK_D + tl.arange(0, REST)

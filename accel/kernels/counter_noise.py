@@ -28,8 +28,8 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """Uses of random numbers; each use has independent numbers at every stream position. Do not
-    change a value: the random numbers of every run would change."""
+    """Uses of random numbers; each use has independent numbers at every stream position. If a value
+    changes, the random numbers of every run change."""
 
     NOISE = 0
     TIME = 1

@@ -98,9 +98,9 @@ def gated_norm_backward_kernel(
     dgated = rstd[:, None] * (dnormed - normed * (tl.sum(dnormed * normed, 1) / P)[:, None])
     tl.store(DY + here, (dgated * z * sigmoid).to(DY.dtype.element_ty), mask=mask)
 
-    # Address dz by its own strides, because dz may be a slice of a projection's gradient, as z of
-    # the projection.
     dz = dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))
+
+    # dz may be a slice of a larger tensor, as z may, so dz has strides of its own.
     there = b * dz_batch + t[:, None] * dz_token + k * P + p[None, :]
     tl.store(DZ + there, dz.to(DZ.dtype.element_ty), mask=mask)
 

@@ -47,7 +47,7 @@ def with_contiguous_strides(weight: Tensor) -> Tensor:
 
     Without the view, PyTorch's gradient of a depthwise weight has an unusual stride in the
     dimension of size 1. DDP then warns, and copies the gradient into its bucket, although
-    `gradient_as_bucket_view` should save this copy.
+    `gradient_as_bucket_view` should avoid this copy.
     """
     return weight.flatten().view(weight.shape)
 

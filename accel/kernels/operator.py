@@ -41,9 +41,9 @@ def register(
     launcher: str | None = None,
     repeatable: bool = True,
 ) -> Callable[..., Any]:
-    """Defines the PyTorch operator `fastlatent::<schema>` and returns it. On a CPU it runs
-    `definition`, on a GPU `launcher`. All outputs must be contiguous; their shapes for fake tensors
-    come from `definition`.
+    """Defines the PyTorch operator `fastlatent::<schema>` and returns it. On a CPU the operator
+    runs `definition`, on a GPU `launcher`. All outputs must be contiguous; their shapes for fake
+    tensors come from `definition`.
 
     `launcher` is "<module of accel.kernels>.<function>", imported at the first launch because it
     needs Triton or another package; None: `definition` also runs on a GPU. `repeatable` is False if

@@ -123,10 +123,11 @@ fused_selective_scan = make_differentiable(
 
 def selective_scan(*inputs: Tensor) -> Tensor:
     """Computes `scan_forward`, and saves only the inputs for the backward pass, which computes the
-    states again. Without this, autograd keeps several tensors (B, L, E, N) for every layer until
-    the backward pass; with it, such tensors exist for one layer at a time."""
+    states again. Plain autograd keeps several tensors (B, L, E, N) for every layer until the
+    backward pass; here such tensors exist for one layer at a time."""
     if torch.compiler.is_compiling():
-        # Use `checkpoint`, not `scan_keeping_inputs`, in compiled code: in the latter the compiler
-        # notices that the states are computed twice, computes them once, and keeps them in memory.
+        # Use `checkpoint`, not `scan_keeping_inputs`, in compiled code: with `scan_keeping_inputs`
+        # the compiler notices that the states are computed twice, computes them once, and keeps
+        # them in memory.
         return cast("Tensor", checkpoint(scan_forward, *inputs, use_reentrant=False))
     return scan_keeping_inputs(*inputs)

@@ -3,7 +3,7 @@ installed (https://github.com/state-spaces/mamba). The kernel takes tensors with
 tokens, (B, E, L).
 
 Its backward kernel adds up the gradients of A, B, C, D and the bias with atomic additions, so the
-order of the additions, and with it the last bits, vary from call to call.
+order of the additions, and with it the last bits of these gradients, varies from call to call.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def init_steps(dt_bias: Tensor) -> None:
     """Fills `dt_bias` with random values whose softplus, the initial step size, is log-uniform in
     [0.001, 0.1], as in Mamba-1 and Mamba-2."""
     dt = dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
-    # `dt` now holds the step sizes; the bias is the inverse of softplus at them.
+    # `dt` holds step sizes. Set the bias to the inverse of softplus, so that softplus(bias) = dt.
     dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 

@@ -1,5 +1,5 @@
-"""The scan along a zigzag path, a different one in each layer (ZigMa, Hu et al. 2024,
-https://arxiv.org/abs/2403.13802).
+"""The bidirectional scan along a zigzag path, which changes from layer to layer (ZigMa, Hu et al.
+2024, https://arxiv.org/abs/2403.13802).
 
 Letters: L tokens, D width.
 """
