@@ -147,6 +147,7 @@ def refuse_foreign_targets(file: Path, description: Description) -> None:
     `models` and of admitted extensions."""
     note = description.adapter
     for name in list_targets([description.model, note and note.node]):
+        # Refuse autoencoders too: they are in `models`, but are no part of a denoiser.
         if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
             raise UserError(
                 f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do "
@@ -188,6 +189,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def limit_parameters(tensors: int, values: int) -> Iterator[None]:
     """Raises ValueError as soon as the modules that the `with` block builds have more than
     `tensors` parameters, or more than `values` values in all parameters together."""
+    # Number of parameters, and of values in them, that the block may still add.
     remaining = [tensors, values]
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
