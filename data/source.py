@@ -61,10 +61,10 @@ def open_source(
 ) -> Source:
     """Opens the source at `path`, a folder or a URL; ValueError for a pipe or a chain of URLs.
 
-    A web server may take at most `timeout` seconds to connect, and between two packets; a failed
-    read is retried up to `retries` times. If `cache` is a folder, the source copies whole shards
-    into that folder and reads the copies. The query of an http(s) URL is appended to the URL of
-    each file.
+    A web server may take at most `timeout` seconds to connect, and for each pause while it sends; a
+    failed read is retried up to `retries` times. If `cache` is a folder, the source copies whole
+    shards into that folder and reads the copies. The query of an http(s) URL is appended to the URL
+    of each file.
     """
     url = str(path)
     web = url.startswith(("http://", "https://"))

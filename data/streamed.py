@@ -132,9 +132,9 @@ def join_batches(
     sorted by position, their positions, and reports on skipped blocks. Raises ValueError with the
     reason if a worker fails.
 
-    The caller runs it in a separate thread, which also starts the workers. If a worker dies,
-    PyTorch raises an error in the thread that started it; in the main thread that can be at any
-    line of the training loop.
+    It must run in another thread than the main thread, because it starts the workers. If the main
+    thread starts them and one dies, PyTorch's signal handler raises an error at whatever line the
+    main thread then executes.
     """
     items = iter(loader)
     try:
