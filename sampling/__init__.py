@@ -1,4 +1,4 @@
-"""Loads trained models and draws samples of them; a sampling job that was stopped resumes.
+"""Loads trained models and draws samples from them. A sampling job that was stopped can resume.
 
 from sampling import load_run
 """
@@ -14,7 +14,7 @@ __all__ = ["load_run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `load_run`, and PyTorch with it, at its first use."""
+    """Imports `load_run`, and with it PyTorch, only when the name is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sampling import load

@@ -1,7 +1,8 @@
-"""Draws many samples of a trained run, chunk by chunk and in several processes.
+"""Draws many samples from a trained model, in chunks that are written to disk, and in one or
+several processes.
 
-The caller decides what to keep: `scripts.sample` keeps images, `scripts.evaluate` features. A
-command that was killed resumes from the chunks on disk.
+The caller decides what to keep of a sample: `scripts.sample` keeps images, `scripts.evaluate` keeps
+features. If a command was killed, the same command continues after the chunks that are on disk.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 SAMPLER_KEYS = ("guidance", "guidance_interval", "solver", "steps", "shift")
 CHUNK_SAMPLES = 512
-"""Samples in a chunk; a larger batch is one chunk."""
+"""Number of samples in a chunk, rounded down to whole batches; if a batch is larger, a chunk is one
+batch."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,20 @@ class ModelConfig:
     """Configuration keys that name the trained model to load."""
 
     run_dir: str | None = None
-    """A run folder or one of its checkpoints, whose averaged weights are loaded."""
+    """A run folder or one of its checkpoints, from which the averaged (EMA) weights are loaded."""
     weights: str | None = None
-    """Instead of a run: a .safetensors file of a checkpoint, in any folder; its header describes
-    the model."""
+    """Instead of `run_dir`: a weights file of a checkpoint (.safetensors), which may have been
+    copied to any folder. The file's header describes the model."""
     adapter: str | None = None
-    """Adapter to merge into the weights: a run with an adapter, an adapter's file, or a PEFT
-    folder."""
+    """Path of an adapter to merge into the weights: the folder of a run that trained an adapter, an
+    adapter's file, or a folder of the library PEFT."""
     encoder: str | None = None
-    """Path of the autoencoder, if its folder was moved since the latents were made."""
+    """Path of the autoencoder, if the autoencoder's folder was moved since the latents were made;
+    null: its path at that time."""
 
     @property
     def key(self) -> str:
-        """Name of the configuration key that locates the model."""
+        """Name of the configuration key that says where the model is: "weights" or "run_dir"."""
         return "weights" if self.weights else "run_dir"
 
     @property
@@ -64,8 +67,8 @@ class ModelConfig:
         return str(self.weights or self.run_dir)
 
     def refuse_no_model(self, action: str) -> None:
-        """Raises a ValueError unless one model is named; `action` is what the command does with
-        it."""
+        """Raises a ValueError unless exactly one of `run_dir` and `weights` is set. `action`, such
+        as "sample", is a verb for the message."""
         if (self.run_dir is None) == (self.weights is None):
             unset = self.run_dir is None
             fault = "run_dir is not set" if unset else "run_dir and weights are both set"
@@ -77,11 +80,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DrawConfig(ModelConfig):
-    """Configuration of a sampling job. A sampler setting that is null takes the run's own value."""
+    """Configuration of a sampling job. If a setting of the sampler is null, the job uses the value
+    that the trained run has for it."""
 
     labels: Any = "balanced"
-    """`balanced`: all classes in turn; `data`: with the frequencies of the training set; or a list
-    of numbers and names, in turn: [3,apple]. Quote a name that YAML reads as another type:
+    """Labels of the samples. `balanced`: all classes, one after the other, again and again; `data`:
+    classes as often as in the training set; or a list of class numbers and names, such as
+    [3,apple], one after the other, again and again. Quote a name that YAML reads as a number:
     ['3']."""
     count: Positive = 64
     guidance: float | None = None
@@ -91,14 +96,15 @@ class DrawConfig(ModelConfig):
     shift: float | None = None
     seed: int = 0
     batch_size: Positive = 64
-    """Samples in a batch of each process. Guidance doubles the batch of the model."""
+    """Number of samples that each process draws at a time. With guidance the model's batch is twice
+    as large."""
     runtime: dict[str, Any] = field(default_factory=dict)
-    """Changes to the run's own runtime keys, such as runtime.precision=fp32 or
+    """Values that replace those of the run's own runtime keys, such as runtime.precision=fp32 or
     runtime.compile=false."""
     device: str = "auto"
 
     def check(self) -> None:
-        """Raises a ValueError for invalid values."""
+        """Raises a ValueError if a value of the configuration is invalid."""
         self.refuse_no_model("sample")
         refuse_values(self)
 
@@ -107,14 +113,14 @@ class SampleJob:
     """A sampling job: the trained model with its accelerations, and the stream of samples that a
     `DrawConfig` describes.
 
-    All ranks build it together.
+    All ranks must create the job at the same time.
     """
 
     def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
         from sampling.load import SampleStream, load_run
         from training.environment import pick_device
 
-        # The first call of `wait_for_all` connects the processes.
+        # Connect the processes, which the first call of `wait_for_all` does.
         ranks.wait_for_all()
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
@@ -127,7 +133,7 @@ class SampleJob:
         }
         sampling = self.trained.change_sampling(**changes)
         self.labels, labels_of = self.choose_labels()
-        """The configured labels: `balanced`, `data`, or a list of class numbers."""
+        """The configured labels: "balanced", "data", or a list of class numbers."""
         forward = self.trained.forward
         spec = self.trained.spec
         self.stream = SampleStream(
@@ -138,10 +144,10 @@ class SampleJob:
         """Samples in a chunk."""
 
     def choose_labels(self) -> tuple[Any, Labels]:
-        """Returns the labels that the configuration requests, and the function that maps the
-        numbers of samples to their labels.
+        """Returns the configured labels ("balanced", "data", or a list of class numbers), and the
+        function that maps a tensor of sample numbers to a tensor of labels.
 
-        ValueError for labels that the model or the data lacks.
+        Raises ValueError for a label that the model or the data does not have.
         """
         from sampling.load import deal_labels_in_turn, deal_labels_of_data, find_class_numbers
 
@@ -165,14 +171,15 @@ class SampleJob:
         )
 
     def list_classes(self) -> dict[str, str]:
-        """Returns number -> name of each class that the job draws."""
+        """Returns class number, as text -> name, for each class that the job draws; empty if the
+        data has no classes."""
         spec = self.trained.spec
         drawn = sorted(set(self.labels)) if isinstance(self.labels, list) else spec.labels
         return {str(number): spec.names[number] for number in drawn} if spec.num_classes else {}
 
     def describe_protocol(self) -> dict[str, Any]:
-        """Returns all settings on which a figure of these samples, such as a Fréchet distance,
-        depends."""
+        """Returns setting -> value for all settings on which a metric of these samples, such as a
+        Fréchet distance, depends."""
         settings = self.stream.describe_protocol(self.trained.stack, self.cfg.count, self.labels)
         return settings | {"weights": self.trained.weights}
 
@@ -182,11 +189,12 @@ class SampleJob:
         job: Mapping[str, Any],
         content: Callable[[Tensor, Tensor], dict[str, Tensor]],
     ) -> ResumableChunks:
-        """Draws the samples whose chunks `folder` lacks, and returns all chunks.
+        """Draws the samples of all chunks that are not yet in `folder`, writes these chunks, and
+        returns the object that reads all chunks.
 
-        First prints the number of samples and the ledger. `content(labels, latents)` returns the
-        tensors to keep of a batch, by name; `job` holds the values that decide what `content`
-        keeps. ValueError for latents that are not finite.
+        First prints the number of samples and the ledger. `content(labels, latents)` returns name
+        -> tensor to keep of a batch. `job` holds the values that determine what `content` returns;
+        chunks of another `job` are not used. Raises ValueError if latents are not finite.
         """
         import torch
 
@@ -199,7 +207,8 @@ class SampleJob:
         )
         whole_job = {
             **self.describe_protocol(),
-            # Name the weights by hash, so that the job resumes if their file was moved.
+            # Identify the weights by their hash, so that the job resumes even if their file was
+            # moved.
             "weights": self.trained.weights["sha256"],
             **job,
             "batch_size": cfg.batch_size,
@@ -237,15 +246,17 @@ class SampleJob:
 
 
 class ResumableChunks:
-    """The chunks of one job in one folder, assigned to the ranks in turn.
+    """The chunks of samples of one job, in one folder. Chunk i belongs to rank i mod the number of
+    ranks, which draws and writes it.
 
-    A chunk is one safetensors file named `<number>-<first half of its sha256>.safetensors`. The
-    writer renames a complete, flushed file to this name, and the hash in the name detects later
-    damage.
+    A chunk is one safetensors file named `<number>-<first half of its sha256>.safetensors`. A file
+    gets this name only when it is complete and flushed to disk, and the hash in the name reveals
+    later damage.
 
     `job` holds all values on which the chunks' content depends. The folder is locked until `close`
-    or the end of the process. If another command works in the folder, this one waits if `waits` is
-    set, and raises ValueError otherwise. ValueError also if the folder holds chunks of another job.
+    or the end of the process. If another command has locked the folder, the constructor waits if
+    `waits` is set, and otherwise raises ValueError. It also raises ValueError if the folder has
+    chunks of another job.
     """
 
     def __init__(
@@ -257,7 +268,8 @@ class ResumableChunks:
         self.waits = waits
         self.lock: FolderLock | None = None
 
-        # Poll the lock, so that no rank waits for the answer of the first one for long.
+        # Try again every half second, and do not wait for the lock in one call: in a long call of
+        # the first rank the other ranks would time out.
         if not ranks.broadcast_result(self.claim):
             ranks.say(f"waiting for another process that works on {folder}")
             while not ranks.broadcast_result(self.claim):
@@ -265,8 +277,8 @@ class ResumableChunks:
         ranks.broadcast_result(lambda: self.refuse_another(json.loads(json.dumps(job))))
 
     def claim(self) -> bool:
-        """Locks the folder. If another process holds the lock, returns False if `waits` is set, and
-        raises ValueError otherwise."""
+        """Creates and locks the folder, and returns True. If another process holds the lock,
+        returns False if `waits` is set, and otherwise raises ValueError."""
         try:
             make_folder(self.folder)
             self.lock = lock_folder(
@@ -283,8 +295,8 @@ class ResumableChunks:
         return self.lock is not None
 
     def refuse_another(self, job: dict[str, Any]) -> None:
-        """Writes `job` to job.json if the folder has none; ValueError if it describes another
-        job."""
+        """Writes `job` to job.json if the folder has no such file. Raises ValueError if the file
+        describes another job."""
         file = self.folder / "job.json"
         if not file.is_file():
             write_json(file, job)
@@ -298,7 +310,7 @@ class ResumableChunks:
             )
 
     def list_rank_chunks(self) -> list[int]:
-        """Returns the numbers of this rank's chunks."""
+        """Returns the numbers of the chunks that belong to this rank."""
         return list(range(self.ranks.rank, self.count, self.ranks.world_size))
 
     def list_missing_chunks(self) -> list[int]:
@@ -306,7 +318,8 @@ class ResumableChunks:
         return [number for number in self.list_rank_chunks() if self.find(number) is None]
 
     def find(self, number: int) -> Path | None:
-        """Finds the undamaged file of a chunk, and deletes other files of that number."""
+        """Returns the undamaged file of the chunk `number`, or None if there is none; deletes
+        damaged files of this chunk."""
         for file in self.folder.glob(f"{number:06d}-*"):
             if file.name == self.name_file(number, hash_file(file)):
                 return file
@@ -314,11 +327,12 @@ class ResumableChunks:
         return None
 
     def name_file(self, number: int, sha256: str) -> str:
-        """Returns the file name of a chunk with this hash."""
+        """Returns the file name of the chunk `number` whose content has this sha256."""
         return f"{number:06d}-{sha256[:32]}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a chunk of host tensors; ValueError if the file cannot be written."""
+        """Writes the chunk `number`, name -> tensor in host memory; ValueError if the file cannot
+        be written."""
         from training.checkpoint.files import write_tensors
 
         temporary = self.folder / f"{number:06d}-tmp"
@@ -333,7 +347,8 @@ class ResumableChunks:
             ) from error
 
     def read(self, number: int) -> dict[str, Tensor]:
-        """Reads the tensors of a chunk; ValueError if it is gone or damaged."""
+        """Reads the chunk `number`: name -> tensor. Raises ValueError if the chunk is absent or
+        damaged."""
         from safetensors.torch import load
 
         file = self.find(number)
@@ -344,13 +359,13 @@ class ResumableChunks:
         return load(file.read_bytes())
 
     def close(self) -> None:
-        """Waits for the other ranks and releases the lock of the folder; the chunks stay."""
+        """Waits for the other ranks, then unlocks the folder; does not delete the chunks."""
         self.ranks.wait_for_all()
         if self.lock is not None:
             self.lock.close()
 
     def remove(self) -> None:
-        """Deletes the chunks after all ranks have closed them."""
+        """Deletes the folder with the chunks, after all ranks have called this method."""
         self.close()
         if self.ranks.first:
             shutil.rmtree(self.folder, ignore_errors=True)

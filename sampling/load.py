@@ -1,4 +1,4 @@
-"""Loads the model of a trained run, or of a copied weights file, and draws samples of it.
+"""Loads the model of a trained run, or of a copied weights file, and draws samples from the model.
 
 Letters: N and B samples, C channels, H W height and width.
 """
@@ -36,14 +36,16 @@ from training.weights.pretrained import build_autoencoder
 QUICK_START_RUNTIME = MappingProxyType(
     {kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start}
 )
-"""Runtime key -> the value that switches the technique off, for each technique whose first step is
-slow: a few samples do not make up for that time."""
+"""Runtime key of a technique -> value that switches the technique off, for each technique whose
+first step is slow. For a few samples this first step takes longer than the technique saves."""
 
 
 def find_class_numbers(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
-    """Returns the numbers of classes that are given by number or name; a str is a name, even "3".
+    """Returns the class number for each label, which is the number or the name of a class. A str is
+    a name, even "3".
 
-    ValueError for a class that the data lacks, and for a name of several classes.
+    Raises ValueError for a class that the data does not have, and for a name that several classes
+    have.
     """
     numbers: list[int] = []
     for label in labels:
@@ -60,7 +62,7 @@ def find_class_numbers(labels: Sequence[int | str], spec: LatentSpec) -> list[in
 
 
 def explain_unclear_label(label: object, matches: list[int], names: list[str]) -> str:
-    """Returns the end of a sentence that says why a label is not one class."""
+    """Returns the end of a sentence that says why `label` names no class, or more than one."""
     if matches:
         return f"the name of {len(matches)} classes, {matches[:5]}; give their numbers."
     if not names:
@@ -77,7 +79,7 @@ def explain_unclear_label(label: object, matches: list[int], names: list[str]) -
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained denoiser with the autoencoder that decodes its latents."""
+    """A trained denoiser, with the autoencoder that decodes the latents it draws."""
 
     model: Denoiser
     forward: Callable[..., Tensor]
@@ -87,11 +89,13 @@ class TrainedModel:
     """The weights file, its hash, and the description of the weights in its header."""
     autoencoder: Autoencoder
     sampling: SamplingConfig
-    """The run's own settings of sampling; the defaults for weights without their run."""
+    """Configuration `sampling` of the trained run; default values if only a weights file was
+    loaded, not its run."""
     device: torch.device
     runtime: RuntimeConfig
     data: dict[str, Any] | None
-    """The run's data configuration; None for weights without their run."""
+    """Configuration `data` of the trained run; None if only a weights file was loaded, not its
+    run."""
 
     @property
     def spec(self) -> LatentSpec:
@@ -103,7 +107,7 @@ class TrainedModel:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """File, sha256, kind ("ema" or "model") and step of the weights."""
+        """Dict with the file, sha256, kind ("ema" or "model") and training step of the weights."""
         description = self.opened.description
         return {
             "file": str(self.file),
@@ -113,7 +117,8 @@ class TrainedModel:
         }
 
     def change_sampling(self, **changes: Any) -> SamplingConfig:
-        """Returns the run's own `sampling` with changes; ValueError for invalid changes."""
+        """Returns the run's configuration `sampling` with the values of `changes`; ValueError if a
+        value is invalid."""
         sampling = apply_schema(
             SamplingConfig,
             asdict(self.sampling) | changes,
@@ -126,10 +131,11 @@ class TrainedModel:
     def sample(
         self, labels: Sequence[int | str], seed: int = 0, batch_size: int = 64, **changes: Any
     ) -> UInt8[np.ndarray, "N H W 3"]:
-        """Draws one image for each label, the number or the name of a class.
+        """Draws one image for each label, which is the number or the name of a class.
 
-        `changes` replace values of `sampling`, such as steps=50 or guidance=2.0. Equal arguments
-        give equal images. ValueError for an unknown label or an invalid value.
+        Returns uint8 images. `changes` replace values of `sampling`, such as steps=50 or
+        guidance=2.0. Calls with equal arguments return equal images. Raises ValueError for an
+        unknown label or an invalid value.
         """
         if batch_size < 1 or not labels:
             raise UserError(
@@ -148,8 +154,8 @@ class TrainedModel:
 
     @torch.no_grad()
     def warm_up(self, batch_size: int, guidance: float) -> Ledger:
-        """Runs the model once, with a batch as large as sampling will use; returns the ledger of
-        the techniques that were observed."""
+        """Runs the model with a batch as large as sampling uses, `batch_size` or with guidance
+        twice that. Returns the ledger, which says which techniques were active."""
         spec = self.spec
         count = batch_size * (1 if guidance == 1.0 else 2)
         x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
@@ -165,15 +171,16 @@ class TrainedModel:
 
 
 Labels = Callable[[Int[Tensor, "B"]], Int[Tensor, "B"]]
-"""Maps the numbers of samples to their labels."""
+"""Function that maps a tensor of sample numbers to a tensor of their labels."""
 
 
 @dataclass(frozen=True)
 class SampleStream:
-    """Endless samples, numbered from 0: label and noise of sample i depend on (seed, i) alone.
+    """An endless sequence of samples, numbered from 0. Label and noise of sample i depend only on
+    (seed, i).
 
-    All batches have the full size, so equal batch sizes give equal bits at any count and on any
-    rank.
+    All batches have `batch_size` samples, even if the caller needs fewer: so a sample is the same,
+    bit for bit, for any number of samples and on any rank.
     """
 
     forward: Callable[..., Tensor]
@@ -185,7 +192,8 @@ class SampleStream:
     device: torch.device
 
     def draw_batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
-        """Draws labels and raw latents of the samples from number · batch_size on."""
+        """Draws batch `number`: returns labels and raw latents of `batch_size` samples, the first
+        of which is sample number · batch_size."""
         first = number * self.batch_size
         position = torch.arange(first, first + self.batch_size, device=self.device)
         labels = self.labels(position)
@@ -196,10 +204,11 @@ class SampleStream:
     def describe_protocol(
         self, stack: AccelerationStack, count: int, labels: Any
     ) -> dict[str, Any]:
-        """Returns the values, except the weights, on which a figure of `count` samples, such as a
-        Fréchet distance, depends.
+        """Returns setting -> value for all settings, except the weights, on which a metric of
+        `count` samples, such as a Fréchet distance, depends.
 
-        They are the settings, the data, and how the model under `stack` rounds.
+        These are the settings of the sampler, the data, and the precision in which the model
+        computes with the techniques of `stack`.
         """
         sampling = to_kwargs(self.sampling)
         del sampling["per_class"]
@@ -215,7 +224,7 @@ class SampleStream:
 
 
 def deal_labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
-    """Gives sample i the label labels[i mod len(labels)]."""
+    """Returns a function that maps sample i to the label labels[i mod len(labels)]."""
     table = torch.tensor(labels, device=device)
     return lambda position: table[position % len(table)]
 
@@ -223,9 +232,10 @@ def deal_labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
 def deal_labels_of_data(
     node: dict[str, Any], seed: int, batch_size: int, device: torch.device
 ) -> Labels:
-    """Gives sample i the label of the i-th training sample in the order of `seed`.
+    """Returns a function that maps sample i to the label of the i-th training sample in the order
+    of `seed`.
 
-    Reads the latent set into host memory.
+    Reads the latents on the host, not on the device.
     """
     loader = build_loader(node, seed, batch_size, torch.device("cpu"))
 
@@ -247,15 +257,16 @@ def load_run(
     batch_size: int = 64,
     adapter: str | None = None,
 ) -> TrainedModel:
-    """Loads the averaged weights of a run, a checkpoint or a .safetensors file, ready to sample.
+    """Loads the averaged weights of a run, a checkpoint or a .safetensors file, and returns the
+    model ready to sample.
 
-    `encoder` is the path of the autoencoder, if it was moved; `key` is the name of the path in
-    messages. `adapter` is merged into the weights, and so is the adapter of a run that has one,
-    whose base must still exist at its path. The model computes under the run's own runtime keys
-    with the changes in `runtime`; its ledger names what this machine cannot run. Kernels are chosen
-    for batches of `batch_size`, doubled by guidance. This sets process-wide flags (TF32,
-    deterministic cuDNN), as training does. ValueError if the weights are absent or damaged, or if
-    the autoencoder is not the one that made the latents.
+    `encoder` is the path of the autoencoder, if its folder was moved; `key` is the name of the key
+    for `path` in messages. Merges `adapter` into the weights. If the run itself trained an adapter,
+    merges this adapter too; its base model must still be at the same path. The model uses the run's
+    own runtime keys, except those in `runtime`; its ledger names techniques that this machine
+    cannot run. Fused kernels are chosen for batches of twice `batch_size`, as guidance needs. Like
+    training, sets process-wide flags (TF32, deterministic cuDNN). Raises ValueError if the weights
+    are absent or damaged, or if the autoencoder is not the one that made the latents.
     """
     chosen = pick_device(device) if isinstance(device, str) else device
     opened = read_newest(
@@ -265,7 +276,7 @@ def load_run(
     spec = opened.description.spec
     autoencoder = build_autoencoder(spec, chosen, encoder)
 
-    # If the weights are in a run folder, read how the run sampled and computed.
+    # If the weights are in a run folder, use that run's configuration of sampling and runtime.
     folder = find_run_folder(opened.file)
     config = folder / "config.yaml" if folder else None
     run = read_config(config) if config and config.is_file() else {}
@@ -297,5 +308,6 @@ def load_run(
 
 
 def find_run_folder(weights: Path) -> Path | None:
-    """Returns the run folder that contains a weights file, or None."""
+    """Returns the run folder that contains the file `weights`, or None if the file is not in a run
+    folder."""
     return weights.parents[2] if weights.parent.parent.name == "checkpoints" else None
