@@ -59,13 +59,13 @@ class Block(nn.Module):
     The residual stream is `residual + gate·branch`. A block first adds the incoming branch, which
     the layer *before* the block computed, in the same operation that also normalises the sum
     (`add_norm`). It returns the branch of its own last layer with the gate, not yet added. The
-    residual that it returns is never normalised: if the gates in `cond` are 0, the block leaves the
-    stream unchanged.
+    residual that the block returns is never normalised: if the gates in `cond` are 0, the block
+    leaves the stream unchanged.
 
     A layer with an attribute `order` (L,) gets the tokens in that order: `order[m]` is the index of
-    its m-th token. The norm before the layer permutes the tokens, and the sum after it permutes the
-    branch back, both inside `add_norm`. `arriving` is the order of the tokens in the incoming
-    branch; None: the order of the stream.
+    the layer's m-th token. The norm before the layer permutes the tokens, and the sum after the
+    layer permutes the branch back, both inside `add_norm`. `arriving` is the order of the tokens in
+    the incoming branch; None: the order of the stream.
 
     `norm` is "rms", or "layer" for weights that were trained with LayerNorm.
     """

@@ -63,7 +63,7 @@ def to_uint8(images: Float[Tensor, "B c H W"]) -> UInt8[np.ndarray, "B H W 3"]:
 
 
 def select_rgb(latents: Float[Tensor, "B C H W"]) -> Float[Tensor, "B c H W"]:
-    """Returns the channels of `latents`, which are pixels, that can be shown as an image: all if
+    """Takes latents that are pixels, and returns the channels to show as an image: all channels if
     there are one or three, otherwise only the first."""
     return latents if latents.shape[1] in (1, 3) else latents[:, :1]
 
@@ -85,7 +85,8 @@ def write_grid(
     """Writes the images row by row as one PNG, and enlarges images below `SMALLEST_TILE` pixels by
     a whole factor.
 
-    `names`, one for each row of images, go into a margin on the left, `note` into a line below.
+    `names`, one for each row of images, go into a margin on the left, and `note` into a line below;
+    without names, `note` is not written.
     """
     from PIL import Image, ImageOps
 
@@ -105,7 +106,8 @@ def write_grid(
 
 
 def add_captions(picture: Image, names: Sequence[str], note: str) -> Image:
-    """Returns the picture with the names of its rows on the left, and a note below."""
+    """Returns a larger picture with `names`, one for each row of images, in a margin on the left,
+    and `note` in a line below ("": no such line)."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default()

@@ -77,7 +77,8 @@ def sample(
     `shift`. `solver` is one of `SOLVERS`:
 
     - "euler" calls the model once a step.
-    - "heun" (second order, Karras et al. 2022) calls the model twice a step, except in the last step.
+    - "heun" (second order, Karras et al. 2022) calls the model twice a step, except in the last
+      step.
     - "ab2" is the two-step Adams–Bashforth method for unequal steps (second order, one call a step;
       Hairer, Nørsett & Wanner, Solving Ordinary Differential Equations I, III.5). The first step is
       Euler's.

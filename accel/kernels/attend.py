@@ -34,7 +34,7 @@ def attend(
     """Computes `softmax(q·kᵀ / √P)·v`. `backend` is a key of `BACKENDS`, "flex" (FlexAttention), or
     "auto" (PyTorch chooses).
 
-    `groups[l]` is the number of the group of token l: a token attends only to the tokens of its
+    `groups[l]` is the index of the group of token l: a token attends only to the tokens of its
     group. All backends but "flex" compute every score, and mask the scores between different
     groups; on a GPU "flash" and "cudnn" accept no mask, so they do not work with `groups`. Without
     `groups` each token attends to all tokens.

@@ -5,9 +5,9 @@ S_ij = C_i·B_j are the scores of pairs of tokens, and E_ij their decays. One ke
 gradient of x, with the transposed matrix M of the forward pass. Another kernel computes dS =
 Σ_heads dy·xᵀ·E·step, the gradient of the scores, summed over heads in registers. In the same pass
 it computes for each head the row and column sums of dy·xᵀ·E·S, from which the gradients of steps
-and decays follow. PyTorch's matrix products turn dS into dB and dC. dx, dB and dC lie side by side
-in memory, as the backward pass of the convolution before the scan reads them. There are no atomics,
-so equal runs give equal bits.
+and decays follow. PyTorch's matrix products turn dS into dB and dC, the gradients of the scan's B
+and C. dx, dB and dC lie side by side in memory, as the backward pass of the convolution before the
+scan reads them. There are no atomics, so equal runs give equal bits.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """

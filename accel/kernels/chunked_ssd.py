@@ -3,8 +3,9 @@ states from chunk to chunk.
 
 `scan_in_chunks` (bidirectional_ssd.py) is the definition. `ssd_states` computes the state that a
 chunk adds; `ssd_read` computes the values that a chunk's tokens read from a state. The backward
-pass of each uses the other, and `ssd_groups` for the gradients of B and C. They run Triton on a GPU
-(chunked_ssd_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to chunk, in fp32.
+pass of each uses the other, and `ssd_groups` for the gradients of B and C. The three operators run
+Triton on a GPU (chunked_ssd_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to
+chunk, in fp32.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a
 sample, S = B·C. The scan's own B and C are called `B_in` and `C_out`, or `groups` where either may

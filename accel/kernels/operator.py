@@ -99,9 +99,9 @@ def make_differentiable(
 
     `compute(*inputs)` returns the result, or a tuple of results, and a tuple `needed` of all that
     the backward pass needs. `gradients(*gradients of the results, *needed)` returns the gradients
-    of the first inputs, in any dtype; the remaining inputs get None. With `zeros` the gradient of
-    an unused result is a tensor of zeros, otherwise None. The function has no autocast rule,
-    because such a rule casts fp32 inputs too.
+    of the first inputs, in any dtype; the remaining inputs get None. If `zeros`, `gradients` gets a
+    tensor of zeros as the gradient of an unused result, otherwise None. The function has no
+    autocast rule, because such a rule casts fp32 inputs too.
     """
 
     class Function(torch.autograd.Function):

@@ -32,7 +32,8 @@ WARPS = 4
 
 @triton.jit
 def rotate_pairs(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
-    """Rotates each pair of neighbouring channels of x by its angle."""
+    """Rotates each pair of neighbouring channels of x by an angle; `cosine` and `sine` (BLOCK_L, P
+    / 2) are those of the angles."""
     first, second = tl.split(tl.reshape(x, [BLOCK_L, P // 2, 2]))
     return tl.reshape(
         tl.join(first * cosine - second * sine, second * cosine + first * sine), [BLOCK_L, P]

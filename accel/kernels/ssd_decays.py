@@ -1,5 +1,5 @@
-"""Prelude of the bidirectional scan: turns the raw step sizes dt into step sizes, called steps, and
-into running sums of the tokens' log decays a.
+"""First part of the bidirectional scan: turns the raw step sizes dt into step sizes, called steps,
+and into running sums of the tokens' log decays a.
 
     step = softplus(dt + dt_bias),   a = -exp(A_log)·step   (Mamba-2, Dao & Gu 2024,
     https://arxiv.org/abs/2405.21060)
@@ -42,11 +42,11 @@ def ssd_decays(
     A_log: Float[Tensor, "2 K"],
     piece: int,
 ) -> tuple[Float[Tensor, "S 2 K T"], Float[Tensor, "S 2 K T"]]:
-    """Cuts the sequence into pieces of `piece` tokens. Returns the steps, softplus(dt + dt_bias),
-    and the inclusive running sums of the log2 decays a within each piece, both (S, 2, K, T) in
-    fp32. Direction 0 sums from the first token of a piece, direction 1 from the last.
+    """Cuts the sequence into pieces of `piece` tokens. Returns the step sizes, softplus(dt +
+    dt_bias), and the inclusive running sums of the log2 decays a within each piece, both (S, 2, K,
+    T) in fp32. Direction 0 sums from the first token of a piece, direction 1 from the last.
 
-    Padding after the last token has step 0 and so log decay 0. Each a is clamped to at least
+    Padding after the last token has step size 0 and so log decay 0. Each a is clamped to at least
     `MIN_LOG2_DECAY`, so the sum over 512 tokens is at most 2^14 in magnitude, where fp32 is precise
     to 2^-10.
     """
@@ -94,7 +94,7 @@ def compute_backward(
     )
     da = order_by_token(da)
 
-    # Compute the steps again. Where the forward pass clamped a log decay, its gradient is 0.
+    # Compute the step sizes again. Where the forward pass clamped a log decay, its gradient is 0.
     raw = upcast(dt) + upcast(dt_bias)
     A = -upcast(A_log).exp()
     steps = F.softplus(raw)

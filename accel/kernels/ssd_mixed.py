@@ -42,7 +42,7 @@ def mixed_ssd(
     scan: Callable[..., Tensor] = bidirectional_ssd,
 ) -> Float[Tensor, "B L K P"]:
     """Defines what `fused_mixed_ssd` computes: `local_mix` of a slice of a projection, then
-    `bidirectional_ssd`. The arguments `mix` and `scan` may be their fused versions."""
+    `bidirectional_ssd`. `mix` and `scan` may be the fused versions of these two functions."""
     z, xBC, dt = split_projection(projected, weight, norm_weight)
     x, B_in, C_out = split_channels(mix(xBC, weight, bias, grid), *z.shape[2:])
     return scan(x, dt, dt_bias, A_log, B_in, C_out, D, z, norm_weight, eps)
@@ -52,7 +52,7 @@ def split_projection(
     projected: Tensor, weight: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits a projection, or its gradient, into three views: z (B, L, K, P), xBC (B, L, E), which
-    is x, B and C together, and dt (B, L, 2, K)."""
+    is x, B_in and C_out side by side, and dt (B, L, 2, K)."""
     heads, head_dim = norm_weight.shape
     z, xBC, dt = projected.split((heads * head_dim, weight.shape[0], 2 * heads), dim=-1)
     return z.unflatten(-1, (heads, head_dim)), xBC, dt.unflatten(-1, (2, heads))
@@ -81,7 +81,8 @@ def forward(projected: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tens
 def backward(
     dh: Tensor, y: Tensor, projected: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of projected, weight, bias, dt_bias, A_log, D and norm_weight."""
+    """Returns the gradients of `projected`, `weight` and `bias`, then those of dt_bias, A_log, D
+    and norm_weight."""
     *mixing, dt_bias, A_log, _, norm_weight, eps = rest
     parts = split_projection(projected, weight, norm_weight)
     z, xBC, dt = parts
@@ -132,9 +133,9 @@ def fused_mixed_ssd(
     """Computes `local_mix` of a slice of a projection, then `bidirectional_ssd`, as one operator
     for up to 512 tokens.
 
-    The projection holds the gate z, then x, B and C, then dt: W = K·P + E + 2·K; its gradient is
-    one tensor. Raises ValueError for a head dim or state size that the matrix units do not support,
-    or for more than 512 tokens.
+    The projection holds the gate z, then x, B_in and C_out, then dt: W = K·P + E + 2·K; its
+    gradient is one tensor. Raises ValueError for a head dim or state size that the matrix units do
+    not support, or for more than 512 tokens.
     """
     refuse_empty("bidirectional_ssd", projected)
     length = projected.shape[1]

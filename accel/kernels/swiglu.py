@@ -1,8 +1,8 @@
 """The product of a gated unit, `silu(gate)·value` (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-`silu_product` is the definition in PyTorch. `fused_swiglu` computes it for the two halves of one
-projection, as one operator whose backward pass writes one gradient for both halves: Triton on a GPU
-(swiglu_triton.py), PyTorch elsewhere.
+`silu_product` is the definition in PyTorch. `fused_swiglu` computes the same for the two halves of
+one projection, as one operator whose backward pass writes one gradient for both halves: Triton on a
+GPU (swiglu_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, H hidden channels.
 """

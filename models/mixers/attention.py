@@ -54,7 +54,7 @@ class Attention(Layer):
 
     rotations: Tensor | None
     windows: Int[Tensor, "L"] | None
-    """Index of each token's window, int32; None without windows."""
+    """Index of each token's window, int32; None if `window` is null."""
     fused_rope: bool
 
     def __init__(

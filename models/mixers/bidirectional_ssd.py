@@ -35,8 +35,8 @@ class BidirectionalSSD(Layer):
 
     `expand` is E / D (2 in the Mamba recipe, 1 if a SwiGLU follows). The convolution starts as the
     identity, because a random start cost a published model 30 FID points (DiG,
-    https://arxiv.org/abs/2405.18428). Initial dt is log-uniform in [0.001, 0.1] and -A uniform in
-    [1, 16], as in Mamba-2.
+    https://arxiv.org/abs/2405.18428). Initial step sizes are log-uniform in [0.001, 0.1], and -A is
+    uniform in [1, 16], as in Mamba-2.
     """
 
     taps = (3, 3)

@@ -31,9 +31,10 @@ class SelectiveScan(Layer):
     the block reorders the tokens by it (models/block.py).
 
     Linear layers compute step sizes, B and C from the convolved x; the step sizes go through a
-    bottleneck of R = D / 16 channels. `expand` is E / D. Initially -A is 1 … N in each channel, dt
-    is log-uniform in [0.001, 0.1], and the convolution is the identity, as in all mixers here. This
-    mixer has no heads: it accepts `head_dim`, as every mixer must, and ignores it.
+    bottleneck of R = D / 16 channels. `expand` is E / D. Initially -A is 1 … N in each channel,
+    step sizes are log-uniform in [0.001, 0.1], and the convolution is the identity, as in all
+    mixers here. This mixer has no heads: it accepts `head_dim`, as every mixer must, and ignores
+    it.
     """
 
     def __init__(
