@@ -215,7 +215,7 @@ class RuntimeConfig:
     # recompute all other activations
     checkpoint_policy: str = "blocks"
     compile: bool = False
-    # blocks: compile each block; model: compile the whole model as one graph, which takes longer
+    # blocks: compile each block; model: compile the model as one graph, which compiles longer
     compile_scope: CompileScope = CompileScope.blocks
     # reduce-overhead needs compile_scope=model and accumulation_steps=1
     compile_mode: CompileMode = CompileMode["default"]
