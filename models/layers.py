@@ -18,8 +18,8 @@ from common.errors import UserError
 
 
 def count_heads(width: int, head_dim: int, name: str) -> int:
-    """Returns the number of heads, width / head_dim. Raises ValueError if `head_dim` does not
-    divide `width`; `name` is what the message calls the width."""
+    """Returns the number of heads of size `head_dim` in `width` channels. Raises ValueError if
+    `head_dim` does not divide `width`; `name` is what the message calls the width."""
     if width % head_dim:
         raise UserError(
             f"model.head_dim={head_dim} does not divide {name}={width}; choose a divisor of "

@@ -113,8 +113,8 @@ def scan_within_pieces(
 def scan_in_chunks(
     x: Tensor, steps: Tensor, sums: Tensor, B_in: Tensor, C_out: Tensor, D: Tensor
 ) -> Tensor:
-    """Returns y (B, L, K, P). Computes all pairs of tokens within each chunk by
-    `scan_within_pieces`, and carries a state (N, P) per head and direction from chunk to chunk."""
+    """Returns y (B, L, K, P). Computes the contributions within each chunk by `scan_within_pieces`,
+    and carries a state (N, P) per head and direction from chunk to chunk."""
     batch, length = x.shape[:2]
     chunk = steps.shape[-1]
     if length == chunk:

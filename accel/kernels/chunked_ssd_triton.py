@@ -42,8 +42,8 @@ def ssd_states_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes BLOCK_N of the N rows of the state that one chunk adds, for one head and
-    direction."""
+    """Computes the state (N, P) that one chunk adds, for one head and direction: a program computes
+    BLOCK_N of the N rows."""
     k = tl.program_id(0) // (N // BLOCK_N)
     direction = tl.program_id(1)
     s = tl.program_id(2).to(tl.int64)

@@ -3,8 +3,8 @@ gradients in another.
 
 A program takes all tokens of one piece, some heads and one direction. It reads a tile in which the
 heads of a token lie side by side in memory, and writes steps and sums with the tokens of a head
-side by side. For the sums from the end it reads the tokens in reverse order, because
-`tl.cumsum(reverse=True)` is reported to be wrong (triton-lang/triton#4362, open).
+side by side. For direction 1, whose sums start at the last token, it reads the tokens in reverse
+order, because `tl.cumsum(reverse=True)` is reported to be wrong (triton-lang/triton#4362, open).
 
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
 """

@@ -1,5 +1,5 @@
-"""The mixer of Mamba-1 (Gu & Dao 2023, https://arxiv.org/abs/2312.00752), one direction in each
-layer, as in ZigMa (Hu et al. 2024, https://arxiv.org/abs/2403.13802).
+"""The mixer of Mamba-1 (Gu & Dao 2023, https://arxiv.org/abs/2312.00752), which scans in one
+direction in each layer, as in ZigMa (Hu et al. 2024, https://arxiv.org/abs/2403.13802).
 
 Letters: B samples, L tokens, D width, E inner width, N state size, R rank of the steps.
 """
