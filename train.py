@@ -45,7 +45,8 @@ def train(composed: Composed) -> dict[str, Any]:
     run.show_rehearsal()
     logger = SafeLogger(build(run.cfg.logger, "logger"), silent=not ranks.first)
 
-    # 2. Build model, data and techniques; `warm_up` observes in a real step which are active.
+    # 2. Build model, data and techniques. `warm_up` takes some steps, compiles the model, and
+    # observes which techniques are active.
     cfg = run.apply_tuning()
     training = assemble(cfg, run.device, ranks, run.folder)
     run.write_kernels(training)

@@ -46,7 +46,7 @@ REPORTED_PACKAGES = (
 
 
 class Card(NamedTuple):
-    """Data of one GPU model."""
+    """Peak rates, memory and bandwidths of one GPU model."""
 
     name: str
     """Part of the driver's name for this GPU model, such as "H100 PCIe" of "NVIDIA H100 PCIe"."""
@@ -108,7 +108,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def set_deterministic(on: bool) -> None:
-    """Restricts PyTorch, cuBLAS included, to deterministic algorithms, or lifts the restriction."""
+    """If `on`, makes PyTorch and cuBLAS use deterministic algorithms only; otherwise allows all
+    algorithms."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on)

@@ -232,8 +232,9 @@ class LastingBytes(NamedTuple):
 
 
 def count_lasting_bytes(training: Training) -> LastingBytes:
-    """Counts this process's bytes of weights, gradients, averages and optimizer state. Call it only
-    after a first step, if only in warm-up, because that step creates the optimizer's state."""
+    """Counts this process's bytes of weights, gradients, averages and optimizer state. The run must
+    have taken a step (one of warm-up suffices), because the first step creates the optimizer's
+    state."""
     step = training.step
     sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
     averages = sum(to_local(average).nbytes for average in training.state.ema.averages)

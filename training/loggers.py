@@ -89,7 +89,7 @@ class WandbLogger(NoLogger):
                 f"offline into {folder}.",
                 stacklevel=2,
             )
-            wandb.teardown()  # W&B's service otherwise holds the run's id
+            wandb.teardown()  # W&B's service still holds the run's id
             self.run = begin("offline")
         finally:
             sys.argv = words

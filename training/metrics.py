@@ -129,8 +129,8 @@ class Meter:
                 yield
 
     def sum_waits(self) -> None:
-        """Moves the seconds of each wait for data that has ended on the device from the clock's
-        kind `steps` to `data_wait`."""
+        """For each wait for data that has ended on the device, moves its seconds from the clock's
+        kind `steps` to the kind `data_wait`."""
         while self.waits and self.waits[0][1].query():
             began, ended = self.waits.popleft()
             CLOCK.move(began.elapsed_time(ended) / 1e3, "steps", "data_wait")
@@ -188,8 +188,8 @@ class Meter:
         self.carried = self.steps
 
     def report(self, lr: float) -> dict[str, Any]:
-        """Returns the figures of the window, for which it waits for the device, and begins the next
-        window."""
+        """Returns metric name -> value for the window, and begins the next window. Waits for the
+        device, because the sums are there."""
         ranks = self.ranks
         # The mean loss includes the window's steps that an earlier process took; the rates include
         # only steps of this process.
@@ -277,7 +277,7 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     """Parses one line of the metrics file: a JSON object with an integer `step`, whose values are
     all numbers or null. Returns None for any other line."""
     try:
-        metrics = replace_non_finite(json.loads(line))  # old files have NaN; read null
+        metrics = replace_non_finite(json.loads(line))  # earlier versions wrote NaN
     except (ValueError, RecursionError):
         return None
     has_step = isinstance(metrics, dict) and type(metrics.get("step")) is int
@@ -298,8 +298,8 @@ class MetricsFile:
         """Removes the lines of steps after `step`, which the run will repeat; returns the remaining
         lines, parsed.
 
-        If the file has damaged lines, it warns, removes them too, and keeps the old file as
-        `<file>.damaged`.
+        If the file has damaged lines, also removes these lines, with a warning, and keeps the old
+        file as `<file>.damaged`.
         """
         file = self.file
         lines, damaged, torn = read_metrics(file)

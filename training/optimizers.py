@@ -2,11 +2,12 @@
 
 AdamW with a smaller state, from bitsandbytes and torchao, and Muon, all with PyTorch's interface.
 
-AdamW's state takes 8 bytes a parameter. 8-bit and fp8 moments take 2, 4-bit moments 1, plus their
-scales; Muon takes 4 for matrices. The costs: moments are rounded (docs/memory.md has measured
-losses), and none of these optimizers can skip a step on the device, so the host reads one flag a
-step, and `runtime.cuda_graph` refuses them. The ledger's row `optim` shows the bytes of the state,
-and how many parameters really have their state in the promised form.
+AdamW's state takes 8 bytes a parameter. With 8-bit or fp8 moments it takes 2 bytes, with 4-bit
+moments 1 byte, plus the moments' scales. Muon's state takes 4 bytes for each element of a matrix.
+The costs: moments are rounded (docs/memory.md has measured losses), and none of these optimizers
+can skip a step on the device, so the host reads one flag a step, and `runtime.cuda_graph` refuses
+them. The ledger's row `optim` shows the bytes of the state, and how many parameters really have
+their state in the promised form.
 
 References: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861 (8-bit); Li et al. 2023,
 https://arxiv.org/abs/2309.01507 (4-bit); Jordan 2024, https://kellerjordan.github.io/posts/muon/;

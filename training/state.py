@@ -1,4 +1,4 @@
-"""The state of a run: everything that a step changes, and how checkpoints keep it."""
+"""The state of a run: everything that a step changes, and how a checkpoint saves and loads it."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class TrainState:
         self.began_at = self.step
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counters from a checkpoint; ValueError for a value that is no integer from 0 on.
-        Checkpoints of earlier versions lack `skipped_data`, which is then empty."""
+        """Sets the counters from a checkpoint; ValueError for a value that is not an integer of at
+        least 0. Checkpoints of earlier versions lack `skipped_data`, which is then empty."""
         counters = {"skipped_data": {}} | dict(saved)
         for name in COUNTERS:
             counter = counters[name]
@@ -217,8 +217,8 @@ def read_rng_state() -> dict[str, Tensor]:
 
 
 def load_rng_state(saved: Mapping[str, Tensor]) -> None:
-    """Restores the states of PyTorch's random generators; those of the GPUs only if this machine
-    has as many GPUs as the state."""
+    """Restores the states of PyTorch's random generators; those of the GPUs only if this process
+    sees as many GPUs as the process that saved them."""
     torch.set_rng_state(saved["torch"])
     gpus = [saved[f"cuda.{i}"] for i in range(len(saved) - 1)]
     if len(gpus) == torch.cuda.device_count():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StepOutput(NamedTuple):
-    """Figures of a step, as scalars on the device."""
+    """Results of one training step, as scalar tensors on the device."""
 
     loss: Tensor
     """Mean loss over this rank's samples of the step."""
@@ -179,11 +179,12 @@ class TrainStep:
 
     Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation
     and sampling use the same `forward`. A benchmark sets `mark(phase)` to time the phases. Data
-    parallelism sets `synchronise(last)`, which surrounds each micro-batch and disables gradient
-    synchronisation on all but the last. `schedule(samples)` moves learning rate and EMA weight to
-    the device before the step, so that the step itself never copies from the host. A fused
-    optimizer decides on the device: it takes the clipping factor as `grad_scale` and skips the
-    update if `found_inf` is set. For any other optimizer the host reads one flag a step.
+    parallelism sets `synchronise(last)`, a context manager around each micro-batch, which disables
+    gradient synchronisation for all micro-batches but the last. `schedule(samples)` moves learning
+    rate and EMA weight to the device before the step, so that the step itself never copies from the
+    host. A fused optimizer decides on the device whether to update: it takes the clipping factor as
+    `grad_scale` and skips the update if `found_inf` is set. For any other optimizer the host reads
+    one flag a step and decides.
     """
 
     def __init__(
