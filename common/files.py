@@ -151,8 +151,8 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
 
 
 def write_to_cache(file: Path, content: Any) -> None:
-    """Writes `content` as JSON to a cache file. If that fails, warns that the next run repeats the
-    work whose result this is, and continues."""
+    """Writes `content` as JSON to a cache file. If that fails, warns that the next run must compute
+    `content` again, and continues."""
     try:
         make_folder(file.parent)
         write_json(file, content)

@@ -43,11 +43,11 @@ def run_to_end(
     output: IO[bytes] | None = None,
     without: Collection[str] = (),
 ) -> int | None:
-    """Runs a command in its own session, for at most `seconds` (None: no limit). Returns its exit
-    code, or None if it took longer.
+    """Runs a command in its own session, for at most `seconds` (None: no limit). Returns the
+    command's exit code, or None if it took longer.
 
-    When the function returns, the command and all its children have ended: it kills those that
-    still run. `output` receives stdout and stderr; the command does not get the environment
+    When the function returns, the command and all its children have ended: the function kills those
+    that still run. `output` receives stdout and stderr; the command does not get the environment
     variables that `without` names.
     """
     process = subprocess.Popen(
@@ -73,7 +73,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if process.stdin is not None:
-        with suppress(OSError):  # unread input cannot be flushed
+        with suppress(OSError):  # fails if the process left input unread
             process.stdin.close()
 
 
@@ -185,8 +185,8 @@ class Readers:
 
 
 def run_tasks(tasks: queue.SimpleQueue[Any], closed: threading.Event) -> None:
-    """Runs in each thread of a pool: takes tasks from the queue and does them. It has no reference
-    to the pool, so that Python can free a pool that no other code uses."""
+    """Main function of each thread of a pool: takes tasks from the queue and runs them. The thread
+    has no reference to the pool, so that Python can free a pool that no other code uses."""
     for future, function, arguments in iter(tasks.get, None):
         if not closed.is_set():
             try:

@@ -44,8 +44,8 @@ class UnreachableError(DamagedBlockError):
 
 
 class Place(NamedTuple):
-    """Where a block lies: its shard, its entry in the manifest, and the number in the split of the
-    block's first sample."""
+    """Location of a block: its shard, its entry in the manifest, and the number of its first sample
+    within the split."""
 
     shard: Shard
     block: Block
@@ -105,8 +105,9 @@ class BlockReader:
         split.
 
         Raises DamagedBlockError if the block differs from the manifest or cannot be read. With
-        `on_corrupt="skip"` it instead returns samples of the next good block, repeated or cut to
-        the number of the damaged block's samples, so that later samples keep their positions.
+        `on_corrupt="skip"` the method instead returns samples of the next good block, repeated or
+        cut to the number of the damaged block's samples, so that later samples keep their
+        positions.
         """
         unreachable = 0
         reason = ""
@@ -253,7 +254,7 @@ def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 REMOTE_SETTINGS = ("cache", "timeout", "retries")
-"""Those configuration keys of a loader that `open_set` passes on to `open_source`."""
+"""Configuration keys of a loader that `open_set` passes on to `open_source`."""
 
 
 def open_set(

@@ -120,7 +120,7 @@ class LoaderArgs(TypedDict):
     """Arguments of a loader that come from the run, not from its configuration."""
 
     batch_size: int
-    """Samples of this rank in one micro-batch."""
+    """Number of samples that this rank has in one micro-batch."""
     seed: int
     device: torch.device
     rank: NotRequired[int]
@@ -257,8 +257,9 @@ class LatentTensors:
 def draw_samples(
     rows: LatentTensors, seed: int, position: Int[Tensor, "B"]
 ) -> Float[Tensor, "B C H W"]:
-    """Returns raw latents. If the set has `mirrored`, takes the mirrored image for a random half of
-    the samples; if the set has `std`, draws each latent from the encoder's posterior.
+    """Returns raw latents of the samples `rows`, one per sample. If the set has `mirrored`, takes
+    the mirrored image for a random half of the samples; if the set has `std`, draws each latent
+    from the encoder's posterior.
 
     Both random choices are functions of (seed, position), so they are the same on any rank and
     worker and after any restart.

@@ -2,7 +2,7 @@
 
 `manifest.json` is in the same folder as the shards. It says how precompute_latents.py made the
 latents, how to normalise them, and what each shard contains. A shard is a WebDataset tar whose
-members are *blocks*: safetensors files with some hundred samples each, as raw `latents` (n, C, H,
+members are *blocks*: safetensors files with a few hundred samples each, as raw `latents` (n, C, H,
 W) and `labels` (n,), in some sets also `std`, `mirrored` and `mirrored_std`. A tar with one member
 per sample takes 26 times as long to read.
 """
@@ -153,7 +153,7 @@ class Manifest:
         if sum(block.samples for block in shard.blocks) != shard.count:
             yield f"the blocks of {shard.file} do not hold its count of {shard.count} samples"
 
-        # The smallest possible sample consists of its latents and an int64 label, in bytes.
+        # Compute the bytes of the smallest possible sample, which has latents and an int64 label.
         values = (1 + self.flips) * self.channels * self.height * self.width
         smallest = values * getattr(torch, self.dtype).itemsize + 8
         end = 0

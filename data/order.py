@@ -127,8 +127,8 @@ class ChunkOrder:
 
 
 class Window(NamedTuple):
-    """A window: `size` consecutive samples of a stream; the first is sample `start` of the epoch,
-    before the window is shuffled."""
+    """A window: `size` consecutive samples of a stream; the first of them is sample `start` of the
+    epoch's order, before the window is shuffled."""
 
     epoch: int
     stream: int

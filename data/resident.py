@@ -188,11 +188,11 @@ class ResidentLatents(LatentLoader):
     The device holds the whole set if the set takes at most `device_memory_gib` (null: half of the
     free memory), otherwise one chunk at a time (`ChunkedLatents`); the loader prints which of the
     two, and why. `storage="int8"` halves the memory of 16-bit latents; the loader prints the
-    rounding error. `normalisation`: "channel" uses the mean and std per channel that precompute
-    measured, "scale_shift" uses the autoencoder's constants, and `[[means], [stds]]` these numbers.
-    The loader refuses a set made with another encoder than `encoder` or another scale than
-    `latent_scale`. With `on_corrupt="skip"` the samples of the next good block replace those of a
-    damaged block.
+    rounding error. `normalisation`: "channel" uses the mean and std per channel that
+    precompute_latents.py measured, "scale_shift" uses the autoencoder's constants, and `[[means],
+    [stds]]` these numbers. The loader refuses a set made with another encoder than `encoder` or
+    another scale than `latent_scale`. With `on_corrupt="skip"` the samples of the next good block
+    replace those of a damaged block.
     """
 
     @classmethod
@@ -330,8 +330,9 @@ def count_sample_bytes(blocks: BlockReader, storage: Storage) -> int:
 def read_split(
     blocks: BlockReader, device: torch.device, storage: Storage
 ) -> tuple[LatentTensors, Tensor]:
-    """Reads a split onto `device`, block by block. Returns the split's samples, and for each
-    channel the RMS error (C,) by which storing as int8 rounds latents; 0 for native storage."""
+    """Reads a split onto `device`, block by block. Returns the split's samples, and the RMS
+    rounding error of the latents per channel, of shape (C,); the error is 0 unless `storage` is
+    "int8"."""
     # Begin with empty tensors, because the names and shapes of tensors come from the first block,
     # and an empty split has no block.
     split: dict[str, Any] = {

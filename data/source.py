@@ -52,7 +52,7 @@ class Source(Protocol):
 
     def forget(self, name: str) -> bool:
         """Deletes the local copy of the file `name`, if the source keeps local copies. Returns True
-        if it does, so that the next read fetches the file again."""
+        if the source keeps local copies: the next read then fetches the file again."""
         return False
 
 
@@ -194,7 +194,7 @@ class HttpSource(RemoteSource):
             with make_web_client(os.getpid()).get(
                 f"{self.url}/{name}{self.query}", headers=headers, timeout=self.timeout, stream=True
             ) as reply:
-                # Status 416 means that the file ends before the offset.
+                # Return nothing for status 416, which means that the file ends before the offset.
                 if reply.status_code == 416:
                     return b""
                 check_reply(reply, size is not None)

@@ -44,9 +44,9 @@ tensors, its rows."""
 def read_windows(
     order: StreamOrder, blocks: BlockReader, position: int
 ) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
-    """Yields (position, rows) for each window of a stream, endlessly, from `position` on. `rows`
-    (n, bytes of a sample) is the window's samples, shuffled within the window; `position` is that
-    of the first row. The first window lacks the samples before the given position."""
+    """Yields (position of the first row, rows) for each window of a stream, endlessly. The rows (n,
+    bytes of a sample) are the window's samples, shuffled within the window. The first window begins
+    at the argument `position`: it lacks the samples before."""
     last_block = -1
     content = torch.empty(0)
     while True:
@@ -76,8 +76,8 @@ class StreamDataset(IterableDataset):
     """Yields a worker's part of each batch, endlessly. Worker w of W reads every W-th stream of the
     rank, from the w-th on.
 
-    If reading fails, it yields the error message as text: PyTorch would otherwise show an exception
-    of a worker as a long traceback in the parent process.
+    If reading fails, it yields the error message as text, because PyTorch shows an exception of a
+    worker as a long traceback in the parent process.
     """
 
     order: StreamOrder
@@ -160,8 +160,8 @@ def join_batches(
             "with a smaller data.window or data.num_workers if memory ran out."
         ) from error
     finally:
-        # End the workers now. Without this, after an error, they run on as long as the traceback
-        # refers to `items`.
+        # End the workers now: after an error the traceback still refers to `items`, so without this
+        # line the workers run on.
         getattr(items, "_shutdown_workers", lambda: None)()
 
 
@@ -185,7 +185,7 @@ class StreamedLatents(BlockLoader):
     each read `prefetch_factor` batches ahead; with 0, threads of the training process read. With
     `persistent_workers` the workers run on at the end of an epoch; otherwise new workers start.
     `timeout`, `retries` and `cache` have an effect for URLs only (data/source.py). `normalisation`,
-    `encoder`, `latent_scale`: see ResidentLatents.
+    `encoder` and `latent_scale` mean the same as for `ResidentLatents`.
     """
 
     @classmethod

@@ -110,8 +110,8 @@ class DrawConfig(ModelConfig):
 
 
 class SampleJob:
-    """A sampling job: the trained model with its accelerations, and the stream of samples that a
-    `DrawConfig` describes.
+    """A sampling job: the trained model with its acceleration techniques, and the stream of samples
+    that a `DrawConfig` describes.
 
     All ranks must create the job at the same time.
     """
@@ -193,8 +193,8 @@ class SampleJob:
         returns the object that reads all chunks.
 
         First prints the number of samples and the ledger. `content(labels, latents)` returns name
-        -> tensor to keep of a batch. `job` holds the values that determine what `content` returns;
-        chunks of another `job` are not used. Raises ValueError if latents are not finite.
+        -> tensor to keep of a batch. `job` holds the values that determine what `content` returns.
+        Raises ValueError if `folder` has chunks of another `job`, or if latents are not finite.
         """
         import torch
 
@@ -268,8 +268,8 @@ class ResumableChunks:
         self.waits = waits
         self.lock: FolderLock | None = None
 
-        # Try again every half second, and do not wait for the lock in one call: in a long call of
-        # the first rank the other ranks would time out.
+        # Try to lock in short calls, every half second, so that the other ranks never wait long for
+        # the result of the first rank.
         if not ranks.broadcast_result(self.claim):
             ranks.say(f"waiting for another process that works on {folder}")
             while not ranks.broadcast_result(self.claim):

@@ -133,9 +133,9 @@ class TrainedModel:
     ) -> UInt8[np.ndarray, "N H W 3"]:
         """Draws one image for each label, which is the number or the name of a class.
 
-        Returns uint8 images. `changes` replace values of `sampling`, such as steps=50 or
-        guidance=2.0. Calls with equal arguments return equal images. Raises ValueError for an
-        unknown label or an invalid value.
+        Returns the images as uint8 values of shape (N, H, W, 3). `changes` replace values of
+        `sampling`, such as steps=50 or guidance=2.0. Calls with equal arguments return equal
+        images. Raises ValueError for an unknown label or an invalid value.
         """
         if batch_size < 1 or not labels:
             raise UserError(
@@ -235,7 +235,7 @@ def deal_labels_of_data(
     """Returns a function that maps sample i to the label of the i-th training sample in the order
     of `seed`.
 
-    Reads the latents on the host, not on the device.
+    Reads the latent set into host memory, not onto the device.
     """
     loader = build_loader(node, seed, batch_size, torch.device("cpu"))
 
