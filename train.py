@@ -1,10 +1,9 @@
-"""Trains a latent generative model. From top to bottom, the function `train` takes the steps of a
-run in their order.
+"""Trains a latent generative model. The function `train` shows the stages of a run in their order.
 
-python train.py                              handwritten digits, about a minute on a laptop
-python train.py experiment=fastrun ...       minutes: does everything work, how fast is it?
-python train.py experiment=fullrun run_dir=runs/mine ...   the real run; the same command again
-resumes
+python train.py                              trains on digits, for about a minute on a laptop
+python train.py experiment=fastrun ...       trains for minutes, to test the set-up and its speed
+python train.py experiment=fullrun run_dir=runs/mine ...   trains to the end; if the run was stopped,
+the same command resumes it
 """
 
 import common.require_python  # isort: skip  # noqa: F401

@@ -1,16 +1,17 @@
 """Orders in which loaders read the samples of a set, as pure functions of (seed, epoch, position).
 
-- `EpochOrder` permutes all samples, for sets that lie on the device.
-- `ChunkOrder` permutes blocks, cuts them into *chunks* and permutes the samples of each, for sets
-  of which one chunk lies on the device at a time.
-- `StreamOrder` permutes shards and the blocks in them, and cuts that sequence into S equal
-  *streams*. Up to W consecutive samples of a stream make a *window*, shuffled inside. A *batch*
-  takes the next sample of every stream in turn: position p of the epoch is sample p div S of
+A *block* is a safetensors member of a shard (data/blocks.py).
+
+- `EpochOrder` permutes all samples of a set that is on the device as a whole.
+- `ChunkOrder` permutes the blocks of a set, cuts the sequence of blocks into *chunks*, and permutes
+  the samples within each chunk. The device holds one chunk at a time.
+- `StreamOrder` permutes the shards, and the blocks in each shard, and cuts the sequence of samples
+  into S equal *streams*. A *window* is up to W consecutive samples of a stream, in shuffled order.
+  A *batch* takes one sample from each stream in turn: position p of the epoch is sample p div S of
   stream p mod S.
 
 A position is counted over all epochs, so a resumed run continues at the position that equals the
-number of samples it has seen, at any batch size and world size. A *block* is a safetensors member
-of a shard (data/blocks.py).
+number of samples it has seen, at any batch size and world size.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ class WandbLogger(NoLogger):
 
         if self.run is None:
             return
-        # Leave out "sample_grid", a path: it would replace W&B's value of this name, the last
-        # image.
+        # Leave out "sample_grid": W&B already has the last image under this name, and this path
+        # replaces the image.
         values = {
             key: value
             for key, value in summary.items()

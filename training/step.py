@@ -81,7 +81,7 @@ class EMA:
         """Moves each average towards its parameter by the fraction `weight`, a scalar tensor on the
         device; with 0 the averages do not change."""
         # Do not use _foreach_lerp_: it takes one weight for all tensors only as a Python number,
-        # and to read that number from `weight`, the host would wait for the device.
+        # and if the host reads that number from `weight`, it waits for the device.
         for part in self.parts:
             averages = [to_local(average) for _, average in part]
             differences = torch._foreach_sub([to_local(p.detach()) for p, _ in part], averages)
