@@ -2,8 +2,8 @@
 
 python train.py                              trains on digits, for about a minute on a laptop
 python train.py experiment=fastrun ...       trains for minutes, to test the set-up and its speed
-python train.py experiment=fullrun run_dir=runs/mine ...   trains to the end; if the run was stopped,
-the same command resumes it
+python train.py experiment=fullrun run_dir=runs/mine ...   trains to the end; if the run was
+stopped, the same command resumes it
 """
 
 import common.require_python  # isort: skip  # noqa: F401
@@ -44,8 +44,8 @@ def train(composed: Composed) -> dict[str, Any]:
     run.show_rehearsal()
     logger = SafeLogger(build(run.cfg.logger, "logger"), silent=not ranks.first)
 
-    # 2. Build model, data and techniques. `warm_up` takes some steps, compiles the model, and
-    # observes which techniques are active.
+    # 2. Build model, data and techniques. `warm_up` takes some steps and observes which techniques
+    # are active.
     cfg = run.apply_tuning()
     training = assemble(cfg, run.device, ranks, run.folder)
     run.write_kernels(training)
