@@ -65,8 +65,9 @@ def share_work(
     """Calls `work` for each of `count` items, which the ranks share; returns the results of all
     items, in order, on every rank. The first rank shows progress.
 
-    With a sharded model all ranks must run equally many forward passes, so in the last round a rank
-    without an item repeats another rank's item and drops the result.
+    With a sharded model all ranks must run equally many forward passes. So if the last round has
+    fewer items than ranks, a rank without an item also computes the last item, and this result is
+    dropped.
     """
     iterator = iter(items)
     rank_results = []

@@ -198,9 +198,9 @@ def explain_bound(
     the name of this limit, the reason, and configuration keys to try, or None if neither limits it.
 
     Times are in milliseconds: `data_ms` is the wait for data in a step, `busy_ms` the time in which
-    the GPU works, None without a GPU. `launch_savers` are runtime keys of techniques that launch
-    fewer kernels, are available on this machine and are off; `data` is the loader's configuration
-    node.
+    the GPU works, None without a GPU. `launch_savers` are overrides, such as runtime.compile=true,
+    for techniques that launch fewer kernels, are available on this machine and are off; `data` is
+    the loader's configuration node.
     """
     if data_ms > DATA_BOUND_SHARE * step_ms:
         keys = ["data=resident", "more data.num_workers"]

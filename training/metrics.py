@@ -78,6 +78,7 @@ class Meter:
         """Seconds of training in this process, up to the last report."""
         self.earlier_seconds = 0.0
         """Seconds of training that earlier processes of the run logged."""
+
         self.waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         """CUDA events at begin and end of each wait for data that `sum_waits` has not yet added to
         the clock."""
