@@ -53,6 +53,7 @@ class EMA:
             raise UserError(
                 f"ema.half_life_samples={half_life_samples} and ema.ramp={ramp} must be above 0."
             )
+
         self.half_life_samples = half_life_samples
         self.ramp = ramp
         named = find_trained_parameters(model)
