@@ -1,9 +1,10 @@
 """Tests fused kernels on the run's own device before the run launches them, and chooses between
 each kernel and its definition, the same computation in PyTorch.
 
-A separate process (accel/trial.py) tries each kernel on the model's blocks: first parity with the
-definition, then time. A cache keeps the results, called findings, and the run folder keeps the
-choice, so that a resumed run computes with the same kernels.
+A separate process (accel/trial.py) tries each kernel on the model's blocks: first it compares the
+kernel's results with the definition's (parity), then it times both. A cache keeps the results,
+called findings, and the run folder keeps the choice, so that a resumed run computes with the same
+kernels.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from common.text import shorten_error
 from common.workers import run_watched
 
 TRIAL_TIMEOUT_SECONDS = 120.0
-"""Seconds after which a trial's process that writes nothing counts as hanging; one that compiles
-asks for more time."""
+"""Seconds without a write to found.json after which the trial's process is killed as hanging; while
+it compiles it asks for a longer limit."""
 MAX_SLOWDOWN = 1.03
-"""Largest time of a kernel that is still chosen, as a multiple of its definition's time: above 1,
-because a kernel keeps less data in memory for the backward pass."""
+"""A kernel is chosen if a block with it takes at most this multiple of the block's time without it.
+The number is above 1, because a kernel saves fewer bytes for the backward pass."""
 TIME_KEYS = {False: "times", True: "replayed"}
-"""Whether the run captures its step as a CUDA graph -> key under which a finding holds the times
-that then decide."""
+"""Whether the run captures its step as a CUDA graph -> key of a finding's times that decide in such
+a run."""
 KERNELS_FILE = "kernels.json"
-"""Name of the file in a run folder that holds the run's choice of kernels."""
+"""Name of the file in a run folder that holds the run's choice between kernels and definitions."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Proof:
 
 class Use(NamedTuple):
     """Blocks of a model that are equal in structure: `block` is one of them, `blocks` their number,
-    `kind` the hash of what they have in common."""
+    `kind` the hash of their modules and of the shapes of parameters and inputs."""
 
     block: nn.Module
     blocks: int
@@ -68,25 +69,26 @@ class Question:
     use them."""
 
     requested: Mapping[str, bool | str]
-    """Runtime key -> True (parity decides) or "auto" (parity, then time)."""
+    """Runtime key -> True (use the kernel if its results agree with the definition's) or "auto"
+    (only if it is also fast enough)."""
     runtime: Mapping[str, Any]
-    """Values and options, by runtime key, of the techniques that act on a block."""
+    """Runtime key -> value, of the techniques that change how a block computes."""
     samples: int
-    """Samples in a micro-batch of this process."""
+    """Number of samples in a micro-batch of this process."""
     device: torch.device
     deterministic: bool = False
-    """Whether the run must be deterministic. Parity alone then decides, because times differ from
-    start to start."""
+    """Whether the run must be deterministic. A kernel is then chosen if it passes its parity test,
+    never by its time, which differs each time the run starts."""
     captured: bool = False
     """Whether the run replays its step as a CUDA graph."""
     change_times_only: Collection[str] = ()
-    """Keys of `runtime` that can change a kernel's time but not its parity, which is tested one
-    operator at a time."""
+    """Keys of `runtime` whose values can change a kernel's time but not the outcome of its parity
+    test, because the test compares one operator at a time."""
 
     @property
     def timed_keys(self) -> list[str]:
-        """Runtime keys of the kernels that are chosen only if they are fast enough: those with the
-        value "auto", none in a deterministic run."""
+        """Runtime keys of the kernels that must also be fast enough to be chosen: those with the
+        value "auto"; none in a deterministic run."""
         if self.deterministic:
             return []
         return [key for key, value in self.requested.items() if value == AUTO]
@@ -96,19 +98,20 @@ def prove(
     question: Question, model: nn.Module, forward: Callable[[], object], folder: Path | None = None
 ) -> tuple[dict[str, Proof], dict[str, Any]]:
     """Tries the kernels that `question` requests, or reads the findings of an earlier trial.
-    Returns the decision about each runtime key, and the content for `KERNELS_FILE`.
+    Returns runtime key -> decision, and the content for `KERNELS_FILE`.
 
-    `forward()` runs the model once on two samples. Call this before anything wraps the model, on
-    every rank: all ranks get the same answer. `folder` is the run folder: a choice that it holds
-    stays, but if the machine or the model's shapes have changed, the chosen kernels must pass their
-    parity test again.
+    `forward()` runs the model once on two samples. Call this on every rank, before anything wraps
+    the model: all ranks get the same decisions. `folder` is the run folder. If it holds an earlier
+    choice, this choice stays; but if the machine or the model's shapes have changed, the chosen
+    kernels must pass their parity test again.
     """
     uses = record_uses(model, forward)
     if isinstance(uses, str):
         return {key: Proof(False, uses) for key in question.requested}, {}
 
-    # Collect the facts, and read the run's earlier choice and the cache: rank 0's files count, if
-    # the facts are the same on all ranks.
+    # Every rank takes over the earlier choice and the findings in the run folder and the cache of
+    # rank 0. It uses these findings only if all ranks have the same facts; otherwise all ranks run
+    # the trials.
     facts = collect_facts(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     cache = find_cache_folder("kernels") / f"{name}.json"
@@ -119,8 +122,8 @@ def prove(
     choices = earlier.get("chosen", {})
     chosen = {key: choices[key] for key in choices if question.requested.get(key) == AUTO}
 
-    # A kernel that this run decided earlier not to use needs no trial; one that it uses must pass
-    # its parity test.
+    # Do not try a kernel that this run decided earlier not to use. A kernel that it decided to use
+    # must pass its parity test, but is not timed again.
     keys = [key for key in question.requested if chosen.get(key, True)]
     timed = [key for key in question.timed_keys if key not in chosen]
     cache_fits = alike and cached.get("facts") == facts
@@ -141,8 +144,8 @@ def prove(
 def decide(
     question: Question, findings: Mapping[str, Any], chosen: Mapping[str, bool]
 ) -> dict[str, Proof]:
-    """Decides whether to use each requested kernel. The run's earlier choice (`chosen`) stays,
-    unless the kernel now fails its parity test."""
+    """Returns runtime key -> decision whether to use the kernel. The run's earlier decision
+    (`chosen`) stays, unless the kernel now fails its parity test."""
     proofs = {}
     for key in question.requested:
         timed = key in question.timed_keys and key not in chosen
@@ -156,7 +159,7 @@ def decide(
 
 def judge(finding: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
     """Decides whether to use a kernel by the finding of its trial (None: there was no trial).
-    `timed`: its time counts too; `captured`: the run replays a CUDA graph."""
+    `timed`: the kernel must also be fast enough; `captured`: by its time in a CUDA graph."""
     if finding is None:
         return Proof(False, "it was not tried")
     if finding["refusal"] is not None:
@@ -180,8 +183,9 @@ def judge(finding: Mapping[str, Any] | None, timed: bool, captured: bool = False
 
 def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
     """Collects everything on which a trial's findings depend (GPU, driver, versions, the kernels'
-    code, runtime keys, blocks); findings are cached under its hash. `question.captured` is left
-    out: a trial measures times both with a CUDA graph and without."""
+    code, runtime keys, blocks); the hash of these facts is the name of the cache file.
+    `question.captured` is left out, because a trial measures times both with a CUDA graph and
+    without."""
     from torch.utils import collect_env
 
     here = Path(__file__).parent
@@ -207,8 +211,9 @@ def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
 
 
 def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
-    """Runs the model once by `forward()`, and records each kind of block with shapes, strides and
-    dtypes of its inputs. If the blocks cannot be tried, returns a sentence that says why."""
+    """Runs the model once by `forward()`. Returns one entry for each kind of block, with shapes,
+    strides and dtypes of the block's inputs; if the blocks cannot be tried, a sentence that says
+    why."""
     inputs: dict[nn.Module, Any] = {}
     hooks = [block.register_forward_pre_hook(inputs.__setitem__) for block in blocks_of(model)]
     try:
@@ -234,8 +239,8 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
 
 
 def hash_kind(block: nn.Module, metas: list[Any]) -> str:
-    """Hashes a block's modules, their grids, shapes and dtypes of its tensors, and its inputs
-    (`metas`): blocks with the same hash are tried once."""
+    """Hashes a block's modules and their grids, shapes and dtypes of its tensors, and its inputs
+    (`metas`). Of the blocks with the same hash only one is tried."""
     modules = []
     for module in block.modules():
         grids = {name: value for name, value in vars(module).items() if isinstance(value, tuple)}
@@ -257,7 +262,8 @@ def run_trials(
     announces = keys and is_first_rank()
     if announces:
         print(f"Trying {', '.join(keys)} in a separate process …", file=sys.stderr, flush=True)
-    # Return cached memory to the driver, because the trial's process needs memory of the same GPU.
+    # Return PyTorch's cached memory to the driver, because the trial's process needs memory of the
+    # same GPU.
     if question.device.type == "cuda":
         torch.cuda.empty_cache()
     job = {
@@ -284,8 +290,8 @@ def run_trials(
             findings = state.get("found", findings)
             failed_key = state.get("key")
 
-            # If the process ended while it tried a key, that key fails; if it ended before it tried
-            # any, all missing keys fail.
+            # If the process ended while it tried the kernel of a key, record that kernel as failed.
+            # If it ended before it tried any kernel, record all missing ones as failed.
             if failed_key or find_unanswered(findings, keys, timed) == missing:
                 why = f"the process that tried it {end} in {state.get('doing', 'its start')}"
                 for key in [failed_key] if failed_key else missing:
@@ -296,7 +302,8 @@ def run_trials(
 
 
 def find_unanswered(findings: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
-    """Finds the keys for which a trial must still test parity, or measure the time."""
+    """Finds the runtime keys for which a trial must still test the kernel's parity, or measure its
+    time."""
     return [
         key
         for key in keys
@@ -314,14 +321,14 @@ def make_outcome(
 
 
 def make_failure(why: str) -> dict[str, Any]:
-    """Makes the finding of a kernel that failed for the reason `why`; the cache does not keep it,
-    because the next trial may succeed."""
+    """Makes the finding of a kernel that failed for the reason `why`. Findings with such a failure
+    are not cached, because the next trial may succeed."""
     return make_outcome(why) | {"passing": True}
 
 
 def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
-    """Runs one process of accel/trial.py; returns the content of found.json that it wrote last, and
-    words that say how it ended.
+    """Runs one process of accel/trial.py. Returns the last content of found.json that the process
+    wrote, and how the process ended, as the end of a sentence.
 
     Kills the process if it writes nothing for `TRIAL_TIMEOUT_SECONDS`, or for the longer time that
     it has asked for.
@@ -339,8 +346,8 @@ def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def merge_findings(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the findings of all ranks into one for each key: any rank's refusal, the largest
-    errors and the longest times."""
+    """Merges the findings of all ranks into one finding for each key: a refusal if any rank refused
+    the kernel, the largest errors and the longest times."""
     merged = {}
     for key, first in ranks[0].items():
         findings = [rank[key] for rank in ranks]

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 MAX_NORM_ELEMENTS = 2**18
-"""Largest number of elements for which PyTorch's norm on the CPU is right to 4 digits; for the
-largest matrix of `dit_xl` the norm is 3% too small."""
+"""Number of elements above which `total_norm` sums a tensor in chunks on the CPU. Up to it
+PyTorch's norm is right to 4 digits; for the largest matrix of `dit_xl` it is 3% too small."""
 
 
 def get_world_size() -> int:
-    """Number of processes; 1 without a process group."""
+    """Returns the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -26,8 +26,8 @@ def is_first_rank() -> bool:
 
 
 def gather_objects(item: Any) -> list[Any]:
-    """Gathers one picklable object from each rank; returns the list of them, indexed by rank, on
-    every rank."""
+    """Gathers one picklable object from each rank. Returns on every rank the list of all objects,
+    indexed by rank."""
     items: list[Any] = [item] * get_world_size()
     if get_world_size() > 1:
         dist.all_gather_object(items, item)
@@ -45,7 +45,8 @@ def to_full(tensor: Tensor) -> Tensor:
 
 
 def find_storages(module: nn.Module) -> set[int]:
-    """Finds the addresses of the storages that hold a module's parameters and buffers now."""
+    """Finds the addresses of the storages that hold a module's parameters and buffers at the time
+    of the call."""
     tensors = (*module.parameters(), *module.buffers())
     return {to_local(tensor.detach()).untyped_storage()._cdata for tensor in tensors}
 
@@ -80,8 +81,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
             t.device.type == "cpu" and not isinstance(t, DTensor) and t.numel() > MAX_NORM_ELEMENTS
         )
         parts += t.reshape(-1).split(MAX_NORM_ELEMENTS) if large else [t]
-    # PyTorch rounds the norm of a tensor to the tensor's dtype, so compute norms of 16-bit tensors
-    # in fp32.
+    # PyTorch rounds the norm of a tensor to the tensor's dtype, so compute the norms of 16-bit
+    # tensors in fp32.
     if any(t.dtype in (torch.bfloat16, torch.float16) for t in parts):
         return torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
@@ -90,8 +91,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns this rank's part of an unsharded tensor, cut as `like` is sharded. If `tensor` is
-    sharded already, returns its shard on this rank."""
+    """Returns that part of an unsharded tensor which this rank holds if the tensor is sharded as
+    `like` is. If `tensor` is sharded already, returns its shard on this rank."""
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return to_local(tensor)
     shape, offset = locate_shard(like)
@@ -101,8 +102,8 @@ def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def locate_shard(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns the shape of this rank's shard, and the index of its first element in the whole
-    tensor; both have an entry for each dimension."""
+    """Returns the shape of this rank's shard, and the index of the shard's first element in the
+    whole tensor; both have an entry for each dimension."""
     from torch.distributed.tensor import _utils
 
     return _utils.compute_local_shape_and_global_offset(
@@ -123,8 +124,8 @@ def find_first_row(tensor: DTensor) -> int | None:
 
 
 def shard_like(tensor: Any, like: Any) -> Any:
-    """Shards an unsharded tensor as `like` is sharded, if both have one shape; otherwise returns
-    `tensor` unchanged."""
+    """Shards an unsharded tensor as `like` is sharded. Returns `tensor` unchanged if `like` is not
+    sharded or has another shape."""
     both = isinstance(tensor, Tensor) and isinstance(like, DTensor)
     if not both or tensor.shape != like.shape:
         return tensor
@@ -135,8 +136,8 @@ def shard_like(tensor: Any, like: Any) -> Any:
 
 
 def replicate_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
-    """Makes a scalar a replicated DTensor on the mesh of sharded `tensors`, so that one operation
-    takes both."""
+    """Makes a scalar a replicated DTensor on the mesh of `tensors`, so that one operation can take
+    the scalar and these tensors. Returns `scalar` unchanged if they are not sharded."""
     like = tensors[0]
     if not isinstance(like, DTensor):
         return scalar
@@ -145,8 +146,8 @@ def replicate_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def is_true_on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Returns whether `flag` is true on any rank. It is an all-reduce, so all ranks must call
-    it."""
+    """Returns whether `flag` is true on any rank. All ranks must call this, because it is an
+    all-reduce."""
     if get_world_size() == 1:
         return flag
     votes = torch.tensor(float(flag), device=device)

@@ -43,10 +43,11 @@ from accel.techniques.weights import Weights
 from common.errors import UserError
 
 # Techniques act in this order: process flags, module changes, checkpointing, compile, sharding,
-# optimizer, autocast, evaluation, CUDA graph. Only `on_layers`, which replaces layers, runs before
-# all of them. Checkpointing comes before compile, so that a compiled block contains its own
-# recomputation, and both come before sharding, which gathers a block's parameters around them. The
-# graph is last, because it contains everything.
+# optimizer, autocast, evaluation, CUDA graph. Only `on_layers`, which replaces layers, runs for all
+# techniques before anything else. Checkpointing comes before compile, so that a compiled block
+# contains its own recomputation. Both come before sharding, so that FSDP gathers a block's
+# parameters outside of both. The CUDA graph is last, because it captures the work of all other
+# techniques.
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tf32,
     CudnnBenchmark,
@@ -80,11 +81,12 @@ class AccelerationStack:
 
     `values` maps each technique's key to its requested value. `on_unavailable` decides about
     techniques that this machine cannot run: "degrade" switches them off and names them in the
-    ledger; "error" raises a ValueError that lists them all; "emulate" degrades too, except that a
-    CPU keeps the values in `Technique.emulated`. If `same_bytes` is not empty, nondeterministic
-    techniques and cuDNN's nondeterministic algorithms stay off, and the ledger shows it as the
-    reason. `only` restricts the stack to some keys, for work without a training step. `extra_rows`
-    are techniques that no runtime key switches, but that have a row in the ledger.
+    ledger; "error" raises a ValueError that lists them all; "emulate" does the same as "degrade",
+    except that a CPU keeps the values in `Technique.emulated`. If `same_bytes` is not empty,
+    nondeterministic techniques and cuDNN's nondeterministic algorithms stay off, and the ledger
+    shows the text of `same_bytes` as the reason. `only` restricts the stack to the techniques with
+    these keys, for work without a training step. `extra_rows` are techniques that no runtime key
+    switches, but that have a row in the ledger.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class AccelerationStack:
     ) -> None:
         self.reasons: dict[str, str] = {}
         self.busy_ms: float | None = None
-        """Milliseconds in which the GPU ran kernels during the profiled step of warm-up; None
-        without a GPU, or before warm-up."""
+        """Sum of the times of all GPU kernels in the profiled step of warm-up, in milliseconds;
+        None without a GPU, or before warm-up."""
         self.strict = on_unavailable == "error"
         self.device = device
         self.deterministic = deterministic
@@ -114,7 +116,8 @@ class AccelerationStack:
         self.techniques: list[Technique] = [*extra_rows, *switched]
         self.requested = {technique.key: technique.value for technique in self.techniques}
 
-        # Collect all refusals, so that one message lists them.
+        # Collect the reasons for all techniques that this machine cannot run, so that one message
+        # lists them.
         refused = []
         for technique in (technique for technique in switched if technique.enabled):
             reason = self.find_obstacle(technique)
@@ -152,8 +155,9 @@ class AccelerationStack:
         return {technique.key: technique.value for technique in self.techniques}
 
     def list_launch_savers(self) -> list[str]:
-        """Returns overrides, such as runtime.compile=true, that switch on techniques that save
-        launches, are off now, and can run on this device."""
+        """Returns overrides, such as runtime.compile=true, that switch on techniques that reduce
+        the host's work of launching kernels; only those that are off now and can run on this
+        device."""
         kinds = [type(t) for t in self.techniques if t.saves_launches and not t.enabled]
         return [
             kind.make_override(True)
@@ -167,7 +171,7 @@ class AccelerationStack:
         return str(self.values.get(Precision.key, Precision.off))
 
     def describe_arithmetic(self) -> dict[str, bool | str]:
-        """Returns the runtime keys that decide how matrix products round, with their values."""
+        """Returns the runtime keys that decide how matrix products round -> their values."""
         items = [item for t in self.techniques for item in t.describe_arithmetic().items()]
         return dict(sorted(items))
 
@@ -184,8 +188,9 @@ class AccelerationStack:
         ]
 
     def explain_separate_training(self) -> str | None:
-        """Returns a sentence that says why the processes train separately, each a model of its own;
-        None if they train together."""
+        """Returns a sentence that says why each process trains a model of its own, without
+        exchanging gradients; None if the processes train one model together, or if there is only
+        one process."""
         if get_world_size() == 1 or self.values[DataParallel.key] != DataParallel.off:
             return None
         alone = "Each would train a model of its own; use auto, or start one process."
@@ -201,9 +206,10 @@ class AccelerationStack:
         """Decides which fused kernels this run uses on its device (accel/proof.py). Returns the
         record to keep in the run's `folder`; {} if no kernel was requested.
 
-        `forward()` runs the unchanged model on two samples; `samples` is the size of a micro-batch.
-        Call this before `on_model`. A kernel that was requested with `true` and fails its parity
-        test counts as unavailable.
+        `forward()` runs the unchanged model on two samples; `samples` is the number of samples in a
+        micro-batch. Call this before `on_model`. If a kernel was requested with `true` and fails
+        its parity test, this raises ValueError under on_unavailable=error; otherwise the kernel
+        stays off.
         """
         kernels = [
             t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)
@@ -238,8 +244,8 @@ class AccelerationStack:
         return record
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the autocast context for a forward pass: a context without effect if the stack
-        has no `Precision`."""
+        """Returns the autocast context for a forward pass; if the stack has no `Precision`, a
+        context that does nothing."""
         contexts = [t.autocast() for t in self.techniques if isinstance(t, Precision)]
         return contexts[0] if contexts else nullcontext()
 
@@ -260,8 +266,8 @@ class AccelerationStack:
         return dict(pair for t in self.techniques for pair in t.make_optimizer_kwargs().items())
 
     def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
-        """Wraps `make`, which builds the optimizer, by each technique, the last technique
-        innermost."""
+        """Wraps `make`, the function that builds the optimizer, by `on_optimizer` of each
+        technique: first by the last technique, so that the first one is outermost."""
         for technique in reversed(self.techniques):
             make = technique.on_optimizer(make)
         return make
@@ -273,21 +279,21 @@ class AccelerationStack:
 
     @contextmanager
     def surround_evaluation(self) -> Iterator[None]:
-        """Surrounds evaluation and sampling in the middle of training with the contexts of all
-        techniques."""
+        """Opens the contexts of all techniques around evaluation or sampling in the middle of
+        training."""
         with ExitStack() as contexts:
             for technique in self.techniques:
                 contexts.enter_context(technique.surround_evaluation())
             yield
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the state dict of each technique that has a state, by the technique's key."""
+        """Returns key of a technique -> its state dict, for the techniques that have a state."""
         states = {technique.key: technique.state_dict() for technique in self.techniques}
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads the state dicts in place. A technique that was off when they were saved keeps its
-        present state."""
+        """Loads the techniques' state dicts in place. A technique that was off when they were saved
+        keeps its present state."""
         for technique in self.techniques:
             technique.load_state_dict(states.get(technique.key, {}))
 
@@ -296,7 +302,7 @@ class AccelerationStack:
         switches itself off.
 
         Raises the failure if no technique caused it, or under `on_unavailable="error"`. If one rank
-        switches a technique off, all ranks do, because all must run the same code.
+        fails, all ranks switch a technique off, because all must run the same code.
         """
         while True:
             failure: Exception | None = None
@@ -339,8 +345,8 @@ class AccelerationStack:
                 note = f"{reason.rstrip('.')}; {note}"
             ledger.append(LedgerRow(technique.key, self.requested[technique.key], active, note))
 
-        # Techniques that this machine cannot run were refused before; a row that is missing without
-        # a reason is a technique that the step did not use.
+        # A row may be missing without a reason, because the machine can run the technique but the
+        # step did not use it. Under on_unavailable=error this ends the run too.
         missing = [row for row in ledger if row.missing and row.key not in self.reasons]
         if missing and self.strict:
             shown = ", ".join(f"runtime.{row.key} ({row.evidence})" for row in missing)

@@ -1,4 +1,4 @@
-"""The contract that every acceleration implements."""
+"""The interface that every acceleration implements."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ Value = bool | str
 
 
 class Observation(NamedTuple):
-    """What a technique found in a profiled step: the value that was really on, and the evidence as
-    a sentence."""
+    """Result of `Technique.observe`: the value of the technique that a profiled step shows to be
+    really on, and the evidence as a sentence."""
 
     active: Value
     evidence: str
 
 
 class Saving(NamedTuple):
-    """Values of runtime keys under which a step takes less memory, and in words what they cost."""
+    """Values of runtime keys under which a step takes less memory, and a phrase that says what they
+    cost, such as "one more forward pass"."""
 
     values: Mapping[str, Any]
     costs: str
     rank: int
-    """Place in the order in which a plan (scripts/plan) tries savings: the lowest number first, and
-    savings with the same number together."""
+    """Place in the order in which a plan (scripts/plan) tries savings: it starts with the lowest
+    number, and tries savings with the same number together."""
 
 
 class Step(Protocol):
-    """A step that techniques may wrap. `forward` is the forward pass of the denoiser or, while
-    images are encoded in advance, of the encoder."""
+    """A step that techniques may wrap. `forward` is the forward pass of the denoiser; if images are
+    encoded in advance, the encoder's."""
 
     forward: Callable[..., Any]
 
@@ -65,18 +66,18 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 
 def find_switches(module: nn.Module, key: str) -> list[nn.Module]:
-    """Finds the submodules that have an attribute called `key`: a switch, such as `fused_swiglu`,
-    that selects how they compute."""
+    """Finds the submodules that have an attribute called `key`. Such an attribute, for example
+    `fused_swiglu`, is a switch: it selects how the submodule computes."""
     return [m for m in module.modules() if hasattr(m, key)]
 
 
 class Technique(ABC):
     """A change that makes the same training step cheaper.
 
-    Every run builds an object of every technique, whether it is on or off: the process must be set
-    for "off" too (TF32 off means off in matmuls *and* in cuDNN), and each technique has a row in
-    the ledger. A technique that does more than set a flag of the process acts only if it is
-    `enabled`.
+    Every run builds an object of every technique, on or off, because each technique has a row in
+    the ledger, and because some set a flag of the process for "off" too (TF32 off means off in
+    matmuls *and* in cuDNN). A technique that does more than set a flag of the process acts only if
+    it is `enabled`.
     """
 
     key: ClassVar[str]
@@ -88,47 +89,50 @@ class Technique(ABC):
     summary: ClassVar[str]
     """One-line description for the table of techniques in the docs."""
     options: ClassVar[Mapping[str, Any]] = {}
-    """Further runtime keys that configure it, with their defaults."""
+    """Further runtime keys that configure the technique -> their defaults."""
     off: ClassVar[Value] = False
     """Value of `key` under which the technique does nothing."""
     examples: ClassVar[tuple[Mapping[str, Value], ...]] = ()
-    """Runtime keys and values that switch the technique on, one mapping for each variant that tests
-    and benchmarks run; empty: `{key: True}` is the only variant."""
+    """Mappings of runtime keys to values that switch the technique on, one for each variant that
+    tests and benchmarks run; empty: `{key: True}` is the only variant."""
     loss_rtol: ClassVar[float]
     """Largest relative change of one step's loss that the technique may cause; 0 means that the
     loss is equal bit for bit (in eager mode)."""
     in_sampling: ClassVar[bool] = False
     """Whether the technique also acts when a trained model draws samples."""
     absent_from_sampling: ClassVar[str | None] = None
-    """Reason why sampling does not use the technique, which the ledger of sampling shows; None:
-    that ledger has no row for it."""
+    """Reason why sampling does not use the technique, for its row in the ledger of sampling; None:
+    that ledger has no row for the technique."""
     in_precompute: ClassVar[bool] = False
     """Whether the technique also acts on the encoder that turns images into latents."""
     slow_to_start: ClassVar[bool] = False
     """Whether the first step takes up to minutes longer with the technique; sampling then switches
     it off by default."""
     saves_launches: ClassVar[bool] = False
-    """Whether the technique reduces the host's work of launching kernels: it is then worth a try if
+    """Whether the technique reduces the host's work of launching kernels; a report suggests it if
     the GPU waits for the host."""
     changes_kernels: ClassVar[Literal["parity", "time"] | None] = None
-    """What the trial of a fused kernel must repeat if this technique changes: "parity" (the
-    comparison of the kernel's results, and its time), "time" (its time only), or None (nothing)."""
+    """Which results of a fused kernel's trial are invalid if this technique's value changes:
+    "parity" (the comparison with the definition, and the time), "time" (only the time), None
+    (neither)."""
     without_gpu: ClassVar[str | None] = None
     """Sentence that says why the technique needs an NVIDIA GPU, in which `{device}` stands for the
     device of the run; None if it needs no GPU."""
     emulated: ClassVar[tuple[Value, ...]] = ()
-    """Values that a CPU without instructions for them can emulate, more slowly."""
+    """Values of `key` that a CPU can emulate, more slowly, if it has no instructions for them."""
     nondeterministic: ClassVar[bool] = False
-    """Whether `deterministic=true` must switch it off."""
+    """Whether the technique makes results differ from run to run, so that `deterministic=true`
+    switches it off."""
 
     savings: ClassVar[tuple[Saving, ...]] = ()
-    """Changes that a plan (scripts/plan) tries and proposes if a run needs too much memory."""
+    """Changes of runtime keys that a plan (scripts/plan) tries and proposes if a run needs too much
+    memory."""
     plan_note: ClassVar[str] = ""
-    """Note that a plan prints beside the technique: what the plan's count of bytes does not
-    show."""
+    """Sentence that a plan (scripts/plan) prints beside the technique: what the plan's count of
+    bytes does not show."""
     tried_with: ClassVar[str] = ""
-    """Name of a group of techniques that runtime=auto tries together; empty: this one is tried
-    alone."""
+    """Name of a group of techniques that runtime=auto tries together; empty: runtime=auto tries the
+    technique alone."""
 
     def __init__(self, value: Value, device: torch.device, **options: Any) -> None:
         self.value = value
@@ -154,30 +158,31 @@ class Technique(ABC):
 
     @property
     def period(self) -> int:
-        """Number of blocks after which the technique's treatment repeats: 1 if it treats all blocks
-        alike, n if it treats every n-th block in another way."""
+        """Number of blocks after which the technique's pattern repeats: 1 if it changes all blocks
+        alike, n if it changes only every n-th block."""
         return 1
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The technique's value and options, by runtime key."""
+        """Runtime key -> value, for the technique's own key and its options."""
         return {self.key: self.value} | self.option
 
     def describe_arithmetic(self) -> dict[str, Any]:
-        """Returns those of the technique's runtime keys that decide how matrix products round, with
-        their values; {} for most techniques."""
+        """Returns runtime key -> value for those keys of the technique that decide how matrix
+        products round; {} for most techniques."""
         return {}
 
     def find_obstacle(self) -> str | None:
-        """Returns a sentence that says why `device` cannot have `value`; None if it can.
+        """Returns a sentence that says why the technique cannot have its `value` on `device`; None
+        if it can.
 
-        The stack asks only if the technique is `enabled`.
+        The stack calls this only if the technique is `enabled`.
         """
         kind = self.device.type
         return self.without_gpu and self.without_gpu.format(device=kind) if kind != "cuda" else None
 
     def on_process(self) -> None:  # noqa: B027 - most techniques have no flag to set
-        """Sets flags of the whole process; the stack calls it for off values too."""
+        """Sets flags of the whole process; the stack calls this even if the technique is off."""
 
     def on_layers(self, model: nn.Module) -> None:  # noqa: B027 - most leave them alone
         """Replaces layers in the model's blocks, before any technique wraps a block."""
@@ -188,11 +193,12 @@ class Technique(ABC):
         return model
 
     def make_optimizer_kwargs(self) -> dict[str, Any]:
-        """Returns arguments for the optimizer's constructor."""
+        """Returns keyword arguments for the optimizer's constructor."""
         return {}
 
     def on_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
-        """Wraps the function that builds the optimizer from parameter groups."""
+        """Wraps `make`, the function that builds the optimizer from parameter groups; returns the
+        wrapper."""
         return make
 
     def on_step(self, step: AnyStep) -> AnyStep:
@@ -213,7 +219,7 @@ class Technique(ABC):
         return False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns tensors that a resumed run needs; empty for most."""
+        """Returns name -> tensor that a resumed run needs; {} for most techniques."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most have nothing to remember
@@ -230,13 +236,13 @@ class Technique(ABC):
         return None
 
     def list_candidates(self) -> tuple[Mapping[str, Value], ...]:
-        """Returns the runtime values among which runtime=auto chooses the fastest, in the order of
-        trial; empty: nothing to choose."""
+        """Returns mappings of runtime keys to values, among which runtime=auto chooses the fastest,
+        in the order in which it tries them; empty: it has nothing to choose."""
         return ()
 
     def on_fake_device(self) -> None:  # noqa: B027 - most compute alike on any device
-        """Prepares for a plan, which counts a step's bytes on fake CPU tensors: replaces what only
-        a GPU can do by something that keeps the same bytes."""
+        """Prepares the technique for a plan (scripts/plan), which counts a step's bytes on fake CPU
+        tensors: replaces what only a GPU can do by something that keeps the same bytes."""
 
     def count_part_bytes(self, part: int) -> float | None:
         """Returns the temporary bytes that an optimizer step needs for the largest part of the

@@ -32,11 +32,12 @@ from common.files import write_atomically
 from common.text import shorten_error
 
 PARITY_SAMPLES = 4
-"""Samples in the parity test."""
+"""Largest number of samples in the inputs of the parity test."""
 REPEATS = 20
 INPUT_SETS = 3
 COMPILE_TIMEOUT_SECONDS = 900.0
-"""Seconds that the parent process waits for news while this one compiles a block."""
+"""Seconds without a write to found.json after which the parent process kills this one while it
+compiles and times a block."""
 HEAD_START_CYCLES = 30_000_000
 """Clock cycles that the GPU sleeps before a call that is timed as in a CUDA graph: meanwhile the
 host queues all kernels, so the measured time contains no launching."""
@@ -44,15 +45,15 @@ Inputs = tuple[Tensor, ...]
 
 
 def switch(block: nn.Module, key: str, on: bool) -> None:
-    """Switches the kernel of the runtime key `key` on or off, in all modules of a block that can
-    use it."""
+    """Switches the kernel of the runtime key `key` on or off in a block: in all of its modules that
+    can use the kernel."""
     for module in find_switches(block, key):
         setattr(module, key, on)
 
 
 def draw_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed: int) -> Inputs:
-    """Draws normal values as inputs of a block. `metas` are the recorded shapes, strides and
-    dtypes; `samples` replaces the size of the first dimension."""
+    """Draws inputs of a block from the normal distribution. `metas` are the shapes, strides and
+    dtypes that accel/proof.py recorded; `samples` replaces the size of the first dimension."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for (_, *shape), stride, dtype in metas:
@@ -69,8 +70,8 @@ def run_both_passes(
     autocast: AbstractContextManager[Any],
     seeds: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Runs a block forward, then backward from `seeds`, which are the gradients of its outputs;
-    draws the seeds if they are None, and returns them."""
+    """Runs a block forward, then backward from `seeds`, the gradients of the block's outputs. Draws
+    the seeds if they are None. Returns the seeds."""
     with autocast:
         outputs = [t for t in block(*inputs) if t.requires_grad]
     if seeds is None:
@@ -98,8 +99,8 @@ class Variant:
         self.seeds = run_both_passes(self.block, inputs, self.stack.autocast(), self.seeds)
 
     def warm_up(self, inputs: list[Inputs]) -> bool:
-        """Compiles the block, and sets `saved_bytes`, the bytes that it saves for the backward
-        pass; returns False if memory runs out."""
+        """Runs the block until it is compiled, and sets `saved_bytes`, the bytes that it saves for
+        the backward pass; returns False if memory runs out."""
         notes: list[BlockEvidence] = []
         try:
             self.stack.run_until_it_works(lambda: [self(tensors) for tensors in inputs])
@@ -112,8 +113,8 @@ class Variant:
         return True
 
     def measure_milliseconds(self, inputs: Inputs, replayed: bool) -> float:
-        """Measures the milliseconds of one call, forward and backward; `replayed`: as in a CUDA
-        graph, without the time of launching."""
+        """Measures the milliseconds of one call of the block, forward and backward. `replayed`:
+        without the time in which the host launches kernels, as in the replay of a CUDA graph."""
         if self.stack.device.type != "cuda":
             began = time.perf_counter()
             self(inputs)
@@ -150,8 +151,9 @@ class Trial:
         return AccelerationStack(self.job["runtime"], self.device, only=self.job["runtime"])
 
     def write(self, doing: str, key: str | None = None, patience: float | None = None) -> None:
-        """Writes to found.json the findings so far, and `doing`, words for what this process does
-        next. If it then crashes or hangs, the parent process counts the kernel of `key` as failed.
+        """Writes to found.json the findings so far, and `doing`, a phrase for what this process
+        does next. If it then crashes or hangs, the parent process records the kernel of `key` as
+        failed.
 
         `patience`: seconds that the parent process waits for the next write; None: its default.
         """
@@ -173,8 +175,8 @@ class Trial:
         self.write("nothing more")
 
     def check_parity(self, key: str) -> dict[str, Any]:
-        """Compares the kernels of `key` with their definitions; returns the worst comparison as a
-        finding."""
+        """Compares the kernels of the runtime key `key` with their definitions; returns the finding
+        of the comparison with the largest error relative to its bound."""
         comparing = ComparingMode()
         samples = min(PARITY_SAMPLES, self.job["samples"])
         for block, use in zip(self.blocks, self.job["blocks"], strict=True):
@@ -190,8 +192,9 @@ class Trial:
 
     def measure_times(self, key: str) -> dict[str, Any]:
         """Measures the most frequent kind of block that can use the kernel of `key`, with the
-        kernel and without it: milliseconds of a call, and megabytes per sample that the block saves
-        for the backward pass. The other kernels that passed are on in both."""
+        kernel and without it; all other kernels that passed are on in both cases. Returns the
+        milliseconds of a call, and the megabytes per sample that the block saves for the backward
+        pass."""
         block_indices = [i for i, block in enumerate(self.blocks) if find_switches(block, key)]
         most_frequent = max(block_indices, key=lambda i: self.job["blocks"][i]["blocks"])
         metas = self.job["blocks"][most_frequent]["inputs"]
@@ -232,8 +235,8 @@ def main() -> int:
     try:
         trial.run()
     except Exception as error:
-        # The error may have left the device in any state, so record it and end; the parent starts a
-        # new process for the remaining keys.
+        # The error may have left the device in any state, so record the error and end this process;
+        # the parent process starts a new one for the remaining keys.
         refused = make_outcome(f"{trial.doing} failed: {shorten_error(error)}")
         earlier = trial.findings.get(trial.key, refused)
         passing = not isinstance(error, ValueError)
