@@ -1,14 +1,14 @@
 """Chooses the kernel that computes softmax attention.
 
-`auto` leaves the choice to PyTorch (flash, cuDNN, efficient, math: the first that takes the
-inputs); the name of a backend allows only that one. `flex` is FlexAttention, which is compiled even
-if the model is not. `flash3` and `flash4` replace PyTorch's `flash` by the kernels of
-FlashAttention-3 and -4, separate packages, for the whole process (a prototype in PyTorch); any
+`auto` leaves the choice to PyTorch, which takes the first of flash, cuDNN, efficient and math that
+supports the inputs; the name of a backend allows only that backend. `flex` is FlexAttention, which
+is compiled even if the model is not. `flash3` and `flash4` replace PyTorch's `flash` by the kernels
+of FlashAttention-3 and -4, separate packages, for the whole process (a prototype in PyTorch); any
 other value restores PyTorch's kernels. The ledger shows the backend that ran.
 
 The choice costs nothing, except that `math` stores all L² scores. Speed on a GPU is not measured
-yet. `flash3` and `flash4` have never run on a GPU: in the tests, stand-ins without kernels take
-their place in PyTorch's registry.
+yet. `flash3` and `flash4` have never run on a GPU: the tests register stand-ins without kernels in
+PyTorch's registry in their place.
 References:
 https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 and https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html;
@@ -47,15 +47,15 @@ BACKEND_OF = {
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_attention_math": "math",
 }
-"""Name of an attention operation in the profiler -> the backend to which it belongs."""
+"""The profiler's name of an attention operation -> the backend to which the operation belongs."""
 REFUSALS = (
     "No available kernel",
     "No viable backend",
     "forward unsupported: ",
     "backward unsupported: ",
 )
-"""Parts of error messages by which scaled_dot_product_attention says that no allowed backend takes
-the inputs; the last two come from FA3 and FA4."""
+"""Parts of the error messages by which scaled_dot_product_attention says that no allowed backend
+supports the inputs; the last two come from FlashAttention-3 and -4."""
 
 
 class Implementation(NamedTuple):
@@ -76,8 +76,8 @@ IMPLEMENTATIONS = {
         "FA4", (9, 10), "flash_attn.cute.interface", "pip install flash-attn-4"
     ),
 }
-"""Value of `attention` -> the package that it needs, and the GPUs that torch/nn/attention/_fa3.py
-and _fa4.py support."""
+"""Value of the key `attention` -> the package that it needs, and the GPUs that
+torch/nn/attention/_fa3.py and _fa4.py support."""
 
 
 class AttentionBackend(Technique):
@@ -160,8 +160,9 @@ class AttentionBackend(Technique):
         )
         return self.failure
 
-    # What would still say "on" if this did nothing? The attribute `attention_backend` of the layers
-    # would, so this method counts the operations and kernels that ran in each layer.
+    # What would still say "on" if this did nothing? The attribute `attention_backend` of the
+    # layers: a layer may have it and run another backend. So count the operations and kernels that
+    # ran in each block.
     def observe(self, evidence: Evidence) -> Observation:
         count = sum(map(len, self.layers))
         if not count:
@@ -186,12 +187,12 @@ class AttentionBackend(Technique):
     def count_layers_by_backend(
         self, evidence: Evidence, implementation: str | None
     ) -> Counter[str]:
-        """Counts for each backend the attention layers whose forward pass this backend computed in
+        """Returns backend -> number of attention layers whose forward pass this backend computed in
         every micro-batch.
 
         `implementation` is PyTorch's name of the kernels that replace its flash attention, or None.
         In a compiled step `flex` and `math` leave no event on the host; if the profiler recorded no
-        kernels either, their layers count as `UNSEEN`.
+        kernels either, the layers are counted under `UNSEEN`.
         """
         values = {found.name: value for value, found in IMPLEMENTATIONS.items()}
         backend_of = BACKEND_OF
@@ -204,8 +205,9 @@ class AttentionBackend(Technique):
             ran = functools.reduce(Counter.__and__, counts) if counts else Counter()
             ran = Counter({name: min(n, layers) for name, n in ran.items()})
 
-            # A compiled FlexAttention shows only as a kernel on the device: it has no event on the
-            # host.
+            # Compiled FlexAttention has no event on the host, only a kernel on the device. So if a
+            # block shows no other backend and such a kernel ran, count the block's layers under
+            # `flex`.
             if calls and not ran and flex_on_device:
                 ran["flex"] = layers
             elif calls and all(may_be_decomposed(call.ops) for call in calls):
@@ -215,8 +217,8 @@ class AttentionBackend(Technique):
 
 
 def count_backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[str]:
-    """Counts the calls of each backend. `ops` counts profiled operations by name; `backend_of` maps
-    an operation to its backend."""
+    """Returns backend -> number of its calls. `ops` counts profiled operations by name;
+    `backend_of` maps an operation to its backend."""
     ran: Counter[str] = Counter()
     for op, n in ops.items():
         ran[backend_of.get(op, "flex" if "flex_attention" in op else "")] += n
@@ -225,13 +227,15 @@ def count_backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[
 
 
 def restore_flash() -> None:
-    """Restores PyTorch's own kernels of flash attention, if others have replaced them."""
+    """Restores PyTorch's own kernels of flash attention, if those of another package have replaced
+    them."""
     if current_flash_attention_impl():
         restore_flash_attention_impl()
 
 
 def find_implementation_obstacle(wanted: Implementation, device: torch.device) -> str | None:
-    """Returns a sentence that says why `device` cannot run an implementation; None if it can."""
+    """Returns a sentence that says why `device` cannot run the package `wanted`, FlashAttention-3
+    or -4; None if it can."""
     name = f"FlashAttention-{wanted.name[-1]}"
     instead = "use runtime.attention=flash"
     if device.type != "cuda":
@@ -258,6 +262,6 @@ def is_installed(module: str) -> bool:
 
 
 def may_be_decomposed(ops: Counter[str]) -> bool:
-    """Returns whether attention may have run as products and a softmax, into which a compiler
-    decomposes `math`."""
+    """Returns whether `ops`, the names of a block's operations, may hide an attention that ran as
+    matrix products and a softmax: a compiler decomposes `math` into these."""
     return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION_PREFIX) for op in ops)

@@ -34,8 +34,8 @@ INDUCTOR_PREFIX = "## Call CompiledFxGraph"
 """Prefix of the profiler's name for a call of a graph that Inductor compiled."""
 
 PARTITION_BACKEND = "aot_eager_decomp_partition"
-"""Backend for plans: splits a compiled block into forward and backward pass as Inductor does, but
-generates no code."""
+"""Name of the `torch.compile` backend in plans (scripts/plan): it splits a compiled block into
+forward and backward pass as Inductor does, but generates no code."""
 
 
 class Compile(Technique):
@@ -45,7 +45,8 @@ class Compile(Technique):
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
     savings = (Saving({"compile": True}, "a minute of warm-up", 10),)
     plan_note = "the workspace of a compiled block is an upper bound"
-    # Inductor reorders 16-bit arithmetic; in fp32 the loss changes far less.
+    # This bound is for 16-bit arithmetic, which Inductor reorders; in fp32 the loss changes far
+    # less.
     loss_rtol = 1e-2
     in_sampling = True
     in_precompute = True
@@ -53,7 +54,7 @@ class Compile(Technique):
     saves_launches = True
     changes_kernels = "time"
     backend = "inductor"
-    """`torch.compile` backend; tests use the much quicker "aot_eager"."""
+    """Name of the `torch.compile` backend; tests use "aot_eager", which compiles much faster."""
     compile_scope: str
     compile_mode: str
     compiled: Sequence[nn.Module] = ()
@@ -84,8 +85,8 @@ class Compile(Technique):
 
     def on_model(self, model: Model) -> Model:
         if self.enabled:
-            # Forget what an earlier run in this process compiled: otherwise it counts towards
-            # Dynamo's limit of recompilations.
+            # Make Dynamo forget what an earlier run in this process compiled, because it limits the
+            # number of recompilations per process.
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             self.compiled = [model] if self.compile_scope == "model" else list(blocks_of(model))
@@ -98,8 +99,8 @@ class Compile(Technique):
         if not self.compiled or not is_compiler_failure(error):
             return None
         for module in self.compiled:
-            # Undo Module.compile(), for which PyTorch has no public function: it has set this
-            # attribute.
+            # PyTorch has no public function that undoes Module.compile(), so clear the attribute
+            # that it has set.
             module._compiled_call_impl = None
         self.compiled = ()
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -111,9 +112,9 @@ class Compile(Technique):
             self.failure += f"; without runtime.compile_mode={self.compile_mode} it may not"
         return self.failure
 
-    # What would still say "on" if this did nothing? A block on which compile() was called would. So
-    # this method counts calls of compiled functions in each block, and with Inductor also calls of
-    # graphs that it compiled.
+    # What would still say "on" if this did nothing? A block on which compile() was called:
+    # compilation is lazy and may never happen. So count the calls of compiled functions in each
+    # block, and with Inductor also those of graphs that Inductor compiled.
     def observe(self, evidence: Evidence) -> Observation:
         regions = evidence.compiled_calls
         if self.failure:
@@ -125,8 +126,8 @@ class Compile(Technique):
             on = all(compiled)
             scope = evidence.format_share(compiled)
         else:
-            # An encoder, or a whole model: the step must call compiled code at least once per
-            # micro-batch.
+            # If the whole model is compiled, or if it has no blocks (an encoder), require at least
+            # one compiled call per micro-batch.
             micro_batches = max([1, *(len(calls) for calls in evidence.blocks)])
             on = self.is_compiled(evidence.ops) and regions >= micro_batches
             scope = "the model"
@@ -138,7 +139,7 @@ class Compile(Technique):
 
     def is_compiled(self, ops: Counter[str]) -> bool:
         """Returns whether `ops`, names of profiled operations, contain a call of a compiled
-        function and, with Inductor, of a graph that Inductor compiled."""
+        function and, if the backend is Inductor, of a graph that Inductor compiled."""
         prefixes = (REGION_PREFIX, INDUCTOR_PREFIX) if self.uses_inductor else (REGION_PREFIX,)
         return all(any(op.startswith(prefix) for op in ops) for prefix in prefixes)
 
@@ -156,8 +157,8 @@ def find_cxx_compiler() -> str | None:
 
 
 def is_compiler_failure(error: BaseException) -> bool:
-    """Returns True for errors of Dynamo, AOTAutograd or Inductor, False for mistakes in the model
-    that tracing found."""
+    """Returns True for an error of Dynamo, AOTAutograd or Inductor itself, False for any other
+    error, such as a mistake in the model that tracing found."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
     from torch._inductor.exc import InductorError
 

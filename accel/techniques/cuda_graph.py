@@ -1,10 +1,11 @@
 """Captures the whole step as one CUDA graph: forward, backward, clipping, optimizer and averages of
-the weights, launched by one call.
+the weights. The host then launches all of them by one call.
 
-If the kernels of a step are small, the host's launching limits its speed; replaying a graph
-launches all of them at once. Batches are copied into static buffers, learning rate and EMA weight
-are scalars on the device, noise is a function of the samples' position in the stream, and the
-optimizer decides on the device, so nothing in the step needs the host.
+If the kernels of a step are small, the time in which the host launches them limits the step's
+speed; replaying a graph launches all kernels at once. Batches are copied into static buffers,
+learning rate and EMA weight are scalars on the device, noise is a function of the samples' position
+in the stream, and the optimizer decides on the device whether to skip a step, so nothing in the
+step needs the host.
 
 It costs memory, because the memory of one step stays reserved, and it fixes all shapes. It removes
 the gaps between kernels. It needs the fused optimizer. Its speed is not measured yet.
@@ -79,8 +80,8 @@ class CudaGraph(Technique):
         self.update.armed = True
         return True
 
-    # What would still say "on" if this did nothing? An object that holds a captured graph would, so
-    # this method counts launches of graphs in a step after warm-up.
+    # What would still say "on" if this did nothing? An object that holds a captured graph: nothing
+    # may replay it. So count the launches of graphs in a step after warm-up.
     def observe(self, evidence: Evidence) -> Observation:
         if self.failure:
             return Observation(False, self.failure)
@@ -98,16 +99,16 @@ class CudaGraph(Technique):
 
 class CapturedUpdate:
     """Wraps the step's function `update(batches)`, which returns a named tuple of scalars on the
-    device: runs it uncaptured until `armed`, then captures it once and replays the graph.
+    device: runs it uncaptured until `armed` is True, then captures it once and replays the graph.
 
     Batches are named tuples of tensors and must keep their number and shapes. All calls run on one
     side stream, so that tensors which autograd keeps from earlier calls belong to the stream of the
     capture. At least one call must come before the capture: it creates moments, workspaces and
     kernels, which a replay must not create again.
 
-    ValueError if the step cannot be captured. The run must then end, and later measurements in the
-    same process are invalid: some versions of PyTorch leave the memory allocator in the state of a
-    capture.
+    Raises ValueError if the step cannot be captured. The run must then end, and later measurements
+    in the same process are invalid: some versions of PyTorch leave the memory allocator in the
+    state of a capture.
     """
 
     buffers: list[Tensor]
@@ -137,29 +138,32 @@ class CapturedUpdate:
         )
         torch._foreach_copy_(self.buffers, tensors, non_blocking=True)
         graph.replay()
-        # Clone the result, because the next replay overwrites it.
+        # Clone the figures of the step, because the next replay overwrites them.
         return self.kind(*self.result.clone().unbind())
 
     def capture(self, batches: Sequence[Any]) -> torch.cuda.CUDAGraph:
-        """Captures the update on copies of `batches`, which become the static buffers."""
+        """Captures the update on copies of `batches`, which become the static buffers; returns the
+        graph."""
         assert self.calls > 0
         static = [type(batch)(*(t.clone() for t in batch)) for batch in batches]
         graph = torch.cuda.CUDAGraph()
         failure = None
         current = torch.cuda.current_stream()
         try:
-            # With "thread_local", loaders may copy on other streams during the capture without
-            # breaking it.
+            # Use "thread_local", so that threads that load data may copy on other streams during
+            # the capture without breaking it.
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 try:
                     output = self.inner(static)
                     self.result = torch.stack([t.float() for t in output])
                 except Exception as error:
-                    # Keep the error: when the context ends it raises another one, which says less.
+                    # Keep this error for the message: when the context ends, PyTorch raises another
+                    # one, which says less.
                     failure = error
                     raise
         except Exception as error:
-            # Restore the stream here: PyTorch's context raises before it does so.
+            # Restore the stream here: if the capture fails, PyTorch's context raises before it
+            # restores the stream.
             torch.cuda.set_stream(current)
             cause = shorten_error(failure or error)
             raise UserError(

@@ -58,8 +58,9 @@ class CudnnBenchmark(Technique):
         finally:
             torch.backends.cudnn.benchmark = True
 
-    # What would still say "on" if this did nothing? PyTorch's flag would, so this method compares
-    # the kernels of a step with the autotuner to those of a step without.
+    # What would still say "on" if this did nothing? PyTorch's flag: the autotuner may have nothing
+    # to tune, or choose the same kernels. So compare the kernels of a step with the autotuner to
+    # those of a step without it.
     def observe(self, evidence: Evidence) -> Observation:
         calls = evidence.ops[CONVOLUTION]
         note = f"{calls} cuDNN convolutions in one step"

@@ -1,9 +1,10 @@
 """Returns the allocator's unused memory to the driver before and after evaluation and sampling, and
 at no other time.
 
-Tensors of evaluation and of training differ in size, so each leaves fragmented memory for the
-other. It costs some milliseconds after each evaluation, when training asks the driver for its
-memory again. Emptying the cache in every step would slow training down (docs/techniques.md).
+The tensors of evaluation and of training differ in size, so the memory that one of them leaves
+behind is too fragmented for the other. It costs some milliseconds after each evaluation, when
+training asks the driver for memory again. Emptying the cache in every step would slow training down
+(docs/techniques.md).
 """
 
 from collections.abc import Iterator
@@ -30,12 +31,12 @@ class EmptyCacheAtEval(Technique):
         if self.enabled:
             torch.cuda.empty_cache()
 
-    # What would still say "on" if this did nothing? A call of empty_cache() would, so this method
-    # calls it and reads how many bytes PyTorch reserves before and after.
+    # What would still say "on" if this did nothing? A call of empty_cache(): it may return nothing.
+    # So call it, and compare the bytes that PyTorch reserves before and after the call.
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no cache to empty")
-        # Allocate a tensor that is freed at once, so that the cache has memory to return.
+        # Allocate a tensor that is freed at once, so that the cache surely has memory to return.
         torch.empty(2**26, dtype=torch.uint8, device=self.device)
         before = torch.cuda.memory_reserved(self.device)
         with self.surround_evaluation():

@@ -33,8 +33,8 @@ MIN_FEATURES = 1024
 """Smallest number of inputs of a layer that computes in 8 bits; its outputs must be more than this
 number."""
 SIZE_MULTIPLE = 16
-"""The numbers of inputs, outputs and tokens must be multiples of this for 8-bit products on a
-GPU."""
+"""An 8-bit product on a GPU requires that the numbers of inputs, outputs and tokens are multiples
+of this number."""
 BACKWARD_PRODUCTS = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}
 """Value of `fp8_recipe` -> number of 8-bit products in a layer's backward pass; the last recipe
 computes the weight's gradient in bf16."""
@@ -56,8 +56,8 @@ def find_obstacle(device: torch.device) -> str | None:
 
 
 def is_large(layer: nn.Module) -> bool:
-    """Returns whether to convert a layer: an `nn.Linear` that is large enough for products in 8
-    bits. A subclass of `nn.Linear` stays unchanged, because it may compute in another way."""
+    """Returns whether to convert a layer: only an `nn.Linear` that is large enough for products in
+    8 bits. A subclass of `nn.Linear` is not converted, because it may compute in another way."""
     if type(layer) is not nn.Linear:
         return False
     sizes = (layer.in_features, layer.out_features)
@@ -69,8 +69,9 @@ def is_large(layer: nn.Module) -> bool:
 
 
 def cast_input(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
-    """Hook before a layer's forward pass: casts the input to autocast's dtype, as torchao's layer
-    itself does only on a GPU. Returns None (the input stays) without autocast."""
+    """Hook before a layer's forward pass: casts the input to autocast's dtype, because torchao's
+    layer itself does so only on a GPU. Returns None, which leaves the input as it is, without
+    autocast."""
     kind = inputs[0].device.type
     if not torch.is_autocast_enabled(kind):
         return None
@@ -82,12 +83,12 @@ class Float8Layers:
 
     def __init__(self, model: nn.Module, recipe: str) -> None:
         self.recipe = recipe
-        # An encoder has no blocks.
+        # An encoder has no attribute `blocks`, so none of its layers is converted.
         blocks = list(blocks_of(model)) if hasattr(model, "blocks") else []
         chosen = [[m for m in block.modules() if is_large(m)] for block in blocks]
         self.large = [len(layers) for layers in chosen]
-        """For each block the number of layers that should compute in 8 bits, whether or not the
-        conversion succeeded."""
+        """For each block the number of layers that are large enough to compute in 8 bits, whether
+        or not torchao converted them."""
         self.count = sum(isinstance(m, nn.Linear) for block in blocks for m in block.modules())
         if any(chosen):
             ids = {id(m) for layers in chosen for m in layers}
@@ -100,8 +101,9 @@ class Float8Layers:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             config: Any = Float8LinearConfig.from_recipe_name(self.recipe)
-            # The weight's gradient sums over the tokens of a micro-batch. Their number must be a
-            # multiple of 16 too, so pad it if that of a sample is not.
+            # The product for a weight's gradient sums over the tokens of a micro-batch, whose
+            # number must be a multiple of 16 too. So let torchao pad it, if the number of tokens of
+            # a sample is not such a multiple.
             config = replace(config, pad_inner_dim=tokens % SIZE_MULTIPLE != 0)
             before = set(blocks.modules())
             convert_to_float8_training(

@@ -1,10 +1,10 @@
-"""Fused AdamW: one kernel updates all parameters, clips gradients and skips bad steps, decided on
-the device.
+"""Fused AdamW: one kernel updates all parameters, clips gradients and skips bad steps. The device
+decides about clipping and skipping, so the host does not wait for it.
 
-It costs nothing. It replaces a dozen passes over parameters, gradients and moments by one, and
-needs no host sync: `training/step.py` passes the clipping factor as `grad_scale` and a flag for a
-non-finite norm as `found_inf`; a skipped step leaves parameters and moments unchanged bit for bit.
-Its speed on a GPU is not measured yet.
+It costs nothing. It replaces a dozen passes over parameters, gradients and moments by one.
+`training/step.py` passes the clipping factor as `grad_scale` and a flag for a non-finite norm as
+`found_inf`; a skipped step leaves parameters and moments unchanged bit for bit. Its speed on a GPU
+is not measured yet.
 """
 
 from typing import Any
@@ -24,12 +24,13 @@ class FusedAdamW(Technique):
         return None
 
     def make_optimizer_kwargs(self) -> dict[str, Any]:
-        # Off means PyTorch's default: multi-tensor (foreach) kernels on a GPU, a loop over tensors
-        # on a CPU. So pass no argument: fused=False switches foreach off too.
+        # If the technique is off, pass no argument, so that PyTorch chooses: multi-tensor (foreach)
+        # kernels on a GPU, a loop over tensors on a CPU. The argument fused=False switches foreach
+        # off too.
         return {"fused": True} if self.enabled else {}
 
-    # What would still say "on" if this did nothing? The optimizer's argument `fused` would, so this
-    # method counts calls of the fused operation, and of those that run without it.
+    # What would still say "on" if this did nothing? The optimizer's argument `fused`. So count the
+    # calls of the fused operation, and those of the operations that an unfused update runs.
     def observe(self, evidence: Evidence) -> Observation:
         fused, foreach, loop = (
             evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")

@@ -25,7 +25,8 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of, fi
 
 
 class FusedKernel(Technique):
-    """A technique that replaces a definition in PyTorch by a kernel that passed its trial."""
+    """A technique that replaces an operator's definition in PyTorch by a kernel, if the kernel
+    passed its trial."""
 
     op: str
     """Name of the operator of accel/kernels that the technique replaces; the names of the
@@ -44,11 +45,13 @@ class FusedKernel(Technique):
         cls.savings = (Saving({cls.key: AUTO}, "nothing: kernels", 0),)
 
     def asks_for_proof(self, model: torch.nn.Module) -> bool:
-        """Returns whether the technique is on and the model has something to replace."""
+        """Returns whether the technique is on and a block of the model has a module that can use
+        the kernel."""
         return self.enabled and bool(find_switches(blocks_of(model), self.key))
 
     def settle(self, proof: Proof) -> None:
-        """Sets `value` to what the trial decided, and keeps the reason for the ledger."""
+        """Adopts the decision of a trial: switches the technique on or off, and keeps the reason
+        for the ledger."""
         self.value = proof.on
         self.proof = proof
 
@@ -73,17 +76,17 @@ class FusedKernel(Technique):
             setattr(module, self.key, self.proof is not None and self.proof.on)
         return model
 
-    # What would still say "on" if this did nothing? The modules' switches would, and so would a
-    # call of the operator, because it may run the definition. So this method counts launches of the
-    # operator's kernels.
+    # What would still say "on" if this did nothing? The modules' attributes that select the kernel.
+    # A call of the operator would say so too, because the operator may run its definition. So count
+    # the launches of the operator's kernels.
     def observe(self, evidence: Evidence) -> Observation:
         ops = (self.op, *self.other_ops)
         either = " or ".join(ops)
         if self.enabled and not self.switches:
             return Observation(UNUSED, f"the model has no {either}")
 
-        # Remove "void": the profiler's names of kernels that nvcc compiled start with the return
-        # type.
+        # Remove "void" from the profiler's names of kernels: nvcc puts the return type in front of
+        # the name.
         kernels = tuple(f"{op}_" for op in ops)
         launches = sum(
             n for name, n in evidence.ops.items() if name.removeprefix("void ").startswith(kernels)
@@ -115,8 +118,8 @@ class FusedAddNorm(FusedKernel):
 
 
 class FusedScan(FusedKernel):
-    """Computes both directions of the state-space scan in one kernel. The selective scan, which has
-    one direction, uses mamba-ssm's CUDA kernel."""
+    """Computes both directions of the state-space scan in one Triton kernel. For the selective
+    scan, which has one direction, it uses mamba-ssm's CUDA kernel."""
 
     key = "fused_scan"
     summary = "Triton: both directions of the scan in one kernel; the selective scan by mamba-ssm's"

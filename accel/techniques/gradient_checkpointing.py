@@ -32,12 +32,12 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION_PREFIXES = ("_scaled_dot_product", "flex_attention")
-"""Prefixes of the names of attention operations. "selective" saves the results of these, of
-`PRODUCTS` and of `SCAN_PREFIXES`."""
+"""Prefixes of the names of attention operations. The policy "selective" saves the results of these,
+of `PRODUCTS` and of `SCAN_PREFIXES`."""
 SCAN_PREFIXES = ("fastlatent::ssd", "fastlatent::selective_scan")
 BEHAVIOURS = {"blocks": "recompute", "selective": "recompute all but products"}
 EVERY_PREFIX = "every_"
-"""Prefix of the policies that recompute one block in n; the number n follows it."""
+"""Prefix of the policies that recompute one block in n; the number n follows the prefix."""
 
 
 class CheckpointBlocks(Technique):
@@ -57,8 +57,8 @@ class CheckpointBlocks(Technique):
     checkpoint_policy: str
     blocks: nn.ModuleList | None = None
     uncompiled: Sequence[list[BlockEvidence]] = ()
-    """For each block the evidence of its calls in an uncompiled step, if the run compiles blocks: a
-    compiled block has no cache to inspect."""
+    """For each block the evidence of its calls in an uncompiled step, if the policy is "selective"
+    and the run compiles blocks: a compiled block has no cache to inspect. Otherwise empty."""
 
     @property
     def period(self) -> int:
@@ -68,8 +68,8 @@ class CheckpointBlocks(Technique):
     def on_model(self, model: Model) -> Model:
         if self.enabled:
             # Since version 2.14, PyTorch warns that other hooks on saved tensors do not see the
-            # caches of selective checkpointing. Ignore this: our counters inspect the caches
-            # directly.
+            # caches of selective checkpointing. Ignore this warning, because our counters inspect
+            # the caches directly.
             warnings.filterwarnings(
                 "ignore", message="A saved_tensors_hooks context", category=FutureWarning
             )
@@ -88,9 +88,10 @@ class CheckpointBlocks(Technique):
             with torch.compiler.set_stance("force_eager"), probe_blocks(self.blocks, calls):
                 run()
 
-    # What would still say "on" if this did nothing? The wrapped `forward` of a block would. So this
-    # method compares the bytes that blocks save with the bytes of their inputs; with "selective" it
-    # inspects their caches, which may hold results of the intended operations only.
+    # What would still say "on" if this did nothing? The wrapped `forward` of a block: it may save
+    # all tensors nevertheless. So compare the bytes that each block saves with the bytes of its
+    # inputs; with "selective" inspect also the caches, which must hold results of the intended
+    # operations only.
     def observe(self, evidence: Evidence) -> Observation:
         calls = [call for calls in evidence.blocks for call in calls]
         if not calls:
@@ -104,8 +105,8 @@ class CheckpointBlocks(Technique):
             pairs = zip(evidence.blocks, with_caches, strict=True)
             obeys = [keeps_products(*pair) for pair in pairs]
 
-        # Write the note: how many blocks obey the policy, how many bytes they saved, and results of
-        # which operations.
+        # Write the evidence: how many blocks obey the policy, how many bytes they saved, and with
+        # "selective" the results of which operations.
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
         does = BEHAVIOURS.get(policy, f"do as asked (one in {self.period} recomputes)")
         note = f"{evidence.format_share(obeys)} {does}; each kept {kept[0]:.2f} to "
@@ -118,7 +119,7 @@ class CheckpointBlocks(Technique):
 
 
 def make_contexts() -> tuple[Any, Any]:
-    """Makes two contexts for "selective": one for a block's forward pass, one for its
+    """Makes the two contexts of the policy "selective": one for a block's forward pass, one for its
     recomputation."""
     first, again = create_selective_checkpoint_contexts(decide)
     if CACHES and not torch.compiler.is_compiling():
@@ -127,24 +128,25 @@ def make_contexts() -> tuple[Any, Any]:
 
 
 def decide(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Decides for one operation whether "selective" saves its result or computes it again; PyTorch
-    calls it for each operation."""
+    """Decides for one operation whether the policy "selective" saves its result or recomputes it;
+    PyTorch calls this for each operation."""
     kept = is_kept(op.name())
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(op: str) -> bool:
-    """Returns whether "selective" saves the results of an operation, such as "aten::mm"."""
+    """Returns whether the policy "selective" saves the results of the operation called `op`, such
+    as "aten::mm"."""
     name = op.rpartition("::")[2].split(".")[0]
     return op.startswith(SCAN_PREFIXES) or name in PRODUCTS or name.startswith(ATTENTION_PREFIXES)
 
 
 def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:
-    """Returns whether a block's caches hold results of products only, and its calls save as many
-    bytes as uncompiled ones, within a quarter.
+    """Returns whether a block's caches hold only results that "selective" should save, and whether
+    the bytes that its calls save differ by at most a quarter from those of uncompiled calls.
 
-    The quarter is needed because a compiler does not save the last result, which is the block's
-    output (7 % of the bytes in our models).
+    They may differ because a compiler does not save the last result, which is the block's output (7
+    % of the bytes in our models).
     """
     return bool(uncompiled) and all(
         other.cached_ops
@@ -155,15 +157,14 @@ def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) 
 
 
 def make_recomputed(forward: Callable, **options: Any) -> Callable:
-    """Wraps a block's forward pass, which then saves its inputs and runs again in the backward
-    pass."""
+    """Wraps a block's forward pass: the wrapper saves only the block's inputs, and the backward
+    pass runs the forward pass again."""
 
-    # This is a closure, because a functools.partial in place of `forward` breaks
-    # compile(fullgraph=True).
+    # Use a closure: a functools.partial in place of `forward` breaks compile(fullgraph=True).
     def forward_recomputed(*inputs: torch.Tensor) -> Any:
-        # As a rule the recomputation restores the state that the random generator had in the first
-        # pass. While a CUDA graph is captured this state cannot be read; it is not needed either,
-        # because our blocks draw no random numbers from generators.
+        # Let the recomputation restore the state that the random generator had in the first pass,
+        # except while a CUDA graph is captured without a compiler: the state cannot be read then,
+        # and our blocks draw no random numbers from generators.
         keep = torch.compiler.is_compiling() or not (
             torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         )

@@ -47,13 +47,13 @@ class OffloadActivations(Technique):
     """Addresses of the storages into which FSDP gathers sharded parameters; None until the first
     forward pass."""
     model_storages: Set[int] = frozenset()
-    """Addresses of all storages that belong to the model, and so are never copied to the host: its
-    parameters, its buffers, and those in `gathered`."""
+    """Addresses of all storages that belong to the model, and so are never copied to the host:
+    those of its parameters and buffers, and those in `gathered`."""
     moved = 0
     """Bytes that the latest forward pass copied to the host."""
     copies: dict[Any, Tensor]
-    """(storage, layout, version) of a saved tensor -> its copy in host memory. It lasts for one
-    forward pass, in which several operations may save the same tensor."""
+    """(storage, layout, version) of a saved tensor -> its copy in host memory. The mapping is
+    emptied after each forward pass, in which several operations may save the same tensor."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -80,16 +80,16 @@ class OffloadActivations(Technique):
         return step
 
     def pack(self, tensor: Tensor) -> Any:
-        """Hook on saved tensors: returns (device, copy in host memory), or the detached tensor if
-        it stays on the device."""
+        """The pack hook of `saved_tensors_hooks`: returns (device, copy in host memory), or the
+        detached tensor if it stays on the device."""
         storage = tensor.untyped_storage()
         small = tensor.nbytes < saved_tensors.MIN_MOVED_BYTES or 0 in tensor.stride()
         elsewhere = tensor.device.type != self.device.type
         if small or elsewhere or storage._cdata in self.model_storages:
             return tensor.detach()
 
-        # A weak reference does not keep the storage's memory, but while it exists no other storage
-        # gets the same address.
+        # Put a weak reference to the storage into the key: it does not keep the memory alive, but
+        # while it exists no other storage gets the same address.
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (StorageWeakRef(storage), *layout, tensor._version)
         if key not in self.copies:
@@ -98,16 +98,17 @@ class OffloadActivations(Technique):
         return tensor.device, self.copies[key]
 
     def copy_to_host(self, tensor: Tensor, /) -> Tensor:
-        """Copies a tensor to host memory. The copy has the same strides, because a compiled
-        backward pass relies on them."""
+        """Copies a tensor to host memory. The copy has the strides of the tensor, because a
+        compiled backward pass relies on them."""
         copy = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
         )
         return copy.copy_(tensor.detach(), non_blocking=True)
 
-    # What would still say "on" if this did nothing? The count of the hooks in this file would. So
-    # this method uses the blocks' probes: they inspect the object that autograd keeps for each
-    # tensor, and caches that no hook sees.
+    # What would still say "on" if this did nothing? A count of copies by the hooks in this file:
+    # autograd may keep the tensors on the device too. So read the blocks' probes: they inspect the
+    # object that autograd keeps for each tensor, and the caches of checkpointing, which no hook
+    # sees.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.enabled:
             return Observation(False, "saved tensors stay on the device")
@@ -126,7 +127,8 @@ class OffloadActivations(Technique):
 
 
 def unpack(packed: Any) -> Tensor:
-    """Returns the tensor for which `pack` returned `packed`, on its device."""
+    """The unpack hook: returns, on its device, the saved tensor for which `pack` returned
+    `packed`."""
     if isinstance(packed, Tensor):
         return packed
     device, copy = packed

@@ -29,22 +29,24 @@ from accel.evidence import Evidence
 from accel.technique import Observation, Saving, Technique
 
 MIN_OFFLOADED_ELEMENTS = 4096
-"""Number of elements below which a tensor of the state stays on the device: step counts, scales,
-moments of vectors."""
+"""Number of elements below which a tensor of the optimizer's state stays on the device, such as
+step counts, scales and moments of vectors."""
 
 
 class HostState(Members):
-    """An optimizer that updates one part of the parameters after the other; except during its
-    update, the state of a part (its large tensors) is in host memory."""
+    """An optimizer that updates one part of the parameters after the other. The large tensors of a
+    part's state are on the device during the part's update, and in host memory at all other
+    times."""
 
     def __init__(self, groups: Groups, make: MakeOptimizer) -> None:
         super().__init__(groups, [make(part) for part in split_parts(groups)])
         self.device = self.numbered_parameters[0].device
         self.host: dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]] = {}
-        """Innermost optimizer -> (parameter, name of an entry of its state) -> that tensor in host
-        memory."""
+        """Innermost optimizer -> ((parameter, name of an entry of its state) -> the entry's tensor
+        in host memory)."""
         self.moved = 0
-        """Bytes that the latest step moved, in both directions together."""
+        """Bytes of state that the latest step copied to the device, plus those that it copied to
+        the host."""
 
     def step(self, closure: Any = None) -> None:
         self.moved = 0
@@ -52,8 +54,8 @@ class HostState(Members):
 
     @contextmanager
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside the context, the state of `member` is on the device; at the end it is copied back
-        to host memory."""
+        """Inside the context, the state of `member` is on the device; when the context ends, its
+        large tensors are copied to host memory."""
         for optimizer in iterate_innermost(member):
             for key, value in self.host.get(optimizer, {}).items():
                 parameter, name = key
@@ -73,14 +75,14 @@ class HostState(Members):
                         self.moved += count_bytes(value)
 
     def wait(self) -> None:
-        """Waits until the copies to host memory that the step has queued are complete."""
+        """Waits until the copies to host memory that the latest step has queued are complete."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 def make_host_tensor(value: Tensor) -> Tensor:
-    """Makes a tensor in host memory like `value`: page-locked if `value` is on a GPU, except that a
-    tensor of a library's class is never page-locked."""
+    """Makes a tensor in host memory with the shape and dtype of `value`. It is page-locked if
+    `value` is on a GPU, except for a tensor of a library's class, which is never page-locked."""
     if value.is_cuda and not hasattr(value, "__tensor_flatten__"):
         return torch.empty_like(value, device="cpu", pin_memory=True)
     return value.detach().to("cpu", copy=True)
@@ -116,8 +118,8 @@ class OffloadOptimizer(Technique):
         hosts = [host for state in self.states for host in state.host.values()]
         return [tensor for host in hosts for tensor in host.values()]
 
-    # What would still say "on" if this did nothing? The count of moved bytes would, so this method
-    # also reads the device of each tensor of the state.
+    # What would still say "on" if this did nothing? The count of moved bytes: the state may still
+    # be on the device. So read also the device of each tensor of the state.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.states:
             return Observation(False, "the state lies where the parameters are")

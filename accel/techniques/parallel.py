@@ -29,14 +29,14 @@ from accel.machine import is_available
 from accel.sharding import get_world_size
 from accel.technique import AnyStep, Model, Observation, Saving, Technique, blocks_of
 
-# Name of DDP's argument that synchronises buffers: torch 2.13 renamed it.
+# Name of the argument by which DDP synchronises buffers; it is another one since torch 2.13.
 SYNC_BUFFERS_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 REDUCTIONS = {"ddp": "allreduce", "fsdp": "reducescatter", "hsdp": "reducescatter"}
-"""Value of `parallel.mode` -> the collective that reduces gradients in this mode, as a key of
+"""Value of `parallel.mode` -> the collective that reduces gradients in this mode, by its key in
 `COLLECTIVES`."""
 COLLECTIVES = {
     "allreduce": "all-reduce",
@@ -67,7 +67,8 @@ class DataParallel(Technique):
     off = "none"
     model: Any
     wrapped: Any
-    # Several processes add up the gradients of a batch in another order than one process.
+    # Several processes add up the gradients of a batch in another order than one process, so the
+    # loss may differ this much.
     loss_rtol = 1e-4
 
     def __init__(self, value: Any, device: torch.device, **options: Any) -> None:
@@ -94,17 +95,17 @@ class DataParallel(Technique):
 
     @property
     def reduces_in_bf16(self) -> bool:
-        """Whether gradients travel in bf16."""
+        """Whether the processes reduce gradients in bf16: half the bytes of fp32 to communicate."""
         return self.option["reduce_dtype"] == "bf16"
 
     @property
     def shards(self) -> bool:
-        """Whether the mode shards the model."""
+        """Whether the mode shards the parameters: fsdp and hsdp do, ddp does not."""
         return self.enabled and self.value != "ddp"
 
     def make_mesh(self) -> DeviceMesh:
-        """Makes the device mesh of all processes: one dimension for fsdp, (replicate, shard) for
-        hsdp, which by default shards inside a node."""
+        """Makes the device mesh of all processes. For fsdp it has one dimension, for hsdp two,
+        (replicate, shard); by default hsdp shards inside a node."""
         world = get_world_size()
         device = self.device.type
         if self.value == "fsdp":
@@ -120,7 +121,7 @@ class DataParallel(Technique):
             return model
         from torch.distributed import fsdp
 
-        # Autocast decides about dtypes. FSDP must not cast a block's inputs, because the residual
+        # Let only autocast choose dtypes: FSDP must not cast a block's inputs, because the residual
         # stream is one of them and stays fp32.
         precision = fsdp.MixedPrecisionPolicy(
             reduce_dtype=torch.bfloat16 if self.reduces_in_bf16 else None, cast_forward_inputs=False
@@ -130,8 +131,8 @@ class DataParallel(Technique):
             offload = fsdp.CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         mesh = self.make_mesh()
 
-        # FSDP warns because a block returns its gate as a view. Ignore this: no code writes to the
-        # gate.
+        # FSDP warns because a block returns its gate as a view. Ignore this warning, because no
+        # code writes to the gate.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         for part in (*blocks_of(model), model):
             fsdp.fully_shard(
@@ -147,7 +148,7 @@ class DataParallel(Technique):
         if self.value == "ddp":
             names = ("bucket_cap_mb", "gradient_as_bucket_view")
             options = {name: self.option[name] for name in names}
-            # Do not synchronise buffers: those of our models never change.
+            # Do not synchronise buffers, because those of our models never change.
             options[SYNC_BUFFERS_ARGUMENT] = False
             devices = [torch.cuda.current_device()] if self.device.type == "cuda" else None
             self.wrapped = nn.parallel.DistributedDataParallel(
@@ -162,8 +163,8 @@ class DataParallel(Technique):
 
     @contextmanager
     def synchronise(self, last: bool) -> Iterator[None]:
-        """Surrounds a micro-batch; `last`: it is the last one of its step, the only one after which
-        gradients are communicated."""
+        """Returns a context for a micro-batch. `last`: whether this micro-batch is the last one of
+        its step; only after the last one the processes reduce gradients."""
         if self.shards:
             self.model.set_requires_gradient_sync(last)
         with nullcontext() if self.shards or last else self.wrapped.no_sync():
@@ -185,8 +186,8 @@ class DataParallel(Technique):
                 if isinstance(part, fsdp.FSDPModule):
                     part.reshard()
 
-    # What would still say "on" if this did nothing? The wrapper around the model would, so this
-    # method counts the collectives that reduce gradients in this mode.
+    # What would still say "on" if this did nothing? The wrapper around the model: it may
+    # communicate nothing. So count the collectives that reduce gradients in this mode.
     def observe(self, evidence: Evidence) -> Observation:
         numbers: Counter[str] = Counter()
         for name, n in evidence.ops.items():

@@ -38,7 +38,7 @@ SCALE_GROWTH = 2.0
 SCALE_BACKOFF = 0.5
 STEPS_TO_GROWTH = 2000
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""Value of `precision` -> dtype of autocast."""
+"""Value of the key `precision` -> the dtype in which autocast computes."""
 DTYPE_NAMES = {
     "bf16": ("BFloat16", "torch.bfloat16"),
     "fp16": ("Half", "torch.float16"),
@@ -73,11 +73,11 @@ class Precision(Technique):
     layers: float8.Float8Layers | None = None
     model: nn.Module | None = None
     around_forward: AbstractContextManager[object] = nullcontext()
-    """Context that surrounds each forward pass; `compare` sets it for one step, to inspect the
+    """Context that is open during each forward pass; `compare` sets it for one step, to inspect the
     products of that step."""
     wide_weights: Set[str] = frozenset()
-    """Names of the weights that a product multiplied in fp32, although autocast is on, in the step
-    that `compare` inspected."""
+    """Names of those weights that a matrix product multiplied in fp32 although autocast was on, in
+    the step that `compare` ran."""
 
     def find_obstacle(self) -> str | None:
         if self.value == "fp8":
@@ -131,7 +131,8 @@ class Precision(Technique):
                     return forward(*args, **kwargs)
 
             step.forward = autocast_forward
-        # The step of an encoder has no backward pass, and so no attribute `scaler`.
+        # Only a training step needs a loss scaler: the step of an encoder has no backward pass, and
+        # so no attribute `scaler`.
         if self.value == "fp16" and hasattr(step, "scaler"):
             self.scaler = LossScaler(self.device)
             cast(TrainingStep, step).scaler = self.scaler
@@ -153,10 +154,10 @@ class Precision(Technique):
             self.around_forward = nullcontext()
             self.wide_weights = products.wide_weights
 
-    # What would still say "on" if this did nothing? Autocast's flag would, so this method counts
-    # the dtypes of products. An fp32 product may be intended if it multiplies two activations, but
-    # not if it multiplies a weight; the name of the operation does not tell which, so `compare`
-    # inspects the operands.
+    # What would still say "on" if this did nothing? Autocast's flag: products may run in another
+    # dtype. So count the dtypes of products. An fp32 product may be intended if it multiplies two
+    # activations, but not if it multiplies a weight. The name of the operation does not show which
+    # of the two it does, so `compare` inspects the operands.
     def observe(self, evidence: Evidence) -> Observation:
         if self.layers is None:
             return self.observe_autocast(evidence)
@@ -170,13 +171,16 @@ class Precision(Technique):
         return Observation(active, f"{layers_note}; of the others {note}")
 
     def observe_autocast(self, evidence: Evidence) -> Observation:
-        """Observes the dtype of the products in `evidence`, which has none in 8 bits."""
+        """Returns the dtype in which matrix products ran, "mixed" if not all ran in it, and the
+        evidence. The caller has removed 8-bit products from `evidence`, because it judges them
+        separately."""
         weights = evidence.count_dtypes(WEIGHT_PRODUCTS)
         dtypes = evidence.count_dtypes()
         calls = [call for calls in evidence.blocks for call in calls]
         branches = Counter(name_dtype(str(call.branch_dtype)) for call in calls)
         # The profiler sees products that call a library, such as cuBLAS, but not those inside
-        # kernels that Inductor generated.
+        # kernels that Inductor generated. If such kernels ran, judge these products by the dtype
+        # that the blocks return.
         by_library = all(any(op in call.ops for op in WEIGHT_PRODUCTS) for call in calls)
         unseen = any(
             op.startswith(TEMPLATE_PREFIX) or (op.startswith(INDUCTOR_PREFIX) and not by_library)
@@ -214,19 +218,19 @@ class Precision(Technique):
 
 
 def name_dtype(dtype: str) -> str:
-    """Converts a dtype's name in the profiler or in PyTorch to the value of `precision`, such as
-    "bf16"; returns other names unchanged."""
+    """Converts the name of a dtype in the profiler or in PyTorch to the value of the key
+    `precision`, such as "bf16"; returns other names unchanged."""
     return next((name for name, dtypes in DTYPE_NAMES.items() if dtype in dtypes), dtype)
 
 
 class LossScaler:
-    """Dynamic loss scaling for fp16, decided on the device, so the host never waits for the
-    overflow flag.
+    """Scales the loss for fp16 by a factor that changes during training. The device updates the
+    factor, so the host never waits for the overflow flag.
 
     `scale` multiplies the loss and divides the gradients. It halves after a step that overflowed
     and doubles after 2,000 steps in a row that did not, with the constants of torch.amp.GradScaler.
-    GradScaler itself does not fit, because it overwrites `found_inf`, by which `training/step.py`
-    also skips steps for other reasons.
+    GradScaler itself does not fit, because it overwrites `found_inf`, which `training/step.py` also
+    sets to skip steps for other reasons.
     """
 
     def __init__(self, device: torch.device, initial: float = 65536.0) -> None:
@@ -234,8 +238,8 @@ class LossScaler:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Updates the scale; `found_inf` is 1.0 after a step whose scaled gradients were not
-        finite."""
+        """Updates the scale after a step; `found_inf` is 1.0 if the step's scaled gradients were
+        not finite, else 0.0."""
         torch._amp_update_scale_(
             self.scale, self.good_steps, found_inf, SCALE_GROWTH, SCALE_BACKOFF, STEPS_TO_GROWTH
         )
@@ -248,10 +252,10 @@ class WideWeightProducts(TorchDispatchMode):
     """Inside the context, collects in `wide_weights` the names of those matrices of `model` that a
     product multiplies in fp32.
 
-    The name of an operation does not tell whether it multiplies a weight: einsum computes a bmm
-    with a weight, attention a bmm of two activations. The mode follows weights through operations
-    that take weights alone, such as a cast or a reshape. It does not recognise the parameters of a
-    sharded model, which are gathered into other storages.
+    The name of an operation does not show whether it multiplies a weight: einsum computes a bmm
+    with a weight, attention a bmm of two activations. So the mode remembers which storages hold
+    weights, also after an operation that takes only weights, such as a cast or a reshape. It does
+    not recognise the parameters of a sharded model, which are gathered into other storages.
     """
 
     # Without this attribute the mode cannot surround FlexAttention, a higher-order operator.
@@ -260,8 +264,8 @@ class WideWeightProducts(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.wide_weights: set[str] = set()
-        # The keys are weak references to storages: while a reference exists, no other storage gets
-        # the same address, even after the memory is freed.
+        # Weak reference to a storage -> name of its weight. While a weak reference exists, no other
+        # storage gets the same address, even after the memory is freed.
         self.names = {storage_of(p): name for name, p in model.named_parameters() if p.ndim >= 2}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -277,7 +281,7 @@ class WideWeightProducts(TorchDispatchMode):
 
 
 DISPATCHED_PRODUCTS = tuple(f"{name.replace('::', '.')}." for name in PRODUCTS)
-"""Prefixes of the products' names in a dispatch mode, such as aten.mm.default."""
+"""Prefixes of the names that a dispatch mode sees for matrix products, such as "aten.mm."."""
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
@@ -286,6 +290,6 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 
 
 def find_plain_tensors(tree: Any) -> list[Tensor]:
-    """Finds the tensors in nested lists, tuples and dicts, except tensors of subclasses, which may
-    have no storage."""
+    """Finds the tensors in nested lists, tuples and dicts; leaves out tensors of subclasses,
+    because they may have no storage."""
     return [leaf for leaf in tree_leaves(tree) if type(leaf) in (Tensor, nn.Parameter)]

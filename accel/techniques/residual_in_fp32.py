@@ -13,7 +13,8 @@ from accel.technique import Model, Observation, Technique, blocks_of
 class ResidualInFp32(Technique):
     key = "residual_in_fp32"
     summary = "the residual stream stays fp32 between 16-bit blocks"
-    # The loss changes only if blocks compute in 16 bits; in fp32 it is the same on and off.
+    # This bound is for blocks that compute in 16 bits; in fp32 the loss is equal, with the
+    # technique on or off.
     loss_rtol = 1e-2
     in_sampling = True
     changes_kernels = "parity"
@@ -23,9 +24,8 @@ class ResidualInFp32(Technique):
             setattr(block, self.key, self.enabled)
         return model
 
-    # What would still say "on" if this did nothing? The dtype of the stream would, even if the
-    # stream had been rounded to 16 bits before. So this method looks for bits that 16-bit formats
-    # lack.
+    # What would still say "on" if this did nothing? The dtype of the residual stream: an fp32
+    # stream may have been rounded to 16 bits before. So look for bits that 16-bit formats lack.
     def observe(self, evidence: Evidence) -> Observation:
         wide = evidence.check_blocks(lambda call: call.residual_dtype == torch.float32)
         whole = find_unrounded(evidence)
@@ -37,15 +37,15 @@ class ResidualInFp32(Technique):
 
 
 def find_unrounded(evidence: Evidence) -> list[bool]:
-    """Returns for each block whether the residual stream passed through it without rounding: True
-    if it was rounded neither in the block nor between it and the block before.
+    """Returns for each block whether the residual stream stayed unrounded: True if it was rounded
+    to 16 bits neither in the block nor between it and the block before.
 
-    The stream was rounded between two places if at the first it has bits that no 16-bit format has,
-    and at the second it has none.
+    The stream was rounded between two places if at the first place it has bits that no 16-bit
+    format has, and at the second place it has none.
     """
     unrounded = [True] * len(evidence.blocks)
-    # Index of a micro-batch -> whether its stream had fine bits (those that 16-bit formats lack)
-    # after the block before.
+    # Index of a micro-batch -> whether its residual stream had fine bits (those that 16-bit formats
+    # lack) when it left the previous block.
     was_fine: dict[int, bool] = {}
     for i, calls in enumerate(evidence.blocks):
         for batch, call in enumerate(calls):

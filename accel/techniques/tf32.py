@@ -39,13 +39,13 @@ class Tf32(Technique):
         return self.settings
 
     def on_process(self) -> None:
-        # Set only these two flags, not the newer `fp32_precision`: up to torch 2.14 Inductor raises
-        # if both are set.
+        # Set only these two flags, not PyTorch's newer `fp32_precision`: up to torch 2.14 Inductor
+        # raises an error if both the old and the new flags are set.
         torch.set_float32_matmul_precision("high" if self.enabled else "highest")
         torch.backends.cudnn.allow_tf32 = self.enabled
 
-    # What would still say "on" if this did nothing? PyTorch's flags would, so this method tries a
-    # product and a convolution on this device and shows how they round.
+    # What would still say "on" if this did nothing? PyTorch's flags: this GPU may ignore them. So
+    # compute a product and a convolution on this device and look whether they round.
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no product here rounds to TF32")
@@ -68,9 +68,9 @@ class Tf32(Technique):
 
 @torch.no_grad()
 def rounds_to_tf32(device: torch.device) -> tuple[bool, bool]:
-    """Returns whether a matrix product rounds its inputs to TF32 on `device`, and whether a
-    convolution does. Each multiplies 1 + 2⁻¹², which TF32 cannot represent, by 1: the result is 1
-    if the input was rounded."""
+    """Returns two values: whether a matrix product rounds its inputs to TF32 on `device`, and
+    whether a convolution does. Both multiply 1 + 2⁻¹², which TF32 cannot represent, by 1: the
+    result is 1 if the input was rounded."""
     value = 1.0 + 2.0**-12
     with torch.amp.autocast(device.type, enabled=False):
         product = torch.full((512, 512), value, device=device) @ torch.eye(512, device=device)

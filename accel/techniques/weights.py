@@ -41,10 +41,11 @@ from accel.kernels.counter_noise import Purpose, draw
 from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 DRAW_BYTES = 19.0
-"""Temporary bytes per element while random bits are drawn, as counted on a CPU."""
+"""Temporary bytes per rounded element while random bits are drawn, as measured on a CPU."""
 MAX_COUNTED_DRAW = 2**18
-"""Elements per draw while a plan counts the bytes of a model with few blocks: so few that random
-bits hardly count. Their memory does not grow with the model, so `count_part_bytes` computes it."""
+"""Largest number of elements per draw of random bits while a plan counts the bytes of a model with
+few blocks: so small that the memory of the bits hardly counts. This memory does not grow with the
+model, so `count_part_bytes` computes it separately."""
 
 
 class NarrowLinear(nn.Linear):
@@ -72,8 +73,8 @@ class RoundedUpdate(Members):
         elements_per_draw: int = PART_ELEMENTS,
     ) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
-        # The members update fp32 stand-ins. If instead the data of the parameters changed to fp32,
-        # they would lose the hooks by which ddp reduces gradients.
+        # Let the members update fp32 stand-ins. If the data of the parameters themselves changed to
+        # fp32, they lost the hooks by which ddp reduces gradients.
         stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}
         parts = [
             [group | {"params": [stand_ins.get(p, p) for p in group["params"]]} for group in part]
@@ -82,13 +83,14 @@ class RoundedUpdate(Members):
         super().__init__(groups, [make(part) for part in parts], stand_ins)
         self.narrow: dict[Tensor, Any] = {stand_in: p for p, stand_in in stand_ins.items()}
         self.elements_per_draw = elements_per_draw
-        """Largest number of elements that one draw of random bits serves."""
+        """Largest number of elements that are rounded with the random bits of one draw."""
         self.seed = 0
         self.position = torch.zeros(1, dtype=torch.int64, device=self.numbered_parameters[0].device)
         self.counting = True
-        """Whether steps fill `counts`; only warm-up needs the counts."""
+        """Whether each step fills `counts`; only warm-up needs these counts."""
         self.counts: Counter[str] = Counter()
-        """What is counted -> number of elements in the latest step, as a scalar on the device."""
+        """Name of a count, such as "inexact" -> number of elements in the latest step, as a scalar
+        on the device."""
         self.draws = 0
         if rounding == "kahan":
             for parameter in narrow:
@@ -101,20 +103,21 @@ class RoundedUpdate(Members):
         super().step(closure)
 
     def get_compensation(self, parameter: Tensor) -> Tensor | None:
-        """Returns the rounding error that Kahan's rounding keeps for a parameter; None with random
-        rounding."""
+        """Returns the rounding error that Kahan's rounding keeps for a parameter, a bf16 tensor of
+        the parameter's shape; None with random rounding."""
         return self.state[parameter].get(COMPENSATION)
 
     def widen(self, parameter: Tensor) -> Tensor:
-        """Returns a parameter in fp32, plus the rounding error that is kept for it, if any."""
+        """Returns a parameter in fp32; with Kahan's rounding adds the rounding error that is kept
+        for it."""
         wide = parameter.detach().float()
         error = self.get_compensation(parameter)
         return wide if error is None else wide + error
 
     @contextmanager
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside the context, the stand-ins of `member` have fp32 weights and gradients; at the end
-        the updated weights are rounded into the bf16 parameters."""
+        """Inside the context, the stand-ins that `member` updates have fp32 weights and gradients;
+        when the context ends, the updated weights are rounded into the bf16 parameters."""
         stand_ins = [p for p in parameters_of(member) if p in self.narrow]
         pairs = [(p, self.narrow[p]) for p in stand_ins if self.narrow[p].grad is not None]
         for stand_in, parameter in pairs:
@@ -144,13 +147,14 @@ class RoundedUpdate(Members):
             self.counts[name] += values.sum(dtype=torch.float64)  # pyright: ignore[reportArgumentType]
 
     def count_rounding(self, parameter: Tensor, wide: Tensor) -> None:
-        """Counts how the fp32 values `wide` were rounded into the bf16 parameter: how many, how
-        many not exactly, and how many not to the nearest value."""
+        """Counts how the fp32 values `wide` were rounded into the bf16 parameter: number of values,
+        number that bf16 cannot represent, and number that were not rounded to the nearest bf16
+        value."""
         if not self.counting:
             return
         nearest = wide.bfloat16()
-        # Place of each value between its two bf16 neighbours, in [0, 1): 0 is the one nearer to
-        # zero.
+        # Place of each fp32 value between its two bf16 neighbours, in [0, 1): 0 is the neighbour
+        # nearer to zero.
         fraction = (wide.view(torch.int32) & 0xFFFF) / 2.0**16
         self.count("rounded", torch.ones_like(wide))
         self.count("inexact", nearest.float() != wide)
@@ -168,8 +172,8 @@ class RoundedUpdate(Members):
             error = self.state[parameter][COMPENSATION]
             rounded = wide.bfloat16()
             new_error = (wide - rounded.float()).bfloat16()
-            # A skipped step must change nothing. The sum of weight and error may have rounded in
-            # fp32, so take the old values.
+            # A skipped step must change nothing, so keep the old weight and the old error: their
+            # sum may have been rounded in fp32, and cannot be split into them again.
             if skipped is not None:
                 rounded = torch.where(skipped > 0, parameter.data, rounded)
                 new_error = torch.where(skipped > 0, error, new_error)
@@ -177,8 +181,8 @@ class RoundedUpdate(Members):
             error.copy_(new_error)
 
     def round_randomly(self, updated: list[tuple[Any, Tensor]]) -> None:
-        """Rounds fp32 values into their parameters at random. One draw of random bits serves as
-        many tensors as `elements_per_draw` allows."""
+        """Rounds fp32 values into their bf16 parameters at random. Several tensors share the random
+        bits of one draw, up to `elements_per_draw` elements together."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for tensors in updated:
             pairs += zip(
@@ -191,7 +195,8 @@ class RoundedUpdate(Members):
                 served.append(pairs.pop(0))
                 size += len(served[-1][0])
 
-            # Draw half as many 32-bit words as there are elements: each word serves two.
+            # Draw half as many 32-bit words as there are elements, because each word has 16 random
+            # bits for two elements.
             self.draws += 1
             key = self.seed ^ (self.draws << 32)
             words = draw("bits", key, Purpose.ROUNDING, self.position, -(-size // 2)).view(-1)
@@ -270,10 +275,10 @@ class Weights(Technique):
         if self.update is not None:
             self.update.counting = False
 
-    # What would still say "on" if this did nothing? The dtype of the weights would, and so would
-    # the number of elements that the update visits. So for random rounding this method compares the
-    # number of elements that did not round to the nearest value with its expectation; for Kahan's
-    # rounding it counts the rounding errors that were kept and used.
+    # What would still say "on" if this did nothing? The dtype of the weights, and the number of
+    # elements that the update visits: neither shows how they are rounded. So for random rounding
+    # compare the number of elements that were not rounded to the nearest value with its
+    # expectation; for Kahan's rounding count the rounding errors that were kept and used.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.linears:
             return Observation(False, "the model has no linear layer")
@@ -293,7 +298,8 @@ class Weights(Technique):
         if self.rounding == "stochastic":
             other = counts["unlike nearest"]
             expected = counts["expected"]
-            # Allow six standard deviations, and 10 elements more for small counts.
+            # Allow a difference of six standard deviations, and of 10 elements more for small
+            # counts.
             right = abs(other - expected) <= 10 + 6 * math.sqrt(expected)
             how = f"at random: {other} not to the nearest value, {expected} expected"
         else:
