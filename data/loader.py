@@ -53,8 +53,7 @@ class LatentSpec:
     mean: list[Finite]
     """Mean per channel; a loader subtracts the mean from raw latents."""
     std: list[Above0]
-    """Standard deviation per channel; a loader divides the latents by it, after subtracting the
-    mean."""
+    """Standard deviation per channel; a loader subtracts the mean, then divides by this number."""
     encoder: dict[str, Any] = field(default_factory=dict)
     """`_target_` and arguments of the autoencoder that decodes the latents."""
     encoder_sha256: str | None = None

@@ -86,8 +86,8 @@ class DrawConfig(ModelConfig):
     labels: Any = "balanced"
     """Labels of the samples. `balanced`: all classes, one after the other, again and again; `data`:
     classes as often as in the training set; or a list of class numbers and names, such as
-    [3,apple], one after the other, again and again. Quote a name that YAML reads as a number:
-    ['3']."""
+    [3,apple], one after the other, again and again. Quote a name that YAML reads as another type,
+    such as a number: ['3']."""
     count: Positive = 64
     guidance: float | None = None
     guidance_interval: list[float] | None = None

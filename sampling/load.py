@@ -179,8 +179,8 @@ class SampleStream:
     """An endless sequence of samples, numbered from 0. Label and noise of sample i depend only on
     (seed, i).
 
-    All batches have `batch_size` samples, even if the caller needs fewer: so a sample is the same,
-    bit for bit, for any number of samples and on any rank.
+    All batches have `batch_size` samples, even if the caller needs fewer: so with the same
+    `batch_size` a sample is the same, bit for bit, for any number of samples and on any rank.
     """
 
     forward: Callable[..., Tensor]

@@ -138,7 +138,8 @@ class SpikeGuard:
     The window holds finite norms only, because with one NaN in it every comparison is false. A
     spike enters the window as the limit, the highest norm that is no spike: so a single spike does
     not hide the next one, and the window still follows a lasting rise of the norms. Until the
-    window is full, no finite norm is a spike. (OLMo's SkipStep uses 6 deviations of 128 steps.)
+    window is full, no finite norm is a spike. (OLMo's SkipStep uses 6 standard deviations and the
+    last 128 steps.)
     """
 
     def __init__(self, sigmas: float, window: int, device: torch.device) -> None:
