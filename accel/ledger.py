@@ -43,7 +43,7 @@ def format_value(value: bool | str) -> str:
 
 
 class Ledger(list[LedgerRow]):
-    """Rows of all techniques, in the order in which the stack applied them."""
+    """The rows of all techniques, in the order in which the stack applies the techniques."""
 
     def as_dict(self) -> dict[str, dict[str, bool | str]]:
         """Returns key -> {requested, active, evidence}, ready for JSON."""

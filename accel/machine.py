@@ -49,8 +49,8 @@ def capability_of(device: torch.device) -> Capability:
 
 
 def is_available(need: str, present: bool) -> bool:
-    """Returns `present`: whether this machine has `need`, such as a package. Inside `pretend_gpu`
-    adds `need` to the list of needs, and returns True."""
+    """Returns `present`, which says whether this machine has `need`, for example a package. Inside
+    `pretend_gpu` returns True instead, and adds `need` to the list of needs."""
     pretended = PRETENDED.get()
     if not pretended:
         return present

@@ -1,9 +1,9 @@
-"""Compares the kernels of our operators with their definitions, at the calls that a real block
-makes.
+"""Compares the kernels of our operators with their definitions in PyTorch, in the calls that a real
+block makes.
 
 A kernel has parity if the error of each output, gradients included, is at most twice the error that
-its definition in PyTorch makes in the run's dtype. Both errors are differences from the exact
-answer: the definition in the next wider dtype.
+the definition makes in the run's dtype. Both errors are differences from the exact answer, which
+the definition computes in the next wider dtype.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Poison(TorchDispatchMode):
 
 
 class ComparingMode(TorchDispatchMode):
-    """Inside the context, computes our operators by their definitions, and compares each call with
-    the operator's kernel."""
+    """Inside the context, each call of one of our operators returns the result of its definition,
+    and also runs the operator's kernel and records how the two compare."""
 
     def __init__(self) -> None:
         super().__init__()

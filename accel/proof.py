@@ -252,11 +252,11 @@ def hash_kind(block: nn.Module, metas: list[Any]) -> str:
 def run_trials(
     question: Question, uses: list[Use], keys: list[str], timed: list[str]
 ) -> dict[str, Any]:
-    """Tries the kernels of the runtime keys `keys` in separate processes, and returns a finding for
-    each key; `timed` are the keys whose kernels it also times.
+    """Tries the kernels of the runtime keys `keys` in separate processes. Returns runtime key ->
+    finding. `timed` are the keys whose kernels it also times.
 
-    If a process crashes or hangs, the kernel that it was trying fails, and a new process tries the
-    remaining ones. Rank 0 prints that it waits.
+    If a process crashes or hangs, the kernel that it was trying counts as failed, and a new process
+    tries the remaining kernels. Rank 0 prints a message while it waits.
     """
     began = time.monotonic()
     announces = keys and is_first_rank()

@@ -28,8 +28,8 @@ class SavedCounter:
     storages: dict[int, int] = field(default_factory=dict)
     """Address of a saved storage -> its bytes; without storages of parameters and buffers."""
     unmoved: dict[int, int] = field(default_factory=dict)
-    """Subset of `storages` that autograd keeps on the device; of all other storages it keeps a copy
-    in host memory."""
+    """Subset of `storages` that autograd keeps on the device; the storages that are not in it were
+    copied elsewhere, such as to host memory."""
     large_unmoved: dict[int, int] = field(default_factory=dict)
     """Subset of `unmoved` whose saved tensors have `MIN_MOVED_BYTES` or more, and so are large
     enough to move to the host."""
@@ -107,8 +107,8 @@ def count_saved(
     """Counts the tensors that forward passes of `module` save inside the context; the count is
     complete when the context ends.
 
-    `counted_bytes` maps the address of a storage of which only a part counts to the bytes of that
-    part.
+    `counted_bytes`: address of a storage -> bytes to count for it, for storages of which only a
+    part is saved, such as one that a view uses in part.
     """
     counter = SavedCounter(module, counted_bytes)
     caches: list[Any] = []

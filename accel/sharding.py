@@ -1,5 +1,5 @@
-"""Helpers for tensors that are sharded over several processes, and for decisions that all ranks
-share."""
+"""Helpers for tensors that are sharded over several processes, and for decisions that must be the
+same on all ranks."""
 
 from __future__ import annotations
 

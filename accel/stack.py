@@ -150,8 +150,8 @@ class AccelerationStack:
 
     @property
     def values(self) -> dict[str, bool | str]:
-        """Key of each technique -> its value: the requested one, or its off value if the machine
-        cannot run it."""
+        """Key of a technique -> its value: the requested one, or the technique's `off` if it was
+        switched off, for example because the machine cannot run it."""
         return {technique.key: technique.value for technique in self.techniques}
 
     def list_launch_savers(self) -> list[str]:
@@ -167,7 +167,8 @@ class AccelerationStack:
 
     @property
     def precision(self) -> str:
-        """Requested dtype of matrix products by its short name, such as "bf16"."""
+        """Short name of the dtype for matrix products, such as "bf16", after techniques that the
+        machine cannot run were switched off."""
         return str(self.values.get(Precision.key, Precision.off))
 
     def describe_arithmetic(self) -> dict[str, bool | str]:
@@ -176,8 +177,8 @@ class AccelerationStack:
         return dict(sorted(items))
 
     def list_unavailable_savings(self) -> list[str]:
-        """Returns the runtime keys that save memory (`Technique.savings`) but that this device
-        cannot run."""
+        """Returns those runtime keys whose values save memory (`Technique.savings`), but that this
+        device cannot run."""
         return [
             key
             for technique in self.techniques

@@ -99,12 +99,12 @@ class Technique(ABC):
     """Largest relative change of one step's loss that the technique may cause; 0 means that the
     loss is equal bit for bit (in eager mode)."""
     in_sampling: ClassVar[bool] = False
-    """Whether the technique also acts when a trained model draws samples."""
+    """Whether the technique is also used when a trained model draws samples."""
     absent_from_sampling: ClassVar[str | None] = None
     """Reason why sampling does not use the technique, for its row in the ledger of sampling; None:
     that ledger has no row for the technique."""
     in_precompute: ClassVar[bool] = False
-    """Whether the technique also acts on the encoder that turns images into latents."""
+    """Whether the technique is also used while the encoder turns images into latents in advance."""
     slow_to_start: ClassVar[bool] = False
     """Whether the first step takes up to minutes longer with the technique; sampling then switches
     it off by default."""
@@ -215,7 +215,8 @@ class Technique(ABC):
         which runs a whole step, with and without the technique."""
 
     def on_warm(self) -> bool:
-        """Reacts to the end of warm-up; returns whether the step runs differently from now on."""
+        """Prepares the technique for the steps after warm-up; returns whether the step runs
+        differently from then on."""
         return False
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -223,7 +224,7 @@ class Technique(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most have nothing to remember
-        """Loads a `state_dict` in place."""
+        """Loads tensors that `state_dict` returned, in place."""
 
     def hides_blocks(self) -> bool:
         """Returns whether the technique compiles the whole model, so that no probe sees its blocks;
