@@ -30,8 +30,8 @@ from accel.technique import blocks_of
 from common.libraries import silence_libraries
 
 MIN_FEATURES = 1024
-"""Smallest number of inputs of a layer that computes in 8 bits; its outputs must be more than this
-number."""
+"""Smallest number of inputs of a layer that computes in 8 bits; the number of its outputs must be
+greater than this."""
 SIZE_MULTIPLE = 16
 """An 8-bit product on a GPU requires that the numbers of inputs, outputs and tokens are multiples
 of this number."""
@@ -137,8 +137,9 @@ class Float8Layers:
         return complete and converted == sum(self.large), note
 
     def count_products(self, call: BlockEvidence) -> int:
-        """Counts the 8-bit products that one layer should compute for one call of its block: one
-        forward, and those of backward pass and recomputation if the call trains."""
+        """Counts the 8-bit products that one layer should compute for one call of its block: one in
+        the forward pass; if the call trains, also those of the backward pass, and one more if the
+        block is recomputed."""
         return 1 + (BACKWARD_PRODUCTS[self.recipe] + call.recomputes if call.trains else 0)
 
     def describe_too_small(self) -> str:

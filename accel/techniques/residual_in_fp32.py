@@ -1,7 +1,8 @@
 """fp32 residual stream: the sum over all blocks stays fp32 while the blocks compute in 16 bits.
 
-It costs memory traffic: 4 bytes per element and block more than a bf16 stream. In return rounding
-does not lose the small increments of late blocks. If blocks compute in fp32, it changes nothing.
+It costs memory traffic: 4 bytes per element and block more than a bf16 stream. In return, the small
+increments of late blocks are not rounded away. If blocks compute in fp32, the technique changes
+nothing.
 """
 
 import torch

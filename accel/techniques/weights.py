@@ -73,8 +73,8 @@ class RoundedUpdate(Members):
         elements_per_draw: int = PART_ELEMENTS,
     ) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
-        # Let the members update fp32 stand-ins. If the data of the parameters themselves changed to
-        # fp32, they lost the hooks by which ddp reduces gradients.
+        # Let the members update fp32 stand-ins, and never change the dtype of the parameters' own
+        # data: that removes the hooks by which ddp reduces gradients.
         stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}
         parts = [
             [group | {"params": [stand_ins.get(p, p) for p in group["params"]]} for group in part]
@@ -165,8 +165,8 @@ class RoundedUpdate(Members):
             self.count("kept", error != 0.0)
 
     def round_with_compensation(self, updated: list[tuple[Any, Tensor]]) -> None:
-        """Rounds fp32 values into their parameters, to the nearest bf16 value, and keeps the
-        rounding errors."""
+        """Rounds fp32 values to the nearest bf16 value, stores the results in their parameters, and
+        keeps the rounding errors for the next step (Kahan's rounding)."""
         skipped = getattr(self, "found_inf", None)
         for parameter, wide in updated:
             error = self.state[parameter][COMPENSATION]
