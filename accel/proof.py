@@ -255,8 +255,8 @@ def run_trials(
     """Tries the kernels of the runtime keys `keys` in separate processes. Returns runtime key ->
     finding. `timed` are the keys whose kernels it also times.
 
-    If a process crashes or hangs, the kernel that it was trying counts as failed, and a new process
-    tries the remaining kernels. Rank 0 prints a message while it waits.
+    If a process crashes or hangs, this refuses the kernel that the process was trying, and starts a
+    new process for the remaining kernels. Rank 0 prints a message while it waits.
     """
     began = time.monotonic()
     announces = keys and is_first_rank()
