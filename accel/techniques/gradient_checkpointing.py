@@ -1,5 +1,5 @@
-"""Gradient checkpointing by block: saves a block's inputs and recomputes the rest in the backward
-pass.
+"""Gradient checkpointing by block: the forward pass saves only a block's inputs, and the backward
+pass computes the block again.
 
 `checkpoint_policy`: "blocks" recomputes every block; "every_<n>" recomputes the first block and
 each n-th after it, which saves an n-th of the memory at an n-th of the cost; "selective" recomputes

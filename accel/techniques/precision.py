@@ -8,7 +8,7 @@ unless `runtime.weights` changes that. `fp8` is `bf16`, with products of large l
 row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
 
 It costs precision, because products round. A CPU without native instructions computes 16-bit
-products more slowly than fp32 ones, so they count as unavailable there;
+products more slowly than fp32 ones, so the stack switches them off there;
 `runtime.on_unavailable=emulate` uses them nevertheless, to show how a model trains with them. The
 speed on a GPU is not measured yet.
 """
