@@ -1,6 +1,6 @@
 """Encodes images to latents and writes these to shards (tar files); precompute_latents.py runs
-this. Letters: B or n images, S side of an image in pixels, C channels of the latents, H W their
-size."""
+this. Letters: B or n images, S side of an image in pixels, C channels, H height and W width of the
+latents."""
 
 from __future__ import annotations
 
@@ -209,9 +209,9 @@ class ShardEncoder:
     def decode_batches(
         self, todo: list[list[NumberedImage]]
     ) -> Iterator[tuple[list[NumberedImage], Decoded]]:
-        """Yields two values for each batch of the shards in `todo`, in order: the list of its
-        (index in the shuffled list, image), and the decoded images. All images of a batch belong to
-        one shard."""
+        """Yields two values for each batch of the shards in `todo`, in order: a list of pairs
+        (index in the shuffled list, image), and the decoded images of these pairs. No batch spans
+        two shards."""
         size = self.cfg.batch_size
         batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
         dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
@@ -221,8 +221,8 @@ class ShardEncoder:
         return zip(batches, loader, strict=True)
 
     def encode(self, batch: list[NumberedImage], decoded: Decoded) -> dict[str, Tensor]:
-        """Encodes the decoded images of a batch. Returns name -> tensor, with the names that a
-        shard uses, such as `latents`, `std` and `labels`."""
+        """Encodes the decoded images of a batch. Returns a dict from name to tensor with the names
+        that a stored shard uses, such as `latents`, `std` and `labels`."""
         images = to_input(decoded.pixels, self.device)
         numbers, entries = zip(*(batch[i] for i in decoded.places), strict=True)
         tensors = self.encode_latents(images, numbers, "latents", "std")

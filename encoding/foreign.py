@@ -34,9 +34,9 @@ MIRRORED_NAMES = ("mirrored", "latents_flip", "flip")
 """Names under which a source may hold the latents of the mirrored images. LightningDiT writes
 `latents_flip`."""
 Sample = tuple[str, Mapping[str, Any]]
-"""One sample: a text for messages that says where the sample lies in the source, and its values by
-name, unchecked. The names are `latents` and, if the source has them, `mirrored` (both are arrays of
-numpy or PyTorch) and `labels` (any value)."""
+"""One sample, as a pair: a text for messages that says where the sample lies in the source, and a
+mapping from name to value, whose values are not checked yet. The names are `latents` and, if the
+source has them, `mirrored` (both are arrays of numpy or PyTorch) and `labels` (any value)."""
 
 
 class ForeignOptions(NamedTuple):
@@ -151,9 +151,9 @@ def is_dense(value: Any) -> bool:
 
 
 def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict[str, str]:
-    """Chooses among `keys`, the names of a file's tensors. Returns our name (`latents`, `labels` or
-    `mirrored`) -> the name in the file. Raises ValueError if the file lacks the latents, or if it
-    lacks labels although `options.classes` is not 0."""
+    """Chooses among `keys`, the names of a file's tensors. Returns a dict: our name (`latents`,
+    `labels` or `mirrored`) -> the name in the file. Raises ValueError if the file lacks the
+    latents, or if it lacks labels although `options.classes` is not 0."""
     keys = list(keys)
     if options.latents_key not in keys:
         raise UserError(
@@ -290,8 +290,8 @@ def read_listed_files(folders: list[Path], options: ForeignOptions) -> ForeignLa
 
 
 def read_listing(folder: Path) -> dict[Path, Any]:
-    """Reads `folder`/dataset.json. Returns path of each .npy file that it names -> label, without
-    checking that the file exists or that the label is a number."""
+    """Reads `folder`/dataset.json. Returns a dict: path of each .npy file that dataset.json names
+    -> its label. Checks neither that the file exists nor that the label is a number."""
     file = folder / "dataset.json"
     labels = {}
     with translate_errors(file):

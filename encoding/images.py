@@ -52,7 +52,7 @@ OPTIONAL_CODECS = {
     "JPEG": "jpg",
     "PNG": "zlib",
 }
-"""Codecs that a build of Pillow may lack: format -> the name by which `PIL.features.check` asks for
+"""Codecs that a build of Pillow may lack: format -> the name under which `PIL.features.check` knows
 its codec."""
 RESIZE = "box-halving, bicubic, center crop"
 BATCHES_AHEAD = 2
@@ -60,11 +60,11 @@ BATCHES_AHEAD = 2
 BATCH_TIMEOUT_SECONDS = 1800.0
 """Seconds to wait for a batch of decoded images, before the loader raises an error."""
 MAX_NAMES_SHOWN = 20
-"""Largest number of names, or of kinds of unused files, that a message lists; of further ones the
-message states only the number."""
+"""Largest number of names, or of kinds of unused files, that a message lists; if there are more,
+the message states only how many."""
 MAX_CLASSES_SHOWN = 100
 """Largest number of classes for which `ImageList.describe` prints each class with its number of
-images; for more it prints only the smallest and the largest class."""
+images; if there are more classes, it prints only the smallest and the largest one."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class ImageList:
     """Name of class i at index i; empty if there are no classes and every label is 0."""
     unused: Unused = field(default_factory=Unused)
     notes: list[str] = field(default_factory=list)
-    """Sentences that point out possible mistakes, such as a class folder named like a split."""
+    """Sentences that point out possible mistakes, such as a class folder that is named like a split
+    of the set (`train`)."""
 
     def sha256(self) -> str:
         """Returns a hash of the images' keys, labels and sizes in their order, and of the class
@@ -295,8 +296,8 @@ def decode_image(
 
 
 def mend_colour_key(image: ImageFile.ImageFile) -> None:
-    """Scales the colour or grey value that a PNG declares transparent to 8 bits, because Pillow
-    scales only the pixels to 8 bits."""
+    """Scales to 8 bits the colour or grey value that a PNG declares to be transparent, because
+    Pillow scales only the pixels."""
     key = image.info.get("transparency")
     raw = image.tile[0].args if image.format == "PNG" and image.tile else None
     if key is not None and raw == "RGB;16B":

@@ -44,7 +44,7 @@ from training.environment import describe_environment
 
 JOB_FILE = "job.json"
 NumberedImage = tuple[int, ImageEntry]
-"""(index in the shuffled list, image)"""
+"""Pair (index of the image in the shuffled list of the job, image)."""
 
 
 @dataclass
@@ -171,8 +171,8 @@ def make_manifest_fields(
     sums: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Returns name -> value for the fields of a manifest that describe the autoencoder, the shards,
-    and the statistics of the channels. `encoder` is the autoencoder's configuration node; `sums`
-    has `ChannelSums.as_dict()` of each training shard."""
+    and the statistics of the channels. `encoder` is the autoencoder's configuration node; `sums` is
+    a list with `ChannelSums.as_dict()` of each training shard."""
     encoder = dict(encoder)
     folder = os.path.expanduser(encoder.get("path") or "")
     if os.path.isdir(folder):
@@ -261,7 +261,8 @@ def cast_tensors(
 
 class ChannelSums:
     """Sums latents, and their squares, per channel in fp64. If the set stores the posterior's std,
-    its square is added to the squares, because training draws from the posterior."""
+    adds std² to the squares: training draws latents from the posterior, and std² is the mean square
+    of the noise in them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -288,7 +289,7 @@ class ChannelSums:
 
 
 def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Returns (means, standard deviations), each with one value per channel. `sums` has
+    """Returns (means, standard deviations), each with one value per channel. `sums` is a list with
     `ChannelSums.as_dict()` of each shard."""
     sums = [s for s in sums if s["count"]]
     count = sum(s["count"] for s in sums)
@@ -335,8 +336,9 @@ class ShardWriter:
         member.uname = member.gname = "fastlatent"
         self.tar.addfile(member, io.BytesIO(payload))
 
-        # tarfile filled the member with zeros up to a multiple of 512 bytes, and the stream stands
-        # behind these. Subtract them and the size to find the offset of the member's content.
+        # tarfile filled the member with zeros up to a multiple of 512 bytes, and the stream now
+        # stands behind these zeros. Subtract the zeros and `size` to get the offset of the member's
+        # content.
         offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
         digest = hashlib.sha256(payload).hexdigest()
         self.blocks.append(Block(offset, size, len(block["labels"]), digest))

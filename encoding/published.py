@@ -146,7 +146,7 @@ class Keys:
         return torch.cat([self.take(f"{name}.bias", rows)[:, None], weight], dim=1)
 
     def refuse_rest(self) -> None:
-        """Raises a ValueError if `take` has not removed all tensors: our model has no place for the
+        """Raises a ValueError if `take` has not removed all tensors: our model has no place for a
         tensor that remains."""
         if self.remaining:
             first, *others = self.remaining
@@ -222,9 +222,9 @@ def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
 
 
 def name_tensors(name: str, layer: Mapping[str, Any] | Tensor) -> dict[str, Tensor]:
-    """Returns name -> tensor for a layer; all names begin with `name`. A mapping holds the layer's
-    parts. A matrix is a linear layer with its bias in the first column, and becomes `<name>.weight`
-    and `<name>.bias`. A vector becomes one tensor."""
+    """Returns a dict from name to tensor for a layer; all names begin with `name`. A mapping holds
+    the layer's parts. A matrix is a linear layer with its bias in the first column, and becomes
+    `<name>.weight` and `<name>.bias`. A vector becomes one tensor."""
     if isinstance(layer, Mapping):
         tensors: dict[str, Tensor] = {}
         for part, inner in layer.items():
@@ -283,8 +283,9 @@ def reverse_time(weight: Tensor) -> Tensor:
 
 
 def convert_block(keys: Keys, name: str, dim: int) -> tuple[dict[str, Any], float, dict[str, Any]]:
-    """Returns three values for a block: name -> layer ("0" attention, "1" MLP), the MLP's hidden
-    width divided by the model's width, and the MLP's configuration."""
+    """Converts one transformer block. Returns three values: a dict of the layers ("0" attention,
+    "1" MLP), each a dict from name to tensor; the MLP's hidden width divided by the model's width;
+    and the MLP's configuration."""
     attention = {
         "qkv": keys.take_linear(f"{name}.attn.qkv", 3 * dim, dim),
         "out_proj": keys.take_linear(f"{name}.attn.proj", dim, dim),

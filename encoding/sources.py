@@ -1,8 +1,7 @@
 """Finds the images of a source: a folder with a subfolder per class, WebDataset tars, or a folder
-of `datasets`.
-
-This module counts the files that it does not use. It raises a ValueError for what is surely a
-mistake, and adds a note to the list for what may be a mistake.
+that Hugging Face `datasets` saved. This module counts the files that it does not use. It raises a
+ValueError for what is surely a mistake, and adds a sentence to `ImageList.notes` for what may be a
+mistake.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 def list_images(
     source: str | Path, classes: Classes = "given", allow_cut: bool = False
 ) -> ImageList:
-    """Lists the images of a folder with a subfolder per class, of one WebDataset tar or a folder of
-    them, or of a folder that Hugging Face `datasets` saved. The list is in the order of the files'
-    names.
+    """Lists the images of a folder with a subfolder per class, of one WebDataset tar, of a folder
+    of such tars, or of a folder that Hugging Face `datasets` saved. The list is in the order of the
+    files' names.
 
     With classes="none" all labels are 0, and the source may also be a folder without subfolders,
     tars without .cls, or `datasets` without labels. If the source does not name its classes,
     `classes` may give their number: the largest label does not show it, because a part of a set may
-    lack images of some classes. Raises ValueError if the source is absent, holds no image, an image
-    without a label, or both tars and images; also if a tar is truncated or damaged, unless
-    `allow_cut`.
+    lack images of some classes. Raises ValueError if the source is absent, has no image, has an
+    image without a label, or has both tars and images. Also raises it if a tar is truncated or
+    damaged, unless `allow_cut` is true.
     """
     path = Path(source).expanduser()
     is_tar = path.is_file() and path.suffix.lower() == ".tar"
@@ -93,8 +92,8 @@ def list_images(
 
 
 def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
-    """Yields (path relative to `root`, size in bytes) of every plain file that is not hidden.
-    Follows symlinks, except those that lead back to a folder that contains them."""
+    """Yields (path relative to `root`, size in bytes) of every plain file below `root` that is not
+    hidden. Follows symlinks, except those that lead back to a folder that contains them."""
     status = root.stat()
     todo = [("", {(status.st_dev, status.st_ino)})]
     while todo:
@@ -153,8 +152,8 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
             notes,
         )
 
-    # Each top folder is a class from here on, so an image outside the top folders has no class and
-    # is not used.
+    # If the images have classes, each direct subfolder of the source is one class. Images directly
+    # in the source have no class, so they are not used.
     in_root = files_by_folder.pop("", [])
     if in_root and not files_by_folder:
         raise UserError(
@@ -176,11 +175,11 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
 
 
 Files = list[tuple[str, int]]
-"""(name relative to the source, size in bytes) of each file"""
+"""List of files, each as (path relative to the source, size in bytes)."""
 
 
 def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]]:
-    """Returns the tars directly in the folder `path`, and a mapping: name of a top folder -> all
+    """Returns the tars directly in the folder `path`, and a dict: name of a direct subfolder -> all
     images below it; the name "" stands for images directly in `path`. Counts all other files in
     `unused`."""
     tars = []
@@ -276,8 +275,8 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
         labelled_rows = [(f"source={path}: row {i}", label) for i, label in enumerate(labels)]
         names = name_classes(labelled_rows, classes, class_names)
 
-    # Put the hash by which `datasets` identifies the data into the key of each image: the keys of
-    # all images identify a job, and row numbers alone are equal for any two data sets of the same
+    # Put the hash by which `datasets` identifies the data into each image's key. A job recognises
+    # its images by their keys, and row numbers alone are equal for any two data sets of the same
     # length.
     fingerprint = dataset._fingerprint
     entries = [

@@ -26,8 +26,9 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
     """Lists the images of WebDataset tars. A sample's key is the file name up to its first dot, its
     label the integer in `<key>.cls`; with classes="none" all labels are 0.
 
-    Raises ValueError for a tar that is truncated or damaged, unless `allow_cut`; for a sample with
-    two images or without a label; and for a label that `name_classes` refuses.
+    Raises ValueError for a tar that is truncated or damaged, unless `allow_cut` is true; for a
+    sample with two images or without a label; and for a label that is no valid class index (see
+    `name_classes`).
     """
     labelled = classes != "none"
     entries: list[ImageEntry] = []
@@ -64,12 +65,13 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
 def name_classes(
     labels: list[tuple[str, Any]], classes: int | str, names: list[str] | None = None
 ) -> list[str]:
-    """Checks `labels`, pairs of (image, label), and returns the names of all classes: `names`,
-    which the source gives, or else the numbers from 0 as text. The number of classes is the length
-    of `names`, or else `classes`; if neither gives the number, it is the largest label plus one.
+    """Checks `labels`, pairs of (image, label), and returns the names of all classes: `names` if
+    the source gives names, else the numbers from 0 as text. The number of classes is the length of
+    `names`, or else `classes`; if neither gives the number, it is the largest label plus one.
 
-    Raises ValueError unless each label is an integer from 0 to the number of classes minus 1; if
-    neither `names` nor `classes` gives that number, to the number of images minus 1.
+    Raises ValueError unless each label is an integer of 0 or more, and less than the number of
+    classes. If neither `names` nor `classes` gives that number, a label must be less than the
+    number of images.
     """
     stated = len(names) if names else classes
     limit = stated if isinstance(stated, int) else len(labels)
@@ -89,7 +91,7 @@ def make_entry(
     file: Path, stream: BinaryIO, key: str, sample: Sample, labelled: bool, unused: Unused
 ) -> ImageEntry | None:
     """Returns the image of a sample, or None if the sample has no image. Raises ValueError if the
-    sample has two images, or if it lacks a label although the set is `labelled`."""
+    sample has two images, or if `labelled` is true and the sample has no label."""
     images = [member for extension, member in sample.items() if is_image(extension)]
     if len(images) > 1:
         raise UserError(
@@ -190,8 +192,8 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
                 raise UserError(explain_no_tar(file, stream)) from error
             damaged = True
 
-        # Let `end` be the offset at which the end marker begins, or the damage if there is no
-        # marker.
+        # Let `end` be the offset at which the end marker begins; if there is no end marker, the
+        # offset at which the file is cut or damaged.
         end = start if tar is None else min(tar.offset, size)
         start = skip_zeros(stream, end)
         if damaged or start - end < 2 * BLOCK_BYTES:
