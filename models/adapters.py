@@ -38,9 +38,9 @@ class LoraLinear(Adapted):
     """A linear layer to which a trained product of low rank is added: `W x + b + alpha/rank · B A
     x`.
 
-    Hu et al. 2021, https://arxiv.org/abs/2106.09685. A (R, I) starts as in PEFT and B (O, R) at
-    zero, so the layer starts unchanged. Both are fp32 parameters, whatever the dtype of
-    `base_layer`.
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685. A (R, I) starts with random values
+    (Kaiming-uniform, as in the library PEFT), and B (O, R) with zeros, so the layer's outputs are
+    unchanged at the start. Both are fp32 parameters, whatever the dtype of `base_layer`.
     """
 
     base_layer: nn.Linear

@@ -1,9 +1,9 @@
 """Frozen autoencoders with one interface: they turn images in [-1, 1] into raw latents (mean and
 std) and back.
 
-"Raw" latents are the encoder's outputs before any scaling, shift or normalisation; the numbers for
-these are in the manifest of a latent set. Letters: B samples, C latent channels, h w latent size, H
-W image size.
+"Raw" latents are the encoder's outputs before any scaling, shift or normalisation; the manifest of
+a latent set stores the numbers for these three steps. Letters: B samples, C latent channels, h w
+latent size, H W image size.
 """
 
 from __future__ import annotations

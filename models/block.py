@@ -58,7 +58,8 @@ class Block(nn.Module):
 
     The residual stream is `residual + gate·branch`. A block first adds the incoming branch, which
     the layer *before* the block computed, in the same operation that also normalises the sum
-    (`add_norm`). It returns the branch of its own last layer with the gate, not yet added. The
+    (`add_norm`). The block returns the branch of its own last layer and that branch's gate; the
+    next block adds the branch. `cond` (B, M, D) holds scale, shift and gate of each layer. The
     residual that the block returns is never normalised: if the gates in `cond` are 0, the block
     leaves the stream unchanged.
 

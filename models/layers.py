@@ -44,8 +44,8 @@ def init_linear(layer: nn.Linear) -> None:
 
 
 class Layer(nn.Module):
-    """Base class of mixers and MLPs. `init_weights` and `flops` assume that all direct children are
-    nn.Linear; a subclass with other parameters or products extends both."""
+    """Base class of mixers and MLPs. Its `init_weights` and `flops` assume that all direct children
+    are nn.Linear; a subclass with other parameters or matrix products extends both methods."""
 
     def init_weights(self) -> None:
         for layer in self.children():
@@ -98,8 +98,8 @@ class LabelEmbedding(nn.Module):
 
 def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]:
     """Returns two tensors of angles, both (L, count) in fp64: the row index of each token times
-    `count` frequencies, and its column index times the same frequencies. These fall from 1 to
-    nearly 1 / base."""
+    `count` frequencies, and its column index times the same frequencies. The frequencies fall from
+    1 to nearly 1 / base."""
     frequencies = base ** -(torch.arange(count, dtype=torch.float64) / count)
     sides = [torch.arange(side, dtype=torch.float64) for side in grid]
     axes = torch.meshgrid(*sides, indexing="ij")

@@ -99,8 +99,9 @@ def compute_backward(
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of branch, the gradient of residual, and the gradients of gate, scale
-    and shift stacked in one tensor (B, 3, D). These three are sums over tokens of d·branch,
-    dh·normed and dh, where d is the gradient of z, and `normed` is the normed z."""
+    and shift stacked in one tensor (B, 3, D). The gradient of gate is the sum over tokens of
+    d·branch, that of scale the sum of dh·normed, and that of shift the sum of dh. Here dh is the
+    gradient of h, d the whole gradient of z, and `normed` is norm(z)."""
     dh = upcast(dh if h_rows is None else dh.index_select(1, h_rows))
     stream_branch = branch if branch_rows is None else branch.index_select(1, branch_rows)
     x = upcast(z)
@@ -137,8 +138,8 @@ backward_operator = register(
 
 
 def compute(*inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[Any, ...]]:
-    """Returns (h, z), and a tuple of the values that the backward pass needs: the arguments of
-    `backward_operator` that follow dh and dz, in this order."""
+    """Returns (h, z), and a tuple of the values to save for the backward pass: all arguments of
+    `backward_operator` after dh and dz, in the order of its schema."""
     branch, gate, residual, scale, _, *rows, _, _, centred = inputs
     h, z, rstd = operator(*inputs)
     return (h, z), (z, branch, gate, scale, *rows, rstd, residual.dtype, centred)
@@ -187,7 +188,7 @@ def fused_add_norm(
         )
     vectors = [t if t.stride(-1) == 1 else t.contiguous() for t in (gate, scale, shift)]
 
-    # Dynamo refuses the same tensor as two inputs, so pass a copy.
+    # torch.compile (Dynamo) refuses to pass one tensor as two inputs of an operator, so copy it.
     if h_rows is not None and h_rows is branch_rows:
         h_rows = h_rows.clone()
     return differentiable_add_norm(

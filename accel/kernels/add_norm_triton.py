@@ -1,14 +1,17 @@
-"""Triton kernels of `add_norm`. Only code that launches or compiles them imports this module.
+"""Triton kernels of `add_norm`: z = residual + gate·branch, h = norm(z)·(1 + scale) + shift
+(add_norm.py). Only code that launches or compiles the kernels imports this module, because it needs
+Triton.
 
-The kernels read and write each element only once. With a 16-bit branch and an fp32 stream this is
-12 bytes for each token and channel in the forward pass, and 18 in the backward pass. A row is a
-token. A tile holds some rows of one sample with all D channels; the norm's statistics come from the
-stored z. A program of the backward pass takes a stretch of consecutive rows of one sample, and
-keeps its sums for the gradients of gate, scale and shift in registers, so there are no atomics, and
-equal runs give equal bits.
+The kernels read each input element once and write each output element once. With a 16-bit branch
+and an fp32 residual, they move 12 bytes per token and channel in the forward pass, and 18 in the
+backward pass. The norm is computed from z after z is rounded to the dtype in which it is stored. A
+program of the backward pass takes consecutive tokens of one sample, and sums their parts of the
+gradients of gate, scale and shift in registers. So there are no atomics, and equal runs give equal
+bits.
 
-Letters: B samples, L tokens, D width. A tile has BLOCK_L rows, and its columns come in two powers
-of two, BLOCK_D and REST: 768 = 512 + 256.
+Letters: B samples, L tokens, D width. A row is a token, a column is a channel. A tile has BLOCK_L
+rows of one sample with all D columns. Triton needs sizes that are powers of two, so the columns are
+split into BLOCK_D and REST: 768 = 512 + 256.
 """
 
 # Switch the checks below off in this file. Pyright does not know that the launch of a kernel turns
@@ -102,7 +105,8 @@ def add_norm_kernel(
     SCALE += b * scale_stride
     SHIFT += b * shift_stride
 
-    # Add the gated branch to the stream: z = residual + gate · branch, in each part of the columns.
+    # Add the gated branch to the residual stream, z = residual + gate·branch, first in the BLOCK_D
+    # columns, then in the REST columns.
     z = add_branch(BRANCH, GATE, RESIDUAL, Z, rows, branch_rows, row, c, D)
     if REST > 0:
         c_rest = BLOCK_D + tl.arange(0, REST)
@@ -264,8 +268,8 @@ def add_norm_backward_kernel(
 
 
 def choose_tile(dim: int, backward: bool = False) -> dict[str, int]:
-    """Chooses the tile for rows of `dim` columns; returns its sizes and the number of warps as
-    arguments of a launch.
+    """Chooses the tile of a kernel for D = `dim` columns; returns the tile's sizes and the number
+    of warps as keyword arguments of the launch.
 
     The columns are split into BLOCK_D, the largest power of two up to `dim`, and REST, the
     remaining columns rounded up to a power of two. So with 384, 768 or 1,152 columns (1,152 = 1,024

@@ -58,9 +58,9 @@ def bidirectional_ssd(
 
     If z and `norm_weight` are given, the result is gated, and normed per head:
     `rms_norm(y·silu(z))·norm_weight`. Decays and their sums are fp32; matrix products and the
-    result have the dtype of x. The work is quadratic only inside a piece of 64 tokens, and so
-    linear in L up to 1,024 tokens. The models always pass z; only scripts.bench leaves it out, to
-    compare with other packages.
+    result have the dtype of x. A sequence of up to 1,024 tokens is cut into pieces of 64 tokens;
+    the work is quadratic only inside a piece, and so grows linearly with L. The models always pass
+    z; only scripts.bench leaves it out, to compare with other packages.
     """
     refuse_empty("bidirectional_ssd", x)
     length = x.shape[1]
@@ -125,8 +125,8 @@ def scan_in_chunks(
     )
     y = upcast(inside).unflatten(0, (batch, -1))
 
-    # For each direction, add what a token reads from the states that the chunks before its own
-    # chunk (direction 0) or after its own chunk (direction 1) leave.
+    # For each direction, add the values that each token reads from the state that arrives at its
+    # chunk: from the chunks before (direction 0) or from the chunks after (direction 1).
     to_edge, decays = compute_chunk_decays(steps, sums)
     to_edge, decays, reach = (
         t.unflatten(0, (batch, -1)).unbind(2) for t in (to_edge, decays, sums.exp2())
@@ -164,11 +164,10 @@ def carry_states(
     C_out: Tensor,
     backward: bool,
 ) -> Tensor:
-    """Returns what the chunks before a token's own chunk (after its own chunk, if `backward`)
-    contribute to the token's y, (B, C, T, K, P) in fp32.
-
-    Each chunk multiplies the state (N, P) of a head that arrives by `decays` (B, C, K), and adds
-    its own tokens to the state with weights `to_edge` (B, C, K, T). A token reads the state that
+    """Returns the contributions to each token's y that come from the chunks before the token's own
+    chunk (if `backward`, from those after it), (B, C, T, K, P) in fp32. Each head has a state (N,
+    P), which passes from chunk to chunk: a chunk multiplies the state by `decays` (B, C, K), and
+    then adds its own tokens with weights `to_edge` (B, C, K, T). A token reads the state that
     arrives at its chunk with weight `reach` (B, C, K, T). States are summed in fp32; products run
     in the dtype of x.
     """

@@ -1,17 +1,18 @@
 """Triton kernel of `bidirectional_ssd` for up to 512 tokens: one masked product of all pairs of
 tokens covers both directions.
 
-s⁺ are the running sums of log decays from the start (direction 0), s⁻ those from the end
-(direction 1), in units of log2 (ssd_decays.py):
+s⁺ are the running sums of log decays from the start (direction 0), s⁻ those from the end (direction
+1), all as base-2 logarithms (ssd_decays.py):
 
     y = M x + D x,   M_ij = exp2(s⁺_i - s⁺_j)·(C⁺_i·B⁺_j)·step⁺_j  for i ≥ j,
                             exp2(s⁻_i - s⁻_j)·(C⁻_i·B⁻_j)·step⁻_j  for i < j
 
-For a tile of M off the diagonal, the running sum p at a token between rows and columns, the pivot,
-splits the decay into exp2(s_i - p)·exp2(p - s_j). Both exponents are ≤ 0 and clamped, so nothing
-overflows, and the tile needs one exp2 per row and one per column. Only a tile on the diagonal needs
-one exp2 per element and direction. All tiles add to one accumulator: two accumulators, each scaled
-at the end, would take a quarter more registers.
+A tile of M off the diagonal splits each decay at a pivot, a token between the tile's rows and its
+columns: with p the running sum at the pivot, exp2(s_i - s_j) = exp2(s_i - p)·exp2(p - s_j). Both
+exponents are ≤ 0 and clamped, so nothing overflows, and the tile needs only one exp2 per row and
+one per column. A tile on the diagonal has no pivot and needs one exp2 per element and direction.
+All tiles of a row add their products with x to one accumulator, because two accumulators, one per
+direction, take a quarter more registers.
 
 The backward pass is in bidirectional_ssd_backward_triton.py.
 

@@ -88,8 +88,8 @@ def compute_states_gradients(
 
 
 def compute_read(y: Tensor, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Adds to y what each token reads from the state that arrives at its chunk. Returns the sum,
-    and `inputs` (states, C_out and weights), which the backward pass needs."""
+    """Adds to y the value that each token reads from the state that arrives at its chunk. Returns
+    the sum, and `inputs` (states, C_out and weights), which the backward pass needs."""
     return ssd_read(*inputs, y, None)[0], inputs
 
 
@@ -115,8 +115,8 @@ def add_between_chunks(
     C_out: Float[Tensor, "S T 2 N"],
     batch: int,
 ) -> Float[Tensor, "S T K P"]:
-    """Returns y plus the contributions of the other chunks of the same sample; the y given contains
-    only the contributions of each token's own chunk. `batch` is the number of samples B."""
+    """Takes y with the contributions of each token's own chunk, and returns it with those of all
+    other chunks of the same sample added. `batch` is the number of samples B."""
     to_edge, decays = compute_chunk_decays(steps, sums)
     added = differentiable_states(x, B_in, to_edge).unflatten(0, (batch, -1))
     decays = decays.unflatten(0, (batch, -1))[..., None, None]

@@ -96,7 +96,8 @@ def ssd_read_kernel(
     out = tl.zeros([BLOCK, P], tl.float32)
 
     # If INSIDE (the contributions of the chunk's own tokens) is given, start the output from it. If
-    # OTHER is given, load it: DOTS gets its dot product with each read.
+    # OTHER is given, load it: DOTS receives the dot product of each token's OTHER with the value
+    # that the token reads from the state.
     if INSIDE is not None:
         out += tl.load(
             INSIDE + here + t[:, None] * (K * P) + p[None, :], mask=inside[:, None], other=0.0

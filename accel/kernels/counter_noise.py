@@ -28,8 +28,8 @@ MASK = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
-    """Uses of random numbers; each use has independent numbers at every stream position. If a value
-    changes, the random numbers of every run change."""
+    """Uses of random numbers; each use has independent numbers at every stream position. The hash
+    contains the use's number, so a changed number changes the random numbers of every run."""
 
     NOISE = 0
     TIME = 1
@@ -71,8 +71,8 @@ def philox(
     return c0, c1, c2, c3
 
 
-# The next three functions define the draws. Each returns (B, W) numbers: W = `words` for each of
-# the B samples, whose stream positions are in `position`.
+# The functions draw_bits, draw_uniform and draw_normal define the draws. Each returns W = `words`
+# numbers for each of the B samples, whose stream positions are in `position`.
 def draw_bits(seed: int, purpose: int, position: Tensor, words: int) -> Int[Tensor, "B W"]:
     lanes = -(-words // 4)
     c0 = torch.arange(lanes, device=position.device).expand(len(position), lanes)

@@ -91,8 +91,8 @@ def counter_noise_kernel(
     elif KIND == 1:
         tl.store(out, to_uniform(bits), mask=i < words)
     else:
-        # Box–Muller: normal numbers i and half + i have the same radius and angle; random word i
-        # gives the radius, word half + i the angle.
+        # Box–Muller makes two normals from two random words: word i gives the radius, word half + i
+        # the angle. Normal i is radius·cos(angle), normal half + i is radius·sin(angle).
         radius = tl.sqrt(-2.0 * tl.log(to_uniform(bits)))
         x, y = compute_cos_and_sin(to_uniform(philox_word(i + half, purposes, low, high, k0, k1)))
         tl.store(out, radius * x, mask=(i < half) & (i < words))

@@ -100,7 +100,7 @@ def gated_norm_backward_kernel(
 
     dz = dgated * y * sigmoid * (1.0 + z * (1.0 - sigmoid))
 
-    # dz may be a slice of a larger tensor, as z may, so dz has strides of its own.
+    # dz may be a slice of a larger tensor, so compute its addresses from the strides of dz.
     there = b * dz_batch + t[:, None] * dz_token + k * P + p[None, :]
     tl.store(DZ + there, dz.to(DZ.dtype.element_ty), mask=mask)
 

@@ -101,11 +101,11 @@ def make_differentiable(
     the backward pass needs. `gradients(*gradients of the results, *needed)` returns the gradients
     of the first inputs, in any dtype; the remaining inputs get None. If `zeros`, `gradients` gets a
     tensor of zeros as the gradient of an unused result, otherwise None. The function has no
-    autocast rule, because such a rule casts fp32 inputs too.
+    autocast rule, because such a rule also casts the inputs that must stay fp32.
     """
 
     class Function(torch.autograd.Function):
-        """The operator as an autograd function, which PyTorch can differentiate once."""
+        """The operator as an autograd function with a first derivative, but no second."""
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:

@@ -51,9 +51,9 @@ def qk_rope(
     eps: float = 1e-6,
 ) -> Heads:
     """Splits qkv into queries, keys and values, each (B, K, L, P). Returns queries and keys after
-    RMSNorm (Zhang & Sennrich 2019; weight None: no norm) and rotation (`rotations` None: none), and
-    unchanged values. In `rotations` both channels of a pair must have the same angle, because the
-    kernel reads only that of the first."""
+    RMSNorm (Zhang & Sennrich 2019; weight None: no norm) and rotation (`rotations` None: no
+    rotation), and unchanged values. In `rotations` both channels of a pair must have the same
+    angle, because the kernel reads only that of the first."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     return (
         norm_and_rotate(q, q_weight, rotations, eps),

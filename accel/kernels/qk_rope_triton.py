@@ -33,7 +33,7 @@ WARPS = 4
 @triton.jit
 def rotate_pairs(x, cosine, sine, BLOCK_L: tl.constexpr, P: tl.constexpr):
     """Rotates each pair of neighbouring channels of x by an angle; `cosine` and `sine` (BLOCK_L, P
-    / 2) are those of the angles."""
+    / 2) hold the cosine and the sine of each token's and pair's angle."""
     first, second = tl.split(tl.reshape(x, [BLOCK_L, P // 2, 2]))
     return tl.reshape(
         tl.join(first * cosine - second * sine, second * cosine + first * sine), [BLOCK_L, P]
@@ -71,7 +71,7 @@ def qk_rope_kernel(
     source = QKV + ((b * L + t[:, None]) * 3 + is_key) * (K * P) + p[None, :]
     here = (b * L + t[:, None]) * (K * P) + p[None, :]
 
-    # Load weight and rotations once, before the loop over heads.
+    # Load weight and rotations once, before the loop over heads, because all heads share them.
     if Q_WEIGHT is not None:
         weight = tl.load(Q_WEIGHT + p).to(tl.float32)
         if is_key == 1:
