@@ -16,9 +16,9 @@ LINE_INTERVAL_SECONDS = 10.0
 
 
 class Progress:
-    """Shows how much of `total` is done: with a tqdm bar on a terminal; without a terminal, if
-    `plain`, with a printed line every `LINE_INTERVAL_SECONDS`. If `lasting`, the finished bar stays
-    on the screen."""
+    """Shows how much of `total` is done, unless `silent`. On a terminal it shows a tqdm bar, which
+    stays on the screen at the end if `lasting`. Elsewhere it prints a line every
+    `LINE_INTERVAL_SECONDS`, or nothing with `plain=False`."""
 
     def __init__(
         self,

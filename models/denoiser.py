@@ -88,8 +88,9 @@ class Denoiser(nn.Module):
         hidden = 32 * round(mlp_ratio * dim / 32)
         takes_layer = "layer" in inspect.signature(mixer).parameters
 
-        # Build the blocks. Each block adds the last branch of the previous block to the stream, so
-        # it gets the order that the tokens of this branch have.
+        # Build the blocks. A block returns the output of its last layer in the token order of that
+        # layer (`leaving`; None: the order of the residual stream). The next block adds this output
+        # to the residual stream, so it needs `leaving` to permute the tokens back.
         self.blocks = nn.ModuleList()
         leaving = None
         for number in range(depth):

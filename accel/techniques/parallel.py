@@ -1,12 +1,12 @@
 """Data parallelism over several processes, by torch.distributed: each process takes its share of
 every batch.
 
-`ddp` (Li et al. 2020, https://arxiv.org/abs/2006.15704): every process has the whole model, and
-all-reduces average gradients during the backward pass. `fsdp` (FSDP2, `fully_shard`): all processes
-shard parameters, gradients, moments and averages; a block gathers its parameters for its forward
-and its backward pass. `hsdp`: groups of `shard_degree` processes shard, and the groups replicate.
-It costs communication, with fsdp two gathers for each block and step. Its speed is not measured
-yet.
+`ddp` (Li et al. 2020, https://arxiv.org/abs/2006.15704): every process has the whole model; during
+the backward pass, an all-reduce averages the gradients. `fsdp` (FSDP2, `fully_shard`): parameters,
+gradients, optimizer moments and EMA weights are sharded over all processes; each block all-gathers
+its parameters for its forward pass and again for its backward pass. `hsdp`: like fsdp within each
+group of `shard_degree` processes; each group holds one replica of the model. It costs
+communication, with fsdp two all-gathers for each block and step. Its speed is not measured yet.
 """
 
 from __future__ import annotations

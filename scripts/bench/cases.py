@@ -35,7 +35,8 @@ from training.config.schema import refuse_values
 
 SETTINGS = TABLES["settings"]
 ATTENTION_FAMILY = "dit"
-"""Name of the family of models with attention, with which `mixers` compares all other families."""
+"""Model family with attention. The command `python -m scripts.bench mixers` compares every other
+family with it."""
 PRECISIONS = TABLES["precisions"]
 TECHNIQUE_EXCEPTIONS = TABLES["techniques"]
 CALIBRATED_FAMILIES = {"mamba": "", "ssd_mlp": "", ATTENTION_FAMILY: ""}

@@ -13,9 +13,9 @@ CARD = CARDS["h100"]
 
 
 def count_savings(case: Case, cfg: BenchConfig) -> Figures:
-    """Forecasts, for the case's overrides and for its baseline on an H100, the bytes at the peak of
-    a step and the bytes of `activations` that are kept for the backward pass. Returns these bytes,
-    and their relative changes from the baseline to the case."""
+    """Forecasts memory on an H100 for the case's overrides and for its baseline: the peak bytes of
+    a step, and the bytes of activations kept for the backward pass. Returns these four figures, and
+    the two relative changes from the baseline to the case."""
     figures: Figures = {}
     for prefix, words in (("baseline_", case.baseline), ("", case.overrides)):
         plan = forecast(make_question(compose(words).cfg, CARD.memory))

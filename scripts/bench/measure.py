@@ -68,8 +68,9 @@ def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
 
 
 def find_emulated(words: Words, device: torch.device) -> Words:
-    """Returns the overrides among `words` whose instructions this CPU lacks and emulates; none
-    unless `words` contain `EMULATE_OVERRIDE`."""
+    """Returns the overrides among `words` that this CPU has no instructions for, and that PyTorch
+    emulates in software. Returns none on other devices, or if `words` lack the override
+    `runtime.on_unavailable=emulate`."""
     if EMULATE_OVERRIDE not in words or device.type != "cpu":
         return []
     emulable = {kind.make_override(value) for kind in TECHNIQUES for value in kind.emulated}

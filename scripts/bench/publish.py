@@ -193,8 +193,8 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
 
 
 def write_figures(page: Page, docs: Path) -> None:
-    """Writes the results of a page as JSON. An entry lists hardware, versions or code only where
-    they differ from those of the newest entry."""
+    """Writes the results of a page as JSON: under `environment` the hardware, versions and git
+    commit of the newest entry; under `measured`, in every other entry, the values that differ."""
     entries = []
     for entry, run in page.results:
         different = {key: value for key, value in run.items() if page.newest.get(key) != value}

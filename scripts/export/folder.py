@@ -84,8 +84,8 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
-    # In the configuration, replace a layer's `_target_` by the name of its class, because the
-    # exported file of code contains that class.
+    # In config.json, name the classes of the mixer and the MLP instead of their `_target_`, because
+    # the exported modelling file contains these classes: `join_sources` copies those in `kinds`.
     kinds = []
     for key in [key for key in ("mixer", "mlp") if key in node]:
         layer = dict(node[key])
@@ -133,8 +133,8 @@ def name_autoencoder(trained: TrainedModel) -> str:
 
 
 def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
-    """Returns name of each block of the autoencoder that has a global branch of TAEF2 -> [hidden
-    channels, channels] of the branch. The classes of diffusers have no such branches."""
+    """Returns a dict: name of each block of the autoencoder that has a global branch of TAEF2 ->
+    [hidden channels, channels] of the branch. The classes of diffusers have no such branches."""
     vae = getattr(trained.autoencoder, "vae", nn.Identity())
     end = ".pool.0.weight"
     return {
@@ -145,6 +145,5 @@ def find_branches(trained: TrainedModel) -> dict[str, list[int]]:
 
 
 def can_be_included(trained: TrainedModel) -> bool:
-    """Returns whether the folder can contain the autoencoder: not if it is a class that the user
-    wrote."""
+    """Returns whether the folder can contain the autoencoder: False if the user wrote its class."""
     return isinstance(trained.autoencoder, PixelAutoencoder) or hasattr(trained.autoencoder, "vae")

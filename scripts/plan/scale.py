@@ -23,17 +23,18 @@ from training.environment import CARDS, GIB, Card
 from training.weights.adapter_base import compose_pretrained
 
 LEAST_EFFICIENCY = 0.8
-"""A kind of parallelism ("way") pays at N GPUs if these reach at least this share of N times the
-speed of one GPU."""
+"""A kind of parallelism (ddp, fsdp or hsdp) pays with N GPUs if their samples per second are at
+least this share of N times those of one GPU."""
 WAYS = ("ddp", "fsdp", "hsdp")
 HEADS = ("way", "GPUs", "ms/step", "samples/s", "of ideal", "GiB a GPU", "")
 GPUS_A_MACHINE = 8
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients that ddp reduces at a time (runtime.parallel.bucket_cap_mb)."""
+"""Bytes of gradients in one all-reduce of ddp: the default of runtime.parallel.bucket_cap_mb."""
 HOP_SECONDS = 1e-6
-"""Seconds of latency from GPU to GPU inside a machine, of the order of NCCL's own tables."""
+"""Assumed latency, in seconds, of one message between two GPUs of a machine: about the value in
+NCCL's tuning tables."""
 MACHINE_HOP_SECONDS = 5e-6
-"""Seconds of latency from machine to machine."""
+"""Assumed latency, in seconds, of one message between GPUs of two machines."""
 
 
 Share = Annotated[float, Gt(0), Le(1)]
@@ -41,16 +42,18 @@ Share = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    """Keys of the command; any other argument is an override of the training configuration."""
+    """Keys of the command `scale`; any other argument is an override of the training
+    configuration."""
 
     gpus: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 64, 256, 1024])
     batch_per_gpu: int = 32
     hardware: str = "h200"
     mfu: Share | None = None
-    """Model FLOPs utilisation of one GPU, from a run's summary or `bench step`."""
+    """Model FLOPs utilisation of one GPU: the share of its peak FLOP/s, as a run's summary or
+    `python -m scripts.bench step` reports it."""
 
     def check(self) -> None:
-        """Checks the keys; ValueError for values for which no prediction is possible."""
+        """Raises ValueError if the keys allow no prediction, for example if `mfu` is missing."""
         if not self.gpus or min(self.gpus) < 1 or self.batch_per_gpu < 1:
             raise UserError(
                 f"gpus={self.gpus} and batch_per_gpu={self.batch_per_gpu} must be at least 1."
@@ -64,16 +67,17 @@ class ScaleConfig:
 
 
 def find_card(hardware: str) -> Card:
-    """Returns the figures of the GPU model `hardware`. ValueError if the table `CARDS` does not
-    have this model."""
+    """Returns the entry of the table `CARDS` for the GPU model `hardware`: memory, peak FLOP/s and
+    bandwidths. ValueError if the table does not have this model."""
     if hardware not in CARDS:
         raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
     return CARDS[hardware]
 
 
 def scale(cfg: ScaleConfig, words: list[str]) -> str:
-    """Returns a table with a row for each kind of parallelism (`WAYS`) and number of GPUs, and
-    sentences that say up to how many GPUs each kind pays."""
+    """Returns a table with a row for each kind of parallelism (`WAYS`) and number of GPUs, and a
+    sentence for each kind: the largest number of GPUs at which it reaches `LEAST_EFFICIENCY` and
+    the model fits the memory."""
     cfg.check()
     assert cfg.mfu is not None
     card = find_card(cfg.hardware)
@@ -85,7 +89,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     flops = count_passes(model) * model.flops_per_sample()
 
-    # Describe the computation and the communication of one GPU in a step.
+    # Collect what one GPU computes and sends in a step.
     compute = flops * cfg.batch_per_gpu / (card.flops_16bit * cfg.mfu)
     width = 2 if train.runtime.parallel.reduce_dtype.value == "bf16" else 4
     step = Step(compute, parameters, width, model.depth + 1)
@@ -134,8 +138,8 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
 
 
 def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
-    """Changes a forecast's question from one GPU to `gpus` GPUs with the parallelism `way`; each
-    GPU keeps its batch, so the batch of the run grows."""
+    """Returns the `Question` for a run on `gpus` GPUs with the parallelism `way`, from the question
+    for one GPU. Each GPU keeps its batch, so the batch of the run grows."""
     parallel = replace(question.cfg.runtime.parallel, mode=ParallelMode(way))
     runtime = replace(question.cfg.runtime, parallel=parallel)
     batch_size = question.cfg.batch_size * gpus
@@ -144,9 +148,9 @@ def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
 
 
 def describe_range(good: list[int], worse: list[int]) -> str:
-    """Describes up to how many GPUs a kind of parallelism pays. `good` are the numbers of GPUs at
-    which it pays and fits, `worse` the numbers at which its efficiency is below
-    `LEAST_EFFICIENCY`."""
+    """Says up to how many GPUs a kind of parallelism pays. `good` are the numbers of GPUs at which
+    its efficiency is at least `LEAST_EFFICIENCY` and the model fits the memory; `worse` are those
+    at which the efficiency is lower."""
     if not good:
         return "does not pay, or does not fit, at any of these sizes"
     beyond = [gpus for gpus in worse if gpus > good[0]]
@@ -155,16 +159,16 @@ def describe_range(good: list[int], worse: list[int]) -> str:
 
 
 def find_bandwidth(gpus: int, card: Card) -> float:
-    """Returns the bytes per second of a ring of `gpus` GPUs. Each GPU is assumed to have its own
-    network card; across machines, several rings use all network cards at once."""
+    """Returns the bytes per second that pass through a ring of `gpus` GPUs. Each GPU is assumed to
+    have its own network card; across machines, several rings use all network cards at once."""
     if gpus <= GPUS_A_MACHINE:
         return card.intra_bandwidth
     return min(card.intra_bandwidth, GPUS_A_MACHINE * card.inter_bandwidth)
 
 
 def time_gather(size: float, gpus: int, card: Card) -> float:
-    """Estimates the seconds of an all-gather or reduce-scatter of `size` bytes in total over `gpus`
-    GPUs: a ring with gpus - 1 hops."""
+    """Estimates the seconds of an all-gather or reduce-scatter over `gpus` GPUs; `size` is the
+    bytes of the whole tensor. The GPUs form a ring, which the data passes in gpus - 1 hops."""
     if gpus == 1:
         return 0.0
     machines = ceil(gpus / GPUS_A_MACHINE)
@@ -173,8 +177,9 @@ def time_gather(size: float, gpus: int, card: Card) -> float:
 
 
 def time_all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> float:
-    """Estimates the seconds of an all-reduce of `size` bytes over `gpus` GPUs: each GPU sends every
-    byte twice, and each bucket passes a tree with 2 log2(gpus) hops."""
+    """Estimates the seconds of an all-reduce of `size` bytes over `gpus` GPUs at `rate` bytes per
+    second: each GPU sends about 2 * `size` bytes, and each bucket passes a tree with 2 log2(gpus)
+    hops."""
     if gpus == 1:
         return 0.0
     transfer = 2 * (gpus - 1) / gpus * size / rate
@@ -182,10 +187,10 @@ def time_all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> fl
 
 
 class Step(NamedTuple):
-    """Computation and communication of one GPU in a step."""
+    """What one GPU computes and sends in a step."""
 
     compute: float
-    """Seconds of computation."""
+    """Seconds that the GPU computes."""
     parameters: int
     width: int
     """Bytes of one gradient value as GPUs send it: 2 (bf16) or 4."""
@@ -194,8 +199,8 @@ class Step(NamedTuple):
 
 
 def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
-    """Estimates the seconds of a step in which GPUs only communicate, because no computation hides
-    the communication; `way` is ddp, fsdp or hsdp."""
+    """Estimates the seconds of a step in which a GPU waits for communication that no computation
+    hides; `way` is ddp, fsdp or hsdp."""
     if gpus == 1:
         return 0.0
     forward = step.compute / 3
@@ -204,19 +209,21 @@ def time_exposed(way: str, gpus: int, step: Step, card: Card) -> float:
     if way == "ddp":
         buckets = ceil(gradients / BUCKET_BYTES)
         reduction = time_all_reduce(gradients, gpus, find_bandwidth(gpus, card), buckets)
-        # The last bucket starts after the backward pass, so no computation hides it.
+        # The all-reduce of the last bucket starts after the backward pass, so no computation hides
+        # it.
         last = reduction / buckets
         return max(0.0, reduction - last - backward) + last
 
-    # The forward pass gathers the parameters of each block; the backward pass gathers them again
-    # and reduces their gradients.
+    # fsdp and hsdp wrap `calls` modules: the blocks and the root. GPUs all-gather the parameters of
+    # each module in the forward pass and again in the backward pass, and reduce-scatter its
+    # gradients once.
     calls = step.scatters
     shards = gpus if way == "fsdp" else min(gpus, GPUS_A_MACHINE)
     one_gather = time_gather(4.0 * step.parameters / calls, shards, card)
     gathers = calls * one_gather
     reduction = calls * time_gather(gradients / calls, shards, card)
-    # After the reduce-scatter, hsdp all-reduces each shard between the machines, through all
-    # network cards at once.
+    # hsdp shards only within a machine, so after the reduce-scatter it all-reduces each shard
+    # between the machines, through all network cards at once.
     if way == "hsdp":
         reduction += time_all_reduce(
             gradients / shards, gpus // shards, card.inter_bandwidth, calls

@@ -1,11 +1,11 @@
 """Measures which techniques make a run's step fastest on this machine. Before training with
 `runtime=auto`, training/tune.py starts this file with a job file that describes the run.
 
-The search tries one candidate after the other, and each technique's values on top of the best
-candidate so far. Each candidate builds and warms up the whole step in its own process (this file
-again), so that one that crashes, hangs or exhausts the memory ends only itself. A candidate may
-change how a step is computed, but not its result: its losses must match those of the given
-settings, within the tolerances that the techniques state.
+A candidate is a combination of runtime keys. The search goes through the techniques and tries each
+technique's values on top of the best candidate so far. Each candidate builds and warms up the whole
+step in its own process (this file again), so a candidate that crashes, hangs or exhausts the memory
+does not end the search. A candidate may change how a step is computed, but not its result: its
+losses must match those of the first candidate, within the tolerances that the techniques state.
 """
 
 from __future__ import annotations
@@ -47,33 +47,34 @@ from training.environment import GIB, memory_of, set_deterministic
 from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
 
 NEEDED_SHARE = 0.98
-"""A candidate replaces the best one so far only if its step time is below this share of the
-best."""
+"""A candidate replaces the best one so far only if its step takes less than this share of the best
+one's time; a smaller gain may be noise."""
 CANDIDATE_SHARE = 0.75
-"""Share of the remaining time that one candidate may take, so that a candidate that hangs leaves
-time for other candidates."""
+"""Share of the remaining time that each candidate after the first may take, so that a candidate
+that hangs leaves time for other candidates."""
 USABLE_MEMORY = 0.95
 """Largest share of the device's memory that a step may need, according to the forecast."""
 TOO_LATE = "the budget was over before it was measured"
 PROBE_STEPS = 3
-"""Number of steps whose losses and gradient norms are compared with those of the first
-candidate."""
+"""Number of steps of each candidate whose losses and gradient norms are compared with those of the
+first candidate."""
 MAX_TIMED_STEPS = 16
 """Largest number of a candidate's steps that are timed."""
 GPU_STEPS_AT_A_TIME = 4
-"""Number of steps on a GPU that are timed together, so that launches run ahead as they do in
-training."""
+"""Number of steps on a GPU between two readings of the clock. Within them the host launches kernels
+ahead of the GPU, as it does in training."""
 LEAST_TOLERANCE = 1e-3
-"""Relative difference of losses and gradient norms that is allowed for every candidate: another
-order of sums causes as much after a few updates."""
+"""Relative difference from the first candidate's losses and gradient norms that every candidate may
+have: adding the same numbers in another order causes as much after a few updates."""
 Changes = dict[str, Any]
-"""Changes to a run: runtime key or accumulation_steps -> new value, in types of JSON."""
+"""Changes to a run: name of a runtime key, or accumulation_steps -> new value, of a type that JSON
+has."""
 
 
 class Search:
-    """Finds the fastest settings for a job of training/tune.py. The job describes a run on
-    `processes` devices of the same kind; this process uses one of them, until `deadline`, a time of
-    time.monotonic()."""
+    """Finds the fastest settings for the run that `job`, written by training/tune.py, describes.
+    The run has `processes` devices of the same kind; the search uses one of them, until `deadline`,
+    a time of time.monotonic() in seconds."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self.job = job
@@ -81,20 +82,21 @@ class Search:
         self.device = torch.device(job["device"])
         self.processes: int = job["processes"]
         self.reserved: float = job["resident"]
-        """Bytes on the device that the run will need and that a candidate's step does not have,
+        """Bytes on the device that the run will need but the step of a candidate does not allocate,
         such as resident latents."""
         self.tried: list[dict[str, Any]] = []
         self.tried_configs: list[TrainConfig] = []
         """Configurations of all candidates so far; `time_candidate` tries none of them twice."""
         self.reference: dict[str, Any] = {}
-        """Result of the first candidate that ran, whose losses all others must match; empty
-        before."""
+        """Result of the first candidate that ran; the losses and gradient norms of all later
+        candidates must match it. Empty until a candidate has run."""
         self.longest = 0.0
         """Seconds that the slowest candidate so far took, from its start to its end."""
 
     def run(self) -> dict[str, Any]:
-        """Searches, and returns the fastest candidate, as `words` (overrides) and as `changes` (key
-        -> value), and the list `tried` with the result of every candidate."""
+        """Searches for the fastest candidate. Returns a dict: `words`, the overrides of the fastest
+        candidate; `changes`, the same as key -> value; `tried`, a list with the result of every
+        candidate."""
         best = dict(ChainMap(self.find_fitting(), *(values[0] for values in self.list_ways())))
         fastest = self.time_candidate(best)
 
@@ -118,14 +120,14 @@ class Search:
         return self.job["deadline"] - time.monotonic()
 
     def is_supported(self, changes: Mapping[str, Any]) -> bool:
-        """Tells whether this machine supports the changes."""
+        """Returns whether this machine supports the run with these changes."""
         return is_available(self.cfg, changes, self.device, self.processes)
 
     def find_fitting(self) -> Changes:
-        """Returns changes that make the step fit the memory and keep its result; {} if the step
-        fits, or if no forecast is possible. The forecast includes the run's latents and ddp's
-        copies of the gradients, although candidates hold neither. ValueError if no changes make the
-        step fit."""
+        """Returns changes that lower the memory of a step until it fits the device, and that keep
+        the step's result; {} if the step fits without changes, or if no forecast is possible. The
+        forecast includes the run's latents and ddp's copies of the gradients, although a
+        candidate's process allocates neither. ValueError if no changes make the step fit."""
         memory = memory_of(self.device)
 
         def apply(changes: Mapping[str, Any]) -> TrainConfig:
@@ -153,9 +155,10 @@ class Search:
         return merge_values(taken)
 
     def list_ways(self) -> list[list[Changes]]:
-        """Returns for each technique that the search tries a list of candidates, each the changes
-        of the technique's keys, the present values first. Techniques that launch fewer kernels come
-        first. Techniques that the model does not use are left out."""
+        """Returns a list for each technique that the search tries. It has the technique's
+        candidates, each as key -> value, the run's present values first. The lists of techniques
+        that launch fewer kernels come first. Techniques that the model does not use have no
+        list."""
         values = self.cfg.runtime.values()
         stack = AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
         unused = self.reference.get("unused", ())
@@ -180,7 +183,7 @@ class Search:
             return math.inf
         self.tried_configs.append(cfg)
 
-        # Start the candidate only if the time left suffices for one as slow as the slowest so far.
+        # Start the candidate only if more time is left than the slowest candidate so far took.
         result: dict[str, Any] = {"refusal": TOO_LATE}
         if self.longest < self.seconds_left:
             began = time.monotonic()
@@ -200,9 +203,9 @@ class Search:
         return ms or math.inf
 
     def run_candidate(self, cfg: TrainConfig, asked: list[str]) -> dict[str, Any]:
-        """Runs the configuration `cfg` in its own process and returns the result of `try_out`, or a
-        refusal if the process ends without one; `asked` are the keys whose techniques must be
-        on."""
+        """Runs `try_out` with the configuration `cfg` in its own process and returns its result;
+        or, if the process ends without a result, the reason as `refusal`. `asked` are the keys
+        whose techniques must be on."""
         limit = self.seconds_left * (CANDIDATE_SHARE if self.reference else 1.0)
         until = time.monotonic() + 0.95 * limit
         candidate = {
@@ -223,8 +226,8 @@ class Search:
         return {"refusal": f"its process ended{why}"}
 
     def find_difference(self, result: dict[str, Any]) -> str | None:
-        """Returns a sentence on how a candidate's losses or gradient norms differ from those of the
-        first candidate; None if they match within the tolerance."""
+        """Compares a candidate's losses and gradient norms with those of the first candidate.
+        Returns a sentence on the first difference above the tolerance, or None if there is none."""
         self.reference = self.reference or result
         tolerance = max(result["tolerance"], self.reference["tolerance"])
         for name in ("losses", "norms"):
@@ -238,20 +241,22 @@ class Search:
 
 
 def describe_changes(changes: Changes) -> str:
-    """Formats a candidate's changes as overrides."""
+    """Formats a candidate's changes as overrides in one string; "as given" if there are no
+    changes."""
     return " ".join(format_overrides(changes)) or "as given"
 
 
 def list_micro_batches(cfg: TrainConfig) -> list[Changes]:
-    """Lists the changes that halve the micro-batch or, if accumulation_steps is even, double it."""
+    """Lists the changes of accumulation_steps to try: twice as many, which halves the micro-batch,
+    and half as many, if the number is even, which doubles the micro-batch."""
     steps = cfg.accumulation_steps
     return [{STEPS_KEY: 2 * steps}, *([{STEPS_KEY: steps // 2}] if steps % 2 == 0 else [])]
 
 
 def prepare_candidate(job: Mapping[str, Any]) -> Training:
-    """Assembles for a candidate the training step of one of the run's processes. The latents are
-    normally distributed random numbers; the weights are such that every part of the model affects
-    the loss."""
+    """Builds what one process of the run would train with this candidate's configuration: its share
+    of the batch, without data parallelism, on normally distributed random latents. Adds noise to
+    the initial weights, so that every part of the model affects the loss."""
     cfg = apply_schema(TrainConfig, job["cfg"], [])
     spec = LatentSpec(**job["spec"])
 
@@ -275,8 +280,8 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
     single = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
     training = assemble(single, torch.device(job["device"]), parts=Parts(loader=make_loader))
 
-    # Add noise to the initial weights: a new model returns zero, so its losses hide every error in
-    # a block.
+    # Add noise to the initial weights: a new model returns zero, so its losses would hide every
+    # error in a block.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in training.state.ema.parameters:
@@ -285,10 +290,13 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
 
 
 def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
-    """Warms up and takes a few steps. Returns a dict with their losses and gradient norms, the
-    tolerance, the techniques that the model does not use, and a refusal (None if there is none) if
-    a technique of this candidate is not on. A fused kernel may be off, because a run continues
-    without the kernel."""
+    """Warms up and takes `PROBE_STEPS` steps. Returns a dict. `losses` and `norms` (of the
+    gradients) have a value per step. `tolerance` is the relative difference that these may have
+    from the first candidate's. `unused` lists the keys of techniques that the model does not use.
+
+    `refusal` says which technique of the keys `asked` is not on, or is None. A fused kernel that is
+    off is no reason for a refusal, because a run continues without the kernel.
+    """
     ledger = training.warm_up()
     outputs = [training.take_step() for _ in range(PROBE_STEPS)]
     techniques = [t for t in training.stack.techniques if t.key in asked]
@@ -304,8 +312,8 @@ def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
 
 
 def time_steps(training: Training, until: float) -> list[float]:
-    """Measures the seconds per step at least once, and again until `until`, a time of
-    time.monotonic(), or until `MAX_TIMED_STEPS` steps were timed."""
+    """Times steps at least once, and again until `until`, a time of time.monotonic(), or until
+    `MAX_TIMED_STEPS` steps were timed. Returns the seconds per step of each measurement."""
     steps = GPU_STEPS_AT_A_TIME if training.device.type == "cuda" else 1
     seconds: list[float] = []
 
@@ -319,11 +327,12 @@ def time_steps(training: Training, until: float) -> list[float]:
 
 
 def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Tries one candidate. Returns what `probe_candidate` returns, with the `seconds` per step of
-    each measurement; or only a `refusal`, the reason why the search cannot use the candidate."""
+    """Runs the candidate that `job` describes. Returns the dict of `probe_candidate`, with the
+    `seconds` per step of each measurement; or, if the candidate fails, a dict with only the
+    `refusal`, the reason."""
     try:
-        # Allocate the memory that the run will need besides this step, as a tensor that nobody
-        # reads.
+        # Allocate the bytes that the run will need besides this step, so that a candidate that fits
+        # here also fits in the run. Nothing reads this tensor.
         size = 0 if job["device"] == "cpu" else int(job["held"])
         reserved = torch.empty(size, dtype=torch.uint8, device=job["device"])
         training = prepare_candidate(job)
@@ -339,13 +348,13 @@ def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(file: Path) -> None:
-    """Runs the job that the file describes, a search or one of its candidates, and writes the
-    result or a refusal beside the file."""
+    """Runs the job in `file` (a whole search, or one candidate of it) and writes its result, or the
+    reason why the job was refused, to the same path with the suffix .found."""
     job = read_object(file)
     workers.end_with_parent(job["parent"])
     build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
-    # Pretend that the run's processes exist, so that a search leaves out techniques that need a run
-    # on one process.
+    # Start a fake process group with as many processes as the run has, so that the search leaves
+    # out techniques that need a run on one process.
     if "asked" not in job and job["processes"] > 1:
         dist.init_process_group("fake", rank=0, world_size=job["processes"], store=FakeStore())
     try:

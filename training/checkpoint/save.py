@@ -173,8 +173,9 @@ class Checkpoints:
 
         `run` is the description by `describe_run`; it goes into `state.json`, with the `scores`
         measured at this step (name -> value). All ranks must call the method. A failed save is
-        retried after each of `RETRY_PAUSES`. ValueError if this save, or the one before it, cannot
-        be written; complete checkpoints stay.
+        retried after each of `RETRY_PAUSES`, but not after a timeout. Raises ValueError if the save
+        fails in the end; with `in_background`, the next call of `save` or `finish` raises it. A
+        failed save leaves complete checkpoints as they are.
         """
         self.finish(state.samples)
         staged = stage(state.state_dict(), state.layouts, self.ranks.first, self.in_background)

@@ -23,7 +23,8 @@ ENCODING_TIMEOUT = timedelta(days=7)
 """Timeout of collectives in commands that encode or sample, whose ranks may finish at very
 different times."""
 EXCHANGE_SECONDS = 1.0
-"""Seconds between two exchanges of progress during joint work."""
+"""Seconds between two progress reports that the ranks exchange during `JointWork`; a quarter of its
+`patience` if that is shorter."""
 Result = TypeVar("Result")
 
 
