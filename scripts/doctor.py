@@ -108,8 +108,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
 
 
 def list_ways() -> dict[str, tuple[type[Technique], Value]]:
-    """Returns override that enables a technique, such as runtime.tf32=true -> (the technique's
-    class, the value of its key)."""
+    """Returns a dict: override that enables a technique, such as runtime.tf32=true -> (the
+    technique's class, the value of its key)."""
     from accel.stack import TECHNIQUES
 
     return {
@@ -120,8 +120,8 @@ def list_ways() -> dict[str, tuple[type[Technique], Value]]:
 
 
 def find_capabilities(device: torch.device) -> dict[str, str | None]:
-    """Returns override that enables a technique, such as runtime.tf32=true -> why this machine does
-    not support it; None if it does."""
+    """Returns a dict: override that enables a technique, such as runtime.tf32=true -> the reason
+    why this machine does not support the technique, or None if it does."""
     return {
         word: kind(value, device).find_obstacle() for word, (kind, value) in list_ways().items()
     }
@@ -129,8 +129,8 @@ def find_capabilities(device: torch.device) -> dict[str, str | None]:
 
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
     """Returns the rows of a table, column heads first. A row shows for a technique on which of the
-    GPU models `names` it is available, and what it needs. This machine needs no GPU. ValueError for
-    an unknown name."""
+    GPU models `names` it is available, and what it needs. This machine needs no GPU. Raises
+    ValueError for an unknown name."""
     import torch
 
     from accel.machine import pretend_gpu
@@ -156,7 +156,7 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
 
 def measure_rates(device: torch.device) -> dict[str, float]:
     """Measures the TFLOP/s of a product of square matrices, in each precision that this device
-    supports, and the GB/s of a large copy. Returns name of the rate -> rate."""
+    supports, and the GB/s of a large copy. Returns a dict: name of the rate -> rate."""
     import torch
 
     from scripts.timing import measure_seconds

@@ -83,13 +83,14 @@ class ImportConfig:
     shard_size: Positive = 2048
     block_size: Positive = 256
     check_scale: bool = True
-    """If true, the command refuses a `scale` with which the std of the raw latents differs by a
-    factor of 2.5 or more from the std of the encoder's latents."""
+    """If true, the command stops if the std of the raw latents, which it computes with `scale`, is
+    2.5 or more times as large or as small as the usual std of this encoder's latents, 1 /
+    scaling_factor."""
     device: str = "auto"
 
 
 def check_config(cfg: ImportConfig) -> ImportConfig:
-    """Returns the configuration; ValueError for keys that are missing or wrong."""
+    """Returns the configuration unchanged. Raises ValueError for keys that are missing or wrong."""
     hints = {
         "source": "<file or folder of latents>",
         "out": "<new folder>",
@@ -245,8 +246,8 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
 
 
 def parse_class_index(label: Any, limit: int, where: str) -> int:
-    """Converts a label to its class index; ValueError unless it is a whole number (such as 3.0)
-    from 0 to `limit` - 1."""
+    """Converts a label to its class index. Raises ValueError unless the label is a whole number
+    (such as 3.0) from 0 to `limit` - 1."""
     label = label.tolist() if hasattr(label, "tolist") else label
     while isinstance(label, list) and len(label) == 1:
         label = label[0]
@@ -267,8 +268,8 @@ def parse_class_index(label: Any, limit: int, where: str) -> int:
 
 
 def convert_latents(values: Any, where: str) -> Tensor:
-    """Converts an array to a tensor (C, H, W) in fp32; ValueError unless it has finite
-    floating-point numbers in that shape."""
+    """Converts an array to a tensor (C, H, W) in fp32. Raises ValueError unless the array has
+    finite floating-point numbers in that shape."""
     import torch
 
     kind = getattr(values, "dtype", type(values).__name__)
@@ -324,8 +325,8 @@ def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
-    """Raises a ValueError unless the encoder can have made these latents: it decodes their shape,
-    and their std fits its scaling factor."""
+    """Raises a ValueError unless the encoder can have made these latents: the encoder can decode
+    latents of this shape, and their std fits the encoder's scaling factor."""
     from common.text import shorten_error
 
     latents = chunk["latents"][:4]
@@ -337,8 +338,8 @@ def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Auto
             f"({shorten_error(error)}); name the encoder that made them, or set moments."
         ) from error
 
-    # An encoder's scaling factor is about 1 / std of its latents. So refuse a `scale` that gives
-    # latents with a very different std.
+    # An encoder's scaling factor is about 1 / std of its latents. Refuse a `scale` that gives raw
+    # latents with a very different std, because the user probably gave a wrong value.
     factor = autoencoder.scaling_factor
     if cfg.check_scale and factor:
         spread = float(chunk["latents"].std())

@@ -53,7 +53,7 @@ class SampleConfig(DrawConfig):
     out: str = "samples/samples"
 
     def check(self) -> None:
-        """Checks the keys; ValueError for values with which no sample can be drawn."""
+        """Checks the keys. Raises ValueError for values with which no sample can be drawn."""
         super().check()
         if self.grid and self.format is Format.latents:
             raise UserError(

@@ -40,8 +40,9 @@ def summarise(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def compute_ratios(base: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Returns for each round the speed of `other` relative to `base`, both given as seconds:
-    pairing rounds cancels drift of the machine's speed."""
+    """Returns for each round the speed of `other` relative to `base`, both given as seconds per
+    round. A drift of the machine's speed affects both times of a round alike, so it cancels in the
+    ratio."""
     return [a / b for a, b in zip(base, other, strict=True)]
 
 

@@ -58,7 +58,7 @@ class ExportConfig(ModelConfig):
     dry_run: bool = False
 
     def check(self) -> None:
-        """Checks the keys; ValueError if some are missing or contradict each other."""
+        """Checks the keys. Raises ValueError if some are missing or contradict each other."""
         self.refuse_no_model("export")
         if self.out is None:
             raise UserError("out is not set; say where to write: out=exported/<name>.")
@@ -77,8 +77,8 @@ class ExportConfig(ModelConfig):
 
 
 def export(cfg: ExportConfig) -> Path:
-    """Exports a model as `cfg` says and returns the path. ValueError if the path exists already, or
-    the format cannot hold the model."""
+    """Exports a model as `cfg` says and returns the path. Raises ValueError if the path exists
+    already, or if the format cannot hold the model."""
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")

@@ -30,8 +30,9 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
     and labels y (B,).
 
     t = 1 is noise; y is int64, and the label `num_classes` stands for "no class". `mixer` and `mlp`
-    hold the class of a layer, as "name", and its arguments. Only the pipeline uses `latents`:
-    statistics, class names, settings of the sampler.
+    each describe a layer: the key "name" has the name of the layer's class, all other keys are its
+    keyword arguments. Only the pipeline uses `latents`, which has the statistics of the latents,
+    the class names, and the settings of the sampler.
     """
 
     @register_to_config
@@ -137,7 +138,8 @@ class FastlatentPipeline(DiffusionPipeline):
         Settings that are None take their values from training: steps, guidance (1: none), the
         interval of times with guidance, the solver (euler, heun, ab2, sde), and the timestep shift.
         `latents` (N, C, H, W) replaces the noise of `seed`. `output_type` is "pil", "np" (uint8, N
-        × H × W × 3) or "latent" (raw, ready to decode). ValueError for an unknown class or value.
+        × H × W × 3) or "latent" (raw, ready to decode). Raises ValueError for an unknown class or
+        value.
         """
         facts = self.transformer.config.latents
         settings = {
@@ -216,8 +218,8 @@ def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
 
 
 def find_class_numbers(labels: Sequence[int | str], names: list[str]) -> list[int]:
-    """Returns the numbers of the classes that `labels` gives by number or name; ValueError for an
-    unknown class. A model without classes has only label 0."""
+    """Returns the numbers of the classes that `labels` gives by number or name. Raises ValueError
+    for an unknown class. A model without classes has only label 0."""
     count = max(1, len(names))
     for label in labels:
         if (label not in names) if isinstance(label, str) else not 0 <= label < count:

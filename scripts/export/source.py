@@ -1,12 +1,12 @@
 """Joins one source file from many: copies the definitions that a class needs, unchanged, from our
 modules.
 
-It cuts code that an exported model never runs: branches on fused kernels (`self.fused_…`,
-`HAS_TRITON`), and methods that only training calls. The file then contains only definitions and
-imports of other packages, so it runs where this project is not installed. Every export copies the
-present sources, so the file cannot differ from the sources. It is one file, not a folder of
-modules, because diffusers downloads one file of code for each part of a pipeline, and loads a
-module that such a file imports once for all folders.
+It cuts code that an exported model never runs: `if` branches that run fused kernels
+(`self.fused_…`, `HAS_TRITON`), and methods that only training calls. The file then contains only
+definitions and imports of other packages, so it runs where this project is not installed. Every
+export copies the present sources, so the file cannot differ from the sources. It is one file, not a
+folder of modules, because diffusers downloads one file of code for each part of a pipeline, and if
+that file imports a module of its folder, diffusers loads the module only once for all folders.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def is_off(node: ast.expr) -> bool:
 
 
 class Cut(ast.NodeTransformer):
-    """Removes the code that an exported model never runs (training methods, branches on fused
-    kernels), and the statements that declare or set the attributes `fused_…` and `HAS_TRITON`,
-    which turn on fused kernels."""
+    """Removes the code that an exported model never runs (training methods, `if` branches that run
+    fused kernels), and the statements that declare or set the attributes `fused_…` and
+    `HAS_TRITON`, which turn on fused kernels."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         return None if node.name in TRAINING_METHODS else self.generic_visit(node)

@@ -30,8 +30,8 @@ class ReportConfig:
 
 
 def report(cfg: ReportConfig) -> tuple[Path, Path]:
-    """Writes the HTML page and the model card, and returns the paths of both; ValueError if a
-    folder is no run folder."""
+    """Writes the HTML page and the model card, and returns the paths of both. Raises ValueError if
+    a folder is no run folder."""
     if cfg.run_dir is None:
         raise UserError("run_dir is not set; say which run: run_dir=runs/<name>.")
     paths = {"run_dir": cfg.run_dir, "other": cfg.other}

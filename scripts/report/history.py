@@ -35,7 +35,7 @@ class Evaluation(NamedTuple):
 
 class History:
     """The content of the folder of a run, finished or not. Mappings are flat, with dotted keys.
-    `name` is the run's name on the pages. ValueError if `folder` is no run folder."""
+    `name` is the run's name on the pages. Raises ValueError if `folder` is no run folder."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
         if not (folder / "config.yaml").is_file():
@@ -47,7 +47,8 @@ class History:
         self.config = dict(flatten(read_config(folder / "config.yaml")))
         self.environment = dict(flatten(self.read("environment.json")))
         self.protocol = dict(flatten(self.read("fd_protocol.json")))
-        """Protocol of the distances measured during training."""
+        """Protocol of the distances that training measured: all settings on which they depend, and
+        their floors; empty if the run measured none."""
         try:
             self.ledger = [LedgerRow(key, **row) for key, row in self.read("ledger.json").items()]
         except TypeError as error:
@@ -137,7 +138,8 @@ class History:
         }
 
     def format_figures(self) -> dict[str, Any]:
-        """Returns name of a figure -> its value as the page shows it, with memory in GiB."""
+        """Returns a dict: name of a figure -> its value as the page shows it, with memory in
+        GiB."""
         peak = self.figures.get("memory_reserved_peak")
         return self.figures | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
 
@@ -150,8 +152,8 @@ class History:
         }
 
     def list_comparable(self) -> dict[str, dict[str, Any]]:
-        """Returns kind of settings (configuration, ledger, version) -> key -> value: what may
-        explain why this run differs from another run."""
+        """Returns a dict: kind of settings (configuration, ledger, version) -> flat dict of these
+        settings. A difference in them may explain why two runs have different figures."""
         return {
             "configuration": self.config,
             "ledger": {
@@ -231,9 +233,9 @@ class Group(NamedTuple):
 
 
 def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
-    """Groups evaluations or runs by protocol. Protocols that differ only in the weights, the floors
-    or the folder of the reference are the same protocol. A member without a protocol forms a group
-    alone."""
+    """Groups evaluations or runs by protocol. Two protocols are the same if they differ only in the
+    weights, in the floors (distances between the halves of the reference), or in the folder of the
+    reference. A member without a protocol forms a group alone."""
     groups: list[Group] = []
     for member in members:
         protocol = {

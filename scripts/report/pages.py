@@ -176,8 +176,8 @@ TRAINING_PLOTS = (
 
 
 def list_distance_plots(runs: Sequence[History]) -> list[Plot]:
-    """Lists two plots for each distance, over samples and over seconds of training, each with the
-    floor from the protocol as a line."""
+    """Lists two plots for each distance, over samples and over seconds of training, each with a
+    horizontal line at the floor, the distance between the two halves of the reference."""
     plots = []
     for key in dict.fromkeys(key for run in runs for key in run.distances):
         kind, space = key.split("_", 1)
