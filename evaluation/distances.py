@@ -25,11 +25,12 @@ FIRST_SAMPLES = 10_000
 use."""
 NEIGHBOURS = 3
 NEAREST_SHARE = 0.05
-"""A generated sample is a likely copy if its distance to the nearest real sample is at most the
-quantile, at this level, of the distances from each real sample to its nearest real neighbour."""
+"""Quantile level of the test for copies. The threshold is this quantile of the distances from each
+real sample to its nearest real neighbour; a generated sample is a likely copy if its nearest real
+sample is no farther away than the threshold."""
 DISTANCE_ROUNDING = 1e-12
-"""Allowance for the rounding of a squared distance, as a fraction of the mean squared length of the
-real features."""
+"""Allowance for rounding that is added to the squared threshold of the test for copies, as a
+fraction of the mean squared length of the centred real features."""
 EIGENVALUE_ROUNDING = 1e-9
 """Largest size of a negative eigenvalue that is taken for a 0 with a rounding error, as a fraction
 of the largest eigenvalue."""
@@ -174,14 +175,14 @@ def squared_mmd(
     """Returns an unbiased estimate of the squared maximum mean discrepancy for each of S pairs of
     subsets (Gretton et al. 2012, eq. 3).
 
-    Row s of `u` is 1 for each sample of `a` in subset s and 0 for all others; so is row s of `v`
-    for `b`. Each kernel value is computed once for all S subsets, for a chunk of rows of `a` at a
-    time.
+    Row s of `u` is 1 for each sample of `a` in subset s, and 0 for all other samples of `a`; row s
+    of `v` selects samples of `b` in the same way. Each kernel value is computed once for all S
+    subsets, for a chunk of rows of `a` at a time.
     """
 
     def sum_kernel(x: Tensor, y: Tensor, x_members: Tensor, y_members: Tensor) -> Tensor:
-        """Returns (S,): for each subset the sum of the kernel over all pairs of a sample in its
-        part of `x` and a sample in its part of `y`."""
+        """Returns (S,): for each of S pairs of subsets, the sum of the kernel over all pairs of a
+        sample of `x` that `x_members` selects and a sample of `y` that `y_members` selects."""
         total = x.new_zeros(())
         step = max(1, CHUNK_ELEMENTS // len(y))
         for rows, members in zip(x.split(step), x_members.split(step, dim=1), strict=True):

@@ -64,7 +64,8 @@ class ReferenceImages:
 
     facts: dict[str, Any]
     """Facts about the images by name: `kind` ("images" or "reconstructions"), `count`, `resize`,
-    `sha256` of what determines their content, and for a folder its `name`."""
+    `sha256` (a hash of what determines the pixels), and, if the images come from a folder, its
+    `name`."""
     images: Callable[[Iterable[range]], Iterator[Images]]
     """Function that yields, for each given range of image indices, an iterator over the batches of
     these images. Exhaust each iterator before you take the next one."""
@@ -75,16 +76,17 @@ class ReferenceImages:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """`facts` without the name: the same images may lie in another folder."""
+        """`facts` without the folder's name, because the same images may lie in another folder."""
         return {key: value for key, value in self.facts.items() if key != "name"}
 
 
 def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
-    """Opens the images of a folder, tars or `datasets`, cropped to squares of `side` pixels.
+    """Opens the images in `folder` (a folder of images, WebDataset tars, or a set that Hugging Face
+    `datasets` saved), cropped to squares of `side` pixels.
 
-    Classes are ignored. If there are more than `limit` images, a fixed permutation chooses `limit`
-    of them. Raises ValueError if the folder has no images, or, while they are read, if an image
-    cannot be decoded.
+    Labels are ignored. If there are more than `limit` images, it takes `limit` of them, the same
+    ones every time. Raises ValueError if the folder has no images, or later, while images are read,
+    if an image cannot be decoded.
     """
     path = Path(folder).expanduser()
     try:
@@ -173,7 +175,8 @@ class Evaluator:
 
     All processes must build an evaluator at the same time; only the evaluator of the first process
     gets the statistics. Raises ValueError if neither `cfg.reference` nor `data` names a reference,
-    if it has too few images for any distance, or if it is a folder while samples are not square.
+    if the reference has fewer than `MIN_IMAGES` images, or if the reference is a folder although
+    the samples are not square.
     """
 
     def __init__(

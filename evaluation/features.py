@@ -139,7 +139,8 @@ class RandomFeatures(Features):
 
 class EncoderFeatures(Features):
     """The mean latents from the autoencoder of the latent set, average-pooled to a square grid so
-    small that an image has at most `MAX_ENCODER_FEATURES` values, or one value per channel.
+    small that an image has at most `MAX_ENCODER_FEATURES` values; if there are more channels than
+    that, an image has one value per channel.
 
     `example` is an image that the autoencoder decoded; all images must have its size. If the
     autoencoder has one channel, for grey images, only the first of the three equal channels is
