@@ -2,7 +2,7 @@
 interface, two kinds of optimizer side by side, or one optimizer for each part of the parameters.
 
 Its state dict holds plain tensors, so that a checkpoint contains no class of a library and can be
-read without one.
+read without that library.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from common.errors import UserError
 Groups = list[dict[str, Any]]
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 LIBRARY_TABLES = frozenset({"qmap", "qmap1", "qmap2"})
-"""Names of the constant tables that libraries keep beside each 8-bit state; they are equal in all
-runs, so checkpoints leave them out."""
+"""Names of the lookup tables that libraries of 8-bit and 4-bit optimizers keep beside each
+quantised moment, to convert its codes to numbers. The tables are constants, so checkpoints leave
+them out."""
 COMPENSATION = "compensation"
-"""Name, in a parameter's optimizer state, of the rounding errors that Kahan's rounding keeps
-(accel/techniques/weights.py)."""
+"""Key in a parameter's optimizer state under which Kahan's rounding (accel/techniques/weights.py)
+keeps the rounding errors of the parameter's elements."""
 DEVICE_DECISIONS = ("grad_scale", "found_inf")
 """Names of two attributes of a fused optimizer, both scalars on the device: it divides gradients by
 `grad_scale`, and skips the step if `found_inf` is not 0."""
 PART_ELEMENTS = 2**24
-"""Number of elements (64 MiB in fp32) that the optimizer updates together, as one part of the
-parameters. A part ends with the parameter that reaches this number, so it may be larger."""
+"""Smallest number of elements (2²⁴, 64 MiB in fp32) of a part: whole parameters that the optimizer
+updates together. A part ends with the parameter that reaches this number, so most parts are larger;
+only the last part may be smaller."""
 
 
 def split_parts(groups: Groups) -> list[Groups]:
-    """Divides the parameters of all groups, in order, into parts of about `PART_ELEMENTS` elements.
-    Returns the parts; each is a list of parameter groups with the options of the original
-    groups."""
+    """Divides the parameters of all groups, in order, into parts of at least `PART_ELEMENTS`
+    elements each; only the last part may be smaller. Returns the parts; each is a list of parameter
+    groups with the options of the original groups."""
     parts: list[Groups] = []
     size = PART_ELEMENTS
     for group in groups:
@@ -73,11 +75,13 @@ def select_groups(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
 
 
 class Members(torch.optim.Optimizer):
-    """An optimizer that consists of other optimizers, `members`, each with its own parameters.
+    """An optimizer that consists of other optimizers, `members`; each member updates its own
+    parameters.
 
-    The number of a parameter in `state_dict` is its place in `groups`, whichever member updates it.
-    `stand_ins` maps a parameter to the tensor that its member updates in the parameter's place.
-    Raises ValueError for sharded parameters, because the members' state is not sharded.
+    `state_dict` numbers the parameters in the order of `groups`, regardless of the members that
+    update them. `stand_ins` maps a parameter to another tensor that the member updates instead of
+    the parameter, such as an fp32 copy. Raises ValueError for sharded parameters, because the
+    members' state is not sharded.
     """
 
     def __init__(
@@ -106,13 +110,14 @@ class Members(torch.optim.Optimizer):
         return nullcontext()
 
     def wait(self) -> None:
-        """Waits until the host can read the optimizer's state; a subclass overrides this if it
-        copies state while the host goes on."""
+        """Waits until the host can read the optimizer's state. Here this does nothing; a subclass
+        overrides this method if it copies state to the host asynchronously."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Updates all parameters. A fused member divides gradients and skips the step on the
-        device, by the attributes `grad_scale` and `found_inf` that this optimizer passes to it."""
+        """Updates all parameters. Sets the attributes `grad_scale` and `found_inf` of this
+        optimizer on each member too, because a fused member divides its gradients by the first and
+        skips its update if the second is not 0, both on the device."""
         assert closure is None
         for member in self.members:
             for name in DEVICE_DECISIONS:
@@ -122,22 +127,25 @@ class Members(torch.optim.Optimizer):
                 member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Sets the gradients of all parameters to None. The tensors in `stand_ins` need no
-        clearing, because they have gradients only during the update."""
+        """Sets the gradients of all model parameters to None. The substitute tensors in `stand_ins`
+        need no clearing, because they have gradients only inside `step`."""
         assert set_to_none
         for parameter in self.numbered_parameters:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns, under the key `state`, number of a parameter -> its state (`collect_state`).
-        Learning rate, betas and so on are left out, because the configuration holds them."""
+        """Returns a dict with the key `state`, which holds a mapping: index of a parameter, counted
+        over all groups -> the parameter's optimizer state (`collect_state`); parameters without
+        state are left out. Learning rate, betas and so on are left out, because the configuration
+        holds them."""
         states = {i: collect_state(self, p) for i, p in enumerate(self.numbered_parameters)}
         filled = {i: entries for i, entries in states.items() if entries}
         return {"state": filled, "param_groups": []}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict` in place; an empty state resets the optimizer.
+        """Copies a `state_dict` into the tensors of the optimizer's state; if `state_dict` has an
+        empty `state`, sets all of the optimizer's state to zero.
 
         Raises ValueError if another kind of optimizer saved the state. A tensor that `Members`
         objects keep besides their members' state, such as Kahan's rounding errors, becomes zero if
@@ -192,7 +200,8 @@ def locate_state(
     """Finds the innermost optimizer that updates a parameter.
 
     Returns that optimizer, the tensor under which its `state` holds the parameter's state, and the
-    state that the optimizers which contain it keep for the parameter.
+    entries that the `Members` objects around that optimizer keep for the parameter themselves, such
+    as Kahan's rounding errors.
     """
     outer_state: dict[str, Any] = {}
     while isinstance(optimizer, Members):
@@ -204,9 +213,10 @@ def locate_state(
 
 
 def collect_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Returns the optimizer's state of one parameter: name -> number or plain tensor;
-    `load_state_dict` copies into these tensors. In place of a tensor of a library's class, such as
-    an 8-bit moment, the mapping has its inner tensors, each under a name of its own."""
+    """Returns the optimizer's state of one parameter as a mapping: name -> number or plain tensor.
+    These are the optimizer's own tensors, not copies: `load_state_dict` writes into them. In place
+    of a tensor of a library's class, such as an 8-bit moment, the mapping has the inner tensors of
+    that tensor, each under a name of its own."""
     owner, key, outer_state = locate_state(optimizer, parameter)
     return dict(flatten_state(owner.state.get(key, {}))) | outer_state
 
@@ -219,8 +229,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def flatten_state(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields name and value of the entries of a parameter's state; splits a tensor of a library's
-    class into its inner tensors, and leaves out the library's tables."""
+    """Yields (name, value) for each entry of a parameter's state. Splits a tensor of a library's
+    class into its inner tensors, and leaves out the constant tables in `LIBRARY_TABLES`."""
     for name, value in entries.items():
         library = hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
         parts = value.__tensor_flatten__()[0] if library else ()
@@ -232,8 +242,8 @@ def flatten_state(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer divides its gradients by `grad_scale` and skips a step by
-    `found_inf` on the device, without the host."""
+    """Returns whether an optimizer is fused: it then divides its gradients by `grad_scale`, and
+    skips a step if `found_inf` is not 0, on the device, without waiting for the host."""
     return bool(optimizer.defaults.get("fused"))
 
 
@@ -244,8 +254,8 @@ def count_bytes(value: Tensor) -> int:
 
 
 def iterate_innermost(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yields the optimizers that update parameters themselves: `optimizer`, or the optimizers
-    inside it, at any depth, if it is a `Members`."""
+    """Yields the optimizers that update parameters themselves. If `optimizer` is a `Members`, these
+    are the optimizers inside it, at any depth; otherwise only `optimizer`."""
     if isinstance(optimizer, Members):
         for member in optimizer.members:
             yield from iterate_innermost(member)

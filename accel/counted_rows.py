@@ -1,10 +1,10 @@
 """Two rows of the ledger that no runtime key switches: the form of the optimizer's state, counted
 from its tensors, and whether an adapter trains, counted from its gradients.
 
-Forms of an optimizer's state: `fp32`: two fp32 moments (AdamW, 8 bytes a parameter); `momentum`:
-one fp32 moment (Muon's matrices, SGD, 4 bytes); `8bit`, `4bit`, `fp8`: two quantised moments (2, 1
-and 2 bytes, plus their scales); `factored`: a row and a column of second moments (Adafactor);
-`none`: no state.
+Forms of an optimizer's state: `fp32`: two fp32 moments (AdamW, 8 bytes per element of a parameter);
+`momentum`: one fp32 moment (Muon's matrices, SGD, 4 bytes per element); `8bit`, `4bit`, `fp8`: two
+quantised moments (2, 1 and 2 bytes per element, plus the scales); `factored`: per matrix a row and
+a column of second moments (Adafactor); `none`: no state.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Promise(NamedTuple):
 
     form: str
     block: int = 1
-    """Number of elements of a moment that the library quantises together; the promise holds only
-    for parameters whose number of elements is a multiple of this."""
+    """Number of elements of a moment that the library quantises as one block; the promise holds
+    only for parameters whose number of elements is a multiple of this number."""
 
     def holds_for(self, parameter: Tensor) -> bool:
         """Returns whether the optimizer promises to keep the state of `parameter` in `self.form`:
@@ -48,8 +48,8 @@ class Promise(NamedTuple):
 
 
 def find_promise(kind: type, momentum: float = 0.0) -> Promise:
-    """Returns the promise of the optimizer class `kind`. `momentum` is SGD's option: if it is 0,
-    SGD keeps no state."""
+    """Returns the form in which the optimizer class `kind` promises to keep its state. `momentum`
+    is SGD's option: if it is 0, SGD keeps no state."""
     if kind is torch.optim.SGD:
         return Promise("momentum" if momentum else "none")
     if kind is torch.optim.Adafactor:
@@ -141,8 +141,8 @@ class AdapterGradients(Technique):
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, device)
         self.steps: list[dict[str, Tensor | None]] = []
-        """For each step, name of a parameter -> 1.0 if a value of its gradient is not zero, 0.0 if
-        all are zero, None if it has no gradient."""
+        """For each step, a mapping: name of a parameter -> 1.0 if a value of its gradient is not
+        zero, 0.0 if all are zero, None if it has no gradient."""
         self.taken: list[Tensor] = []
         """For each step a flag on the device, true if the step changed the weights; fp16 skips
         steps whose gradients overflow."""
@@ -175,7 +175,8 @@ class AdapterGradients(Technique):
                     yield f"{names[layer]}.{name}", parameter, name
 
     def on_warm(self) -> bool:
-        """Stops recording gradients, because only warm-up needs the record."""
+        """Stops recording gradients, because only warm-up needs the record. Returns False: the step
+        computes as before."""
         vars(self.step).pop("update_parameters", None)
         return False
 

@@ -25,11 +25,13 @@ WEIGHT_PRODUCTS = (
     "aten::convolution_backward",
     EIGHT_BIT,
 )
-"""Operations that multiply by a weight or compute its gradient; autocast chooses their dtype."""
+"""Names, in the profiler, of the operations that multiply by a weight or compute a weight's
+gradient. In a layer that runs under autocast, autocast chooses their dtype."""
 ACTIVATION_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-"""Batched matrix products, usually of two activations (accel/techniques/precision.py finds those
-that multiply by a weight). Autocast casts their inputs to 16 bits too, so a layer computes one in
-fp32 only on purpose: it switches autocast off."""
+"""Names, in the profiler, of batched matrix products, usually of two activations
+(accel/techniques/precision.py finds those that multiply by a weight). Autocast casts the inputs of
+these products to 16 bits too, so such a product runs in fp32 only if the layer switches autocast
+off on purpose."""
 PRODUCTS = WEIGHT_PRODUCTS + ACTIVATION_PRODUCTS
 UPDATE_PREFIX = "Optimizer.step#"
 """Prefix of the profiler's name for an optimizer's step; the name of the optimizer's class
@@ -37,8 +39,9 @@ follows."""
 REGION_PREFIX = "Torch-Compiled Region"
 """Prefix of the profiler's name for a call of a compiled function."""
 FLEX_NAME = "fastlatent flex"
-"""The profiler's name for calls of FlexAttention outside compiled code (accel/kernels/attend.py);
-FlexAttention is compiled even if the model is not."""
+"""Name under which accel/kernels/attend.py shows its calls of FlexAttention outside compiled code
+to the profiler. FlexAttention is compiled even if the model is not, so such a call is no sign of a
+compiled model."""
 BLOCK_PREFIX = "fastlatent block"
 """Prefix of the profiler's name for a call of a block by its `BlockProbe`; the block's index
 follows."""
@@ -56,15 +59,15 @@ class BlockEvidence:
 
     input_bytes: int
     saved_bytes: int
-    """Bytes of all storages that the call saved for the backward pass; each storage counts once.
-    This includes the caches of selective checkpointing, but no parameters and buffers. If a saved
-    input is a view, only the bytes of the view count."""
+    """Bytes that the call saved for the backward pass, with the caches of selective checkpointing,
+    without parameters or buffers. Each storage counts once; of a block input that is a view, only
+    the view's bytes count."""
     residual_dtype: torch.dtype
     """Dtype of the residual stream that the block returned."""
     branch_dtype: torch.dtype
     fine_bits: tuple[bool, bool]
-    """(before the block, after it): whether the fp32 residual stream has bits that no 16-bit format
-    has, so that it was not rounded to 16 bits."""
+    """(before the block, after the block): whether the residual stream is fp32 and has bits that no
+    16-bit format has. Such bits show that the stream was not rounded to 16 bits."""
     cached_ops: frozenset[str]
     """Names of the operations whose results selective checkpointing keeps in its caches."""
     ops: Counter[str] = field(default_factory=Counter)
@@ -75,7 +78,7 @@ class BlockEvidence:
 
     @property
     def trains(self) -> bool:
-        """Whether a backward pass follows: the call saved tensors for it."""
+        """Whether a backward pass follows the call: the call saved tensors for a backward pass."""
         return self.saved_bytes > 0
 
     @property
@@ -91,10 +94,11 @@ class Evidence:
     configuration."""
 
     ops: Counter[str] = field(default_factory=Counter)
-    """Profiler event name -> how often it ran (CPU ops and, on a GPU, kernels)."""
+    """Name of a profiler event (an operation on the host or, on a GPU, a kernel) -> how often it
+    ran."""
     products: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Op name, dtype) -> number of matrix products and convolutions; one inside another is not
-    counted twice (`count_products`)."""
+    """(operation's name, dtype) -> number of such matrix products or convolutions; if one runs
+    inside another, only one of them is counted (`count_products`)."""
     compiled_calls: int = 0
     """Number of calls of compiled functions, except those inside an optimizer's step or
     FlexAttention: both compile code even if the model is not compiled."""
@@ -106,8 +110,8 @@ class Evidence:
     """Sum of the times of all GPU kernels in the step, in milliseconds; None without a GPU, or if
     the profiler recorded no kernel."""
     kernels_unseen: bool = False
-    """Whether the step ran on a GPU and the profiler recorded no kernel at all. Then a technique
-    whose only evidence is a kernel is `UNSEEN`, not off."""
+    """Whether the step ran on a GPU and the profiler recorded no kernel at all. The ledger then
+    shows a technique whose only evidence is a kernel as `UNSEEN`, not as off."""
     blocks_uncompiled: bool = False
     """Whether `blocks` was measured in an uncompiled step, because the model is compiled as a whole
     and a probe cannot see its blocks."""
@@ -116,8 +120,8 @@ class Evidence:
     (`Technique.on_warm`)."""
 
     def count_dtypes(self, ops: Iterable[str] = PRODUCTS) -> Counter[str]:
-        """Returns the profiler's name of a dtype -> number of matrix products and convolutions in
-        it, among the operations called `ops`."""
+        """Counts the matrix products and convolutions of each dtype, among the operations whose
+        names are in `ops`. Returns a mapping: the profiler's name of a dtype -> number."""
         total: Counter[str] = Counter()
         for (op, dtype), n in self.products.items():
             if op in ops:
@@ -125,8 +129,8 @@ class Evidence:
         return total
 
     def check_blocks(self, holds: Callable[[BlockEvidence], bool]) -> list[bool]:
-        """Returns for each block whether all its calls fulfil `holds`; False for a block without
-        calls."""
+        """Returns for each block whether `holds` returns True for all calls of the block; False for
+        a block without calls."""
         return [bool(calls) and all(holds(call) for call in calls) for calls in self.blocks]
 
     def format_share(self, blocks: list[bool]) -> str:
@@ -222,7 +226,8 @@ def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
     parse them into its own classes.
     """
     use_device = "cuda" if device.type == "cuda" else None
-    # Without use_kineto this class records no kernels and raises no error, so set it.
+    # Set use_kineto: without this argument the profiler records no kernels, and raises no error
+    # either.
     profiler = torch.autograd.profiler.profile(
         use_device=use_device, use_kineto=True, record_shapes=True
     )
@@ -243,8 +248,8 @@ def select_kernels(events: Iterable[Any]) -> list[Any]:
 
 
 def select_host_events(events: Iterable[Any]) -> list[Any]:
-    """Selects the events of the host, sorted by thread and start time, an outer event before the
-    events inside it."""
+    """Selects the events of the host, and sorts them by thread and start time, so that an event
+    stands before the events that run inside it."""
     events = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
     return sorted(
         events, key=lambda event: (event.start_thread_id(), event.start_ns(), -event.duration_ns())
@@ -257,8 +262,8 @@ def count_products(events: list[Any]) -> Counter[tuple[str, str]]:
     If a product contains another one, only one of them counts: the inner one if both have the same
     name (a dispatch mode or autocast enters an operation twice), otherwise the outer one. But an
     8-bit product always counts instead of the product around it. Products of the optimizer, such as
-    Muon's, do not count: they say nothing about the step's precision. The dtype is that of the
-    second tensor argument, which is never a bias.
+    Muon's, do not count: they say nothing about the step's precision. The dtype of a product is
+    that of its second argument, which is never a bias.
     """
     updates = [event for event in events if event.name().startswith(UPDATE_PREFIX)]
     # An entry is [event, whether it counts]. `around` holds the entries of those events that
@@ -305,8 +310,8 @@ def observe_step(
     """Profiles one call of `run`, probes the blocks, and returns the evidence.
 
     `hidden`: the model is compiled as a whole, so no probe can see its blocks; they are probed in a
-    second step, which runs uncompiled. The numbers of graphs and graph breaks include all
-    compilation since dynamo's counters were last cleared, also before this call.
+    second step, which runs uncompiled. The fields `graphs` and `graph_breaks` count all compilation
+    since Dynamo's counters were last cleared, also compilation before this call.
     """
     evidence = Evidence(blocks_uncompiled=hidden)
     with probe_blocks(blocks, evidence.blocks) if blocks and not hidden else nullcontext():
@@ -329,8 +334,8 @@ def observe_step(
 
 
 def observe_ops(run: Callable[[], object], device: torch.device = CPU) -> Counter[str]:
-    """Profiles one call of `run`; returns the name of an event of host or device -> how often it
-    ran."""
+    """Profiles one call of `run`; returns a mapping: name of an event on the host or the device ->
+    how often it ran."""
     events = record_events(run, device)
     return Counter(event.name() for event in (*select_host_events(events), *select_kernels(events)))
 
@@ -350,14 +355,14 @@ def count_compiled_calls(host: list[Any]) -> int:
 
 
 def count_graphs() -> int:
-    """Counts the graphs that this process has compiled since dynamo's counters were last
+    """Counts the graphs that this process has compiled since Dynamo's counters were last
     cleared."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def explain_last_graph() -> str:
-    """Returns the reason why Dynamo compiled the newest graph: the first guard that failed, or that
-    the code had not run before."""
+    """Returns the reason why Dynamo compiled the newest graph: the first guard that failed, or a
+    phrase which says that the code had not run before."""
     metrics = torch._dynamo.utils.get_compilation_metrics()
     reason = metrics[-1].recompile_reason if metrics else None
     return (reason or "code that had not run before").strip().splitlines()[0]

@@ -28,8 +28,9 @@ class LedgerRow:
 
     @property
     def missing(self) -> bool:
-        """Whether a technique was requested and is not on. False if the step had no use for it
-        (`UNUSED`), or if the profiler cannot show it (`UNSEEN`)."""
+        """Whether the technique was requested and is not on. False if the step contained nothing to
+        which the technique applies (`UNUSED`), or if the profiler cannot show whether it was on
+        (`UNSEEN`)."""
         return self.requested not in (False, AUTO) and self.active not in (
             self.requested,
             UNUSED,
@@ -56,8 +57,8 @@ class Ledger(list[LedgerRow]):
         return str(next(row.active for row in self if row.key == "precision"))
 
     def format_line(self) -> str:
-        """Formats the active values as `key=value`, in one line that starts with "Acceleration:",
-        so that a search finds it in a log."""
+        """Formats the active values as `key=value`, in one line. The line starts with
+        "Acceleration:", so that a search finds it in a log."""
         values = {row.key: str(row.active).lower().replace(" ", ",") for row in self}
         dtype = values.pop("precision", "fp32")
         first = {key: values.pop(key) for key in ("compile", "fused_adamw") if key in values}

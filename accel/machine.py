@@ -22,7 +22,8 @@ class Pretended(NamedTuple):
 
     capability: Capability
     needs: list[str]
-    """Names of packages and other things that techniques have asked for with `is_available`."""
+    """Names that techniques have passed to `is_available`, mostly of packages: what a real machine
+    needs besides the GPU."""
 
 
 PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
@@ -31,8 +32,8 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("pretended", default=None)
 @contextmanager
 def pretend_gpu(capability: Capability) -> Iterator[list[str]]:
     """Inside the context, `Technique.find_obstacle` works as if the machine had a GPU of this
-    compute capability and every package that it asks for. Yields a list to which `is_available`
-    adds the names of these packages."""
+    compute capability and every package that a technique needs. Yields a list to which
+    `is_available` adds the names of these packages."""
     pretended = Pretended(capability, [])
     token = PRETENDED.set(pretended)
     try:

@@ -21,8 +21,9 @@ from accel.kernels.operator import OPERATORS, Operator
 from common.libraries import disable_tf32
 
 ERROR_FLOOR = 2e-5
-"""Relative error that every output may have besides twice the error of its definition: a sum in
-another order alone differs this much, even if the definition is nearly exact."""
+"""Relative error that a kernel's output may have in addition to twice the error of its definition.
+Summing in another order alone changes a result this much, even if the definition is nearly
+exact."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -65,7 +66,7 @@ class Poison(TorchDispatchMode):
 
 class ComparingMode(TorchDispatchMode):
     """Inside the context, each call of one of our operators returns the result of its definition,
-    and also runs the operator's kernel and records how the two compare."""
+    and also runs the operator's kernel and adds a comparison of both results to `comparisons`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,8 +126,8 @@ def compare_operator(
 def compare_output(
     name: str, kernel: Tensor, again: Tensor, definition: Tensor, exact: Tensor
 ) -> Comparison:
-    """Compares one output of a kernel with the definition's output and the exact one. `kernel` and
-    `again` are that output from two calls with equal inputs."""
+    """Compares one output of a kernel with the same output of its definition, and with the exact
+    answer. `kernel` and `again` are the kernel's output from two calls with equal inputs."""
     fault = None
     if kernel.shape != definition.shape or kernel.dtype != definition.dtype:
         expected = f"{list(definition.shape)} and {definition.dtype}"

@@ -32,21 +32,23 @@ from common.text import shorten_error
 from common.workers import run_watched
 
 TRIAL_TIMEOUT_SECONDS = 120.0
-"""Seconds without a write to found.json after which the trial's process is killed as hanging; while
-it compiles it asks for a longer limit."""
+"""Seconds without a write to found.json, the file of findings, after which the run kills the
+trial's process as hanging. While the process compiles and times a block, it requests a longer
+limit."""
 MAX_SLOWDOWN = 1.03
 """A kernel is chosen if a block with it takes at most this multiple of the block's time without it.
-The number is above 1, because a kernel saves fewer bytes for the backward pass."""
+The number is above 1, so a kernel may be a little slower, because it saves fewer bytes for the
+backward pass."""
 TIME_KEYS = {False: "times", True: "replayed"}
-"""Whether the run captures its step as a CUDA graph -> key of a finding's times that decide in such
-a run."""
+"""Whether the run captures its step as a CUDA graph -> key in a finding for the times that decide
+in such a run: "times" with the host's launches of kernels, "replayed" without them."""
 KERNELS_FILE = "kernels.json"
 """Name of the file in a run folder that holds the run's choice between kernels and definitions."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The decision whether to use a kernel, and the reason as a sentence."""
+    """The decision whether to use a kernel (`on`), and the reason as a phrase (`why`)."""
 
     on: bool
     why: str
@@ -72,7 +74,7 @@ class Question:
     """Runtime key -> True (use the kernel if its results agree with the definition's) or "auto"
     (only if it is also fast enough)."""
     runtime: Mapping[str, Any]
-    """Runtime key -> value, of the techniques that change how a block computes."""
+    """Runtime key -> value, for the techniques that change how a block computes."""
     samples: int
     """Number of samples in a micro-batch of this process."""
     device: torch.device
@@ -82,8 +84,9 @@ class Question:
     captured: bool = False
     """Whether the run replays its step as a CUDA graph."""
     change_times_only: Collection[str] = ()
-    """Keys of `runtime` whose values can change a kernel's time but not the outcome of its parity
-    test, because the test compares one operator at a time."""
+    """Keys of `runtime` that affect only a kernel's time. The parity test runs each operator alone,
+    so these keys cannot change its result; a trial that measures no time stays valid if they
+    change."""
 
     @property
     def timed_keys(self) -> list[str]:
@@ -110,8 +113,8 @@ def prove(
         return {key: Proof(False, uses) for key in question.requested}, {}
 
     # Every rank takes over the earlier choice and the findings in the run folder and the cache of
-    # rank 0. It uses these findings only if all ranks have the same facts; otherwise all ranks run
-    # the trials.
+    # rank 0. It uses these findings only if all ranks have the same facts (GPU, versions, blocks,
+    # …); otherwise all ranks run the trials.
     facts = collect_facts(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     cache = find_cache_folder("kernels") / f"{name}.json"
@@ -239,8 +242,10 @@ def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | 
 
 
 def hash_kind(block: nn.Module, metas: list[Any]) -> str:
-    """Hashes a block's modules and their grids, shapes and dtypes of its tensors, and its inputs
-    (`metas`). Of the blocks with the same hash only one is tried."""
+    """Hashes the classes of a block's modules, the modules' attributes that are tuples (such as the
+    grid of tokens), the names, shapes and dtypes of the block's tensors, and the shapes, strides
+    and dtypes of the block's inputs (`metas`). A trial tries only one of the blocks with the same
+    hash."""
     modules = []
     for module in block.modules():
         grids = {name: value for name, value in vars(module).items() if isinstance(value, tuple)}
@@ -255,8 +260,8 @@ def run_trials(
     """Tries the kernels of the runtime keys `keys` in separate processes. Returns runtime key ->
     finding. `timed` are the keys whose kernels it also times.
 
-    If a process crashes or hangs, this refuses the kernel that the process was trying, and starts a
-    new process for the remaining kernels. Rank 0 prints a message while it waits.
+    If a process crashes or hangs, the function refuses the kernel that the process was trying, and
+    starts a new process for the remaining kernels. Rank 0 prints a message while it waits.
     """
     began = time.monotonic()
     announces = keys and is_first_rank()
@@ -302,8 +307,8 @@ def run_trials(
 
 
 def find_unanswered(findings: Mapping[str, Any], keys: list[str], timed: list[str]) -> list[str]:
-    """Finds the runtime keys for which a trial must still test the kernel's parity, or measure its
-    time."""
+    """Finds those of the runtime keys `keys` for whose kernel `findings` lack the parity test, or
+    lack the time if the key is in `timed` and the kernel has passed that test."""
     return [
         key
         for key in keys
@@ -315,8 +320,9 @@ def find_unanswered(findings: Mapping[str, Any], keys: list[str], timed: list[st
 def make_outcome(
     refusal: str | None, error: float = 0.0, definition_error: float = 0.0
 ) -> dict[str, Any]:
-    """Makes the finding of one kernel's parity test: why the kernel is refused (None: it passed),
-    its relative error, and the error of its definition."""
+    """Makes the finding of one kernel's parity test. `refusal`: why the kernel fails the test, None
+    if it passed; `error`: the kernel's relative error; `definition_error`: that of its
+    definition."""
     return {"refusal": refusal, "error": error, "definition_error": definition_error}
 
 
@@ -331,7 +337,7 @@ def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
     wrote, and how the process ended, as the end of a sentence.
 
     Kills the process if it writes nothing for `TRIAL_TIMEOUT_SECONDS`, or for the longer time that
-    it has asked for.
+    the process has requested in found.json.
     """
     file = folder / "found.json"
     file.unlink(missing_ok=True)

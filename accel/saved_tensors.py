@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 MIN_MOVED_BYTES = 2**20
-"""Bytes below which a saved tensor stays on the device, because a copy to the host is not worth its
-time."""
+"""Size in bytes below which a saved tensor stays on the device, because copying so small a tensor
+to the host costs more time than the memory is worth."""
 
 
 @dataclass
@@ -24,7 +24,8 @@ class SavedCounter:
 
     module: nn.Module
     counted_bytes: Mapping[int, int]
-    """Address of a storage -> bytes to count for it; only for storages that count in part."""
+    """Address of a storage -> bytes to count for the storage, only for storages of which a part
+    counts; all other storages count whole."""
     storages: dict[int, int] = field(default_factory=dict)
     """Address of a saved storage -> its bytes; without storages of parameters and buffers."""
     unmoved: dict[int, int] = field(default_factory=dict)

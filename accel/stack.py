@@ -46,8 +46,8 @@ from common.errors import UserError
 # optimizer, autocast, evaluation, CUDA graph. Only `on_layers`, which replaces layers, runs for all
 # techniques before anything else. Checkpointing comes before compile, so that a compiled block
 # contains its own recomputation. Both come before sharding, so that FSDP gathers a block's
-# parameters outside of both. The CUDA graph is last, because it captures the work of all other
-# techniques.
+# parameters outside of the compiled and the checkpointed code. The CUDA graph is last, because it
+# captures the work of all other techniques.
 TECHNIQUES: tuple[type[Technique], ...] = (
     Tf32,
     CudnnBenchmark,
@@ -172,7 +172,8 @@ class AccelerationStack:
         return str(self.values.get(Precision.key, Precision.off))
 
     def describe_arithmetic(self) -> dict[str, bool | str]:
-        """Returns the runtime keys that decide how matrix products round -> their values."""
+        """Returns a mapping: runtime key that decides how matrix products round -> the key's
+        value."""
         items = [item for t in self.techniques for item in t.describe_arithmetic().items()]
         return dict(sorted(items))
 

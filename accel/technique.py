@@ -40,8 +40,8 @@ class Saving(NamedTuple):
 
 
 class Step(Protocol):
-    """A step that techniques may wrap. `forward` is the forward pass of the denoiser; if images are
-    encoded in advance, the encoder's."""
+    """A step that techniques may wrap. `forward` is the forward pass of the model that runs: the
+    denoiser, or the encoder while it turns images into latents in advance."""
 
     forward: Callable[..., Any]
 
@@ -72,12 +72,13 @@ def find_switches(module: nn.Module, key: str) -> list[nn.Module]:
 
 
 class Technique(ABC):
-    """A change that makes the same training step cheaper.
+    """A change that makes a training step faster, or lets the step take less memory; the loss of a
+    step may change by at most `loss_rtol`.
 
     Every run builds an object of every technique, on or off, because each technique has a row in
-    the ledger, and because some set a flag of the process for "off" too (TF32 off means off in
-    matmuls *and* in cuDNN). A technique that does more than set a flag of the process acts only if
-    it is `enabled`.
+    the ledger, and because some techniques must set a flag of the process even for "off" (TF32 that
+    is off must be off in matmuls *and* in cuDNN). A technique that does more than set a flag of the
+    process acts only if it is `enabled`.
     """
 
     key: ClassVar[str]
@@ -164,7 +165,8 @@ class Technique(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Runtime key -> value, for the technique's own key and its options."""
+        """Runtime key -> value, for the key that switches the technique and for the technique's
+        `options`."""
         return {self.key: self.value} | self.option
 
     def describe_arithmetic(self) -> dict[str, Any]:
@@ -215,8 +217,8 @@ class Technique(ABC):
         which runs a whole step, with and without the technique."""
 
     def on_warm(self) -> bool:
-        """Prepares the technique for the steps after warm-up; returns whether the step runs
-        differently from then on."""
+        """Prepares the technique for the steps after warm-up. Returns whether the step runs
+        differently from now on, so that the stack must observe one more step."""
         return False
 
     def state_dict(self) -> dict[str, Tensor]:

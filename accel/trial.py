@@ -4,8 +4,8 @@
 
 accel/proof.py writes the folder, starts this program and reads found.json. The parity test runs a
 block forward and backward by the operators' definitions in PyTorch, and calls each operator's
-kernel on the same tensors. Times are those of the whole block as the run computes it, with the
-kernel and without.
+kernel on the same tensors. A time is that of the whole block as the run computes it, measured with
+the kernel and without it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PARITY_SAMPLES = 4
 REPEATS = 20
 INPUT_SETS = 3
 COMPILE_TIMEOUT_SECONDS = 900.0
-"""Seconds without a write to found.json after which the parent process kills this one while it
-compiles and times a block."""
+"""Seconds without a write to found.json, the file of findings, after which the parent process kills
+this process, in the phase in which it compiles and times a block."""
 HEAD_START_CYCLES = 30_000_000
-"""Clock cycles that the GPU sleeps before a call that is timed as in a CUDA graph: meanwhile the
-host queues all kernels, so the measured time contains no launching."""
+"""Clock cycles that the GPU sleeps before a call whose time is measured as in a CUDA graph. While
+the GPU sleeps, the host queues all kernels, so the measured time does not contain the launches."""
 Inputs = tuple[Tensor, ...]
 
 
@@ -70,8 +70,9 @@ def run_both_passes(
     autocast: AbstractContextManager[Any],
     seeds: list[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Runs a block forward, then backward from `seeds`, the gradients of the block's outputs. Draws
-    the seeds if they are None. Returns the seeds."""
+    """Runs a block forward, then backward from `seeds`, the gradients of the block's outputs. If
+    `seeds` is None, draws them from the normal distribution. Returns the seeds, for the next
+    call."""
     with autocast:
         outputs = [t for t in block(*inputs) if t.requires_grad]
     if seeds is None:
@@ -152,8 +153,8 @@ class Trial:
 
     def write(self, doing: str, key: str | None = None, patience: float | None = None) -> None:
         """Writes to found.json the findings so far, and `doing`, a phrase for what this process
-        does next. If it then crashes or hangs, the parent process records the kernel of `key` as
-        failed.
+        does next. If this process then crashes or hangs, the parent process records the kernel of
+        `key` as failed.
 
         `patience`: seconds that the parent process waits for the next write; None: its default.
         """
@@ -192,9 +193,9 @@ class Trial:
 
     def measure_times(self, key: str) -> dict[str, Any]:
         """Measures the most frequent kind of block that can use the kernel of `key`, with the
-        kernel and without it; all other kernels that passed are on in both cases. Returns the
-        milliseconds of a call, and the megabytes per sample that the block saves for the backward
-        pass."""
+        kernel and without it; all other kernels that passed are on in both cases. Returns entries
+        for the finding: milliseconds per call, and megabytes per sample that the block saves for
+        the backward pass, each with the kernel ("on") and without it ("off")."""
         block_indices = [i for i, block in enumerate(self.blocks) if find_switches(block, key)]
         most_frequent = max(block_indices, key=lambda i: self.job["blocks"][i]["blocks"])
         metas = self.job["blocks"][most_frequent]["inputs"]
