@@ -66,8 +66,8 @@ def train(composed: Composed) -> dict[str, Any]:
         cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
     )
 
-    # 4. Define the tasks between two steps (report, draw, save). The meter pauses meanwhile, so
-    # that their time does not lower the training rate.
+    # 4. Define the tasks between two steps (report, draw, save). The meter pauses during a task, so
+    # that the task's time does not lower the training rate.
     def report() -> dict[str, float]:
         """Logs the metrics of the steps since the last report. Returns the evaluation scores of
         this step, metric name -> value; empty if no evaluation is due."""

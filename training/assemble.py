@@ -56,8 +56,9 @@ CHANGEABLE_KEYS = (
 def build_optimizer(
     node: dict[str, Any], model: Denoiser, stack: AccelerationStack
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer over the model's parameter groups. Passes keyword arguments of the
-    stack, such as fused=True, to the optimizer's constructor if that has such parameters."""
+    """Builds the optimizer over the model's parameter groups. Techniques in `stack` may request
+    constructor arguments, such as fused=True; the function passes those that the optimizer's
+    constructor accepts."""
     kind = resolve_target(node.get("_target_", ""), "optim")
     known = set(inspect.signature(kind).parameters)
 
@@ -80,9 +81,10 @@ def build_stack(
 ) -> AccelerationStack:
     """Builds the stack of acceleration techniques that `cfg.runtime` selects.
 
-    Raises ValueError if a technique is unavailable and `on_unavailable` is "error". Also raises it
-    if several processes train without synchronising gradients, unless `alone` is true. `kind` is
-    the class of the stack; scripts.plan passes a subclass that assumes a GPU with all techniques.
+    Raises ValueError if a technique is unavailable and `on_unavailable` is "error". Also raises
+    ValueError if several processes train without synchronising gradients, unless `alone` is true.
+    `kind` is the class of the stack; scripts.plan passes a subclass that assumes a GPU with all
+    techniques.
     """
     # Add two checks to the ledger: the form (such as 8-bit) of the optimizer's state and, if there
     # is an adapter, the gradients of its parameters.
@@ -153,15 +155,16 @@ class Training:
         return {"skipped_data": sum(state.skipped_data.values())}
 
     def has_skipped_too_many(self) -> bool:
-        """Says whether the last `guards.max_skipped_in_row` steps were all skipped, by a count that
-        is a few steps old: that count is already on the host, so reading it does not wait for the
+        """Says whether the last `guards.max_skipped_in_row` steps were all skipped. Uses a count
+        that is a few steps old: it is already in host memory, so reading it does not wait for the
         device."""
         return self.state.meter.has_skipped(self.cfg.guards.max_skipped_in_row)
 
     @CLOCK.count_as("warm_up")
     def warm_up(self) -> Ledger:
         """Takes steps until compilation has ended, observes in one step which techniques are
-        active, and then restores the state from before. Returns the ledger of the techniques."""
+        active, and then restores the state from before these steps. Returns the ledger of the
+        techniques."""
         with self.state.preserve():
             self.step.schedule(0)
             ledger = self.stack.warm_up(lambda: self.step(self.take_batches()), self.model.blocks)
@@ -216,7 +219,7 @@ def assemble(
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
 
-    # Build the state and the step that changes it.
+    # Build the state of the run, and the step, which changes that state.
     ema = EMA(model, **to_kwargs(cfg.ema))
     schedule = Schedule(total_samples=cfg.total_samples, **to_kwargs(cfg.schedule))
     peak = find_peak_flops(device, stack.precision)
@@ -272,7 +275,7 @@ def restore(
     cfg: TrainConfig, state: TrainState, checkpoints: Checkpoints, described: dict[str, Any]
 ) -> str:
     """Continues this run from its newest checkpoint, or starts a new run. Returns a sentence that
-    says from what.
+    names the checkpoint or weights from which training starts.
 
     If this run has no checkpoint, it starts from the checkpoint that `resume` names (or the newest
     one of the run that `resume` names), else from an adapter on its base model, the weights of
@@ -293,7 +296,8 @@ def restore(
         sentence = f"resumed from {folder} at step {state.step}"
         return f"{sentence}; since then {changes}" if changes else sentence
 
-    # Otherwise start a new run: an adapter on its base, given weights, or new weights.
+    # Otherwise start a new run: from an adapter on its base model, the weights of `init_from`, or
+    # new weights.
     if cfg.adapter:
         count = sum(p.numel() for p in state.ema.parameters)
         return f"starting with an adapter of {count} parameters on {described['base']}"

@@ -5,10 +5,10 @@ sparsity), memory, links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a
 .../products/a10-gpu; for the RTX 5090, 4090 and 3090 the white papers of the Blackwell, Ada and
 Ampere architectures, with fp32 accumulation. Compute capabilities: developer.nvidia.com/cuda-gpus.
 Memory is in GiB as drivers report it, rounded down. Bandwidths between GPUs are those that
-collectives reach. For Hopper they are from the table in torch/_inductor/comm_analysis.py (PyTorch
-2.13): 370 of NVLink's 450 GB/s in one direction. For A100 (300 GB/s) and B200 (900 GB/s) NVLink's
-rate is multiplied by the same 370/450; A100 has InfiniBand of 200 Gb/s. For GPUs without NVLink
-they are PCIe's rates, by rule of thumb.
+collectives reach. For Hopper the values are from the table in torch/_inductor/comm_analysis.py
+(PyTorch 2.13): 370 of NVLink's 450 GB/s in one direction. For A100 (300 GB/s) and B200 (900 GB/s)
+NVLink's rate is multiplied by the same 370/450; A100 has InfiniBand of 200 Gb/s. For GPUs without
+NVLink the values are rough rates of PCIe.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device that `runtime.device` names; ValueError for cuda without a GPU."""
+    """Returns the device that `runtime.device` names. Raises ValueError for "cuda" if PyTorch sees
+    no GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "runtime.device=cuda, but PyTorch sees no NVIDIA GPU; use runtime.device=auto or cpu."
@@ -143,7 +144,8 @@ def read_cpu_name() -> str:
 
 
 def read_git_state() -> dict[str, Any] | None:
-    """Reads the commit of the code, and whether tracked files differ from it; None without git."""
+    """Returns the commit of the code, and whether tracked files differ from that commit; None if
+    git is not installed or the code is no git checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
         git = subprocess.run([*command, "--dirty"], capture_output=True, text=True, check=True)

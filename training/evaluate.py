@@ -31,8 +31,9 @@ each interval."""
 @CLOCK.count_as("evaluation")
 @torch.no_grad()
 def evaluate(training: Training) -> dict[str, float]:
-    """Returns `eval_loss` of the averaged weights on the held-out split, overall and by quarters of
-    t; empty without held-out samples.
+    """Computes the loss of the averaged weights on the held-out split. Returns metric name -> loss:
+    `eval_loss` over all t, and one value for each quarter of the range of t; empty if there are no
+    held-out samples.
 
     Noise and t are the same at every call, so losses of different steps are comparable. Each rank
     evaluates a part of the batches.
@@ -62,12 +63,12 @@ def evaluate(training: Training) -> dict[str, float]:
 def share_work(
     items: Iterable[Item], count: int, unit: str, ranks: Ranks, work: Callable[[Item], Result]
 ) -> list[Result]:
-    """Calls `work` for each of `count` items, which the ranks share; returns the results of all
-    items, in order, on every rank. The first rank shows progress.
+    """Calls `work(item)` for each of the `count` items, each on one of the ranks; returns the
+    results of all items, in order, on every rank. The first rank shows progress.
 
-    With a sharded model all ranks must run equally many forward passes. So if the last round has
-    fewer items than ranks, a rank without an item also computes the last item, and this result is
-    dropped.
+    All ranks of a sharded model must run the same number of forward passes. So if the last round
+    has fewer items than ranks, a rank without an item also computes the last item, and this result
+    is dropped.
     """
     iterator = iter(items)
     rank_results = []

@@ -54,7 +54,8 @@ def end_if_failed(
     skipped = state.meter.skipped_in_row
     if skipped >= limit:
         file = write_dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
-        # Wait until a background save has ended: the message names the newest complete checkpoint.
+        # Wait until a background save has ended, because the error message names the newest
+        # complete checkpoint.
         checkpoints.wait()
         resume = describe_resume(checkpoints.folder, state.samples)
         raise UserError(
@@ -140,8 +141,8 @@ def to_json_number(value: float) -> float | str:
 
 @contextmanager
 def explain_failures(training: Training, folder: Path) -> Iterator[None]:
-    """If the code inside runs out of memory or disk, raises a ValueError that says where this
-    happened, how much memory was in use, and which configuration keys save most."""
+    """If the code in the `with` block runs out of memory or disk, raises a ValueError that says
+    where this happened, how much memory was in use, and which configuration keys save most."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -189,14 +190,15 @@ def describe_savings(training: Training) -> str:
         "until": time.monotonic() + COUNTING_SECONDS,
     }
 
-    # Wait longer than `COUNTING_SECONDS`, so that the program can finish its last forecast.
+    # The savings program starts no forecast after `COUNTING_SECONDS`. Wait half as long again, so
+    # that it can finish its last forecast.
     limit = 1.5 * COUNTING_SECONDS
     print(f"Counting for at most {limit:.0f} s what would help …", file=sys.stderr, flush=True)
     answer = None
     with suppress(OSError), tempfile.TemporaryFile() as log:
         _, answer = run_apart(job, limit, log, SAVINGS_PROGRAM)
 
-    # If the program returned nothing, name no changes, because their savings are unknown.
+    # If the program wrote no result, the savings are unknown, so the sentence names no changes.
     if answer is None:
         return (
             "What helps most was not counted, for the process that counts it gave no answer; "

@@ -34,8 +34,8 @@ READ_ERRORS = (
     OverflowError,
     RecursionError,
 )
-"""Errors that reading a file of a run raises if it is absent, damaged or holds values of other
-types."""
+"""Errors that reading a file of a run raises if the file is absent, damaged or holds values of
+other types."""
 TIME_FILE = "time.json"
 """Name of the file in a run folder that holds the seconds of each kind of time."""
 MAINTENANCE_KINDS = ("evaluation", "sampling", "saving", "logging")
@@ -43,8 +43,8 @@ KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE_KINDS, "redone",
 WRITE_INTERVAL_SECONDS = 5.0
 """Seconds between two writes of `TIME_FILE`."""
 MAX_SAVED_STEPS = 512
-"""Largest number of checkpoints, the latest ones, for which `TIME_FILE` stores the seconds of
-training up to the checkpoint."""
+"""`TIME_FILE` stores the seconds of training up to a checkpoint for at most this number of
+checkpoints, the latest ones."""
 DATA_BOUND_SHARE = 0.1
 """A step is data-bound if it waits for data for more than this share of its time."""
 LAUNCH_BOUND_SHARE = 0.8
@@ -58,7 +58,7 @@ run."""
 
 
 class Record(BaseModel, allow_inf_nan=False):
-    """Content of `TIME_FILE`."""
+    """Content of `TIME_FILE`: how many seconds the run spent in each kind of time."""
 
     first: Moment
     """Unix time, in seconds, at which the run's first process began."""
@@ -148,7 +148,7 @@ class Clock:
         self.earlier.update(record.seconds)
 
         # Move the training time after the checkpoint to `redone`, because the run repeats these
-        # steps, and add the time since the file's last write to `idle`.
+        # steps, and add the time since the last write of `file` to `idle`.
         redone = max(0.0, self.earlier["steps"] - max(self.reached.values(), default=0.0))
         self.earlier["steps"] -= redone
         self.earlier["redone"] += redone
@@ -156,7 +156,7 @@ class Clock:
 
     @property
     def account(self) -> dict[str, float]:
-        """Kind of time -> its seconds until now, over all processes of the run."""
+        """Dict from kind of time to its seconds until now, over all processes of the run."""
         self.switch(self.kind)
         return {kind: self.earlier[kind] + self.seconds[kind] for kind in KINDS}
 

@@ -83,13 +83,17 @@ class WandbLogger(NoLogger):
         sys.argv = redact_words(words)
         try:
             self.run = begin(self.mode)
-        except Exception as error:  # no key, no network, …: log offline, so that no data is lost
+        except Exception as error:
+            # If W&B cannot start online (no key, no network, …), log offline, so that no data is
+            # lost.
             warnings.warn(
                 f"W&B cannot be reached ({type(error).__name__}: {shorten_error(error)}); logging "
                 f"offline into {folder}.",
                 stacklevel=2,
             )
-            wandb.teardown()  # W&B's service still holds the run's id
+            # The failed start left the run's id reserved in W&B's background service: stop the
+            # service, so that the offline run can use the id.
+            wandb.teardown()
             self.run = begin("offline")
         finally:
             sys.argv = words
@@ -108,7 +112,8 @@ class WandbLogger(NoLogger):
         self.run.log({name: wandb.Image(str(file)), "samples": samples})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Uploads the remaining data; TimeoutError if that takes longer than `FINISH_SECONDS`."""
+        """Uploads the remaining data; raises TimeoutError if that takes longer than
+        `FINISH_SECONDS`."""
         import wandb
 
         if self.run is None:

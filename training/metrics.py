@@ -49,10 +49,10 @@ class Meter:
     The loss is the mean over ranks and over steps that were not skipped. `data_wait` and memory are
     the maximum over ranks; `batch_size` is global and `mfu` per rank. Memory is the peak of a
     window, `memory_reserved_peak` the peak of this process so far. `gpu_busy` is an estimate: the
-    profiler's kernel time of a warm-up step, as a share of the window's time per step. Time and
-    compiled graphs inside `pause()` (evaluation, sampling, saving) enter neither the rates nor
-    `recompiles`. `measure_wait()` surrounds calls that wait for data; `data_wait` is the share of
-    the training time in which the device was idle because it had no batch.
+    profiler's kernel time of a warm-up step, as a share of the window's time per step. The rates
+    leave out the time inside `pause()` (evaluation, sampling, saving), and `recompiles` leaves out
+    the graphs compiled there. `measure_wait()` surrounds calls that wait for data; `data_wait` is
+    the share of the training time in which the device was idle because it had no batch.
 
     The FLOPs of a step are `passes` times those of a forward pass: 3 times, or less where an
     adapter's base is frozen; recomputation is left out. PyTorch's FLOP counter gives 2.99 to 3.00
@@ -101,15 +101,17 @@ class Meter:
         CLOCK.switch("steps")
 
     def begin_window(self) -> None:
-        """Begins a log window: sets its sums to 0 and reads the clock."""
-        # Sum the loss in fp64: with `log_every=0` a window is the whole run, too many steps for
-        # fp32.
+        """Begins a log window: sets its sums to 0, and stores the clock's seconds so far, from
+        which `report` computes the seconds of the window."""
+        # Sum the loss in fp64: with `log_every=0` a window is the whole run, and a sum over all its
+        # steps is too inexact in fp32.
         self.loss = torch.zeros((), dtype=torch.float64)
         self.skipped: Tensor | float = 0.0
         self.backed_off: Tensor | float = 0.0
         self.steps = 0
         self.carried = 0
-        """Number of the window's steps that an earlier process of the run took, before a resume."""
+        """Number of steps of the log window that an earlier process of the run took, before a
+        resume."""
         self.seconds_before = CLOCK.count_seconds(*TRAINING_KINDS)
         self.wait_before = CLOCK.count_seconds("data_wait")
 
@@ -130,16 +132,16 @@ class Meter:
                 yield
 
     def sum_waits(self) -> None:
-        """For each wait for data that has ended on the device, moves its seconds from the clock's
-        kind `steps` to the kind `data_wait`."""
+        """For each wait for data that has ended on the device, moves the seconds of the wait from
+        the clock's kind `steps` to the kind `data_wait`."""
         while self.waits and self.waits[0][1].query():
             began, ended = self.waits.popleft()
             CLOCK.move(began.elapsed_time(ended) / 1e3, "steps", "data_wait")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keeps the time and the compiled graphs of the `with` block out of the training metrics.
-        Also works as a decorator."""
+        """Leaves the time of the `with` block, and the graphs compiled in the block, out of the
+        training metrics. Also works as a decorator."""
         # Wait for the kernels that are queued, because their time is still training time.
         if uses_gpu():
             torch.cuda.synchronize()
@@ -167,19 +169,19 @@ class Meter:
         return int(float(self.in_row))
 
     def has_skipped(self, limit: int) -> bool:
-        """Says whether the last `limit` steps were all skipped, by a count that is a few steps old:
-        that count is already on the host, so reading it does not wait for the device."""
+        """Says whether the last `limit` steps were all skipped. Uses a count that is a few steps
+        old: it is already in host memory, so reading it does not wait for the device."""
         return self.in_row_seen is not None and float(self.in_row_seen) >= limit
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        """Returns this rank's sums over the window so far, and its number of steps, without waiting
-        for the device."""
+        """Returns this rank's sums over the current log window, and the number of steps in that
+        window, without waiting for the device."""
         sums = {name: torch.as_tensor(getattr(self, name)) for name in WINDOW_SUMS}
         return sums | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
-        """Continues a window from a checkpoint; its time starts now, so the first rate after a
-        resume counts only new steps."""
+        """Continues the log window that a checkpoint stored. The time of the window starts now, so
+        the first rate after a resume covers only new steps."""
         self.begin_window()
         for name in WINDOW_SUMS:
             # Convert the loss to fp64, because earlier versions saved it in fp32.
@@ -189,8 +191,8 @@ class Meter:
         self.carried = self.steps
 
     def report(self, lr: float) -> dict[str, Any]:
-        """Returns metric name -> value for the window, and begins the next window. Waits for the
-        device, because the sums are there."""
+        """Returns metric name -> value for the current log window, and begins the next window.
+        Waits for the device, because the sums of the window are on the device."""
         ranks = self.ranks
         # The mean loss includes the window's steps that an earlier process took; the rates include
         # only steps of this process.
@@ -278,7 +280,8 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     """Parses one line of the metrics file: a JSON object with an integer `step`, whose values are
     all numbers or null. Returns None for any other line."""
     try:
-        metrics = replace_non_finite(json.loads(line))  # earlier versions wrote NaN
+        # Replace NaN, which earlier versions of fastlatent wrote, by None.
+        metrics = replace_non_finite(json.loads(line))
     except (ValueError, RecursionError):
         return None
     has_step = isinstance(metrics, dict) and type(metrics.get("step")) is int
@@ -287,7 +290,7 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
 
 
 class MetricsFile:
-    """Writes the metrics file of a run, line by line."""
+    """Writes the metrics file of a run (metrics.jsonl), one line per report."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

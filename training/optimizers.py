@@ -1,6 +1,7 @@
 """Parameter groups, the learning-rate schedule, and optimizers that PyTorch lacks.
 
-AdamW with a smaller state, from bitsandbytes and torchao, and Muon, all with PyTorch's interface.
+These optimizers are AdamW with a smaller state, from bitsandbytes and torchao, and Muon; all have
+PyTorch's interface.
 
 AdamW's state takes 8 bytes a parameter. With 8-bit or fp8 moments it takes 2 bytes, with 4-bit
 moments 1 byte, plus the moments' scales. Muon's state takes 4 bytes for each element of a matrix.

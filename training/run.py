@@ -74,7 +74,7 @@ class Run:
         self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self.lock: FolderLock | None = None
         self.rows: list[LedgerRow] = []
-        """Rows that the run adds to the techniques' ledger, such as the one about tuning."""
+        """Rows that the run adds to the ledger of techniques, such as a row about tuning."""
         self.reported_bounds: set[str] = set()
         """Limits of the step's speed, such as "data-bound", that the run has already printed."""
         self.stack: AccelerationStack | None = None
@@ -130,8 +130,8 @@ class Run:
 
     @CLOCK.count_as("warm_up")
     def apply_tuning(self) -> TrainConfig:
-        """Returns the configuration. If `runtime.tune` is set, first replaces its techniques by
-        those that are fastest on this machine."""
+        """Returns the configuration. If `runtime.tune` is set, first replaces the configured
+        techniques by those that are fastest on this machine."""
         if self.cfg.runtime.tune:
             self.cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
             self.write_file(TUNING_FILE, choice)
@@ -381,8 +381,8 @@ def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | No
 
 
 def choose_folder(choices: Mapping[str, str]) -> Path:
-    """Returns a path that does not exist yet, `runs/<date>-<time>-<model>-<runtime>`, with a number
-    if two runs start in one second."""
+    """Returns a path that does not exist yet, `runs/<date>-<time>-<model>-<runtime>`; if it exists,
+    because another run started in the same second, with a number at the end."""
     chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
     # Replace characters that a folder name may not have: the name of a configuration file in a
     # group may contain a slash.

@@ -34,8 +34,9 @@ LAYOUTS = {
     "window": Layout.sums,
     "rng": Layout.each,
 }
-"""Name of a piece of the state -> its layout in a checkpoint, which says which rank writes what. A
-new piece needs an entry here and a line in both `state_dict` and `load_state_dict`."""
+"""Name of a piece of the state -> its layout in a checkpoint (see `Layout`): for example, whether
+all ranks have equal values, and which ranks write them. A new piece needs an entry here and a line
+in both `state_dict` and `load_state_dict`."""
 
 
 @dataclass
@@ -79,9 +80,9 @@ class TrainState:
         return self.samples >= self.total_samples
 
     def is_due(self, *intervals: int) -> bool:
-        """Says whether a task with these intervals, in steps, is due: if the step is a multiple of
-        one of `intervals`, or the run is done. An interval of 0 means never, and nothing is due
-        before this process has taken a step."""
+        """Says whether a task with these intervals, in steps, is due: it is due if the current step
+        is a multiple of one of `intervals`, or the run is done. An interval of 0 means never, and
+        nothing is due before this process has taken a step."""
         return self.moved and any(
             every > 0 and (self.done or self.step % every == 0) for every in intervals
         )
@@ -102,8 +103,9 @@ class TrainState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned. Hyper-parameters are not part of it: they come from the
-        configuration. Raises ValueError if the tensors do not fit the model."""
+        """Loads what `state_dict` returned. Hyper-parameters, such as the learning rate, come from
+        the configuration, not from `state`. Raises ValueError if the tensors do not fit the
+        model."""
         load_weights(self.model, state["model"])
         self.ema.load_state_dict(state["ema"])
         load_moments(self.optimizer, state["optimizer"])
@@ -144,9 +146,9 @@ class TrainState:
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
-        """Restores, at the end of the `with` block, the state from its beginning. The copy of the
-        state is in host memory, so that the steps in the block can use all of the device's
-        memory."""
+        """At the end of the `with` block, restores the state that the run had at the beginning of
+        the block. The copy of the state is in host memory, so that the steps in the block can use
+        all of the device's memory."""
         before = tree_map_only(
             Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), self.state_dict()
         )

@@ -109,7 +109,8 @@ class EMA:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Swaps fp32 parameters with their averages; overwrites narrower parameters with theirs."""
+        """Swaps fp32 parameters with their averages; overwrites parameters narrower than fp32 with
+        their averages."""
         for parameter, average in zip(self.parameters, self.averages, strict=True):
             before = parameter.detach().clone()
             parameter.copy_(average)
@@ -132,8 +133,8 @@ class EMA:
 
 
 class SpikeGuard:
-    """Detects spikes: gradient norms more than `sigmas` standard deviations above the mean of the
-    last `window` norms.
+    """Detects spikes, which are gradient norms more than `sigmas` standard deviations above the
+    mean of the last `window` norms.
 
     The window holds finite norms only, because with one NaN in it every comparison is false. A
     spike enters the window as the limit, the highest norm that is no spike: so a single spike does
@@ -150,7 +151,8 @@ class SpikeGuard:
     @torch.no_grad()
     def admit(self, norm: Tensor) -> Tensor:
         """Returns a bool tensor on the device, without waiting for the device: true if `norm` is
-        finite and no spike. Adds a finite norm to the window, a spike as the limit."""
+        finite and no spike. Adds a finite norm to the window of recent norms; instead of a spike
+        adds the limit, the highest norm that is no spike."""
         std, mean = torch.std_mean(self.norms)
         full = self.count >= len(self.norms)
         finite = torch.isfinite(norm)
@@ -165,8 +167,9 @@ class SpikeGuard:
         return {"norms": self.norms, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the window in place, because a captured CUDA graph keeps using these tensors. A
-        state of another window size, or an empty state, empties the window."""
+        """Copies the saved gradient norms into the existing tensors, because a captured CUDA graph
+        reads these tensors. If the saved window has another size, or `state` is empty, starts with
+        an empty window."""
         fits = state.keys() == {"norms", "count"} and state["norms"].shape == self.norms.shape
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name]) if fits else tensor.zero_()
@@ -192,7 +195,7 @@ class TrainStep:
     def __init__(
         self, cfg: TrainConfig, state: TrainState, objective: FlowMatching, schedule: Schedule
     ) -> None:
-        # Techniques may replace the next attributes, up to `scaler`.
+        # Techniques may replace the attributes from `model` to `scaler`.
         self.model = state.model
         self.forward: Callable[..., Tensor] = state.model
         self.update: Callable[[Sequence[Batch]], StepOutput] = self.take_step
@@ -253,8 +256,8 @@ class TrainStep:
         return self.update(batches)
 
     def take_step(self, batches: Sequence[Batch]) -> StepOutput:
-        """Takes one optimizer step on its micro-batches. Techniques wrap this method; the wrapped
-        one is `update`."""
+        """Takes one optimizer step on its micro-batches. Techniques may wrap this method; the
+        attribute `update` is the method with all wrappers."""
         total = self.accumulate(batches)
 
         # Decide on the device whether the parameters are updated.

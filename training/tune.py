@@ -132,7 +132,8 @@ def run_apart(
 ) -> tuple[int | None, dict[str, Any] | None]:
     """Runs a program in a separate process and passes it `job` as a JSON file. Returns the
     program's exit code (None if it was killed after `seconds`) and the JSON object that it wrote
-    (None if it wrote none). `program` holds the arguments of `python`; None: those of the tuner."""
+    (None if it wrote none). `program` holds the arguments of `python`; None: the arguments for the
+    tuner."""
     with tempfile.TemporaryDirectory(prefix="fastlatent-plan-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({**job, "parent": os.getpid()}))
