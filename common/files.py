@@ -19,7 +19,7 @@ from common.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 """Root folder of this repository's checkout."""
 LOCK_FILE = ".lock"
-"""Name of the file in a folder that a process locks to lock the folder."""
+"""Name of a lock file: to lock a folder, a process locks the file of this name in the folder."""
 
 
 def write_atomically(file: Path, text: str) -> None:

@@ -30,8 +30,8 @@ def silence_libraries() -> Iterator[None]:
 
 
 def import_optional(module: str, wanted_by: str) -> ModuleType:
-    """Imports `module` without its warnings. Raises ValueError if its package is missing;
-    `wanted_by`, such as "optim=adamw_8bit", names what needs the package in the message."""
+    """Imports `module` without its warnings. Raises ValueError if its package is missing; the
+    message then says that `wanted_by`, such as "optim=adamw_8bit", needs the package."""
     package = module.partition(".")[0]
     try:
         with silence_libraries():

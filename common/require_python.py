@@ -1,6 +1,7 @@
 """Ends the process with an error message if fastlatent is not tested with this version of Python.
 
-The commands import this file before all others, so it must parse on any Python from 3.8 on.
+Each command imports this file before any other file, so this file must parse on any Python from 3.8
+on.
 """
 
 import sys
@@ -14,7 +15,8 @@ NEWEST_PYTHON = (3, 13)
 
 
 def refuse_python(version: tuple = sys.version_info, program: str = sys.executable) -> None:
-    """Ends the process with an error message if `version` is outside of the tested range."""
+    """Ends the process with an error message if `version`, a Python version such as (3, 11, 7), is
+    outside the tested range."""
     if not OLDEST_PYTHON <= tuple(version[:2]) <= NEWEST_PYTHON:
         oldest, newest, this = (
             ".".join(map(str, numbers[:3])) for numbers in (OLDEST_PYTHON, NEWEST_PYTHON, version)

@@ -12,7 +12,8 @@ from typing import Any, TextIO, TypeVar
 
 Item = TypeVar("Item")
 LINE_INTERVAL_SECONDS = 10.0
-"""Seconds between two printed lines of progress, where there is no terminal for a bar."""
+"""Seconds between two printed lines of progress; used if stderr is no terminal, so that no progress
+bar is shown."""
 
 
 class Progress:

@@ -173,7 +173,7 @@ class Readers:
 
     def close(self, wait: bool = False) -> None:
         """Drops queued tasks and lets each thread end after its running task. If `wait`, waits for
-        the threads to end, at most ten seconds for each."""
+        the threads to end, at most ten seconds for each thread."""
         self.closed.set()
         for _ in self.threads:
             self.tasks.put(None)
