@@ -95,7 +95,7 @@ class BlockReader:
         latents = {"latents", "mirrored"} if manifest.flips else {"latents"}
         self.allowed_names = [latents | {"labels"}]
         """Sets of tensor names that a block may have: without or with the std of a variational
-        encoder. After the first good block only the set of that block is allowed."""
+        encoder. After the first good block only the names of that block are allowed."""
         if manifest.kind == "mean_std":
             stds = {"std", "mirrored_std"} if manifest.flips else {"std"}
             self.allowed_names.append(self.allowed_names[0] | stds)
@@ -140,8 +140,8 @@ class BlockReader:
 
     @cached_property
     def sample_template(self) -> dict[str, Tensor]:
-        """Name -> tensor of one sample, each of shape (1, …); all samples of the set have these
-        names, dtypes and shapes."""
+        """Dict from name to tensor of one sample, each tensor of shape (1, …); all samples of the
+        set have these names, dtypes and shapes."""
         return {name: tensor[:1].clone() for name, tensor in sorted(self.read(0).items())}
 
     @property
@@ -206,8 +206,8 @@ class BlockReader:
         if hashlib.sha256(content).hexdigest() != block.sha256:
             raise DamagedBlockError("is damaged: its sha256 differs from the manifest's")
 
-        # Catch all exceptions: safetensors raises its own types, and torch others for an unknown
-        # dtype.
+        # Catch all exceptions: safetensors raises its own types of exceptions, and PyTorch raises
+        # other types for an unknown dtype.
         try:
             tensors = load(content)
         except Exception as error:
@@ -267,7 +267,7 @@ def open_set(
     **settings: Any,
 ) -> tuple[LatentSpec, BlockReader, BlockReader]:
     """Opens the latent set at `path`; returns its spec, and the block readers of the training split
-    and of the held-out split. `group` is the value of `data` in error messages.
+    and of the held-out split. `group` is the value of the key `data`, which error messages name.
 
     Raises ValueError if the set was made with another encoder than `encoder` or another scale than
     `latent_scale`; None allows any. `settings` may hold all other configuration keys of the loader;

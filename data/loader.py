@@ -68,8 +68,8 @@ class LatentSpec:
 
     @property
     def labels(self) -> range:
-        """The labels with which samples can be drawn: the numbers of all classes, or only 0, the
-        null label, if the set has no classes."""
+        """Labels with which a model of this set can draw samples: the numbers of all classes, or
+        only 0, the null label, if the set has no classes."""
         return range(max(1, self.num_classes))
 
     @property
@@ -107,7 +107,7 @@ class LatentSpec:
 
 def find_wrong_lengths(facts: Any) -> list[str]:
     """Checks that mean and std of a spec or manifest have one value per channel. Returns a sentence
-    for each of the two that has not; an empty list if both have."""
+    for `mean`, and one for `std`, if its length is wrong; an empty list if both are right."""
     return [
         f"{name} has {len(values)} values, and there are {facts.channels} channels"
         for name, values in (("mean", facts.mean), ("std", facts.std))

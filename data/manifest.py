@@ -153,7 +153,8 @@ class Manifest:
         if sum(block.samples for block in shard.blocks) != shard.count:
             yield f"the blocks of {shard.file} do not hold its count of {shard.count} samples"
 
-        # Compute the bytes of the smallest possible sample, which has latents and an int64 label.
+        # To find blocks that are too small for their number of samples, compute the bytes of the
+        # smallest possible sample, which has latents and an int64 label.
         values = (1 + self.flips) * self.channels * self.height * self.width
         smallest = values * getattr(torch, self.dtype).itemsize + 8
         end = 0

@@ -165,8 +165,8 @@ class ChunkedLatents(BlockLoader):
         add_skipped(self.skipped, self.blocks.take_reports())
 
     def state_dict(self) -> dict[str, int]:
-        # The key is "window" because version 1 of fastlatent called a chunk so, and its runs must
-        # still resume.
+        # The key is "window" because version 1 of fastlatent called a chunk a window, and runs of
+        # that version must still resume.
         return super().state_dict() | {"window": self.order.chunk_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -323,7 +323,8 @@ def count_sample_bytes(blocks: BlockReader, storage: Storage) -> int:
         return blocks.row_bytes
     sample = [tensor[0] for tensor in blocks.sample_template.values()]
 
-    # `Int8Latents` stores a byte per value, and per sample and channel a scale of 4 bytes.
+    # Count int8 bytes for latents, which have three dimensions: `Int8Latents` stores one byte per
+    # value, and for each sample and channel a scale of 4 bytes.
     return sum(t.numel() + 4 * len(t) if t.ndim == 3 else t.nbytes for t in sample)
 
 

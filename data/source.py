@@ -85,8 +85,8 @@ def open_source(
 
 
 def hide_secrets(text: str) -> str:
-    """Removes possible secrets from the URLs in a text; leaves a text without URLs, such as a
-    folder's path, unchanged."""
+    """Removes possible secrets (user, password, query, fragment) from the URLs in a text. Returns a
+    text without URLs, such as a folder's path, unchanged."""
     return URL_SECRETS.sub("", text) if "://" in text else text
 
 
@@ -194,7 +194,7 @@ class HttpSource(RemoteSource):
             with make_web_client(os.getpid()).get(
                 f"{self.url}/{name}{self.query}", headers=headers, timeout=self.timeout, stream=True
             ) as reply:
-                # Return nothing for status 416, which means that the file ends before the offset.
+                # Return no bytes for status 416, which means that the file ends before the offset.
                 if reply.status_code == 416:
                     return b""
                 check_reply(reply, size is not None)
@@ -231,7 +231,8 @@ def check_reply(reply: Any, in_part: bool) -> None:
         )
         raise TransientError(f"the server answers {status}{asks if pause else ''}", reply.raw)
 
-    # Raise an OSError that is no TransientError for the following faults: a retry does not help.
+    # Raise an OSError that is no TransientError for the following faults, so that the source does
+    # not retry: a retry cannot succeed.
     if status in (404, 410):
         raise FileNotFoundError(f"the server answers {status}")
     if status not in (200, 206):

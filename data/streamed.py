@@ -44,9 +44,9 @@ tensors, its rows."""
 def read_windows(
     order: StreamOrder, blocks: BlockReader, position: int
 ) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
-    """Yields (position of the first row, rows) for each window of a stream, endlessly. The rows (n,
-    bytes of a sample) are the window's samples, shuffled within the window. The first window begins
-    at the argument `position`: it lacks the samples before."""
+    """Yields (position of the first row, rows) for each window of a stream, endlessly, starting at
+    `position`. The rows (n, bytes of a sample) are the window's samples, shuffled within the
+    window. The first window lacks the samples before `position`."""
     last_block = -1
     content = torch.empty(0)
     while True:
@@ -119,7 +119,7 @@ class StreamDataset(IterableDataset):
                     zip(count(first, every), rows, strict=False) for first, rows in windows
                 )
 
-        # Skip rows before a wanted position: the samples in these rows belong to other ranks.
+        # Skip rows before a wanted position, because their samples belong to other ranks.
         parts = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
         rows = torch.stack(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return rows, wanted, self.blocks.take_reports()
@@ -161,7 +161,7 @@ def join_batches(
         ) from error
     finally:
         # End the workers now: after an error the traceback still refers to `items`, so without this
-        # line the workers run on.
+        # line the workers continue to run.
         getattr(items, "_shutdown_workers", lambda: None)()
 
 
@@ -183,9 +183,10 @@ class StreamedLatents(BlockLoader):
     size of the set; a resumed run keeps the number with which it began. All windows together take
     at most `host_memory_gib` of host memory; the loader prints how much. `num_workers` processes
     each read `prefetch_factor` batches ahead; with 0, threads of the training process read. With
-    `persistent_workers` the workers run on at the end of an epoch; otherwise new workers start.
-    `timeout`, `retries` and `cache` have an effect for URLs only (data/source.py). `normalisation`,
-    `encoder` and `latent_scale` mean the same as for `ResidentLatents`.
+    `persistent_workers` the workers continue to run at the end of an epoch; otherwise new workers
+    start for each epoch. `timeout`, `retries` and `cache` have an effect for URLs only
+    (data/source.py). `normalisation`, `encoder` and `latent_scale` mean the same as for
+    `ResidentLatents`.
     """
 
     @classmethod

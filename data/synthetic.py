@@ -36,7 +36,8 @@ class SyntheticLatents(InMemoryLatents):
         count: Size = 1024,
         **args: Unpack[LoaderArgs],
     ) -> None:
-        # Draw each sample as a function of seed and number, so that it does not depend on `count`.
+        # Draw each sample as a function of the seed and the sample's number, so that a sample does
+        # not depend on `count`.
         total = count + max(1, count // 10)
         position = torch.arange(total, device=args["device"])
         shape = (channels, height, width)
