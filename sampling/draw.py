@@ -120,7 +120,7 @@ class SampleJob:
         from sampling.load import SampleStream, load_run
         from training.environment import pick_device
 
-        # Connect the processes, which the first call of `wait_for_all` does.
+        # Connect the processes now: the first call of `wait_for_all` does so.
         ranks.wait_for_all()
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
@@ -190,7 +190,7 @@ class SampleJob:
         content: Callable[[Tensor, Tensor], dict[str, Tensor]],
     ) -> ResumableChunks:
         """Draws the samples of all chunks that are not yet in `folder`, writes these chunks, and
-        returns the object that reads all chunks.
+        returns a `ResumableChunks`, which reads all chunks.
 
         First prints the number of samples and the ledger. `content(labels, latents)` returns name
         -> tensor to keep of a batch. `job` holds the values that determine what `content` returns.

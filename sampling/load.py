@@ -36,8 +36,9 @@ from training.weights.pretrained import build_autoencoder
 QUICK_START_RUNTIME = MappingProxyType(
     {kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start}
 )
-"""Runtime key of a technique -> value that switches the technique off, for each technique whose
-first step is slow. For a few samples this first step takes longer than the technique saves."""
+"""Runtime key of a technique -> value that switches the technique off. The techniques are those
+whose first step is slow: for a few samples this first step takes longer than the technique
+saves."""
 
 
 def find_class_numbers(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
