@@ -74,15 +74,15 @@ def resolve_target(target: str, key: str) -> type:
 def build(
     node: Mapping[str, Any], key: str, /, *args: Any, kind: type = object, **runtime: Any
 ) -> Any:
-    """Builds and returns the object that `node` describes, which must be a `kind`: calls the class
-    that `_target_` names with `args`, the node's other keys, and `runtime` as arguments.
+    """Builds and returns the object that `node` describes, which must be an instance of `kind`. The
+    arguments of the class that `_target_` names are `args`, the node's other keys, and `runtime`.
 
-    Before the call, it checks the node's keys against the signature of the class. An unknown or
+    First the function checks the node's keys against the signature of the class. An unknown or
     missing key, or a value of another type, raises a ValueError that names `key` (the node's place
-    in the configuration), the value and the fix. It builds nested nodes before the outer one; a
-    nested node with `_partial_: true` becomes a functools.partial of its class. An argument in
-    `runtime` that the signature lacks raises a TypeError, because the calling code is wrong, not
-    the user.
+    in the configuration), the value and the fix. The function builds nested nodes before the outer
+    one; a nested node with `_partial_: true` becomes a functools.partial of its class. An argument
+    in `runtime` that the signature lacks raises a TypeError, not a ValueError, because it is a
+    mistake of the calling code, not of the user.
     """
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise UserError(
@@ -162,8 +162,8 @@ def check_argument(value: Any, annotation: Any, key: str) -> Any:
     """Converts a value of the configuration to the type `annotation` of its argument, by pydantic's
     strict rules for JSON: an integer may become a float, and a list a tuple.
 
-    For a nested node with a `_target_` it builds and returns the object. ValueError for a value
-    that the type does not allow.
+    For a nested node with a `_target_`, the function builds the object and returns it. ValueError
+    for a value that the type does not allow.
     """
     if isinstance(value, Mapping) and "_target_" in value:
         return build_nested(value, key)

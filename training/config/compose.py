@@ -69,7 +69,8 @@ for name, kind in SCHEMAS.items():
 
 
 class Composed(NamedTuple):
-    """A checked configuration, with the choices and overrides from which it was composed."""
+    """A checked configuration, with the files of conf/ and the overrides from which it was
+    composed."""
 
     cfg: Any
     """The `TrainConfig` or `PrecomputeConfig`, resolved and frozen."""
@@ -78,8 +79,8 @@ class Composed(NamedTuple):
     overrides: list[str]
     """Overrides of the command line, such as `batch_size=32`, with secrets redacted."""
     source: dict[str, Any]
-    """The composed configuration as nested dicts, for files and logs: interpolations unresolved,
-    secrets redacted."""
+    """The composed configuration as nested dicts, for files and logs: interpolations such as
+    ${seed} stay unresolved, and secrets are redacted."""
 
 
 def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
@@ -112,7 +113,7 @@ def is_library_error(error: BaseException) -> bool:
 
 def compose_from_hydra(source: DictConfig) -> Composed:
     """Checks and returns the configuration that `hydra.main` composed. ValueError for an invalid
-    value, and for a path in it that does not exist or lacks the expected files (see
+    value, and for a path in the configuration that does not exist or lacks the expected files (see
     `refuse_paths`)."""
     hydra = HydraConfig.get()
     composed = resolve_config(source, hydra.runtime.choices, list(hydra.overrides.task))
@@ -158,12 +159,13 @@ def refuse_strange_numbers(node: Any) -> None:
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """If the block raises a UserError, prints its message and exits with code 1; a broken output
-    stream does not end the command.
+    """If the `with` block raises a UserError, prints the error's message and exits with code 1. If
+    the command cannot write to stdout or stderr, it continues.
 
-    Two other kinds of exceptions also get a message: those of Hydra and OmegaConf, and those of a
-    machine that ran out of memory, disk or threads. Any other exception is a bug and keeps its
-    traceback. With FASTLATENT_TRACEBACK=1 in the environment, every exception keeps its traceback.
+    Two other kinds of exceptions also become a message: those of Hydra and OmegaConf, and those
+    that mean that the machine has run out of memory, disk space or threads. Any other exception is
+    a bug and keeps its traceback. With FASTLATENT_TRACEBACK=1 in the environment, every exception
+    keeps its traceback.
     """
     with tolerate_broken_output():
         try:
@@ -229,7 +231,7 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             continue
         try:
             values.merge_with_dotlist([word])
-        except Exception as error:  # replaced, because its message does not name the word
+        except Exception as error:  # replaced, because OmegaConf's message does not name the word
             raise UserError(describe_unreadable(word)) from error
     return apply_schema(schema, values, words)
 
@@ -238,8 +240,8 @@ def apply_schema(schema: type[Words], values: Any, words: list[str]) -> Words:
     """Makes an object of the frozen dataclass `schema` from a mapping; missing keys get the
     dataclass's defaults.
 
-    A key that the dataclass lacks, or a value of another type, raises a ValueError. `words` are the
-    words that the user typed, for its message.
+    A key that the dataclass lacks, or a value of another type, raises a ValueError. Its message
+    quotes the word of `words`, the command line, that set the key.
     """
     node = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
     try:
@@ -340,15 +342,15 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
     if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
         return
     place = os.path.expanduser(path)
-    if not os.path.exists(place):  # not Path.exists, which raises if a name is too long
+    if not os.path.exists(place):  # Path.exists would raise an error for too long a name
         raise UserError(f"{key}={path} does not exist; {remedy}.")
     if names and not any(any(Path(place).glob(name)) for name in names):
         raise UserError(f"{key}={path} has no {' and no '.join(names)}; {remedy}.")
 
 
 def refuse_file(key: str, path: str | None) -> None:
-    """Raises ValueError if the output folder `path` is a file or inside a file, if a name in it is
-    too long, or if the user of `~user` does not exist."""
+    """Raises ValueError if the output folder `path` is a file or inside a file, if a name in the
+    path has over 255 bytes, or if the path begins with `~user` and there is no such user."""
     folder = Path(os.path.expanduser(path or "."))
     if str(folder).startswith("~"):
         raise UserError(f"{key}={path}: there is no such user; write the whole path.")

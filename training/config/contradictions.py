@@ -14,8 +14,9 @@ from typing import Any
 from common.errors import UserError
 
 DEVICE_OPTIMIZERS = (None, "torch.optim.Adam", "torch.optim.AdamW")
-"""Optimizers, by `_target_`, that can skip a step by a decision on the device, without the host;
-None: the calling code names no optimizer."""
+"""`_target_` of each optimizer whose fused step reads a flag on the device and skips the update if
+the flag is set; other optimizers need a decision on the host. None: the calling code names no
+optimizer."""
 SHARDED_MODES = ("fsdp", "hsdp")
 MODE_TEXT = "runtime.parallel.mode={mode}"
 Rule = tuple[Mapping[str, Any], str]
@@ -102,8 +103,8 @@ def check_contradictions(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
     """Raises ValueError for the first rule in `CONTRADICTIONS` whose conditions all hold, or if
-    `tune_seconds` is not below the time for which other processes wait. `optimizer` is the
-    `_target_` of the optimizer, or None."""
+    `tune_seconds` is not below `timeout_minutes`, the time for which other processes wait.
+    `optimizer` is the `_target_` of the optimizer, or None."""
     values = {key: v.value if isinstance(v, Enum) else v for key, v in vars(runtime).items()}
     values |= {
         "mode": runtime.parallel.mode.value,
@@ -138,7 +139,7 @@ def check_momentum(optim: Mapping[str, Any]) -> None:
 
 
 def check_nccl(variables: Iterable[str]) -> None:
-    """Raises ValueError for the name of an environment variable that `NCCL_VARIABLES` lacks.
+    """Raises ValueError for an environment variable whose name is not in `NCCL_VARIABLES`.
 
     `NCCL_VARIABLES` leaves out variables that name a library, an output file, or a file of further
     variables (*_PLUGIN, *_FILE, CONF_FILE): a configuration must not load code or write files.

@@ -61,8 +61,9 @@ def explain(error: Exception, words: list[str], schema: type) -> str:
 
 
 def explain_word(text: str, words: list[str]) -> str | None:
-    """Returns a sentence for the user if Hydra took commas for a sweep, if a configuration group
-    lacks the chosen option, or if a + stands before a key that exists; None for other errors."""
+    """Returns a sentence for the user about three errors of Hydra: a value with commas, which Hydra
+    takes for a sweep (several runs), a configuration group that lacks the chosen option, and a +
+    before a key that exists. None for other errors."""
     sweep = re.match(r"Ambiguous value for argument '(([^=]*)=.*)'", text)
     if sweep:
         name = sweep[2]
@@ -106,8 +107,9 @@ def explain_value(cause: Exception, key: str, words: list[str], schema: type) ->
 
 
 def suggest_fix(key: str, schema: type) -> str:
-    """Returns the end of a sentence about a key that the configuration lacks: which option of a
-    group has the key, that the key belongs to another command, or a similar key."""
+    """Returns the end of a sentence about a key that the configuration lacks. It names an option of
+    a configuration group that has the key, the command to which the key belongs, or a similar
+    key."""
     other = {TrainConfig: "precompute_latents", PrecomputeConfig: "train"}.get(schema)
     groups = [field.name for field in fields(schema)]
     if other is None:
@@ -126,8 +128,8 @@ def suggest_fix(key: str, schema: type) -> str:
 
 @cache
 def map_keys_to_choices() -> dict[str, list[str]]:
-    """Maps each dotted key in the files of conf/<group>/ to the options that have it, such as
-    model=dit_s."""
+    """Returns a dict: dotted key in the files of conf/<group>/ -> the options whose file has this
+    key, such as model=dit_s."""
     choices_by_key = defaultdict(list)
     for file in sorted(CONF_FOLDER.glob("*/*.yaml")):
         group = file.parent.name
@@ -140,8 +142,8 @@ def map_keys_to_choices() -> dict[str, list[str]]:
 
 
 def flatten_tree(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for every entry of nested mappings and lists, inner containers
-    included; the key of a list entry is its index."""
+    """Yields (dotted key, value) for every entry of nested mappings and lists; an entry that is
+    itself a mapping or list is yielded before its entries. The key of a list entry is its index."""
     entries = dict(enumerate(node)) if isinstance(node, list) else node
     if isinstance(entries, dict):
         for name, value in entries.items():

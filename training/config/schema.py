@@ -78,7 +78,8 @@ class CompileScope(str, Enum):
     model = "model"
 
 
-# Use Enum's functional form, because two of torch's names for modes are no Python identifiers.
+# Use Enum's functional form, because names of torch.compile's modes, such as reduce-overhead,
+# contain hyphens and so are no Python identifiers.
 CompileMode = Enum(
     "CompileMode",
     {
@@ -196,8 +197,8 @@ class RuntimeConfig:
     # dtype in which the weight matrices of linear layers are stored; their averages (EMA) stay in
     # fp32
     weights: WeightsName = WeightsName.fp32
-    # how an optimizer step rounds bf16 weights; kahan keeps each weight's rounding error, in 2 more
-    # bytes per weight
+    # how an optimizer step rounds bf16 weights; stochastic: up or down at random, right on average;
+    # kahan: to the nearest, and keep each weight's rounding error, in 2 more bytes per weight
     rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
     # for the next five keys: false: use the PyTorch code that defines the operation; true: use the
@@ -255,7 +256,8 @@ class RuntimeConfig:
 
     def values(self) -> dict[str, Any]:
         """Returns key -> value for all techniques and their options, including the keys of
-        `parallel`; `parallel` itself -> its mode. Enum members become strings."""
+        `parallel`. The key `parallel` itself maps to the parallel mode, such as "ddp". Enum members
+        become strings."""
         nodes = vars(self) | vars(self.parallel) | {"parallel": self.parallel.mode}
         return {key: v.value if isinstance(v, Enum) else v for key, v in nodes.items()}
 
@@ -266,8 +268,8 @@ KERNEL_KEYS = tuple(node.name for node in fields(RuntimeConfig) if node.type == 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule; it depends on the number of samples seen, not of steps
-    (training/optimizers.py)."""
+    """Learning-rate schedule. The learning rate depends on the number of samples that training has
+    seen, not on the number of steps (training/optimizers.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: Natural = 1280
@@ -281,8 +283,8 @@ class EmaConfig:
     (training/step.py)."""
 
     half_life_samples: float = 2000.0
-    # upper limit of the half-life, as a fraction of the samples seen so far; it shortens the
-    # half-life early in training
+    # upper limit of the half-life, as a fraction of the samples seen so far; early in training this
+    # limit is below half_life_samples and shortens the half-life
     ramp: float = 0.05
 
 
@@ -296,8 +298,8 @@ class GuardsConfig:
     # above 0: also skip a step whose gradient norm is this many standard deviations above the mean
     # of the last `spike_window` norms
     spike_sigmas: Annotated[float, Ge(0)] = 0.0
-    # number of latest finite gradient norms whose mean and standard deviation `spike_sigmas` uses;
-    # every step computes both
+    # number of latest finite gradient norms from which each step computes the mean and standard
+    # deviation for `spike_sigmas`
     spike_window: Annotated[int, Ge(8), Le(100_000)] = 128
 
 
@@ -308,7 +310,7 @@ class SamplingConfig:
     solver: Solver = Solver.heun
     steps: Positive = 20
     guidance: float = 1.5  # scale of classifier-free guidance; 1: no guidance
-    # smallest and largest time t at which guidance is on; t = 1 is noise, t = 0 is data
+    # smallest and largest time t at which guidance is on: t = 1 is noise, t = 0 is data
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     # shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t = 1,
     # the noise; 1: equally long steps
@@ -330,8 +332,9 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class FdConfig:
-    """Settings of the distances (fd and kd) between generated samples and training images, measured
-    every `fd_every` steps (evaluation/evaluator.py)."""
+    """Settings of two distances between generated samples and training images: the Fréchet distance
+    fd and the kernel distance kd. A run measures both every `fd_every` steps
+    (evaluation/evaluator.py)."""
 
     # number of samples to generate; fd needs more than twice as many samples as the features have
     # dimensions, kd does not
@@ -391,8 +394,8 @@ class TrainConfig:
     # number of newest checkpoints to keep; the checkpoint with the lowest score `keep_best` is kept
     # too
     keep_checkpoints: Positive = 2
-    # score for which the lowest value is best: eval_loss or, if fd_every is set, fd_<features> or
-    # kd_<features>
+    # score that decides which checkpoint is the best: the one with the lowest value; eval_loss or,
+    # if fd_every is set, fd_<features> or kd_<features>, such as fd_dinov2
     keep_best: str = "eval_loss"
     # checkpoints at multiples of this number of steps are never removed; 0: none
     keep_every: Natural = 0
@@ -444,7 +447,7 @@ class PrecomputeConfig:
     """A job of precompute_latents.py, which encodes images to latents."""
 
     # images: a folder with one subfolder per class, WebDataset tars with images and .cls members,
-    # or a folder that `datasets` saved
+    # or a folder that Hugging Face's library `datasets` saved with save_to_disk
     source: str | None = None
     out: str | None = None  # output folder, for shards of latents and manifest.json
     # packages of your own, whose classes a `_target_` may name; settable only on the command line
@@ -483,7 +486,7 @@ class PrecomputeConfig:
     # if their PSNR is lower
     min_psnr: float = 20.0
     # true: a resumed job writes the same bytes as one that was not interrupted; false: cuDNN may
-    # choose algorithms by their time
+    # choose algorithms by their measured time, so the bytes may differ
     same_bytes: bool = True
     # true: write nothing, but report which files are used and forecast images, bytes and minutes
     dry_run: bool = False
@@ -518,8 +521,9 @@ BOUND_TEXTS = {
     "missing": "longer",
     "too_long": "shorter",
 }
-"""Type of a validation error of pydantic -> what the value must be, for the message; pydantic's
-bound replaces {ge}, {gt}, {le} or {lt}. `missing` and `too_long` are about lists."""
+"""Type of a validation error of pydantic -> what the value must be, for the message to the user.
+The bound in pydantic's error replaces {ge}, {gt}, {le} or {lt}. `missing` means a list that is too
+short, `too_long` one that is too long."""
 
 
 @cache
@@ -545,8 +549,8 @@ def refuse_values(node: Any, prefix: str = "") -> None:
 
 
 def describe_bound(fault: Mapping[str, Any]) -> str:
-    """Returns what a value must be, such as "at least 1", from one of the errors that pydantic's
-    `ValidationError.errors()` lists."""
+    """Returns what a value must be, such as "at least 1". `fault` is one entry of the list that
+    pydantic's `ValidationError.errors()` returns."""
     bound: str = BOUND_TEXTS.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
     return bound.format(**fault.get("ctx", {}))
 

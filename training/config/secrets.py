@@ -24,14 +24,15 @@ SECRET_NAME = re.compile(
 its words joined by _. The words in the pattern's first line may stand anywhere in the name, those
 in its second line only as whole words, those in its last line only at the end."""
 PUBLIC_KEYS = ("latents_key", "labels_key")
-"""Settings whose name looks like that of a secret, but whose value is the name of an entry in a
-file."""
+"""Settings whose name looks like that of a secret, but whose value, the name of an entry in a file,
+is not redacted."""
 EMPTY_VALUE = re.compile(
     r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE
 )
 """Matches a placeholder or an empty value, which holds no secret."""
 QUOTED_PATTERN = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
-"""Matches text in quotes, a list or a mapping; the last two with at most one level of nesting."""
+"""Matches text in quotes, a list or a mapping. A list or mapping may contain others, but these
+contain no further ones."""
 VALUE_PATTERN = rf"({QUOTED_PATTERN}|[\[{{].+|\S+)"
 
 
@@ -91,8 +92,8 @@ COMPILED_SHAPES = [
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Says whether the value of the setting `name` is a secret. A number of tokens, as in
-    max_tokens=100, is not a secret."""
+    """Says whether the value of the setting `name` is a secret, such as that of api_key. A number
+    of tokens, such as that of max_tokens=100, is no secret."""
     joined = "_".join(filter(None, NAME_BOUNDARY.split(name))).lower()
     if name.rpartition(".")[2] in PUBLIC_KEYS or EMPTY_VALUE.fullmatch(str(value).strip()):
         return False
@@ -119,9 +120,10 @@ def redact_text(text: str) -> str:
 
 
 def redact_matches(pattern: re.Pattern[str], named: bool, text: str) -> str:
-    """Returns the text with `HIDDEN` in place of each secret that `pattern` finds; `named` as in
-    `Shape`. If a match has a harmless name, the function searches its value again, because the
-    value may contain a secret in the same form."""
+    """Returns the text with `HIDDEN` in place of each secret that `pattern` finds. If `named` is
+    false, every match is a secret. If `named` is true, a match is a secret only if its name is that
+    of a secret, such as api_key; the function searches the value of any other match again, because
+    this value may contain a secret of the same form."""
 
     def replace(match: re.Match[str]) -> str:
         if not named or is_secret(match[2], match[3]):
@@ -132,8 +134,8 @@ def redact_matches(pattern: re.Pattern[str], named: bool, text: str) -> str:
 
 
 def redact_words(words: list[str]) -> list[str]:
-    """Returns the `key=value` words of a command with secrets redacted, without the word for
-    Hydra's search path."""
+    """Returns the `key=value` words of a command with secrets redacted. Leaves out the word
+    hydra.searchpath=…, which fastlatent adds for extensions."""
     parts = [word.partition("=") for word in words if not word.startswith("hydra.searchpath=")]
     return [
         f"{key}={HIDDEN}" if is_secret(key, value) else redact_text(f"{key}{equals}{value}")

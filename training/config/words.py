@@ -140,11 +140,11 @@ samples, with {} for the value."""
 NOT_A_FILE_NAME = re.compile(
     r"null|true|false|[-+]?(inf|nan|[\d.][\d_.e+-]*)|[\[{].*", re.IGNORECASE
 )
-"""Matches a value that Hydra parses as null, a bool, a number, a list or a mapping, so that the
-value cannot be the name of a file in conf/."""
+"""Matches a value that Hydra parses as null, a bool, a number, a list or a mapping, such as true or
+20; such a value cannot be the name of a file in conf/."""
 MAX_BRACKETS = 100
-"""Largest number of opening brackets in one word of a command. No key needs more, and Hydra and
-OmegaConf recurse once per bracket."""
+"""Largest number of opening brackets in one word of a command. No key needs more. Hydra and
+OmegaConf recurse once per bracket, so more brackets could exceed Python's recursion limit."""
 HELP_HINT = "`--help` lists the keys"
 HYDRA_FLAG = re.compile(
     "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
@@ -219,7 +219,8 @@ def refuse_words(words: list[str]) -> None:
 
 def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
     """Raises ValueError for a key of another trainer; the message says how to write the setting in
-    fastlatent. `foreign` is a mapping like `FOREIGN_KEYS`."""
+    fastlatent. `foreign` maps a key of another trainer to fastlatent's spelling, with {} for the
+    value, such as lr -> optim.lr={}."""
     for word in words:
         key, equals, value = word.lstrip("+~").partition("=")
         spelling = foreign.get(f"{key}={value}") or foreign.get(key)
@@ -230,7 +231,8 @@ def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
     """Raises ValueError for a word that is not `key=value`; the message suggests how to write the
-    word. `foreign` is a mapping like `FOREIGN_KEYS`."""
+    word. `foreign` maps a key of another trainer to fastlatent's spelling, with {} for the value,
+    such as lr -> optim.lr={}."""
     for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
         if not word.strip():
             raise UserError("one word of the command is empty; give key=value.")
@@ -275,8 +277,9 @@ def select_overrides(words: list[str]) -> list[str]:
 
 
 def quote(word: str) -> str:
-    """Returns an override with its value in quotes if Hydra cannot parse the value without quotes,
-    as in `run_dir=läufe/ä`; puts ++ before a key of `OPEN_MAPPING`."""
+    """Returns the override `word` with its value in quotes if Hydra cannot parse the value without
+    quotes, such as run_dir=läufe/ä. Puts ++ before a key of the mapping `OPEN_MAPPING`, so that
+    Hydra accepts a new key."""
     key, _, value = word.partition("=")
     if key.startswith(OPEN_MAPPING):
         word = f"++{word}"
@@ -304,8 +307,8 @@ def describe_unreadable(word: str) -> str:
 
 
 def suggest_key(name: str, known: list[str]) -> str:
-    """Returns the end of a sentence about the unknown key `name`: a similar key of `known`, or a
-    hint at `--help`."""
+    """Returns the end of a sentence about the unknown key `name`, which names a similar key of the
+    list `known`, or, if none is similar, the option `--help`."""
     variable = re.search(r"NCCL_\w+$", name)
     if variable:
         return f"did you mean {OPEN_MAPPING}.{variable[0]}?"
@@ -329,9 +332,9 @@ def find_given_word(key: str, words: list[str]) -> str:
 
 
 def describe_type(schema: type, key: str) -> str:
-    """Returns text about the type of a key of the dataclass `schema`, with the default as an
-    example; "" if the schema lacks the key, which then belongs to a component, such as
-    model.depth."""
+    """Returns text for the user about the type of a key of the dataclass `schema`, with the default
+    as an example. Returns "" if `schema` lacks the key: a key such as model.depth belongs to a
+    component."""
     *parents, last = key.split(".")
     node: Any = schema()
     for name in parents:
@@ -346,7 +349,7 @@ def describe_type(schema: type, key: str) -> str:
     types = " or ".join(map(name_type, alternatives))
     if default is None or isinstance(default, bool | Enum) or default == {}:
         return types
-    # Delete quotes and spaces, so that the user can type a list in a shell.
+    # Delete quotes and spaces from a list, so that the user can type the list in a shell.
     return f"{types}, such as {str(default).translate({39: None, 32: None})}"
 
 
