@@ -1,8 +1,8 @@
 """Counts how much memory each change of a run would save, and finds the cheapest changes that make
-it fit.
+the run fit its device.
 
-After a run has exhausted the memory, training/failures.py starts this file with a job file that
-describes the run. This file counts on the CPU, because the device is full.
+After a run has exhausted the device's memory, training/failures.py starts this file with a job file
+that describes the run. All forecasts run on the CPU, because the device is full.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ from training.config.schema import TrainConfig
 from training.tune import STEPS_KEY, apply_changes
 
 USEFUL_SHARE = 0.99
-"""`forecast_change` drops a change unless it reduces the peak to less than this share."""
+"""`forecast_change` drops a change unless it lowers the peak memory to less than this share of the
+run's present peak."""
 FEW_SAMPLES = 8
-"""If a smaller micro-batch has at least this number of samples, the search tries it before gradient
-checkpointing, else after it."""
+"""Smallest number of samples in a micro-batch that the search tries before gradient checkpointing;
+it tries still smaller micro-batches after gradient checkpointing."""
 SMALLER_ORDER = 20
-"""Position of a smaller micro-batch among the changes that the search tries; it tries low numbers
-first."""
+"""Sort key (`rank` of a `Saving`) of a smaller micro-batch; the search tries changes with a low
+rank first."""
 MUCH_SMALLER_ORDER = 50
-"""Position of a micro-batch with fewer than `FEW_SAMPLES` samples among the changes that the search
-tries: late, because its matrix products are slow."""
+"""Sort key (`rank` of a `Saving`) of a micro-batch with fewer than `FEW_SAMPLES` samples. The
+search tries it late, because such a small batch makes matrix products slow."""
 OPTIM = "optim"
 EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
 Apply = Callable[[Mapping[str, Any]], TrainConfig]
-"""Function that applies changes (key -> value) to a run's configuration and returns the result;
-ValueError if they contradict its other values."""
+"""Function that applies changes (key -> value) to a run's configuration and returns the new
+configuration; ValueError if the changes contradict other keys."""
 
 
 def format_overrides(changes: Mapping[str, Any]) -> list[str]:
-    """Formats changes of runtime keys, accumulation_steps or optim as overrides."""
+    """Formats changes (key -> value) as overrides, such as runtime.compile=true. The keys are
+    runtime keys, accumulation_steps or optim."""
     words = [f"{key}={str(value).lower()}" for key, value in changes.items()]
     return [word if word.startswith((STEPS_KEY, OPTIM)) else f"runtime.{word}" for word in words]
 
 
 def make_apply(cfg: TrainConfig) -> Apply:
-    """Returns the function that applies changes (key -> value) to this configuration."""
+    """Returns a function that takes changes (key -> value) and returns `cfg` with these changes."""
 
     def apply(changes: Mapping[str, Any]) -> TrainConfig:
         run_changes = {key: value for key, value in changes.items() if key != OPTIM}
@@ -68,8 +70,8 @@ def make_apply(cfg: TrainConfig) -> Apply:
 
 
 def list_savings(question: Question, exact: bool = False) -> list[Saving]:
-    """Lists changes of a run that save memory, the changes with the least cost first. With `exact`
-    it lists only changes that keep the results of the computation."""
+    """Lists the changes that could save memory in a run, those with the least cost first. With
+    `exact` it leaves out changes that alter the losses."""
     savings = [] if exact else [EIGHT_BIT]
     for kind in TECHNIQUES:
         if not exact or kind.loss_rtol == 0.0:
@@ -105,7 +107,7 @@ def find_cheapest_change(
     now: Forecast, memory: float, apply: Apply, exact: bool = False
 ) -> tuple[list[Saving], Forecast]:
     """Adds changes that save memory, the cheapest first, until the run fits `memory` bytes. Returns
-    the changes and the forecast of the run with these changes, even if the run still does not
+    the changes and the forecast of the run with these changes, even if this run still does not
     fit."""
     taken: list[Saving] = []
     for new in list_savings(now.question, exact):
@@ -152,8 +154,8 @@ def merge_values(savings: list[Saving]) -> dict[str, Any]:
 
 
 def main(file: Path) -> None:
-    """Reads a run from the job file `file`, and writes the list that `count_savings` returns beside
-    it, as a JSON object with the key `savings`."""
+    """Forecasts the run that the job file `file` describes. Writes the list that `count_savings`
+    returns, as a JSON object with the key `savings`, to the same path with the suffix .found."""
     job = read_object(file)
     workers.end_with_parent(job["parent"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
