@@ -54,14 +54,14 @@ class GeluMLP(Layer):
 
 
 class Block(nn.Module):
-    """Maps (branch, gate, residual, cond) to the next (branch, gate, residual), as all blocks must.
+    """Maps (branch, gate, residual, cond) to the next (branch, gate, residual).
 
     The residual stream is `residual + gate·branch`. A block first adds the incoming branch, which
     the layer *before* the block computed, in the same operation that also normalises the sum
     (`add_norm`). The block returns the branch of its own last layer and that branch's gate; the
-    next block adds the branch. `cond` (B, M, D) holds scale, shift and gate of each layer. The
-    residual that the block returns is never normalised: if the gates in `cond` are 0, the block
-    leaves the stream unchanged.
+    next block, or the final norm, adds the branch. `cond` (B, M, D) holds scale, shift and gate of
+    each layer. The residual that the block returns is never normalised: if the gates in `cond` are
+    0, the block leaves the stream unchanged.
 
     A layer with an attribute `order` (L,) gets the tokens in that order: `order[m]` is the index of
     the layer's m-th token. The norm before the layer permutes the tokens, and the sum after the

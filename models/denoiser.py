@@ -31,7 +31,7 @@ class Denoiser(nn.Module):
 
     `channels`, `height`, `width` and `num_classes` describe the data; `dim`, `depth`, `head_dim`,
     `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer;
-    if `mixer` has a parameter `layer`, it also gets the number of the block. With `mlp_ratio` 0 a
+    if `mixer` has a parameter `layer`, it also gets the block's index, from 0. With `mlp_ratio` 0 a
     block is the mixer alone (the Mamba recipe); otherwise `mlp(dim, hidden)` follows the mixer,
     with a hidden width of about mlp_ratio · dim (the transformer recipe). `mlp`, `norm` and
     `time_scale` (the factor by which t is multiplied before its sinusoids) exist for weights that
@@ -41,8 +41,8 @@ class Denoiser(nn.Module):
     the arguments and results of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path`
     (0.0 for none), `init_weights()`, `flops_per_sample()` and `no_weight_decay()`.
 
-    Conventions: x = (1-t)·z + t·ε and v = ε - z, so t = 1 is noise. Labels y are int64; the label
-    `num_classes` is the null label, no class.
+    Conventions: x = (1-t)·z + t·ε and v = ε - z, with the clean latent z and the noise ε, so t = 1
+    is noise. Labels y are int64; the label `num_classes` is the null label, no class.
     """
 
     def __init__(
@@ -170,15 +170,16 @@ class Denoiser(nn.Module):
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
         """Returns `cond` with the gates of dropped blocks set to 0, and the gates of all other
-        blocks divided by 1 - rate, which keeps the mean of the outputs: stochastic depth at no
-        cost.
+        blocks divided by 1 - rate, which keeps the expected output of the block: stochastic depth.
 
-        Huang et al. 2016, https://arxiv.org/abs/1603.09382. The rate grows linearly with the
-        block's number, from 0 to `drop_path`.
+        Huang et al. 2016, https://arxiv.org/abs/1603.09382. The rate, the probability that a sample
+        drops a block, grows linearly with the block's index, from 0 for the first block to
+        `drop_path` for the last.
         """
         rate = torch.linspace(0.0, self.drop_path, self.depth, device=cond.device)
         keep = ((uniforms >= rate) / (1.0 - rate))[:, :, None, None]
-        # Modulations come as scale, shift and gate of each layer, so every third is a gate.
+        # The modulations of a block are scale, shift and gate of each layer in turn, so every third
+        # modulation is a gate.
         is_gate = torch.arange(self.modulations, device=cond.device) % 3 == 2
         return torch.where(is_gate[:, None], cond * keep.to(cond.dtype), cond)
 

@@ -46,8 +46,9 @@ def make_guided_velocity(
     v_null) for t inside `guidance_interval`, v_label outside it.
 
     Guidance: Ho & Salimans 2022; limited to an interval: Kynkäänniemi et al. 2024,
-    https://arxiv.org/abs/2404.07724. If guidance is 1 or t is outside the interval, the model runs
-    on the batch itself instead of a doubled batch.
+    https://arxiv.org/abs/2404.07724. With guidance the model runs on a doubled batch: once with the
+    labels, once with the null label. If guidance is 1 or t is outside the interval, the model runs
+    on the labelled batch only.
     """
     nulls = torch.full_like(labels, null_label)
 

@@ -2,12 +2,11 @@
 (add_norm.py). Only code that launches or compiles the kernels imports this module, because it needs
 Triton.
 
-The kernels read each input element once and write each output element once. With a 16-bit branch
-and an fp32 residual, they move 12 bytes per token and channel in the forward pass, and 18 in the
-backward pass. The norm is computed from z after z is rounded to the dtype in which it is stored. A
-program of the backward pass takes consecutive tokens of one sample, and sums their parts of the
-gradients of gate, scale and shift in registers. So there are no atomics, and equal runs give equal
-bits.
+The kernels read and write each element of the tensors (B, L, D) once. With a 16-bit branch and an
+fp32 residual, they move 12 bytes per token and channel in the forward pass, and 18 in the backward
+pass. The norm is computed from z after z is rounded to the dtype in which it is stored. A program
+of the backward pass takes consecutive tokens of one sample, and sums their parts of the gradients
+of gate, scale and shift in registers. So there are no atomics, and equal runs give equal bits.
 
 Letters: B samples, L tokens, D width. A row is a token, a column is a channel. A tile has BLOCK_L
 rows of one sample with all D columns. Triton needs sizes that are powers of two, so the columns are

@@ -38,7 +38,7 @@ MAX_QUADRATIC_TOKENS = 512
 """Largest number of tokens that the kernels process as one masked product of all pairs of tokens;
 they cut a longer sequence into chunks."""
 CHUNK_TOKENS = 256
-"""Number of tokens in each chunk into which the kernels cut a long sequence."""
+"""Number of tokens per chunk if the kernels cut a sequence longer than `MAX_QUADRATIC_TOKENS`."""
 
 
 def bidirectional_ssd(

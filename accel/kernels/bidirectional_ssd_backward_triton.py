@@ -4,10 +4,11 @@ bidirectional_ssd_triton.py.
 S_ij = C_i·B_j are the scores of pairs of tokens, and E_ij their decays. One kernel computes dx, the
 gradient of x, as the product of dy with the transposed matrix M of the forward pass, y = M x.
 Another kernel computes dS = Σ_heads dy·xᵀ·E·step, the gradient of the scores, summed over heads in
-registers. In the same pass it computes for each head the row and column sums of dy·xᵀ·E·S, from
-which the gradients of steps and decays follow. PyTorch's matrix products turn dS into dB and dC,
-the gradients of the scan's B and C. dx, dB and dC lie side by side in memory, as the backward pass
-of the convolution before the scan reads them. There are no atomics, so equal runs give equal bits.
+registers. In the same pass that kernel computes for each head the row and column sums of dy·xᵀ·E·S,
+from which the gradients of steps and decays follow. PyTorch's matrix products turn dS into dB and
+dC, the gradients of the scan's B and C. dx, dB and dC lie side by side in memory, as the backward
+pass of the convolution before the scan reads them. There are no atomics, so equal runs give equal
+bits.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """
@@ -57,9 +58,9 @@ def ssd_dx_kernel(
 ):
     """Computes for one head a tile of the gradient of x, dx_j = Σ_i M_ij dy_i + D dy_j, and stores
     in DD (B, K, tiles) the tile's part of the gradient of D. M_ij is the weight of x_j in y_i
-    (formula in bidirectional_ssd_triton.py), and D is the head's weight of the skip term D·x. It
-    computes the scores already transposed, as B·Cᵀ, because Triton before 3.7.1 transposes the
-    result of a product wrongly."""
+    (formula in bidirectional_ssd_triton.py), and D is the head's weight of the skip term D·x. The
+    kernel computes the scores already transposed, as B·Cᵀ, because Triton before 3.7.1 transposes
+    the result of a product wrongly."""
     tile = tl.program_id(0)
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)

@@ -53,7 +53,7 @@ def qk_rope(
     """Splits qkv into queries, keys and values, each (B, K, L, P). Returns queries and keys after
     RMSNorm (Zhang & Sennrich 2019; weight None: no norm) and rotation (`rotations` None: no
     rotation), and unchanged values. In `rotations` both channels of a pair must have the same
-    angle, because the kernel reads only that of the first."""
+    angle, because the kernel reads only the angle of the pair's first channel."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     return (
         norm_and_rotate(q, q_weight, rotations, eps),

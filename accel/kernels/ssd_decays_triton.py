@@ -87,12 +87,13 @@ def ssd_decays_kernel(
         + k[None, :]
     )
 
-    # Load bias, rate and raw step sizes.
+    # Load the bias and the rate exp(A_log) (negated, in units of log2) of each head, and the raw
+    # step sizes with the bias added.
     bias = tl.load(BIAS + direction * K + k, mask=k < K, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_LOG + direction * K + k, mask=k < K, other=0.0).to(tl.float32)) * -LOG2E
     raw = tl.load(DT + dt_at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
 
-    # Padding gets step size 0, and so no decay.
+    # Padding gets step size 0, so its log decay is 0 and it leaves the running sums unchanged.
     step = tl.where(mask, softplus(raw), 0.0)
     target = ((piece.to(tl.int64) * 2 + direction) * K + k[None, :]) * T + t[:, None]
     tl.store(STEPS + target, step, mask=row)

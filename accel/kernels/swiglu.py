@@ -41,7 +41,8 @@ def silu_product(
     """Computes `silu(gate)·value`, and saves only gate and value for the backward pass.
 
     Compiled code uses plain operations instead of `SiluProduct`: the compiler itself chooses what
-    to save, and PyTorch 2.11 does not recompute an autograd function under checkpointing.
+    to save, and in compiled code PyTorch 2.11 does not recompute an autograd function under
+    checkpointing.
     """
     return F.silu(gate) * value if torch.compiler.is_compiling() else SiluProduct.apply(gate, value)
 

@@ -31,7 +31,8 @@ def init_steps(dt_bias: Tensor) -> None:
 
 
 class BidirectionalSSD(Layer):
-    """Gated bidirectional SSD: `out_proj(headwise_norm(silu(z)·ssd(local_mix(x, B, C))))`.
+    """Gated bidirectional SSD: `out_proj(headwise_norm(silu(z)·ssd(local_mix(x, B, C))))`, where
+    `in_proj` computes z, x, B and C, and the raw step sizes of the scan, from the tokens.
 
     `expand` is E / D (2 in the Mamba recipe, 1 if a SwiGLU follows). The convolution starts as the
     identity, because a random start cost a published model 30 FID points (DiG,

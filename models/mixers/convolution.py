@@ -19,8 +19,8 @@ from models.layers import Layer
 
 
 class Convolution(Layer):
-    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`. The convolution is
-    initialised as the identity.
+    """Gated depthwise 3 × 3 convolution: `out_proj(silu(z)·local_mix(x))`, where `in_proj` computes
+    z and x from the tokens. The convolution is initialised as the identity.
 
     The inner width E is `expand`·D, rounded to a multiple of 32; with 4/3 the mixer has about as
     many parameters as attention. This mixer has no heads: it accepts `head_dim`, as every mixer

@@ -23,7 +23,8 @@ TAPS = 4
 
 
 class SelectiveScan(Layer):
-    """Gated selective scan along a zigzag path: `out_proj(silu(z)·scan(silu(conv(x))))`.
+    """Gated selective scan along a zigzag path: `out_proj(silu(z)·scan(silu(conv(x))))`, where
+    `in_proj` computes z and x from the tokens.
 
     The eight paths are the four of models/mixers/zigzag_ssd.py and their reverses, each path
     followed by its reverse in the next layer, so that a token sees its predecessors on the path in
