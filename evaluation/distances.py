@@ -257,7 +257,7 @@ def compare_neighbours(
 
 
 def compute_share(flags: Tensor) -> float:
-    """Returns the share of flags that are true."""
+    """Returns the share of `flags` that are true, from 0 to 1."""
     return float(flags.double().mean())
 
 
@@ -288,7 +288,7 @@ class FeatureStats:
     of the whole set and of its halves, and the features of the first samples.
 
     One half has the samples with an even index, the other half those with an odd index. The memory
-    does not grow with the number of samples.
+    that this takes does not grow with the number of samples.
     """
 
     def __init__(self, dim: int) -> None:

@@ -68,7 +68,7 @@ class ReferenceImages:
     `name`."""
     images: Callable[[Iterable[range]], Iterator[Images]]
     """Function that yields, for each given range of image indices, an iterator over the batches of
-    these images. Exhaust each iterator before you take the next one."""
+    these images. Read each iterator to its end before you take the next one."""
 
     @property
     def count(self) -> int:
@@ -131,8 +131,9 @@ def make_reconstructions(
     """Makes reference images by decoding the first `limit` training latents of a run, in the
     shuffled order of seed 0. `node` is the run's data configuration.
 
-    The result reads only the latents in the ranges that its caller asks for, into host memory. It
-    raises ValueError if the data at `node` are no longer the set that `spec` describes.
+    The returned object reads only the latents in the ranges that its caller asks for, into host
+    memory. While reading, it raises ValueError if the data that `node` names are no longer the set
+    that `spec` describes.
     """
 
     def decode_ranges(ranges: Iterable[range]) -> Iterator[Images]:

@@ -50,9 +50,10 @@ if TYPE_CHECKING:
 MAX_SHARDS = 256
 """Largest number of shards. Each sample goes to a random shard, so all shards are open at once."""
 CHUNK_SAMPLES = 256
-"""Number of samples that are read and written together."""
+"""Number of samples that the command reads and writes together."""
 MAX_CLASSES = 1_000_000
-"""Largest number of classes, because the manifest names each class."""
+"""Largest number of classes that an import accepts; a limit is needed because the manifest lists
+the name of each class."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,8 @@ def convert_latents(values: Any, where: str) -> Tensor:
 
 def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
     """Converts a chunk of the source to the tensors of a stored block, in fp32: raw latents, as the
-    encoder gives them, and their std if the source has moments."""
+    encoder gives them, and the std of the posterior if the source stores it (`moments` is not
+    none)."""
     assert cfg.scale is not None
     tensors = {"labels": chunk["labels"]}
     for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):

@@ -66,8 +66,8 @@ def compile_kernel(case: Case, architecture: int) -> Any:
     signature = {name: "constexpr" if name in known else types[name] for name in names}
     constants = {(names.index(name),): value for name, value in known.items()}
 
-    # Declare pointers and sizes as multiples of 16, as they are in every shipped configuration,
-    # because Triton compiles a special kernel for such values.
+    # Declare pointers and sizes as multiples of 16: they are so in every shipped configuration, and
+    # Triton compiles a special kernel for such values.
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=divisible)
     options = {"num_warps": case.warps, "num_stages": case.stages, "maxnreg": case.most_registers}

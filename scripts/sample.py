@@ -144,8 +144,9 @@ def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:
 def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: SampleJob) -> None:
     """Writes the first `count` images as one picture, sorted by label.
 
-    Each row is one class with its name, if all classes have equally many images and a row is no
-    more than four times as wide as the picture is high; else the picture is a square.
+    Each row is one class with its name, if there are several classes with equally many images each,
+    and at most four times as many images in a row as there are rows; otherwise the images form a
+    square.
     """
     from models.images import write_grid
 

@@ -82,7 +82,8 @@ def export(cfg: ExportConfig) -> Path:
     cfg.check()
     out = Path(str(cfg.out)).expanduser()
     temporary = out.with_name(f"{out.name}.tmp{out.suffix}")
-    # If an earlier call with dry_run=true has written the folder already, only upload it.
+    # If an earlier call, such as one with dry_run=true, has already written the folder, only upload
+    # it.
     if cfg.push is not None and (out / "model_index.json").is_file():
         push(out, cfg.push, cfg.dry_run)
         return out
@@ -107,7 +108,8 @@ def export(cfg: ExportConfig) -> Path:
 
 
 def load_trained(cfg: ExportConfig) -> TrainedModel:
-    """Loads the run's trained model on the CPU in fp32."""
+    """Loads the trained model that `cfg` names (a run's or a weights file's) to the CPU, in
+    fp32."""
     from sampling.load import load_run
 
     return load_run(cfg.path, cfg.encoder, "cpu", cfg.key, PLAIN_RUNTIME, adapter=cfg.adapter)

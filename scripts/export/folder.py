@@ -84,8 +84,9 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
-    # In config.json, name the classes of the mixer and the MLP instead of their `_target_`, because
-    # the exported modelling file contains these classes: `join_sources` copies those in `kinds`.
+    # In config.json, name the mixer and the MLP by their class instead of by `_target_`, because
+    # the exported file of code contains these classes. List both classes in `kinds`, so that
+    # `join_sources` copies them into that file.
     kinds = []
     for key in [key for key in ("mixer", "mlp") if key in node]:
         layer = dict(node[key])

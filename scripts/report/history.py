@@ -59,7 +59,8 @@ class History:
         steps = {int(f.stem.removeprefix("step-")): f for f in folder.glob("samples/step-*.png")}
         self.grids = sorted(steps.items())
 
-        # Leave out summary.json if the run continued after it was written.
+        # Ignore summary.json if the run continued after it had written this file, because the
+        # figures in it are then out of date.
         self.summary = self.read("summary.json")
         last = self.lines[-1]["step"] if self.lines else 0
         outrun = bool(self.summary) and last > (self.summary.get("steps") or 0)
@@ -229,7 +230,8 @@ class Group(NamedTuple):
     members: list[Any]
     protocol: dict[str, Any]
     apart: str
-    """Why the members are not comparable with the first group; "" for the first group."""
+    """Sentence that says why the figures of this group cannot be compared with those of the first
+    group; "" for the first group."""
 
 
 def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:

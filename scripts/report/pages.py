@@ -38,7 +38,7 @@ RUN_STYLES = (
     ("-", ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")),
     ("--", ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309")),
 )
-"""Line style and shades, light to dark, of the curves of the first and of the second run."""
+"""For the first and for the second run: line style, and colours of the curves, light to dark."""
 PLOT_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
     # Precision in pixels to which curves are simplified; a curve of 100,000 points then takes 65
@@ -108,8 +108,8 @@ def make_data_uri(kind: str, stream: io.BytesIO) -> str:
 
 def render_card(run: History, how: str = "") -> str:
     """Returns the model card of a run, which begins with the front matter of the Hugging Face hub.
-    `how` is Markdown that explains sampling; if it is "", the card shows a command that samples
-    from the run's weights file."""
+    `how` is Markdown that explains how to draw samples; if `how` is "", the card shows a command
+    that samples from the run's weights file."""
     settings = [key for key in SAMPLER_KEYS if f"sampling.{key}" in run.config]
     words = [f"{key}={run.config[f'sampling.{key}']}" for key in settings]
     command = ["python", "-m", "scripts.sample", "weights=ema.safetensors", *words]
@@ -140,8 +140,8 @@ def escape_markdown(value: Any) -> Markup:
 
 class Plot(NamedTuple):
     """A plot with a curve for each run and each key of metrics.jsonl that matches `keys`. `scale`
-    multiplies the values. With `log` the vertical axis is logarithmic if the values span more than
-    a factor of ten; without `log` it starts at 0."""
+    is a factor by which the plot multiplies the values. With `log` the vertical axis is logarithmic
+    if the values span more than a factor of ten; without `log` it starts at 0."""
 
     title: str
     unit: str
