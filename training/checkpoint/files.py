@@ -1,4 +1,5 @@
-"""Splits a training state among the ranks that write it, and joins it from their files.
+"""Splits the state of a training run among the ranks, each of which writes one part, and joins the
+state again from the files of the ranks.
 
 A state has pieces, such as the optimizer's. A piece has leaves, which are tensors and numbers, each
 with a name. `training/state.py` gives each piece a `Layout`. On disk a leaf is named `piece.name`,
@@ -48,7 +49,7 @@ DTYPE_NAMES = {
 METADATA_KEY = "fastlatent"
 """Key in the metadata of a safetensors file whose value is the description of the model."""
 CHUNK_BYTES = 1 << 24
-"""Number of bytes that are hashed and written at a time."""
+"""Number of bytes of a file that are hashed and written, or read, at a time."""
 FLUSH_BYTES = 1 << 28
 """Number of bytes between two flushes to the disk. One flush of a whole large file takes long and
 shows no progress meanwhile."""
@@ -139,7 +140,8 @@ def stage(
         for name, leaf in tensors.items():
             path = f"{piece}.{name}"
             if layout is Layout.whole:
-                # Gather one by one, so that no device holds more than one gathered tensor.
+                # Gather the sharded tensors one by one, so that no device holds more than one
+                # gathered tensor.
                 tensor = to_full(leaf)
                 if first:
                     staged.whole.setdefault(piece, {})[name] = move(path, tensor)
@@ -187,8 +189,9 @@ def assemble_state(
             for path in file.keys():  # noqa: SIM118  # no mapping
                 parts[path].append((rows.get(path, 0), file.get_tensor(path)))
 
-    # Fill the pieces: first tensors with the layout `whole` and numbers with an entry of their own,
-    # then the other numbers, then tensors joined from the rank files.
+    # Fill the pieces of the state. First add tensors with the layout `whole`, and numbers with an
+    # entry of their own in `state.json`; then the other numbers; then tensors joined from the rank
+    # files.
     state: dict[str, dict[str, Any]] = {}
     for piece, layout in layouts.items():
         if layout is Layout.whole:
@@ -245,9 +248,9 @@ def write_tensors(
     the disk; returns {"bytes": size of the file, "sha256": its hash}.
 
     The hash is computed from the bytes in memory, not from the file read back. After each part of
-    the file, the function calls `wrote` with the part's number of bytes; all but the last
-    `FLUSH_BYTES` written are on the disk by then. `metadata` goes into the header. TypeError for a
-    dtype that safetensors lacks; OSError if writing fails.
+    the file, the function calls `wrote` with the part's number of bytes. By then at most the last
+    `FLUSH_BYTES` bytes may still be in the page cache instead of on the disk. `metadata` goes into
+    the header. TypeError for a dtype that safetensors lacks; OSError if writing fails.
     """
     digest = hashlib.sha256()
     size = 0
@@ -269,7 +272,7 @@ def generate_bytes(
 ) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a safetensors file in order. Tensors with the largest elements come
     first, so that each tensor is aligned to the size of its elements."""
-    # Make the header.
+    # Make the JSON header, which gives dtype, shape and place of each tensor in the file.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0

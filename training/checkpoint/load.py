@@ -45,13 +45,13 @@ MALFORMED_ERRORS = (
 """Errors that loading raises if a checkpoint holds values of an unexpected type or shape."""
 HASH_DIGITS = 64
 """Number of hexadecimal digits of the hash at the start of a latent set's fingerprint; the names of
-normalisation, order and storage follow the hash."""
+the latents' normalisation, order and storage follow after it."""
 Result = TypeVar("Result")
 
 
 def list_complete(folder: Path) -> list[Path]:
-    """Lists the complete checkpoints in `folder`, oldest first. The folder of an incomplete one has
-    another name than step-<number>, such as step-400.tmp."""
+    """Lists the complete checkpoints in `folder`, oldest first. A folder of an incomplete
+    checkpoint is left out: its name is not step-<number>, but, for example, step-400.tmp."""
     folders = folder.glob("step-*")
     complete = [path for path in folders if path.name.removeprefix("step-").isdecimal()]
     return sorted(complete, key=step_of)
@@ -66,7 +66,8 @@ def find_damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str
     file has the size and hash in the manifest.
 
     The function reads the files from the disk, not from the page cache, and after an input/output
-    error it pauses and tries again. It calls `advance` after each part that it has read.
+    error it pauses and tries again. It calls `advance` after each part that it has read, so that
+    the caller can note that the work makes progress.
     """
     try:
         files = retry_read(lambda: read_object(folder / "manifest.json"))["files"]
@@ -108,8 +109,8 @@ def retry_read(read: Callable[[], Result]) -> Result:
 
 
 def hash_from_disk(file: Path, advance: Callable[[], None]) -> tuple[int, str]:
-    """Returns the size in bytes and the sha256 of a file, read from the disk; on Linux it bypasses
-    the page cache. It calls `advance` after each `CHUNK_BYTES`."""
+    """Returns the size in bytes and the sha256 of a file, read from the disk; on Linux the function
+    bypasses the page cache. It calls `advance` after every `CHUNK_BYTES` bytes."""
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
         # Drop the file from the page cache, so that the following reads reach the disk.
@@ -131,7 +132,7 @@ def describe_resume(folder: Path, samples: int) -> str:
     sentence = f"the same command continues from {newest.name}"
     try:
         lost = samples - read_state_file(newest)["counters"]["samples"]
-    except (OSError, ValueError, KeyError, TypeError):  # a damaged checkpoint
+    except (OSError, ValueError, KeyError, TypeError):  # the checkpoint is damaged
         return sentence
     return f"{sentence}; {lost} samples after it are lost" if lost else sentence
 
@@ -227,9 +228,10 @@ def find_weights_file(path: str, key: str) -> Path:
 def find_newest_verified(folder: Path) -> Path | None:
     """Returns the newest intact checkpoint in `folder`; None if there is no checkpoint.
 
-    If a checkpoint is damaged, the function warns, renames it to `step-N.corrupt` and tries the one
-    before. ValueError if all are damaged: the user must decide to start over. It also deletes
-    folders that an interrupted save or removal has left, so the caller must hold the folder lock.
+    If a checkpoint is damaged, the function warns, renames it to `step-N.corrupt` and tries the
+    next older checkpoint. ValueError if all are damaged: the user must decide to start over. The
+    function also deletes folders that an interrupted save or removal has left, so the caller must
+    hold the lock on the run's folder.
     """
     for incomplete in (*folder.glob("step-*.tmp"), *folder.glob("step-*.removed")):
         shutil.rmtree(incomplete, ignore_errors=True)
@@ -259,8 +261,8 @@ def find_newest_verified(folder: Path) -> Path | None:
 
 def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Selects the parts of a configuration that must not change when a run resumes: name of the
-    part -> its keys and values. The part `data` has only the seed; `describe_run` adds the
-    fingerprint of the latents."""
+    part -> its keys and values. The part `data` has only the seed, because the configuration does
+    not hold the fingerprint of the latents; `describe_run` adds it."""
     return {
         "model": config.get("model") or {},
         "data": {"seed": config.get("seed")},
@@ -281,7 +283,8 @@ versions."""
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
     """Loads the verified checkpoint in `folder` into `state`. Returns text that lists the settings
     changed since the checkpoint was saved, "" if none was. ValueError if the checkpoint belongs to
-    another run, or cannot be read. `run` is the description by `describe_run`."""
+    another run, or cannot be read. `run` is the description of this run that `describe_run`
+    returns."""
     try:
         described = {"adapter": {}} | read_state_file(folder)  # earlier versions wrote no adapter
         mismatch = find_mismatch(described, run)
@@ -289,7 +292,7 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
         settings = described["settings"]
 
         # A checkpoint of an earlier version lacks newer runtime keys. That run behaved as a run
-        # with the defaults of these keys, so fill in the defaults.
+        # with the defaults of these keys, so fill in the defaults for the comparison.
         if "runtime" in settings:
             settings = settings | {"runtime": asdict(RuntimeConfig()) | settings["runtime"]}
         changed = describe_difference(settings, run["settings"])
@@ -339,8 +342,9 @@ def flatten_known(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Returns a sentence if checkpoint (`then`) and run (`now`) use the same latents in another
-    order, normalisation or storage; otherwise ""."""
+    """Returns a sentence if the checkpoint and the run use the same latents in another order,
+    normalisation or storage; otherwise "". `then` and `now` are the part `data` of their
+    descriptions."""
     old = str(then.get("fingerprint"))
     new = str(now.get("fingerprint"))
     old_hash = old[:HASH_DIGITS]
@@ -356,7 +360,7 @@ def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
 
 def is_same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
     """Says whether a checkpoint of an earlier version was trained on the run's data. Fingerprints
-    of that version do not cover mean and std, so the function also compares these."""
+    of that version do not cover mean and std, so the function also compares mean and std."""
     then = described["spec"]
     now = run["spec"]
     earlier = {"fingerprint": now["earlier_fingerprint"], "seed": run["data"]["seed"]}

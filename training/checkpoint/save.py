@@ -3,8 +3,9 @@
 `checkpoints/step-N/` holds `model.safetensors` and `ema.safetensors` (unsharded tensors and the
 model's description, all that sampling needs), `rank-R-of-W.safetensors` (rank R's part of all other
 tensors, such as moments and generators), `state.json` (counters and configuration) and
-`manifest.json` (size and sha256 of all other files). Every rank writes and hashes its files in
-`step-N.tmp`; then the first rank writes the manifest and renames the folder to `step-N`.
+`manifest.json` (size and sha256 of all other files). Every rank writes its files to the folder
+`step-N.tmp` and computes their hashes; then rank 0 writes the manifest and renames the folder to
+`step-N`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FREE_SPACE_FACTOR = 1.1
 RETRY_PAUSES = (2.0, 10.0, 50.0)
 """Seconds to wait before each new attempt of a failed save."""
 STALL_TIMEOUT = timedelta(minutes=30)
-"""Longest time that a rank may write nothing; after it the save fails."""
+"""Longest time that a rank may write nothing during a save; after this time the save fails."""
 
 
 @dataclass
@@ -155,8 +156,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for a save in flight. If an exception ends the run, a failure of the save is only
-        printed as a warning, so that it does not hide the exception."""
+        """Waits for a save that a thread is still writing. If an exception ends the run, the method
+        only prints a failure of the save as a warning, so that the failure does not hide the
+        exception."""
         try:
             self.finish()
         except Exception as failure:
@@ -198,7 +200,7 @@ class Checkpoints:
 
     @CLOCK.count_as("saving")
     def finish(self, samples: int | None = None) -> None:
-        """Waits for the save in flight, if any, and shows its progress.
+        """Waits for the save that a thread is still writing, if any, and shows its progress.
 
         ValueError if the save failed. `samples` is the number of samples that training has seen by
         now, which the message about lost samples needs; None: the number is unchanged.
@@ -220,8 +222,8 @@ class Checkpoints:
             raise failure
 
     def wait(self) -> None:
-        """Waits for the save in flight, if any, and shows its progress; only `finish` raises the
-        error of a failed save."""
+        """Waits for the save that a thread is still writing, if any, and shows its progress. Does
+        not raise the error of a failed save; `finish` does."""
         if self.thread is None:
             return
         unit = f"MiB of {self.thread.name}"
@@ -234,7 +236,8 @@ class Checkpoints:
         self.thread = None
 
     def has_failed(self) -> bool:
-        """Says whether a background save has failed; `save` and `finish` raise the error."""
+        """Says whether a save in the background has failed; the next call of `save` or `finish`
+        raises its error."""
         return self.failure is not None
 
     def report_times(self) -> dict[str, float]:
@@ -246,8 +249,9 @@ class Checkpoints:
         return {"save_stall_s": stall, "save_s": self.save_seconds} if stall else {}
 
     def write(self, save: Save) -> None:
-        """Tries the save until it succeeds or no pause of `RETRY_PAUSES` is left; runs in a thread
-        on each rank. Stores an error in `failure`, from where `finish` raises it."""
+        """Tries the save, and tries again after each pause of `RETRY_PAUSES` until it succeeds. The
+        method runs in a thread on each rank. It stores the error of a failed save in `failure`;
+        `finish` raises that error."""
         began = time.perf_counter()
         try:
             save.staged.wait()
@@ -314,7 +318,8 @@ class Checkpoints:
 
 
 def read_score(folder: Path, name: str) -> float | None:
-    """Reads the score `name` of the checkpoint in `folder`; None if it is absent or not finite."""
+    """Reads the score `name` of the checkpoint in `folder`; None if the score is absent or not
+    finite."""
     try:
         state = read_state_file(folder)
         # Earlier versions wrote only `eval_loss`, at the top level of `state.json`.
@@ -325,8 +330,8 @@ def read_score(folder: Path, name: str) -> float | None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint. It renames the folder first: if the removal is interrupted, no
-    incomplete checkpoint has the name step-<number> of a complete one."""
+    """Removes a checkpoint. The function renames the folder first, so that an interrupted removal
+    leaves no incomplete folder with the name step-<number>, which marks a complete checkpoint."""
     removed = folder.with_name(folder.name + ".removed")
     shutil.rmtree(removed, ignore_errors=True)
     rename(folder, removed)
