@@ -1,5 +1,5 @@
-"""Ends a process on a signal or an error, with the right exit code. Skips Python's finalisation if
-it could abort the process.
+"""Ends a process on a signal or an error, with the right exit code. Skips the finalisation of
+Python's interpreter if the finalisation could abort the process.
 
 This file must not import torch, because `--help` imports this file and must stay quick.
 """
@@ -30,8 +30,8 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that ask a run to stop. Slurm can send SIGUSR1 before the time limit
 (`--signal=USR1@120`)."""
 RESUMABLE_EXIT_CODE = 75
-"""Exit code of a run that a signal stopped, and that the same command resumes; it is EX_TEMPFAIL of
-sysexits.h."""
+"""Exit code of a run that a signal stopped, and that the same command resumes: EX_TEMPFAIL,
+"temporary failure", of C's header sysexits.h."""
 group_joined = False
 """True once `Ranks.connect` has made this process join a process group."""
 
@@ -68,8 +68,8 @@ class StopRequest:
         before; None before the first step."""
 
     def __enter__(self) -> StopRequest:
-        # Outside of the main thread set no handlers, because Python lets only the main thread set
-        # them.
+        # Outside of the main thread, do not set signal handlers, because Python lets only the main
+        # thread set them.
         if threading.current_thread() is not threading.main_thread():
             return self
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -91,9 +91,9 @@ class StopRequest:
             self.answer()
 
     def poll(self) -> Request:
-        """Returns the highest request of all ranks. With one rank it is this step's request; with
-        several ranks it is the highest of the step before. All ranks must call the method once per
-        step."""
+        """Returns the highest request of all ranks: with one rank, its request in this step; with
+        several ranks, the highest request that any rank sent in the step before. All ranks must
+        call the method once per step."""
         request = Request.nothing
         if any(may_have_failed() for may_have_failed in self.failure_checks):
             request = Request.look
@@ -108,8 +108,8 @@ class StopRequest:
 
 @contextmanager
 def exit_cleanly() -> Iterator[None]:
-    """Runs the block. If the process has joined a process group, exits afterwards with the block's
-    exit code, and skips the interpreter's finalisation.
+    """Runs the `with` block. If the process has joined a process group, it then exits with the exit
+    code of the `with` block, and skips the finalisation of Python's interpreter.
 
     A sharded model keeps its process group alive, so gloo's threads still run after
     `Ranks.close()`. If one of these threads must release a tensor while Python finalises, it needs
@@ -133,7 +133,8 @@ def exit_cleanly() -> Iterator[None]:
     if isinstance(code, str):
         print(code, file=sys.stderr)
     atexit._run_exitfuncs()
-    # Flush stdout and stderr: `tolerate_broken_output` does so when its block ends.
+    # Flush stdout and stderr, because `os._exit` does not: `tolerate_broken_output` flushes both
+    # when its `with` block ends.
     with tolerate_broken_output():
         pass
     os._exit(code if isinstance(code, int) else int(code is not None))
@@ -141,8 +142,8 @@ def exit_cleanly() -> Iterator[None]:
 
 @contextmanager
 def resumable_command() -> Iterator[None]:
-    """Runs the block of a command that continues where it stopped if it is started again. For a
-    mistake of the user (exit code 1) and for Ctrl-C (exit code 130) prints one sentence instead of
+    """Runs the `with` block of a command that, started again, continues where it stopped. For a
+    mistake of the user (exit code 1) and for Ctrl-C (exit code 130), prints one sentence instead of
     a traceback."""
     with exit_cleanly(), report_user_errors():
         try:
@@ -161,8 +162,8 @@ def run_app(app: Callable[[], None]) -> None:
         refuse_words(select_overrides(sys.argv[1:]))
         sys.argv[1:] = map(quote, sys.argv[1:])
 
-        # Insert the overrides of the extensions before the first override on the command line,
-        # because Hydra accepts overrides only next to each other.
+        # Insert the overrides that extensions need directly before the first override of the
+        # command line, because Hydra accepts overrides only next to each other.
         overrides = (
             i for i, word in enumerate(sys.argv) if i and "=" in word and not word.startswith("-")
         )

@@ -30,8 +30,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among all processes, and `local_rank`, its rank among the processes of
-    its machine. Without a launcher, the process is rank 0 of 1."""
+    """The rank of this process among all `world_size` processes of the run, and `local_rank`, its
+    rank among the processes of its machine. Without a launcher such as torchrun, the process is
+    rank 0 of 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -104,9 +105,9 @@ class Ranks:
         variables: Mapping[str, str],
         even_alone: bool = False,
     ) -> None:
-        """Joins the process group of all ranks; a single rank joins a group of its own, but only if
-        `even_alone`. `variables` are environment variables for NCCL. ValueError if the process
-        cannot reach the other ranks."""
+        """Joins the process group of all ranks. If there is only one rank, it joins a process group
+        of one rank if `even_alone` is true, otherwise none. `variables` are environment variables
+        for NCCL. ValueError if the process cannot reach the other ranks."""
         if dist.is_initialized() or (self.world_size == 1 and not even_alone):
             return
 
@@ -121,7 +122,8 @@ class Ranks:
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
             return
 
-        # Meet the other ranks at the launcher's address.
+        # Meet the other ranks at the address that the launcher has set in MASTER_ADDR and
+        # MASTER_PORT.
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UserError(
@@ -146,7 +148,7 @@ class Ranks:
             ) from error
 
     def broadcast_result(self, choose: Callable[[], Result]) -> Result:
-        """Calls `choose` on rank 0 only. Returns its result on all ranks; if it raises an
+        """Calls `choose` on rank 0 only, and returns its result on all ranks. If `choose` raises an
         exception, all ranks raise that exception."""
         if self.alone:
             return choose()
@@ -226,7 +228,8 @@ class JointWork:
         self.patience = patience.total_seconds()
         self.group: Any = None if ranks.alone else dist.new_group(backend="gloo", timeout=patience)
         self.done = 0
-        """Number of bytes that this rank has written."""
+        """Number of bytes that this rank's function has written so far, as `advance` has counted
+        them."""
         self.advanced = time.monotonic()
 
     def advance(self, count: int = 0) -> None:
@@ -279,7 +282,8 @@ class JointWork:
 
 def run_share(work: Callable[[], Any]) -> Share:
     """Calls `work` and returns its result, or the exception that it raised, in a `Share`. Replaces
-    an OSError by one whose text is only the reason and the file."""
+    an OSError by one whose text is only the reason and the path of the file, such as "No space left
+    on device: /data/x"."""
     try:
         return Share(ended=True, result=work())
     except OSError as error:
