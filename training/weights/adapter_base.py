@@ -30,8 +30,8 @@ from training.weights.pretrained import (
 )
 
 STATISTICS_TOLERANCE = 1e-6
-"""Relative and absolute tolerance for comparing the mean and std of latents: two programs may round
-the same values differently."""
+"""Relative and absolute tolerance for comparing the means and stds of two latent sets: two programs
+may round the same values differently."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def insert_pretrained(composed: Composed) -> Composed:
     """Returns a copy of `composed` in which the model that the file of `init_from` describes
     replaces model=pretrained, and that file's mean and std replace data.normalisation=channel.
 
-    A resumed run takes both from its own checkpoint. Other keys of `model` override the file's.
-    ValueError if fastlatent did not write the file, or if the file's description does not fit its
-    tensors.
+    A resumed run takes the model, mean and std from its own checkpoint instead. Keys that the user
+    sets in `model` override those in the file. ValueError if fastlatent did not write the file, or
+    if the file's description does not fit its tensors.
     """
     cfg = composed.cfg
     node = dict(composed.cfg.model or {})
@@ -91,8 +91,8 @@ def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
     if not checkpoints and cfg.resume != "auto":
         checkpoints = find_checkpoints(cfg.resume)
     for folder in reversed(checkpoints):
-        # Skip a checkpoint that cannot be read: `restore` will report it, and use the checkpoint
-        # before it.
+        # Skip a checkpoint that cannot be read: `restore` (training/assemble.py) will report that
+        # checkpoint, and use the one before it.
         with suppress(ValueError):
             read_description(folder / "ema.safetensors")
             return folder / "ema.safetensors"
@@ -179,9 +179,9 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
 
 
 def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
-    """Loads the weights of a base model into the new `model`; rows of the label table are matched
-    by class names. Returns the end of a sentence about the rows kept, "" if all rows stay as they
-    are in the file."""
+    """Loads the weights of a base model into the new `model`. A class gets the row that the base
+    model's label table has for the class of the same name. Returns the end of a sentence about the
+    rows kept, "" if the classes of both models are the same."""
     try:
         tensors, note = fit_weights(model, spec, base.file)
     except ValueError as error:

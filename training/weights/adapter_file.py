@@ -81,8 +81,8 @@ class OpenedModel(NamedTuple):
 
     model: Denoiser
     description: Description
-    """The description in the header of `file`. The file of an adapter that PEFT trained has none;
-    then this is the base model's description, with a note about the adapter."""
+    """The description in the header of `file`. An adapter's file that PEFT wrote holds no
+    description; then this is the base model's description, with a note about the adapter."""
     file: Path
     """Path of the adapter's file if there is an adapter, otherwise of the model's file."""
     sha256: str
@@ -94,7 +94,7 @@ def load_model(file: Path, device: torch.device, adapter: str | None = None) -> 
     adapter's file, a checkpoint or a run. If `adapter` is None and `file` itself holds an adapter,
     loads the base model of that adapter and merges the adapter.
 
-    ValueError if the adapter was trained on another model, or does not fit.
+    ValueError if the adapter was trained on another model, or its tensors do not fit the model.
     """
     if adapter is not None:
         peft_file = Path(adapter).expanduser() / TENSORS_FILE

@@ -33,12 +33,12 @@ from training.checkpoint.files import METADATA_KEY
 from training.config.build import build, is_admitted
 
 MAX_DESCRIPTION_CHARS = 2**24
-"""Largest number of characters that a description may have: parsing a longer one could use up the
-memory before the code can check its content."""
+"""Largest number of characters that a description may have: parsing a longer description could use
+up the memory before the code can check its content."""
 MODEL_SIZE_FACTOR = 4
-"""Limit for a model while it is built: at most this many times the number of tensors, and the
-number of values, in its weights file. Once built, the model must have exactly the tensors of the
-file."""
+"""Limit for a model while it is built: it may have at most this many times as many tensors as its
+weights file, and this many times as many elements. Once built, the model must have exactly the
+tensors of the file."""
 PIN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Matches a git commit or a sha256, either of which identifies the exact weights of an encoder."""
 
@@ -73,7 +73,7 @@ class Description:
 
 @contextmanager
 def explain_read_errors(file: Path) -> Iterator[None]:
-    """If the block fails to read `file` as safetensors, raises a ValueError that says so."""
+    """If the `with` block fails to read `file` as safetensors, raises a ValueError that says so."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -101,7 +101,7 @@ def find_description(file: Path) -> Description | None:
             f"{refusal} {describe_first_fault(error, 'description of a model')}; use another copy."
         ) from error
 
-    # Check what the types of the fields cannot express.
+    # Check what the types of the fields cannot express: the lengths of lists.
     spec = description.spec
     faults = find_wrong_lengths(spec)
     classes = len(spec.class_names)
@@ -172,7 +172,7 @@ def build_described(
     try:
         with limit_parameters(max_tensors, max_values):
             yield build_on_meta(description.model, description.spec)
-    except Exception as error:  # a class may raise any error for unchecked values
+    except Exception as error:  # a class may raise any error for bad arguments
         raise UserError(
             f"{file} describes a model that cannot be built: {shorten_error(error)[:600]}"
         ) from error
@@ -188,8 +188,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 @contextmanager
 def limit_parameters(tensors: int, values: int) -> Iterator[None]:
     """Raises ValueError as soon as the modules that the `with` block builds have more than
-    `tensors` parameters, or more than `values` values in all parameters together."""
-    # Number of parameters, and of values in them, that the block may still add.
+    `tensors` parameters, or more than `values` elements in all parameters together."""
+    # Number of parameters, and number of elements of parameters, that the code inside the `with`
+    # statement may still create.
     remaining = [tensors, values]
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -229,13 +230,14 @@ def refuse_misfit(
 
 
 def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
-    """Reads the tensors of `file` for a `model` with the classes of `spec`. Returns the tensors by
-    name, and the end of a sentence about the rows of the label table, "" if the classes are the
+    """Reads the tensors of `file` for a `model` with the classes of `spec`. Returns a dict, name ->
+    tensor, and the end of a sentence about the rows of the label table, "" if the classes are the
     same.
 
-    Rows of a label table are matched by class names; a class that the file lacks keeps the row of
-    `model`. ValueError if another tensor does not fit, or if the classes have no names and their
-    number differs. All ranks must call the function together, because the model may be sharded.
+    In a label table, a class gets the row that the file has for the class of the same name; a class
+    that the file lacks keeps the row of `model`. ValueError if another tensor does not fit, or if
+    the classes have no names and their number differs. All ranks must call the function together,
+    because the model may be sharded.
     """
     description = find_description(file)
     tensors = read_tensors(file)
@@ -327,9 +329,9 @@ def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
 def build_autoencoder(
     spec: LatentSpec, device: torch.device, path: str | None = None
 ) -> Autoencoder:
-    """Builds the autoencoder that encoded the latents of `spec`, with its weights from `path`
-    instead if that is given. ValueError if the weights have another hash than those that encoded
-    the latents."""
+    """Builds the autoencoder that encoded the latents of `spec`, and loads its weights from `path`,
+    or, if `path` is None, from the place that `spec` names. ValueError if the weights have another
+    hash than those that encoded the latents."""
     # Refuse an encoder that is no class of `models` or of an admitted extension, because the
     # latents, and so the class name in them, may come from anywhere.
     node = spec.encoder if path is None else spec.encoder | {"path": path}
