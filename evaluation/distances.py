@@ -313,7 +313,7 @@ class FeatureStats:
 
 def collect_stats(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, FeatureStats]:
     """Accumulates the statistics of all batches; a batch maps the name of a feature space to
-    features. Returns name -> statistics."""
+    features. Returns a dict: name of a feature space -> statistics."""
     stats: dict[str, FeatureStats] = {}
     for batch in batches:
         for name, features in batch.items():
@@ -341,8 +341,9 @@ def compute_floor(real: FeatureStats) -> dict[str, Any]:
     `floor_kd`. If there are too few samples for `floor_fd`, its value is None, and the text `why`
     gives the reason.
 
-    The bias of a Fréchet distance falls like 1/n for n samples. A half has only n/2 of them, so the
-    `fd` of n good samples may be below `floor_fd`.
+    The bias of the Fréchet distance of n samples falls like 1/n, and a half has only half of the
+    reference's samples. So the `fd` of good generated samples against the whole reference may be
+    below `floor_fd`.
     """
     reason = explain_too_few(min(half.count for half in real.halves), len(real.all.mean))
     kd, _ = kernel_distance(real.rows[::2], real.rows[1::2])
@@ -353,9 +354,9 @@ def compute_floor(real: FeatureStats) -> dict[str, Any]:
 def compute_figures(
     fake: Mapping[str, FeatureStats], real: Mapping[str, FeatureStats]
 ) -> dict[str, dict[str, Any]]:
-    """Computes all figures of generated samples `fake` against a reference `real`. Returns feature
-    space -> name of a figure -> value. The text `why`, if present, explains a figure that is
-    missing, or warns of copies."""
+    """Computes all figures of generated samples `fake` against a reference `real`. Returns a dict:
+    feature space -> dict from the name of a figure to its value. The text `why`, if present,
+    explains a figure that is missing, or warns of copies."""
     rows = {}
     for space in real:
         stats = fake[space]

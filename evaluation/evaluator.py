@@ -222,8 +222,8 @@ class Evaluator:
 
     @CLOCK.count_as("evaluation")
     def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
-        """Returns feature space -> statistics of the reference; empty on all processes but the
-        first.
+        """Returns a dict: feature space -> statistics of the reference. The dict is empty on all
+        processes but the first.
 
         All processes share the work. Each feature space has its own folder in the cache, so after a
         space is added to the configuration, only the features of that space are computed.
@@ -274,14 +274,15 @@ class Evaluator:
     def compute_features(
         self, images: UInt8[Tensor, "B H W 3"], spaces: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
-        """Computes the features of images in `spaces` (None: in all feature spaces). Returns space
-        -> features, in fp32 on the CPU."""
+        """Computes the features of images in `spaces` (None: in all feature spaces). Returns a
+        dict: name of a space -> features, in fp32 on the CPU."""
         images = images.to(self.device)
         return {name: self.spaces[name](images).cpu() for name in spaces or self.spaces}
 
     def compute_latent_features(self, latents: Float[Tensor, "B C h w"]) -> dict[str, Tensor]:
         """Decodes raw latents to images, rounds these to uint8 like the reference images, and
-        computes their features. Returns space -> features, in fp32 on the CPU."""
+        computes the features of the images. Returns a dict: name of a space -> features, in fp32 on
+        the CPU."""
         return self.compute_features(decode_images(self.autoencoder, latents))
 
     def describe_protocol(self) -> dict[str, Any]:
@@ -361,9 +362,9 @@ class TrainingDistances:
 
     @CLOCK.count_as("evaluation")
     def __call__(self) -> dict[str, float]:
-        """Draws samples, compares them with the reference, and returns name -> value. Only the
-        first process gets the distances; every process gets `distances_s`, the seconds that the
-        call took.
+        """Draws samples, compares them with the reference, and returns a dict: name of a distance
+        -> value. Only the first process gets the distances; every process gets `distances_s`, the
+        seconds that the call took.
 
         If samples are not finite, prints a warning and leaves the distances out.
         """

@@ -296,7 +296,7 @@ def build_features(
     cfg: FdConfig, autoencoder: Autoencoder, example: Float[Tensor, "1 c H W"]
 ) -> dict[str, Features]:
     """Builds the feature spaces that `cfg.features` names: built-in ones, or classes in packages
-    that the key `extensions` names. Returns name -> space.
+    that the key `extensions` names. Returns a dict: name -> feature space.
 
     `example` is an image that the autoencoder decoded. Raises ValueError if the list is empty, if a
     name in it is unknown or occurs twice, or if weights are missing or wrong.

@@ -216,9 +216,9 @@ def find_encoder_node(name: str) -> dict[str, Any]:
 
 
 def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
-    """Yields chunks of n ≤ `CHUNK_SAMPLES` samples as name -> tensor: `latents` (n, C, H, W),
-    `labels` (n,) and, if the source has latents of mirrored images, `mirrored` (n, C, H, W).
-    `names` are the class names from `find_class_names`.
+    """Yields chunks of n ≤ `CHUNK_SAMPLES` samples, each a dict from name to tensor: `latents` (n,
+    C, H, W), `labels` (n,) and, if the source has latents of mirrored images, `mirrored` (n, C, H,
+    W). `names` are the class names from `find_class_names`.
 
     Raises a ValueError that names the first sample whose label is no class index, or whose latents
     are not finite floating-point numbers of the same shape as in the samples before.

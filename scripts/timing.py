@@ -58,9 +58,9 @@ def time_in_turn(
     device: torch.device,
     prepare: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Measures the seconds of each run, `repeats` times; returns name of a run -> its seconds. The
-    runs take turns, in reverse order in every other round, so that drift of the machine's speed
-    affects all runs alike.
+    """Measures the seconds of each run, `repeats` times. Returns a dict: name of a run -> list of
+    its seconds. The runs take turns, in reverse order in every other round, so that drift of the
+    machine's speed affects all runs alike.
 
     It calls `prepare(name)` before each run, outside the measured time.
     """

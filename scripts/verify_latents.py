@@ -77,8 +77,9 @@ def verify(cfg: VerifyConfig) -> list[str]:
 
 
 def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
-    """Checks every block of a split as a loader does. If all blocks of the training split are good,
-    also compares mean and std of the channels with the manifest. Returns the problems."""
+    """Checks every block of a split (train or held out) as a loader does. If all blocks of the
+    training split are good, also compares mean and std of the channels with the manifest. Returns
+    the problems."""
     from data.blocks import BlockReader, DamagedBlockError
     from encoding.job import ChannelSums, compute_channel_statistics
 
@@ -117,8 +118,8 @@ def check_files(folder: Path, manifest: Manifest) -> list[str]:
             problems.append(f"{file}: size or sha256 differs from the manifest's")
     for sidecar in folder.glob("*.tar.json"):
         try:
-            # Accept the tar of a shard of which Pillow could decode no image, although the manifest
-            # does not list this tar.
+            # Accept the tar of a shard without samples, of whose images Pillow could decode none.
+            # The manifest does not list such a tar.
             if read_object(sidecar)["shard"]["count"] == 0:
                 known.add(sidecar.with_suffix(""))
         except (OSError, ValueError, KeyError, TypeError):

@@ -65,7 +65,7 @@ class History:
         last = self.lines[-1]["step"] if self.lines else 0
         outrun = bool(self.summary) and last > (self.summary.get("steps") or 0)
         self.latest = {key: y for line in self.lines for key, y in line.items()}
-        """Key that was ever logged -> its last logged value."""
+        """Dict: key that was ever logged -> the last value logged for it."""
         if outrun:
             self.summary = {}
         self.figures = {k: y for k, y in (self.summary or self.latest).items() if is_figure(y)}
@@ -130,8 +130,8 @@ class History:
 
     @property
     def distances(self) -> dict[str, list[tuple[float, float]]]:
-        """Key of a distance measured during training, such as fd_<features> -> its finite points
-        (samples, distance)."""
+        """Dict: key of a distance that training measured, such as fd_<features> -> its finite
+        points (samples seen, distance)."""
         return {
             key: [point for point in self.list_points(key) if math.isfinite(point[1])]
             for key in self.latest
@@ -164,8 +164,8 @@ class History:
         }
 
     def collect_facts(self) -> dict[str, Any]:
-        """Returns facts about the run: the chosen model, data and runtime files, hardware,
-        versions, command, time."""
+        """Returns a dict with facts about the run: the chosen model, data and runtime files,
+        hardware, versions, command, time."""
         get = self.environment.get
         changed = " with uncommitted changes" if get("git.uncommitted_changes") else ""
         argv = get("argv")
