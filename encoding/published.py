@@ -42,8 +42,8 @@ from training.weights.pretrained import read_tensors
 FREQUENCIES = 128
 ROPE_BASE = 10_000.0
 MLP_WIDTH_MULTIPLE = 32
-"""The hidden width of an MLP in our denoiser (models/block.py) must be a multiple of this
-number."""
+"""models/denoiser.py rounds the hidden width of an MLP to a multiple of this number, so the
+converted width must be such a multiple too."""
 DIT_NAME = re.compile(r"(?<![A-Za-z])DiT[-_]", re.IGNORECASE)
 DIT_REFUSAL = (
     "DiT predicts the noise on another schedule, which is no velocity, and this sampler has no "
