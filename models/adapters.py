@@ -57,8 +57,8 @@ class LoraLinear(Adapted):
 
     @property
     def weight(self) -> Tensor:
-        """Weight of `base_layer`, for code that reads the size of a linear layer from its
-        weight."""
+        """The weight of `base_layer`, because other code reads the size of a linear layer from its
+        attribute `weight`."""
         return self.base_layer.weight
 
     def forward(self, x: Float[Tensor, "B L I"]) -> Float[Tensor, "B L O"]:

@@ -25,12 +25,12 @@ cut."""
 SMALLEST_TILE = 32
 """Smallest height in pixels of an image in a grid; smaller images are enlarged."""
 LINE_HEIGHT = 14
-"""Height of a line of text in pixels."""
+"""Height in pixels of a line of text in the captions of a grid of images."""
 
 
 class Autoencoder(nn.Module, ABC):
-    """The interface of autoencoders: encoding images in advance uses `encode`, sampling uses
-    `decode`."""
+    """The interface of autoencoders. `encode` turns images into raw latents, for the latent sets
+    that training reads; `decode` turns latents into images, for sampling."""
 
     kind: str
     scaling_factor: float | None = None

@@ -58,8 +58,8 @@ def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Te
     """Calls FlexAttention, always as compiled code: without compilation it stores all L × L scores.
 
     If the caller is being compiled, FlexAttention is compiled with it. Otherwise this function
-    calls a compiled version, even while `torch.compiler.set_stance` makes all other code run
-    eagerly, as evaluation does.
+    calls a compiled version, even if evaluation has switched all other code to eager mode by
+    `torch.compiler.set_stance`.
     """
     if torch.compiler.is_compiling():
         return attend_in_groups(q, k, v, groups)

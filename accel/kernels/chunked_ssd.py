@@ -3,9 +3,10 @@ states from chunk to chunk.
 
 `scan_in_chunks` (bidirectional_ssd.py) is the definition. `ssd_states` computes the state that a
 chunk adds; `ssd_read` computes the values that a chunk's tokens read from a state. The backward
-pass of each uses the other, and `ssd_groups` for the gradients of B and C. The three operators run
-Triton on a GPU (chunked_ssd_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to
-chunk, in fp32.
+pass of `ssd_states` calls `ssd_read`, and that of `ssd_read` calls `ssd_states`; the first calls
+`ssd_groups` for the gradient of B, the second for the gradient of C. The three operators run Triton
+on a GPU (chunked_ssd_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to chunk,
+in fp32.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a
 sample, S = B·C. The scan's own B and C are called `B_in` and `C_out`, or `groups` where either may
@@ -115,8 +116,8 @@ def add_between_chunks(
     C_out: Float[Tensor, "S T 2 N"],
     batch: int,
 ) -> Float[Tensor, "S T K P"]:
-    """Takes y with the contributions of each token's own chunk, and returns it with those of all
-    other chunks of the same sample added. `batch` is the number of samples B."""
+    """Takes the y of the scan inside each chunk, adds to each token's y the contributions of all
+    other chunks of the same sample, and returns the sum. `batch` is the number of samples B."""
     to_edge, decays = compute_chunk_decays(steps, sums)
     added = differentiable_states(x, B_in, to_edge).unflatten(0, (batch, -1))
     decays = decays.unflatten(0, (batch, -1))[..., None, None]

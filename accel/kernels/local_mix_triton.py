@@ -71,8 +71,9 @@ def local_mix_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Convolves the tokens and applies SiLU. With BACKWARDS it reverses the taps and leaves out
-    bias and SiLU: so it turns the gradient before SiLU into the gradient of x."""
+    """Convolves the tokens and applies SiLU. If BACKWARDS, X holds the gradient before SiLU; the
+    kernel then reverses the taps and leaves out bias and SiLU, which gives the gradient of the
+    layer's input."""
     b = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

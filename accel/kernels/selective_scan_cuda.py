@@ -36,7 +36,8 @@ def launch_forward(*inputs: Tensor) -> Tensor:
 
 def launch_backward(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Returns the gradients of the seven inputs of `launch_forward`; runs the forward kernel again
-    for this. Raises UserError if deterministic algorithms are on."""
+    for this. Raises UserError if deterministic algorithms are on, because the kernel's atomic
+    additions vary from call to call."""
     if torch.are_deterministic_algorithms_enabled():
         raise UserError(
             "deterministic=true cannot use mamba-ssm's kernel, whose backward pass adds in any "

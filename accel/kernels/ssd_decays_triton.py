@@ -48,7 +48,8 @@ def sigmoid(u):
 @triton.jit
 def locate_program(program, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Returns the index of a program's piece, and the indices of its heads. The first dimension of
-    the grid counts both, because the other two dimensions are limited to 65,535."""
+    the grid counts pieces and groups of heads together, because CUDA limits the other two
+    dimensions to 65,535."""
     blocks: tl.constexpr = tl.cdiv(K, BLOCK_K)
     return program // blocks, program % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
 
