@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 MAX_CLASSES = 10
 """Largest number of rows in a sample grid; each row shows samples of one class."""
 TIME_BUCKETS = 4
-"""Number of equal intervals of the flow's time t, from 0 to 1; `evaluate` also returns a loss for
-each interval."""
+"""Number of equal intervals into which `evaluate` divides the range 0 to 1 of the flow's time t; it
+returns a loss for each interval."""
 
 
 @CLOCK.count_as("evaluation")

@@ -77,7 +77,8 @@ class FlowMatching:
             torch.sigmoid(self.logit_mean + self.logit_std * normal), self.timestep_shift
         )
 
-        # Drop labels, and blocks by stochastic depth, in training only.
+        # In training only, replace a share of the labels by the null label, and drop blocks by
+        # stochastic depth.
         extra = {}
         if not held_out:
             drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)

@@ -202,8 +202,8 @@ class Run:
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to metrics.jsonl. If waiting for data or launching kernels limits the
-        speed of a step, prints a line that says so, with configuration keys to try; once in a run
-        for each of the two limits."""
+        speed of a step, prints a line that says so, with configuration keys to try; prints each of
+        the two possible lines at most once in a run."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
@@ -211,7 +211,8 @@ class Run:
         if stack is None:
             return
 
-        # Print what limits the speed of a step, once for each limit.
+        # If waiting for data or launching kernels limits the speed of a step, print a line that
+        # says so, at most once for each of the two limits.
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
         data_ms = metrics["data_wait"] * step_ms
         explanation = explain_bound(

@@ -34,9 +34,9 @@ LAYOUTS = {
     "window": Layout.sums,
     "rng": Layout.each,
 }
-"""Name of a piece of the state -> its layout in a checkpoint (see `Layout`): for example, whether
-all ranks have equal values, and which ranks write them. A new piece needs an entry here and a line
-in both `state_dict` and `load_state_dict`."""
+"""Name of a piece of the state -> its layout in a checkpoint (see `Layout`), which says whether the
+ranks have equal values, and how they are stored. A new piece needs an entry here and a line in both
+`state_dict` and `load_state_dict`."""
 
 
 @dataclass
@@ -119,8 +119,8 @@ class TrainState:
         self.began_at = self.step
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counters from a checkpoint; ValueError for a value that is not an integer of at
-        least 0. Checkpoints of earlier versions lack `skipped_data`, which is then empty."""
+        """Sets the counters from a checkpoint; raises ValueError for a value that is not an integer
+        of at least 0. Checkpoints of earlier versions lack `skipped_data`, which is then empty."""
         counters = {"skipped_data": {}} | dict(saved)
         for name in COUNTERS:
             counter = counters[name]
@@ -169,8 +169,8 @@ def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Loads unsharded tensors, by name, into a model, whose own tensors may be sharded; ValueError
-    if names or shapes do not fit."""
+    """Loads unsharded tensors, by name, into a model, whose own tensors may be sharded. Raises
+    ValueError if names or shapes do not fit."""
     current = model.state_dict()
     frozen_names = current.keys() - select_saved_weights(model).keys()
     frozen = {name: current[name] for name in frozen_names}
@@ -193,8 +193,8 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
     current = optimizer.state_dict()
     state = current["state"]
 
-    # A checkpoint of Adam from before its first step has no moments. If the optimizer already has
-    # some, fill them with zeros, with which Adam also begins.
+    # A checkpoint saved before the first step has no moments of Adam. If the optimizer already has
+    # moments, fill them with zeros, because Adam begins with zeros.
     if not saved and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         saved = {i: dict.fromkeys(entries, 0.0) for i, entries in state.items()}
     parameters = parameters_of(optimizer)
@@ -212,8 +212,8 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
 
 
 def read_rng_state() -> dict[str, Tensor]:
-    """Returns the states of PyTorch's random generators: the host's as "torch", GPU i's as
-    "cuda.i"."""
+    """Returns the states of PyTorch's random generators: the state of the CPU's generator under the
+    key "torch", of GPU i's under "cuda.i"."""
     gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"torch": torch.get_rng_state()} | {f"cuda.{i}": state for i, state in enumerate(gpus)}
 

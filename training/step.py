@@ -81,8 +81,8 @@ class EMA:
     def update(self, weight: Tensor) -> None:
         """Moves each average towards its parameter by the fraction `weight`, a scalar tensor on the
         device; with 0 the averages do not change."""
-        # Do not use _foreach_lerp_: it takes one weight for all tensors only as a Python number,
-        # and if the host reads that number from `weight`, it waits for the device.
+        # Do not use _foreach_lerp_: it takes a weight for all tensors only as a Python number, and
+        # the host must wait for the device to read that number from `weight`.
         for part in self.parts:
             averages = [to_local(average) for _, average in part]
             differences = torch._foreach_sub([to_local(p.detach()) for p, _ in part], averages)
@@ -206,7 +206,7 @@ class TrainStep:
         self.scaler: LossScaler | None = None
         self.spikes = state.spikes
         self.phase = "the first step"
-        """Current phase of the step, for the message if memory runs out in it."""
+        """Current phase of the step; if memory runs out, the error message names this phase."""
 
         self.objective = objective
         self.optimizer = state.optimizer
@@ -226,7 +226,8 @@ class TrainStep:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
         self.ema_weight = torch.zeros((), device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        """Samples seen before the step, as a device tensor."""
+        """Number of samples that the run has seen before the step, as a tensor of shape (1,) on the
+        device."""
         self.lr = self.base_lrs[0]
 
     def schedule(self, samples: int) -> None:
@@ -303,8 +304,8 @@ class TrainStep:
         return sum(losses[1:], losses[0])
 
     def update_parameters(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
-        """Divides the gradients by the loss scale, clips them to the maximal norm, and updates the
-        parameters. If `taken` is false, changes no parameter."""
+        """Divides the gradients by the loss scale, clips them to the norm `max_grad_norm`, and
+        updates the parameters. If `taken` is false, changes no parameter."""
         divisor = (norm / self.max_grad_norm).clamp(min=1.0)
         if self.scaler is not None:
             divisor = divisor * self.scaler.scale

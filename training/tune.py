@@ -111,7 +111,8 @@ def find_choice(
 
 
 def measure_choice(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the tuner and returns its choice; ValueError if the tuner fails or refuses the run."""
+    """Runs the tuner and returns its choice (see `find_choice`). Raises ValueError if the tuner
+    fails or refuses the run."""
     code, choice = run_apart(job)
     if choice is None:
         raise UserError(
@@ -150,8 +151,8 @@ def read_choice(
     damaged, or if this run cannot use them."""
     with suppress(*READ_ERRORS):
         choice = read_object(file)
-        # Make a row to check the choice: this raises an error if a value is absent or has another
-        # type.
+        # Make a ledger row only to check the choice: `make_ledger_row` raises an error if a value
+        # is absent or has another type.
         make_ledger_row(choice)
         return choice if is_available(cfg, choice["changes"], device, processes) else None
     return None
@@ -159,8 +160,8 @@ def read_choice(
 
 def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
     """Returns the configuration with `changes` (keys of `runtime`, such as "parallel.mode", or
-    accumulation_steps -> value) and with tuning off; ValueError if the new values contradict each
-    other."""
+    accumulation_steps -> value) and with tuning off. Raises ValueError if the new values contradict
+    each other."""
     runtime = to_json_types(asdict(cfg.runtime)) | {"tune": False}
     for key, value in changes.items():
         *outer, last = key.split(".")
