@@ -1,5 +1,5 @@
-"""Explains two kinds of errors to the user, each in one sentence: a mistake of the user, and a
-machine that runs out of memory, disk or threads."""
+"""Explains two kinds of errors to the user, each in one sentence: mistakes of the user, and
+failures because the machine runs out of memory, disk or threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Environment variables with the paths of cache folders, which PyTorch and Triton create."""
+"""Environment variables that hold the paths of the folders in which PyTorch and Triton cache
+compiled kernels."""
 
 
 class UserError(ValueError):

@@ -17,9 +17,9 @@ bar is shown."""
 
 
 class Progress:
-    """Shows how much of `total` is done, unless `silent`. On a terminal it shows a tqdm bar, which
-    stays on the screen at the end if `lasting`. Elsewhere it prints a line every
-    `LINE_INTERVAL_SECONDS`, or nothing with `plain=False`."""
+    """Shows how much of `total` is done, or nothing if `silent` is true. On a terminal it shows a
+    tqdm bar; the finished bar stays on the screen if `lasting` is true. Without a terminal it
+    prints a line every `LINE_INTERVAL_SECONDS`, unless `plain` is false."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
 
 
 def shorten_error(error: BaseException) -> str:
-    """Returns the first line of an error's message, without memory addresses such as 0x7f3a…; the
-    name of the error's type if the message is empty."""
+    """Returns the first line of an error's message, without memory addresses such as 0x7f3a…; if
+    the message is empty, the name of the error's type."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return MEMORY_ADDRESS.sub("", escape_unprintable(lines[0]))
