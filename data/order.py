@@ -203,8 +203,8 @@ class StreamOrder:
 
     def find_blocks(self, window: Window) -> Iterator[tuple[int, int, int]]:
         """Yields (block number, first row, number of rows) for each block that contains samples of
-        the window, in the epoch's order, before the window is shuffled. The rows are the window's
-        samples in that block."""
+        the window, in the order of the epoch, in which the window is not yet shuffled. The rows are
+        those samples of the block that belong to the window."""
         order, starts = self.find_epoch(window.epoch)
         start = window.start
         end = window.start + window.size

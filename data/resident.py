@@ -111,7 +111,7 @@ class ChunkedLatents(BlockLoader):
             rows, order = buffers[0]
 
             # Wait before overwriting this buffer, because the GPU may still be making batches from
-            # its old chunk.
+            # the chunk in it.
             if self.last_batch is not None:
                 self.last_batch.synchronize()
 

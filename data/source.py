@@ -29,8 +29,8 @@ from common.text import shorten_error
 
 LONGEST_PAUSE_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
-"""Seconds from which urllib3 computes the pauses between attempts: 0, then 2, 4, 8 … times this
-number."""
+"""Seconds from which urllib3 computes the pauses between attempts to read: 0, then 2, 4, 8 … times
+this number of seconds."""
 URL_SECRETS = re.compile(r"(?<=://)[^/\s]*@|[?#]\S*")
 """Matches the parts of a URL that may be secret: user and password, query, fragment."""
 FETCH_LOCKS: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
@@ -122,8 +122,8 @@ class LocalSource(Source):
 
 
 class TransientError(OSError):
-    """An error after which a retry may succeed. `reply` is the server's response, if there is one;
-    it may say when to retry."""
+    """An error after which a retry may succeed. `reply` is the server's response, which may say
+    when to retry; None if there is none."""
 
     def __init__(self, text: str, reply: Any = None) -> None:
         super().__init__(text)
