@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 SAMPLER_KEYS = ("guidance", "guidance_interval", "solver", "steps", "shift")
 CHUNK_SAMPLES = 512
-"""Number of samples in a chunk, rounded down to whole batches; if a batch is larger, a chunk is one
-batch."""
+"""Number of samples in a chunk, rounded down to a multiple of the batch size; if a batch has more
+samples, a chunk is one batch."""
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,10 @@ class SampleJob:
         """Draws the samples of all chunks that are not yet in `folder`, writes these chunks, and
         returns a `ResumableChunks`, which reads all chunks.
 
-        First prints the number of samples and the ledger. `content(labels, latents)` returns name
-        -> tensor to keep of a batch. `job` holds the values that determine what `content` returns.
-        Raises ValueError if `folder` has chunks of another `job`, or if latents are not finite.
+        First prints the number of samples and the ledger. `content(labels, latents)` returns, for a
+        batch, name -> tensor to write to the chunk. `job` holds the values that determine what
+        `content` returns. Raises ValueError if `folder` has chunks of another `job`, or if latents
+        are not finite.
         """
         import torch
 
