@@ -2,9 +2,10 @@
 from which memory.py extrapolates to the whole depth.
 
 The forward and backward pass run on PyTorch's fake tensors, which have shapes and no values, with
-the run's own batch; compiled blocks go through the partitioner that Inductor uses. The update runs
-on real tensors, because optimizers of other libraries do not accept fake tensors. Each place of a
-step (phase and block) has its own peak, which grows linearly with the number of blocks.
+the run's own batch size; compiled blocks go through the partitioner that Inductor uses. The update
+runs on real tensors, because optimizers of other libraries do not accept fake tensors. Each place
+of a step (phase and block) has its own peak of live bytes, which grows linearly with the number of
+blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")
 Place = tuple[str, int | None]
-"""(phase of the step, index of the block that runs, or None outside the blocks)"""
+"""(phase of the step, such as "backward"; index of the block that runs, or None outside the
+blocks)"""
 
 
 class Peak(NamedTuple):
@@ -68,7 +70,7 @@ class Tracker(TorchDispatchMode):
 
     def track(self, tensors: Iterable[Any]) -> None:
         """Adds the bytes of these tensors' storages to `live` until PyTorch frees them, and updates
-        the peak of the present place."""
+        the peak of the place where the step is."""
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
                 self.track(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -98,8 +100,8 @@ class Tracker(TorchDispatchMode):
             self.on_host = False
 
     def enter(self, phase: str, block: int | None = None) -> None:
-        """Begins a place of the step: its phase, and the index of the block that runs (None:
-        outside the blocks). Peaks from now on belong to this place."""
+        """Records that the step enters a place: its phase, and the index of the block that runs
+        (None: outside the blocks). Peaks from now on belong to this place."""
         self.place = (phase, block)
         self.track(())
 
@@ -107,7 +109,7 @@ class Tracker(TorchDispatchMode):
         """Adds the bytes of a parameter's gradient to `gradients`. PyTorch calls this hook after it
         has accumulated the gradient."""
         assert parameter.grad is not None
-        # Count each gradient once, because later micro-batches add to the same tensor.
+        # Count a gradient only once, because later micro-batches add to the same tensor.
         if id(parameter) not in self.with_gradient:
             self.with_gradient.add(id(parameter))
             self.gradients += parameter.grad.nbytes
@@ -168,8 +170,8 @@ def build_blank_model(node: Mapping[str, Any], spec: LatentSpec, _device: torch.
 
 
 def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Training:
-    """Assembles a run without its data. Fused kernels are used without their parity test; the
-    weights of an adapter's base model stay zero, because none are loaded."""
+    """Assembles a run without its data. Fused kernels are used without their parity test. The
+    weights of an adapter's base model stay zero, because no file is loaded."""
     no_data: Any = SimpleNamespace(spec=spec)
     parts = Parts(
         loader=lambda *_: no_data,
@@ -199,8 +201,8 @@ class PassBytes(NamedTuple):
     blocks."""
 
     peaks: dict[Place, Peak]
-    """Place -> peak of all bytes there: weights, inputs, saved tensors, gradients and temporary
-    tensors."""
+    """Place of the step -> peak of live bytes there: weights, inputs, saved tensors, gradients and
+    temporary tensors."""
     kept: float
     """Bytes of the tensors that a micro-batch's forward pass keeps for its backward pass."""
 
@@ -254,17 +256,20 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
 
 
 def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, float]:
-    """Counts the bytes of the optimizer's second update, for which its state exists already.
-    Returns by name: the bytes of each part that lasts until the next step; `temporary`, the bytes
-    that the update frees again; and `part`, the number of elements of the largest part into which
-    an optimizer may divide the parameters."""
+    """Counts the bytes of the optimizer's second update, for which the optimizer's state exists
+    already.
+
+    Returns a dict of bytes: each part of the training state that lasts until the next step, and
+    `temporary`, the tensors that the update frees again. The entry `part` is no number of bytes: it
+    is the number of elements of the largest part into which an optimizer may divide the parameters.
+    """
     training = build_without_data(cfg, spec, gpu)
     step = training.step
     optimizer = step.optimizer
     inner_optimizers = iterate_innermost(optimizer)
     for group in (group for inner in inner_optimizers for group in inner.param_groups):
-        # Choose the optimizer's foreach implementation, as PyTorch does on a GPU; it takes more
-        # memory.
+        # Choose the optimizer's foreach implementation, which PyTorch uses on a GPU and which takes
+        # more memory than the loop that PyTorch uses on a CPU.
         if gpu and not group.get("fused") and "foreach" in group:
             group["foreach"] = True
     for parameter in step.parameters:

@@ -48,10 +48,11 @@ MAX_SIZE = 4096
 
 @dataclass(frozen=True)
 class LargestConfig:
-    """Keys of the command; any other argument is an override of the training configuration."""
+    """Keys of the command `largest`; any other argument is an override of the training
+    configuration."""
 
     of: str = "depth"
-    """The key of the model whose value grows: depth or dim."""
+    """Key of the model that grows: depth (number of blocks) or dim (width)."""
     hardware: str = "h100"
     gpus: Positive = 8
     """Number of GPUs in the ways that shard the model; all other ways have one GPU."""
@@ -61,11 +62,11 @@ class LargestConfig:
 def find_largest(
     forecast_size: Callable[[int], Forecast], memory: float, start: int, power: int
 ) -> int:
-    """Finds the largest n from 1 to `MAX_SIZE` with which `forecast_size(n)` needs at most `memory`
-    bytes; 0 if n = 1 does not fit.
+    """Finds the largest n from 1 to `MAX_SIZE` for which `forecast_size(n)` needs at most `memory`
+    bytes; 0 if n = 1 does not fit. `start` is the second n to try, after 1.
 
-    Bytes are nearly linear in n ** power, so the next n to try is where the line through the latest
-    two points reaches the memory. That needs few forecasts.
+    Bytes are nearly linear in n ** power. The next n to try is the one at which a line through the
+    latest two points reaches `memory` bytes, so the search needs few forecasts.
     """
     points: list[tuple[int, float]] = []
     n = 1
@@ -92,8 +93,8 @@ def find_crossing(points: list[tuple[int, float]], memory: float, power: int) ->
 def forecast_largest(
     cfg: LargestConfig, words: list[str], way: str, card: Card
 ) -> tuple[int, Forecast]:
-    """Returns the largest value of the key `cfg.of` with which the run fits the memory of `card`,
-    and the forecast of that run. `way` has overrides to add to `words`."""
+    """Returns the largest value of the key `cfg.of` with which the run fits the memory of the GPU
+    model `card`, and the forecast of that run. `way` has overrides to add to `words`."""
     train = compose_pretrained([*words, *way.split()]).cfg
     sharded = train.runtime.parallel.mode.value in ("fsdp", "hsdp")
     gpus = cfg.gpus if sharded else 1
@@ -102,8 +103,9 @@ def forecast_largest(
     wider = cfg.of == "dim"
     step = train.model["head_dim"] if wider else 1
 
-    # Models of different depth share the counts that were made with few blocks. Models of different
-    # width share none, so scale the bytes of their updates from the forecast `like`.
+    # Models that differ only in depth share the counts that were made with few blocks. Models of
+    # different width share no counts, so scale the bytes of their updates from the forecast `like`
+    # of the given width.
     like = forecast(question) if wider else None
     forecasts: dict[int, Forecast] = {}
 
@@ -132,8 +134,8 @@ def compare_ways(cfg: LargestConfig, words: list[str]) -> str:
             "head_dim; choose another."
         )
 
-    # If this model or machine does not support a way, the row of that way shows the reason, and the
-    # other rows stay.
+    # If this model or machine does not support a way to save memory, the row of that way shows the
+    # reason, and the command continues with the next way.
     began = time.monotonic()
     first = None
     rows: list[tuple[object, ...]] = [HEADS]

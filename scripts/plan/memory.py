@@ -1,8 +1,8 @@
 """Forecasts the bytes that a run needs on a GPU, by part and phase, from the counts of counting.py.
 
-The forecast is the peak of live tensors over a whole step and its phase, plus the driver's context,
-the caching allocator's overhead and latents that lie on the device. No constant here has been
-checked on a GPU yet.
+The forecast is the peak bytes of live tensors in a step, and the phase of the step that has this
+peak. It includes latents that lie on the device and, on a GPU, the driver's context and the
+overhead of the caching allocator. The constants of this file have not been checked on a GPU yet.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ from training.weights.adapter_base import add_adapter, find_base
 from training.weights.pretrained import build_on_meta
 
 CONTEXT_BYTES = 0.6 * GIB
-"""Bytes of the driver's context, including the workspaces of cuBLAS and cuDNN."""
+"""Bytes that the CUDA driver's context takes on a GPU, including the workspaces of cuBLAS and
+cuDNN."""
 ALLOCATOR_SLACK = 0.04
-"""Overhead of the caching allocator, as a share of the live bytes."""
+"""Bytes that PyTorch's caching allocator reserves without use, as a share of the bytes of live
+tensors."""
 OFFLOADED_PARTS = ("weights", "gradients", "averages", "optimizer")
-"""Parts of the state that sharding with cpu_offload keeps in host memory."""
+"""Parts of the training state that stay in host memory if fsdp or hsdp runs with cpu_offload."""
 COUNT_CACHE: dict[str, Any] = {}
-"""Cache of this process: settings of a count -> bytes that it counted for the passes or the update.
-Forecasts that differ in the optimizer, the batch or the number of GPUs share many counts."""
+"""Cache of this process: text of a count's settings -> the counted bytes of the passes or the
+update. Forecasts that differ only in the optimizer, the batch or the number of GPUs share many
+counts."""
 
 
 class Needs(NamedTuple):
@@ -128,8 +131,8 @@ class Forecast:
     and those of a wide model may not fit this machine."""
 
     def extrapolate(self, values: Sequence[float]) -> float:
-        """Extrapolates linearly to the model's depth from `values`, one for each depth in
-        `depths`."""
+        """Extrapolates bytes linearly to the model's depth. `values` has the bytes counted at each
+        of the `depths`."""
         if len(self.depths) == 1:
             return values[0]
         first, second = self.depths
@@ -166,8 +169,8 @@ class Forecast:
         return parts
 
     def count_whole(self, name: str) -> float:
-        """Returns bytes before sharding: of the part `name` of the state that lasts between steps,
-        or for "temporary" of the tensors that an update frees again."""
+        """Returns bytes before sharding: those of the part `name` of the state that lasts between
+        steps or, if `name` is "temporary", those of the tensors that an update frees again."""
         if self.like is not None:
             return self.like.count_whole(name) * self.parameters / self.like.parameters
         return self.extrapolate([counted[name] for counted in self.updates])
@@ -227,7 +230,8 @@ class Forecast:
         phases["optimizer"] = lasting._replace(workspace=self.count_update_bytes())
         phases["ema"] = lasting._replace(workspace=4.0 * max(parts) / question.shards)
 
-        # Each GPU builds the whole model before it shards the weights, so add a phase `start`.
+        # Before fsdp and hsdp shard the weights, each GPU builds the whole model, so add a phase
+        # `start`.
         if question.shards > 1:
             phases["start"] = Needs(
                 self.count_whole("weights"), 0.0, 0.0, 0.0, latents=question.resident
@@ -240,8 +244,8 @@ class Forecast:
         }
 
     def count_update_bytes(self) -> float:
-        """Returns the temporary bytes of an update on one GPU. If the update runs part by part,
-        these are the bytes of its largest part."""
+        """Returns the temporary bytes of an update on one GPU. If the optimizer updates the
+        parameters part by part, these are the bytes for its largest part."""
         part = count_largest_part(make_parameter_groups(self.model, 0.0))
         sizes = [technique.count_part_bytes(part) for technique in self.techniques]
         part_sizes = [size for size in sizes if size is not None]
@@ -251,8 +255,9 @@ class Forecast:
         return max(*part_sizes, last["temporary"] * part / last["part"])
 
     def find_peaks(self) -> dict[str, Peak]:
-        """Returns phase of the passes -> its peak: weights, gradients, saved and temporary tensors,
-        without the optimizer's state and the averages."""
+        """Returns phase of the step (such as forward or backward) -> its peak bytes: weights,
+        gradients, saved and temporary tensors. The optimizer's state and the averages are not
+        included."""
         places = [
             group_by_role(counted.peaks, depth, self.period)
             for counted, depth in zip(self.passes, self.depths, strict=True)
@@ -268,8 +273,9 @@ class Forecast:
 
 
 def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Place, Peak]:
-    """Selects the places that models of every depth have: all places outside the blocks, the first
-    `period` blocks, and the last `period` blocks, which get the indices -period to -1."""
+    """Selects the entries of `peaks` whose places exist in models of every depth: all places
+    outside the blocks, the first `period` blocks, and the last `period` blocks, which get the
+    indices -period to -1."""
     roles: dict[Place, Peak] = {}
     for (phase, block), peak in peaks.items():
         if block is None or block < period:
@@ -280,15 +286,15 @@ def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Pla
 
 
 def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
-    """Makes the question for a run on devices with `memory` bytes each. If the latents fit that
-    memory, the forecast includes their bytes."""
+    """Makes the `Question` of a forecast for a run on devices with `memory` bytes each. If the
+    latents fit that memory, the forecast includes their bytes."""
     spec, resident = foresee_latents(cfg.data, cfg.seed, memory)
     return Question(cfg, spec, gpus, resident, gpu)
 
 
 def forecast(question: Question, like: Forecast | None = None) -> Forecast:
-    """Forecasts the memory of a run, within seconds. `like` is the forecast of a narrower model of
-    the same depth.
+    """Forecasts the memory of a run; takes seconds. `like` is None or the forecast of a narrower
+    model of the same depth, from which the bytes of updates are scaled.
 
     Building the run changes process-wide flags of PyTorch, but no random number generator.
     ValueError for a batch that the GPUs cannot share, and for a model whose step fails on fake
@@ -315,9 +321,9 @@ def forecast(question: Question, like: Forecast | None = None) -> Forecast:
 
 
 def count_run(question: Question, like: Forecast | None) -> Forecast:
-    """Counts the bytes of the passes for models of two small depths, or of the model's own depth if
-    that is small or no key sets it. If `like` is None, it also counts the bytes of updates for
-    these depths."""
+    """Counts the bytes of the forward and backward passes for models of two small depths; or only
+    for the model's own depth, if that is small or no key sets it. If `like` is None, it also counts
+    the bytes of updates for these depths."""
     cfg = question.cfg
     spec = question.spec
     model = build_on_meta(cfg.model, spec)

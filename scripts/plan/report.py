@@ -1,4 +1,5 @@
-"""Plans a run, as figures and as text, and writes the fastest techniques to a runtime file."""
+"""Makes the plan of a run, as figures and as text; searches for the fastest techniques, and writes
+them to a runtime file."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ RATE_KEYS = ("samples_per_s", "rate_of", "mfu")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Keys of the command; any other argument is an override of the training configuration."""
+    """Keys of the command that plans a run; any other argument is an override of the training
+    configuration."""
 
     hardware: str | None = None
     """Name of a GPU model, or `here` for this machine; null: this machine's GPU, or h100 if it has
@@ -57,7 +59,7 @@ class PlanConfig:
     price_per_hour: Annotated[float, Ge(0)] | None = None
     """Price of one GPU per hour, in any currency."""
     samples_per_s: Annotated[float, Gt(0)] | None = None
-    """Samples per second of all GPUs together, if you know them."""
+    """Samples per second of all GPUs together, if you know this number."""
     rate_of: str | None = None
     """The folder of a run that has ended, such as a fastrun; the plan assumes its samples per
     second."""
@@ -78,8 +80,8 @@ class TuneConfig:
 
 
 def choose_card(hardware: str | None) -> tuple[str, Card]:
-    """Returns the name of the GPU model to plan for, and the known figures of that model. For this
-    machine (`here`) the bytes of memory are those that the machine reports."""
+    """Returns the name of the GPU model to plan for, and its memory, peak FLOP/s and bandwidths.
+    For this machine (`here`) the memory is the number of bytes that the machine reports."""
     device = pick_device("auto")
     name = hardware or (HERE if device.type == "cuda" else "h100")
     if name != HERE:
@@ -141,8 +143,8 @@ def find_largest_micro_batch(plan: Forecast, memory: float) -> int:
 
 
 def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
-    """Returns name of a figure of the plan -> its value, ready for JSON; unknown figures are
-    None."""
+    """Plans a run. Returns the figures of the plan, ready for JSON: name of a figure -> its value,
+    or None if the value is unknown."""
     refuse_values(cfg)
     rates = [key for key in RATE_KEYS if getattr(cfg, key) is not None]
     if len(rates) > 1:
@@ -181,7 +183,8 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
 
 
 def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None:
-    """Returns the cheapest changes that make a run fit, ready for JSON; None if none do."""
+    """Returns the cheapest changes that make a run fit `memory` bytes, ready for JSON; None if no
+    changes make it fit."""
     taken, changed = find_cheapest_change(now, memory, make_apply(now.question.cfg))
     peak = changed.needs.total
     if peak > memory:
@@ -191,8 +194,8 @@ def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None
 
 
 def list_not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
-    """Returns sentence on what the plan simplifies -> keys of the techniques that it is about. If
-    `gpu` is false, techniques that need a GPU are left out."""
+    """Returns a mapping: sentence that says what the plan simplifies -> keys of the techniques that
+    the sentence is about. If `gpu` is false, techniques that need a GPU are left out."""
     values = train.runtime.values()
     notes: dict[str, list[str]] = {}
     for kind in TECHNIQUES:
@@ -295,8 +298,8 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
             f"seconds={cfg.seconds}: nothing was measured ({refusals}); give more seconds."
         )
 
-    # In the new file, `defaults` names the runtime file from which the search started; add the
-    # changes.
+    # In the new file, `defaults` names the runtime file from which the search started; the changes
+    # that the search found follow it.
     runtime = dict(choice["changes"])
     steps = runtime.pop(STEPS_KEY, None)
     hardware = describe_environment(device)["hardware"]

@@ -149,8 +149,8 @@ def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
 
 def describe_range(good: list[int], worse: list[int]) -> str:
     """Says up to how many GPUs a kind of parallelism pays. `good` are the numbers of GPUs at which
-    its efficiency is at least `LEAST_EFFICIENCY` and the model fits the memory; `worse` are those
-    at which the efficiency is lower."""
+    its efficiency (seconds of computation / seconds of a step) is at least `LEAST_EFFICIENCY` and
+    the model fits the memory; `worse` are those at which the efficiency is lower."""
     if not good:
         return "does not pay, or does not fit, at any of these sizes"
     beyond = [gpus for gpus in worse if gpus > good[0]]
