@@ -206,8 +206,8 @@ def read_tensors(files: list[Path], options: ForeignOptions) -> ForeignLatents:
     columns = {name: content[key] for name, key in find_names(content, options, path).items()}
     for name, column in columns.items():
         if is_dense(column):
-            # Refuse a stride of 0: it repeats the same bytes, so that a file of a few bytes could
-            # claim 10^12 samples.
+            # Refuse a stride of 0: a tensor with this stride repeats the same bytes, so a file of a
+            # few bytes could claim to have 10^12 samples.
             if 0 in column.stride():
                 raise UserError(f"{path}: {name} is an expanded tensor; save it as .contiguous().")
             columns[name] = column.detach()

@@ -170,9 +170,9 @@ def make_manifest_fields(
     shards: list[Shard],
     sums: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns name -> value for the fields of a manifest that describe the autoencoder, the shards,
-    and the statistics of the channels. `encoder` is the autoencoder's configuration node; `sums` is
-    a list with `ChannelSums.as_dict()` of each training shard."""
+    """Returns a dict from name to value of the manifest's fields that describe the autoencoder, the
+    shards, and the statistics of the channels. `encoder` is the autoencoder's configuration node;
+    `sums` is a list with `ChannelSums.as_dict()` of each training shard."""
     encoder = dict(encoder)
     folder = os.path.expanduser(encoder.get("path") or "")
     if os.path.isdir(folder):
