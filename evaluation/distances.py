@@ -32,8 +32,8 @@ DISTANCE_ROUNDING = 1e-12
 """Allowance for rounding that is added to the squared threshold of the test for copies, as a
 fraction of the mean squared length of the centred real features."""
 EIGENVALUE_ROUNDING = 1e-9
-"""Largest size of a negative eigenvalue that is taken for a 0 with a rounding error, as a fraction
-of the largest eigenvalue."""
+"""Largest absolute value of a negative eigenvalue that the code treats as a rounded 0, as a
+fraction of the largest eigenvalue; a covariance has no negative eigenvalues."""
 COPIES_WARNING_FACTOR = 3.0
 """A warning reports copies only if their share exceeds this multiple of the expected share."""
 
