@@ -157,7 +157,8 @@ def import_weights(cfg: WeightsConfig) -> Path:
 
 
 def detect_kind(tensors: Mapping[str, Any]) -> str:
-    """Returns the kind of a checkpoint, "sit" or "lightningdit", by the names of its tensors."""
+    """Returns the kind of a checkpoint, "sit" or "lightningdit", which it recognises by the names
+    of the tensors."""
     lightningdit_names = {
         "feat_rope.freqs_cos",
         "blocks.0.mlp.w12.weight",

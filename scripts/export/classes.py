@@ -88,8 +88,9 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
 
 
 def make_layer(node: dict[str, Any]) -> Callable[..., nn.Module]:
-    """Returns a function that builds a layer. `node` has the name of the layer's class, as "name",
-    which is in the same exported file, and keyword arguments of the class."""
+    """Returns a function that builds a layer. In `node` the key "name" has the name of the layer's
+    class, which the same exported file defines; all other keys are keyword arguments of the
+    class."""
     arguments = {key: value for key, value in node.items() if key != "name"}
     return partial(globals()[node["name"]], **arguments)
 
