@@ -91,7 +91,9 @@ class Staged(NamedTuple):
     """Name of each tensor in `rank_tensors` that is a shard -> the index of its first row in the
     whole tensor."""
     values: dict[str, Any]
-    """All leaves that are not tensors, as JSON types."""
+    """All numbers of the state, as JSON types. A piece with one of `LAYOUTS_WITH_NUMBERS` has its
+    own entry, piece -> name -> number; the entry `leaves` maps the dotted names of all other
+    numbers to these numbers."""
     copied: torch.cuda.Event | None = None
     """CUDA event recorded after the last copy to host memory; None if the copies are already
     complete."""
@@ -208,8 +210,9 @@ def assemble_state(
 
 def join_parts(parts: list[tuple[int, Tensor]], layout: Layout, ranks: Ranks) -> Tensor:
     """Returns the tensor that this rank loads, from the parts that all ranks saved; a part is the
-    pair (index of its first row, rows). Concatenates shards, and follows the rules of `Layout` for
-    tensors that differ between ranks."""
+    pair (index of its first row, rows). Concatenates shards. Of tensors that differ between ranks,
+    it returns the one that this rank saved, or, if another number of ranks saved them, what
+    `Layout.sums` or `Layout.each` prescribes."""
     tensors = [rows for _, rows in sorted(parts, key=lambda part: part[0])]
     same_number = len(tensors) == ranks.world_size
     if layout is Layout.each or (layout is Layout.sums and same_number):
@@ -220,7 +223,8 @@ def join_parts(parts: list[tuple[int, Tensor]], layout: Layout, ranks: Ranks) ->
 
 
 def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, leaf) for all leaves of nested mappings."""
+    """Yields (dotted name, value) for every value in nested mappings that is not itself a
+    mapping."""
     for key, value in node.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping):

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from training.state import TrainState
 
 DAMAGE_ERRNOS = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
-"""Error numbers that mean a damaged checkpoint when a file of it is read. Any other error may be a
-temporary one of a file server, so `find_damage` raises it."""
+"""Error numbers that, when a file of a checkpoint is read, mean that the checkpoint is damaged. Any
+other error may be a temporary fault of a file server, so `find_damage` raises it."""
 RETRY_PAUSES = (0.2, 1.0, 5.0)
-"""Seconds to wait before each new attempt to read a file."""
+"""Seconds to wait before each new attempt to read a file, after an input/output error."""
 READ_ATTEMPTS = 3
 """Number of attempts to read the newest checkpoint of a run; a run that is training may remove the
 checkpoint during an attempt."""
@@ -63,7 +63,7 @@ def step_of(folder: Path) -> int:
 
 def find_damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str | None:
     """Returns the end of a sentence about the damage of the checkpoint in `folder`; None if every
-    file has the size and hash in the manifest.
+    file has the size and the hash that manifest.json states.
 
     The function reads the files from the disk, not from the page cache, and after an input/output
     error it pauses and tries again. It calls `advance` after each part that it has read, so that
@@ -88,8 +88,8 @@ def find_damage(folder: Path, advance: Callable[[], None] = lambda: None) -> str
 
 
 def list_expected_files(files: Collection[str]) -> set[str]:
-    """Returns the names of the files that a checkpoint must have; the number of the rank files in
-    `files` is taken as the number of ranks that wrote the checkpoint."""
+    """Returns the names of the files that a checkpoint must have; the function takes the number of
+    rank files in `files` as the number of ranks that wrote the checkpoint."""
     world_size = max(1, sum(name.startswith("rank-") for name in files))
     rank_files = {RANK_FILE.format(rank=rank, world_size=world_size) for rank in range(world_size)}
     return rank_files | {*WEIGHTS_FILES, "state.json"}
@@ -276,8 +276,8 @@ MUST_MATCH = tuple(select_identity({}))
 """Names of the parts of the configuration that must be equal in a checkpoint and the run that loads
 it."""
 ADDED_KEYS = ("mixer.window", "mixer.shift")
-"""Keys of `model` that checkpoints of earlier versions lack; null selects the behaviour of those
-versions."""
+"""Keys of `model` that checkpoints of earlier versions lack. null selects the behaviour of those
+versions, so a comparison takes an absent key and null as equal."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
@@ -286,7 +286,7 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
     another run, or cannot be read. `run` is the description of this run that `describe_run`
     returns."""
     try:
-        described = {"adapter": {}} | read_state_file(folder)  # earlier versions wrote no adapter
+        described = {"adapter": {}} | read_state_file(folder)  # earlier versions lack this key
         mismatch = find_mismatch(described, run)
         content = {} if mismatch else assemble_state(folder, described, state.layouts, ranks)
         settings = described["settings"]
@@ -334,8 +334,8 @@ def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
 
 
 def flatten_known(part: dict[str, Any]) -> dict[str, Any]:
-    """Returns a part of a run's description as dotted key -> value, without keys of `ADDED_KEYS`
-    whose value is null."""
+    """Returns `part`, one part of a run's description such as `model`, as dotted key -> value,
+    without keys of `ADDED_KEYS` whose value is null."""
     return {
         key: value for key, value in flatten(part) if value is not None or key not in ADDED_KEYS
     }
