@@ -84,7 +84,7 @@ def compose_pretrained(words: list[str]) -> Composed:
 
 def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
     """Returns the path of `ema.safetensors` in the newest readable checkpoint from which the run
-    resumes; None if the run is new."""
+    resumes; None if there is no such checkpoint, because the run is new."""
     if cfg.resume == "never":
         return None
     checkpoints = find_checkpoints(cfg.run_dir) if cfg.run_dir else []

@@ -36,16 +36,17 @@ MAX_DESCRIPTION_CHARS = 2**24
 """Largest number of characters that a description may have: parsing a longer description could use
 up the memory before the code can check its content."""
 MODEL_SIZE_FACTOR = 4
-"""Limit for a model while it is built: it may have at most this many times as many tensors as its
-weights file, and this many times as many elements. Once built, the model must have exactly the
-tensors of the file."""
+"""Limit for a model while it is built: it may have at most MODEL_SIZE_FACTOR times the number of
+tensors, and MODEL_SIZE_FACTOR times the number of elements, of its weights file. Once built, the
+model must have exactly the tensors of the file."""
 PIN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Matches a git commit or a sha256, either of which identifies the exact weights of an encoder."""
 
 
 @dataclass(frozen=True)
 class AdapterNote:
-    """The description of an adapter and its base model in the header of the adapter's file."""
+    """The description of an adapter and its base model, as it stands in the header of the adapter's
+    file."""
 
     node: dict[str, Any]
     """Configuration node of the adapter."""
@@ -59,7 +60,7 @@ class AdapterNote:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a model in the header of its weights file."""
+    """The description of a model, as it stands in the header of its weights file."""
 
     weights: Literal["model", "ema"]
     model: dict[str, Any]
@@ -276,9 +277,9 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
 def reorder_labels(
     new_table: Tensor, old_table: Tensor, old_names: Sequence[str], new_names: Sequence[str]
 ) -> tuple[Tensor, list[str]]:
-    """Returns a copy of `new_table` (classes + 1, width) with rows of `old_table`: those of the
-    classes whose name is in both lists, and the last row, the null label. Also returns the names of
-    these classes."""
+    """Returns a copy of `new_table` (classes + 1, width) into which it copies rows of `old_table`:
+    the rows of classes whose name is in both lists, and the last row, that of the null label. Also
+    returns the names of these classes."""
     if len(set(old_names)) < len(old_names) or len(set(new_names)) < len(new_names):
         raise UserError(
             "two classes have the same name, so rows of the label table cannot be matched by name; "
