@@ -1,1 +1,2 @@
-"""Accelerations: one technique a file, on the contract of accel/technique.py."""
+"""Accelerations of a training step: one technique per file, each with the interface of
+accel/technique.py."""

@@ -1,15 +1,15 @@
 """Chooses the kernel that computes softmax attention.
 
-`auto` leaves the choice to PyTorch, which takes the first of flash, cuDNN, efficient and math that
-supports the inputs; the name of a backend allows only that backend. `flex` is FlexAttention, which
-is compiled even if the model is not. `flash3` and `flash4` replace PyTorch's `flash` by the kernels
-of FlashAttention-3 and -4, separate packages, for the whole process (a prototype in PyTorch); any
-other value restores PyTorch's kernels. The ledger shows the backend that ran.
+`auto` leaves the choice to PyTorch, which takes the first of its backends flash, cuDNN, efficient
+and math that supports the inputs; the name of a backend allows only that backend. `flex` is
+FlexAttention, which is compiled even if the model is not. `flash3` and `flash4` replace the kernels
+of PyTorch's backend `flash`, in the whole process, by those of the separate packages
+FlashAttention-3 and -4; PyTorch calls this replacement a prototype. Any other value restores
+PyTorch's kernels. The ledger shows the backend that ran.
 
-The choice costs nothing, except that `math` stores all L² scores. Speed on a GPU is not measured
-yet. `flash3` and `flash4` have never run on a GPU: the tests register stand-ins without kernels in
-PyTorch's registry in their place.
-References:
+The choice costs nothing, except that `math` stores the scores of all L² pairs of L tokens. Speed on
+a GPU is not measured yet. `flash3` and `flash4` have never run on a GPU: the tests register
+stand-ins that have no kernels in PyTorch's registry of flash implementations. References:
 https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 and https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html;
 torch.nn.attention.activate_flash_attention_impl
@@ -191,8 +191,8 @@ class AttentionBackend(Technique):
         every micro-batch.
 
         `implementation` is PyTorch's name of the kernels that replace its flash attention, or None.
-        In a compiled step `flex` and `math` leave no event on the host; if the profiler recorded no
-        kernels either, the layers are counted under `UNSEEN`.
+        In a compiled step `flex` and `math` leave no event on the host. If the profiler recorded no
+        kernels either, the function counts the layers under `UNSEEN`.
         """
         values = {found.name: value for value, found in IMPLEMENTATIONS.items()}
         backend_of = BACKEND_OF

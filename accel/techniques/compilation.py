@@ -6,9 +6,9 @@ mode of `torch.compile`: "default"; "max-autotune-no-cudagraphs" tries more kern
 "reduce-overhead" uses Inductor's own CUDA graphs, for the whole model and one accumulation step
 only (the configuration refuses all other cases; `cuda_graph` has no such limits).
 
-It costs seconds to minutes in warm-up, which reports show apart from training time. Its speed on a
-GPU is not measured yet. `torch.compile` is lazy, so an error of the compiler appears in warm-up:
-`recover` then switches the technique off, with a warning.
+Compiling costs seconds to minutes in warm-up; reports show this time apart from training time. Its
+speed on a GPU is not measured yet. `torch.compile` is lazy, so an error of the compiler appears in
+warm-up: `recover` then switches the technique off, with a warning.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Compile(Technique):
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
     savings = (Saving({"compile": True}, "a minute of warm-up", 10),)
     plan_note = "the workspace of a compiled block is an upper bound"
-    # This bound is for 16-bit arithmetic, which Inductor reorders; in fp32 the loss changes far
-    # less.
+    # Inductor reorders arithmetic, which in 16 bits can change the loss by up to 1 %; in fp32 the
+    # loss changes far less.
     loss_rtol = 1e-2
     in_sampling = True
     in_precompute = True

@@ -7,9 +7,9 @@ learning rate and EMA weight are scalars on the device, noise is a function of t
 in the stream, and the optimizer decides on the device whether to skip a step, so nothing in the
 step needs the host.
 
-It costs memory, because the memory of one step stays reserved, and it fixes all shapes. It removes
-the gaps between kernels. It needs the fused optimizer. Its speed is not measured yet.
-Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+A graph costs memory, because the memory of one step stays reserved, and it fixes all shapes. It
+removes the gaps between kernels. The technique needs a fused optimizer. Its speed is not measured
+yet. Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from common.errors import UserError
 from common.text import shorten_error
 
 SINGLE_LAUNCHES = ("cudaLaunchKernel", "__cudaLaunchKernel", "cuLaunchKernel")
-"""Prefixes of the profiler's names for calls that launch one kernel; CUDA 13 added underscores."""
+"""Prefixes of the profiler's names for calls that launch one kernel; with CUDA 13 the name begins
+with underscores."""
 GraphedUpdate = Callable[[Sequence[Any]], Any]
 
 
@@ -157,8 +158,8 @@ class CapturedUpdate:
                     output = self.inner(static)
                     self.result = torch.stack([t.float() for t in output])
                 except Exception as error:
-                    # Keep this error for the message: when the context ends, PyTorch raises another
-                    # one, which says less.
+                    # Keep this error for the message, because PyTorch raises another error when the
+                    # context ends, which does not name the cause.
                     failure = error
                     raise
         except Exception as error:

@@ -1,10 +1,11 @@
 """Switches cuDNN's autotuner: it tries every convolution algorithm once per shape and keeps the
 fastest.
 
-It costs a slower first step for each new shape, and makes runs differ from each other. It acts on
-dense convolutions of a denoiser, and of the autoencoder in `precompute_latents.py`; there it stays
-off unless `same_bytes=false` allows a resumed job to write other bytes. Sampling keeps it off for
-the same reason. Its speed is not measured yet.
+The autotuner costs a slower first step for each new shape. It chooses by time, so results differ
+from run to run. It acts on dense convolutions of a denoiser, and of the autoencoder in
+`precompute_latents.py`. That command keeps the autotuner off, unless `same_bytes=false` allows a
+resumed job to write other bytes; sampling always keeps it off, because a resumed job must draw the
+same samples. Its speed is not measured yet.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Returns the allocator's unused memory to the driver before and after evaluation and sampling, and
 at no other time.
 
-The tensors of evaluation and of training differ in size, so the memory that one of them leaves
-behind is too fragmented for the other. It costs some milliseconds after each evaluation, when
-training asks the driver for memory again. Emptying the cache in every step would slow training down
-(docs/techniques.md).
+The tensors of evaluation and of training differ in size, so the free memory that evaluation leaves
+in PyTorch's cache is in pieces that do not fit training, and the reverse. It costs some
+milliseconds after each evaluation, when training asks the driver for memory again. Emptying the
+cache in every step would slow training down (docs/techniques.md).
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class EmptyCacheAtEval(Technique):
     def observe(self, evidence: Evidence) -> Observation:
         if self.device.type != "cuda":
             return Observation(False, "no cache to empty")
-        # Allocate a tensor that is freed at once, so that the cache surely has memory to return.
+        # Allocate 64 MiB and free them at once, so that the cache surely has memory to return.
         torch.empty(2**26, dtype=torch.uint8, device=self.device)
         before = torch.cuda.memory_reserved(self.device)
         with self.surround_evaluation():

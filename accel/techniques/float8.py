@@ -30,11 +30,11 @@ from accel.technique import blocks_of
 from common.libraries import silence_libraries
 
 MIN_FEATURES = 1024
-"""Smallest number of inputs of a layer that computes in 8 bits; the number of its outputs must be
-greater than this."""
+"""Smallest number of input features of a layer that computes in 8 bits. The layer's number of
+output features must be greater than this number."""
 SIZE_MULTIPLE = 16
-"""An 8-bit product on a GPU requires that the numbers of inputs, outputs and tokens are multiples
-of this number."""
+"""Number of which an 8-bit product on a GPU requires multiples: the layer's numbers of input and
+output features, and the number of tokens."""
 BACKWARD_PRODUCTS = {"tensorwise": 2, "rowwise": 2, "rowwise_with_gw_hp": 1}
 """Value of `fp8_recipe` -> number of 8-bit products in a layer's backward pass; the last recipe
 computes the weight's gradient in bf16."""
@@ -70,8 +70,8 @@ def is_large(layer: nn.Module) -> bool:
 
 def cast_input(_layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:
     """Hook before a layer's forward pass: casts the input to autocast's dtype, because torchao's
-    layer itself does so only on a GPU. Returns None, which leaves the input as it is, without
-    autocast."""
+    layer does this itself only on a GPU. If autocast is off, returns None, which leaves the input
+    as it is."""
     kind = inputs[0].device.type
     if not torch.is_autocast_enabled(kind):
         return None
@@ -102,8 +102,8 @@ class Float8Layers:
 
             config: Any = Float8LinearConfig.from_recipe_name(self.recipe)
             # The product for a weight's gradient sums over the tokens of a micro-batch, whose
-            # number must be a multiple of 16 too. So let torchao pad it, if the number of tokens of
-            # a sample is not such a multiple.
+            # number must be a multiple of 16 too. So let torchao pad the tokens, if a sample's
+            # number of tokens is not a multiple of 16.
             config = replace(config, pad_inner_dim=tokens % SIZE_MULTIPLE != 0)
             before = set(blocks.modules())
             convert_to_float8_training(

@@ -1,10 +1,10 @@
 """Fused AdamW: one kernel updates all parameters, clips gradients and skips bad steps. The device
 decides about clipping and skipping, so the host does not wait for it.
 
-It costs nothing. It replaces a dozen passes over parameters, gradients and moments by one.
-`training/step.py` passes the clipping factor as `grad_scale` and a flag for a non-finite norm as
-`found_inf`; a skipped step leaves parameters and moments unchanged bit for bit. Its speed on a GPU
-is not measured yet.
+The kernel costs nothing, and replaces a dozen passes over parameters, gradients and moments by one
+pass. `training/step.py` passes the clipping factor as `grad_scale` and a flag for a non-finite norm
+as `found_inf`; a skipped step leaves parameters and moments unchanged bit for bit. Its speed on a
+GPU is not measured yet.
 """
 
 from typing import Any

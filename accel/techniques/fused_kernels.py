@@ -29,11 +29,11 @@ class FusedKernel(Technique):
     passed its trial."""
 
     op: str
-    """Name of the operator of accel/kernels that the technique replaces; the names of the
-    operator's kernels start with `<op>_`."""
+    """Name of the operator of accel/kernels whose definition the technique replaces by a kernel;
+    the names of the operator's kernels start with `<op>_`."""
     other_ops: tuple[str, ...] = ()
-    """Names of other operators that the technique replaces, in models that use them instead of
-    `op`."""
+    """Names of further operators whose definitions the technique replaces, in models that call
+    these operators instead of `op`."""
     loss_rtol = 1e-2
     in_sampling = True
     plan_note = "it is planned as on; the trial on the GPU decides"
@@ -110,7 +110,8 @@ class FusedKernel(Technique):
 
 
 class FusedAddNorm(FusedKernel):
-    """Computes add, gate, norm and modulation in one pass over the residual stream."""
+    """Computes in one pass over the residual stream: the gated add of a branch, the norm of the
+    sum, and its modulation by scale and shift."""
 
     key = "fused_add_norm"
     summary = "Triton: add, gate, norm and modulate in one pass"
@@ -136,8 +137,8 @@ class FusedConv(FusedKernel):
 
 
 class FusedSwiglu(FusedKernel):
-    """Computes activation and product of a SwiGLU in one kernel, whose backward pass writes one
-    gradient for both halves."""
+    """Computes the activation and the product of a SwiGLU in one kernel. Its backward pass writes
+    the gradients of both halves of the input into one tensor."""
 
     key = "fused_swiglu"
     summary = "Triton: activation and product of the SwiGLU"
@@ -145,8 +146,8 @@ class FusedSwiglu(FusedKernel):
 
 
 class FusedRope(FusedKernel):
-    """Computes norm and rotary embedding of queries and keys in one kernel, whose backward pass
-    writes one gradient for queries, keys and values."""
+    """Computes the norm and the rotary embedding of queries and keys in one kernel. Its backward
+    pass writes the gradients of queries, keys and values into one tensor."""
 
     key = "fused_rope"
     summary = "Triton: QK-norm and rotary embedding of attention"

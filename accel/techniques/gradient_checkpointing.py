@@ -2,8 +2,9 @@
 pass computes the block again.
 
 `checkpoint_policy`: "blocks" recomputes every block; "every_<n>" recomputes the first block and
-each n-th after it, which saves an n-th of the memory at an n-th of the cost; "selective" recomputes
-every block, but saves the results of its matrix products, attention and scan.
+each n-th after it, which saves about 1/n of the memory that "blocks" saves, at 1/n of its cost;
+"selective" recomputes every block, but saves the results of its matrix products, attention and
+scan.
 
 "blocks" costs one more forward pass, at most a third of the step; "selective" costs only the cheap
 part of a forward pass. Activation memory shrinks to the blocks' inputs, with "selective" to the
@@ -32,8 +33,8 @@ from accel.technique import Model, Observation, Saving, Technique, blocks_of
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 ATTENTION_PREFIXES = ("_scaled_dot_product", "flex_attention")
-"""Prefixes of the names of attention operations. The policy "selective" saves the results of these,
-of `PRODUCTS` and of `SCAN_PREFIXES`."""
+"""Prefixes of the names of attention operations. The policy "selective" saves the results of these
+operations, of matrix products (`PRODUCTS`) and of scans (`SCAN_PREFIXES`)."""
 SCAN_PREFIXES = ("fastlatent::ssd", "fastlatent::selective_scan")
 BEHAVIOURS = {"blocks": "recompute", "selective": "recompute all but products"}
 EVERY_PREFIX = "every_"
@@ -105,8 +106,8 @@ class CheckpointBlocks(Technique):
             pairs = zip(evidence.blocks, with_caches, strict=True)
             obeys = [keeps_products(*pair) for pair in pairs]
 
-        # Write the evidence: how many blocks obey the policy, how many bytes they saved, and with
-        # "selective" the results of which operations.
+        # Write the note for the ledger: how many blocks obey the policy, how many MiB a call saved,
+        # and with "selective" the operations whose results were saved.
         kept = sorted(call.saved_bytes / 2**20 for call in calls)
         does = BEHAVIOURS.get(policy, f"do as asked (one in {self.period} recomputes)")
         note = f"{evidence.format_share(obeys)} {does}; each kept {kept[0]:.2f} to "
@@ -160,7 +161,7 @@ def make_recomputed(forward: Callable, **options: Any) -> Callable:
     """Wraps a block's forward pass: the wrapper saves only the block's inputs, and the backward
     pass runs the forward pass again."""
 
-    # Use a closure: a functools.partial in place of `forward` breaks compile(fullgraph=True).
+    # Use a closure, because compile(fullgraph=True) fails if `forward` is a functools.partial.
     def forward_recomputed(*inputs: torch.Tensor) -> Any:
         # Let the recomputation restore the state that the random generator had in the first pass,
         # except while a CUDA graph is captured without a compiler: the state cannot be read then,

@@ -3,13 +3,12 @@
 With gradient checkpointing these tensors are the inputs of the blocks, otherwise all saved
 activations.
 
-It costs two copies of the saved bytes in every step, to the host and back, through page-locked
-memory, without prefetching. It frees these bytes on the device. Its speed on a GPU is not measured
-yet. Weights stay on the device, also those that fsdp gathers for a block, because fsdp itself can
-free them and gather them again. The technique uses hooks on saved tensors. torch's
-`CheckpointPolicy.MUST_CPU_OFFLOAD` is not enough: it moves the results of chosen operations, but
-not the inputs of a block that is recomputed as a whole.
-Reference:
+The technique costs two copies of the saved bytes in every step, to the host and back, through
+page-locked memory, without prefetching. In return it frees these bytes on the device. Its speed on
+a GPU is not measured yet. Weights stay on the device, also those that fsdp gathers for a block,
+because fsdp itself can free them and gather them again. The technique uses hooks on saved tensors.
+torch's `CheckpointPolicy.MUST_CPU_OFFLOAD` is not enough: it moves the results of chosen
+operations, but not the inputs of a block that is recomputed as a whole. Reference:
 https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd.graph.saved_tensors_hooks
 """
 
@@ -52,8 +51,9 @@ class OffloadActivations(Technique):
     moved = 0
     """Bytes that the latest forward pass copied to the host."""
     copies: dict[Any, Tensor]
-    """(storage, layout, version) of a saved tensor -> its copy in host memory. The mapping is
-    emptied after each forward pass, in which several operations may save the same tensor."""
+    """(storage, layout, version) of a saved tensor -> its copy in host memory. Several operations
+    of a forward pass may save the same tensor, which is then copied once. Each forward pass empties
+    the mapping at its end."""
 
     def on_model(self, model: Model) -> Model:
         self.model = model
@@ -88,8 +88,8 @@ class OffloadActivations(Technique):
         if small or elsewhere or storage._cdata in self.model_storages:
             return tensor.detach()
 
-        # Put a weak reference to the storage into the key: it does not keep the memory alive, but
-        # while it exists no other storage gets the same address.
+        # Identify the storage in the key by a weak reference. The reference does not keep the
+        # memory alive, but while the reference exists, no other storage gets the same address.
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (StorageWeakRef(storage), *layout, tensor._version)
         if key not in self.copies:
@@ -98,8 +98,8 @@ class OffloadActivations(Technique):
         return tensor.device, self.copies[key]
 
     def copy_to_host(self, tensor: Tensor, /) -> Tensor:
-        """Copies a tensor to host memory. The copy has the strides of the tensor, because a
-        compiled backward pass relies on them."""
+        """Copies a tensor to host memory. The copy has the strides of the tensor, because compiled
+        code of the backward pass expects these strides."""
         copy = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
         )

@@ -1,10 +1,10 @@
 """Keeps the optimizer's state in host memory; the device holds the state of one part of the
 parameters at a time.
 
-It costs traffic: every step moves the state to the device and back, 16 bytes a parameter with AdamW
-(4 with 8-bit moments), through page-locked memory, part by part, without prefetching. It frees the
-state's bytes on the device. Its speed on a GPU is not measured yet. It works with one process or
-ddp; with fsdp use `runtime.parallel.cpu_offload`.
+The technique costs copies: every step copies the state to the device and back, 16 bytes per
+parameter with AdamW (4 with 8-bit moments), through page-locked memory, part by part, without
+prefetching. In return it frees the state's bytes on the device. Its speed on a GPU is not measured
+yet. The technique works with one process or ddp; with fsdp use `runtime.parallel.cpu_offload`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class HostState(Members):
         super().__init__(groups, [make(part) for part in split_parts(groups)])
         self.device = self.numbered_parameters[0].device
         self.host: dict[torch.optim.Optimizer, dict[tuple[Tensor, str], Tensor]] = {}
-        """Innermost optimizer -> ((parameter, name of an entry of its state) -> the entry's tensor
-        in host memory)."""
+        """Innermost optimizer -> a mapping of its state in host memory: (parameter, name of an
+        entry of the parameter's state) -> the entry's tensor."""
         self.moved = 0
         """Bytes of state that the latest step copied to the device, plus those that it copied to
         the host."""
@@ -54,8 +54,8 @@ class HostState(Members):
 
     @contextmanager
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside the context, the state of `member` is on the device; when the context ends, its
-        large tensors are copied to host memory."""
+        """Inside the context, the state of `member` is on the device. When the context ends, the
+        large tensors of that state are copied to host memory."""
         for optimizer in iterate_innermost(member):
             for key, value in self.host.get(optimizer, {}).items():
                 parameter, name = key

@@ -5,8 +5,9 @@ every batch.
 the backward pass, an all-reduce averages the gradients. `fsdp` (FSDP2, `fully_shard`): parameters,
 gradients, optimizer moments and EMA weights are sharded over all processes; each block all-gathers
 its parameters for its forward pass and again for its backward pass. `hsdp`: like fsdp within each
-group of `shard_degree` processes; each group holds one replica of the model. It costs
-communication, with fsdp two all-gathers for each block and step. Its speed is not measured yet.
+group of `shard_degree` processes; each group holds one replica of the model. Data parallelism costs
+communication: with fsdp two all-gathers and a reduce-scatter for each block and step, with ddp an
+all-reduce of all gradients. Its speed is not measured yet.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from accel.machine import is_available
 from accel.sharding import get_world_size
 from accel.technique import AnyStep, Model, Observation, Saving, Technique, blocks_of
 
-# Name of the argument by which DDP synchronises buffers; it is another one since torch 2.13.
+# Name of the argument that says whether DDP synchronises buffers: `forward_sync_buffers` since
+# torch 2.13, `broadcast_buffers` before.
 SYNC_BUFFERS_ARGUMENT = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 REDUCTIONS = {"ddp": "allreduce", "fsdp": "reducescatter", "hsdp": "reducescatter"}
-"""Value of `parallel.mode` -> the collective that reduces gradients in this mode, by its key in
-`COLLECTIVES`."""
+"""Value of `parallel.mode` -> key, in `COLLECTIVES`, of the collective operation that reduces
+gradients in this mode."""
 COLLECTIVES = {
     "allreduce": "all-reduce",
     "reducescatter": "reduce-scatter",
@@ -148,7 +150,7 @@ class DataParallel(Technique):
         if self.value == "ddp":
             names = ("bucket_cap_mb", "gradient_as_bucket_view")
             options = {name: self.option[name] for name in names}
-            # Do not synchronise buffers, because those of our models never change.
+            # Do not synchronise buffers, because the buffers of our models never change.
             options[SYNC_BUFFERS_ARGUMENT] = False
             devices = [torch.cuda.current_device()] if self.device.type == "cuda" else None
             self.wrapped = nn.parallel.DistributedDataParallel(
@@ -163,8 +165,8 @@ class DataParallel(Technique):
 
     @contextmanager
     def synchronise(self, last: bool) -> Iterator[None]:
-        """Returns a context for a micro-batch. `last`: whether this micro-batch is the last one of
-        its step; only after the last one the processes reduce gradients."""
+        """Returns a context for the forward and backward pass of one micro-batch. `last`: whether
+        it is the last micro-batch of its step; only then the processes reduce gradients."""
         if self.shards:
             self.model.set_requires_gradient_sync(last)
         with nullcontext() if self.shards or last else self.wrapped.no_sync():

@@ -1,14 +1,15 @@
 """Mixed precision: matrix products in 16 bits by autocast; parameters, optimizer state, norms and
 the loss in fp32.
 
-`bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 and a small range, so the loss is
-scaled (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Stored tensors stay fp32,
-unless `runtime.weights` changes that. `fp8` is `bf16`, with products of large layers in 8 bits
-(accel/techniques/float8.py), by `fp8_recipe`: "tensorwise" has one scale a tensor, "rowwise" one a
-row, and "rowwise_with_gw_hp" computes the weights' gradients in bf16.
+`bf16` has 8 bits of mantissa and the range of fp32. `fp16` has 11 bits of mantissa but a small
+range, so the loss is scaled (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740). Stored
+tensors stay fp32, unless `runtime.weights` changes that. `fp8` is `bf16`, with products of large
+layers in 8 bits (accel/techniques/float8.py), by `fp8_recipe`: "tensorwise" has one scale per
+tensor, "rowwise" one scale per row, and "rowwise_with_gw_hp" is "rowwise" with the weights'
+gradients in bf16.
 
-It costs precision, because products round. A CPU without native instructions computes 16-bit
-products more slowly than fp32 ones, so the stack switches them off there;
+Mixed precision costs exactness, because products round. A CPU without native instructions computes
+16-bit products more slowly than fp32 ones, so the stack switches them off there;
 `runtime.on_unavailable=emulate` uses them nevertheless, to show how a model trains with them. The
 speed on a GPU is not measured yet.
 """
@@ -131,8 +132,8 @@ class Precision(Technique):
                     return forward(*args, **kwargs)
 
             step.forward = autocast_forward
-        # Only a training step needs a loss scaler: the step of an encoder has no backward pass, and
-        # so no attribute `scaler`.
+        # Only a training step needs a loss scaler. The step of an encoder has no backward pass, so
+        # it has no attribute `scaler`.
         if self.value == "fp16" and hasattr(step, "scaler"):
             self.scaler = LossScaler(self.device)
             cast(TrainingStep, step).scaler = self.scaler
@@ -156,8 +157,8 @@ class Precision(Technique):
 
     # What would still say "on" if this did nothing? Autocast's flag: products may run in another
     # dtype. So count the dtypes of products. An fp32 product may be intended if it multiplies two
-    # activations, but not if it multiplies a weight. The name of the operation does not show which
-    # of the two it does, so `compare` inspects the operands.
+    # activations, but not if it multiplies a weight. The name of the operation does not show what
+    # it multiplies, so `compare` inspects the operands.
     def observe(self, evidence: Evidence) -> Observation:
         if self.layers is None:
             return self.observe_autocast(evidence)
@@ -171,8 +172,9 @@ class Precision(Technique):
         return Observation(active, f"{layers_note}; of the others {note}")
 
     def observe_autocast(self, evidence: Evidence) -> Observation:
-        """Returns the dtype in which matrix products ran, "mixed" if not all ran in it, and the
-        evidence. The caller has removed 8-bit products from `evidence`, because it judges them
+        """Returns the dtype in which all matrix products ran, or "mixed" if they ran in several
+        dtypes, and the evidence; fp32 products that layers intend are allowed. With `precision=fp8`
+        the caller has removed 8-bit products from `evidence`, because it judges these
         separately."""
         weights = evidence.count_dtypes(WEIGHT_PRODUCTS)
         dtypes = evidence.count_dtypes()

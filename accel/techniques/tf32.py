@@ -1,7 +1,7 @@
 """TF32: tensor cores compute fp32 matrix products and convolutions with a 10-bit mantissa.
 
-It costs precision: inputs of fp32 products keep about three decimal digits; accumulation stays
-fp32. It changes nothing for products that already run in 16 bits. Its speed is not measured yet.
+TF32 costs precision: inputs of fp32 products keep about three decimal digits; accumulation stays
+fp32. TF32 changes nothing for products that already run in 16 bits. Its speed is not measured yet.
 Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 """
 
@@ -69,8 +69,9 @@ class Tf32(Technique):
 @torch.no_grad()
 def rounds_to_tf32(device: torch.device) -> tuple[bool, bool]:
     """Returns two values: whether a matrix product rounds its inputs to TF32 on `device`, and
-    whether a convolution does. Both multiply 1 + 2⁻¹², which TF32 cannot represent, by 1: the
-    result is 1 if the input was rounded."""
+    whether a convolution does. The function multiplies 1 + 2⁻¹², which TF32 cannot represent, by 1,
+    once by a matrix product and once by a convolution. A result of 1 shows that the input was
+    rounded."""
     value = 1.0 + 2.0**-12
     with torch.amp.autocast(device.type, enabled=False):
         product = torch.full((512, 512), value, device=device) @ torch.eye(512, device=device)

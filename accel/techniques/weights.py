@@ -41,16 +41,17 @@ from accel.kernels.counter_noise import Purpose, draw
 from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 DRAW_BYTES = 19.0
-"""Temporary bytes per rounded element while random bits are drawn, as measured on a CPU."""
+"""Temporary memory, in bytes per element that is rounded, while the random bits for the elements
+are drawn; measured on a CPU."""
 MAX_COUNTED_DRAW = 2**18
-"""Largest number of elements per draw of random bits while a plan counts the bytes of a model with
-few blocks: so small that the memory of the bits hardly counts. This memory does not grow with the
-model, so `count_part_bytes` computes it separately."""
+"""Largest number of elements per draw of random bits while a plan (scripts/plan) counts the bytes
+of a step: so small that the memory of the bits hardly adds to the count. That memory does not grow
+with the model, so `count_part_bytes` computes it separately."""
 
 
 class NarrowLinear(nn.Linear):
-    """A linear layer with a bf16 weight; outside autocast it casts the weight to the dtype of the
-    input."""
+    """A linear layer with a bf16 weight. Autocast casts weight and input; if autocast is off, the
+    layer casts the weight to the dtype of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
@@ -73,8 +74,8 @@ class RoundedUpdate(Members):
         elements_per_draw: int = PART_ELEMENTS,
     ) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
-        # Let the members update fp32 stand-ins, and never change the dtype of the parameters' own
-        # data: that removes the hooks by which ddp reduces gradients.
+        # Let the members update fp32 stand-ins. Never change the dtype of a parameter's own data,
+        # because that removes the hooks by which ddp reduces gradients.
         stand_ins = {p: nn.Parameter(torch.empty([0] * p.ndim, device=p.device)) for p in narrow}
         parts = [
             [group | {"params": [stand_ins.get(p, p) for p in group["params"]]} for group in part]
@@ -87,10 +88,10 @@ class RoundedUpdate(Members):
         self.seed = 0
         self.position = torch.zeros(1, dtype=torch.int64, device=self.numbered_parameters[0].device)
         self.counting = True
-        """Whether each step fills `counts`; only warm-up needs these counts."""
+        """Whether each step fills `counts`: True during warm-up, which alone needs the counts."""
         self.counts: Counter[str] = Counter()
-        """Name of a count, such as "inexact" -> number of elements in the latest step, as a scalar
-        on the device."""
+        """Name of a count, such as "inexact" (values that bf16 cannot represent) -> number of such
+        elements in the latest step, as a scalar on the device."""
         self.draws = 0
         if rounding == "kahan":
             for parameter in narrow:
@@ -103,13 +104,13 @@ class RoundedUpdate(Members):
         super().step(closure)
 
     def get_compensation(self, parameter: Tensor) -> Tensor | None:
-        """Returns the rounding error that Kahan's rounding keeps for a parameter, a bf16 tensor of
-        the parameter's shape; None with random rounding."""
+        """Returns the rounding errors that Kahan's rounding keeps for a parameter, a bf16 tensor of
+        the parameter's shape; None if `rounding` is not "kahan"."""
         return self.state[parameter].get(COMPENSATION)
 
     def widen(self, parameter: Tensor) -> Tensor:
-        """Returns a parameter in fp32; with Kahan's rounding adds the rounding error that is kept
-        for it."""
+        """Returns the values of a parameter in fp32. With Kahan's rounding, adds to them the
+        rounding errors that the last step kept."""
         wide = parameter.detach().float()
         error = self.get_compensation(parameter)
         return wide if error is None else wide + error
@@ -298,8 +299,8 @@ class Weights(Technique):
         if self.rounding == "stochastic":
             other = counts["unlike nearest"]
             expected = counts["expected"]
-            # Allow a difference of six standard deviations, and of 10 elements more for small
-            # counts.
+            # Allow a difference of six standard deviations, because the count is random, plus 10
+            # elements, because small counts are not normally distributed.
             right = abs(other - expected) <= 10 + 6 * math.sqrt(expected)
             how = f"at random: {other} not to the nearest value, {expected} expected"
         else:
