@@ -55,8 +55,7 @@ class Case(NamedTuple):
     """Module-level function that takes the case and the command's keys and returns figures."""
     overrides: Words = []  # noqa: RUF012  # never changed
     baseline: Words = []  # noqa: RUF012
-    """Overrides of the run with which the case is compared; the case and that run are timed in
-    turn."""
+    """Overrides of the run with which the case is compared. The two runs are timed alternately."""
     needs: Words = []  # noqa: RUF012
     """Overrides that this machine must support, such as runtime.tf32=true. If the machine does not
     support one of them, the case is not measured, and its result is the reason."""
@@ -78,8 +77,8 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Keys that all measuring commands have. If `steps` or `repeats` is 0, the `setting` gives its
-    value."""
+    """Keys that all commands that measure have. If `steps` or `repeats` is 0, its value comes from
+    the `setting`."""
 
     setting: str | None = None
     """Name of an entry of `settings` in scripts/bench/tables.yaml, which fixes model, batch and
@@ -96,10 +95,10 @@ class BenchConfig:
     name: str | None = None
     """Name of the results' folder in `out`; null: <command>_<setting>."""
     out: str = "bench"
-    """The folder for the results."""
+    """The folder to which the command writes its results."""
     again: str | None = None
-    """all: measures every case again; failed: measures again the cases that failed; null: measures
-    only cases that have no result."""
+    """all: measures every case again; failed: measures again the cases whose stored result is an
+    error; null: measures only cases that have no stored result."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ class DataConfig(BenchConfig):
     """Keys of the command `data`."""
 
     step_ms: float = 100.0
-    """Milliseconds that a training step is assumed to take. With such steps the command measures
-    the share of time in which training waits for batches."""
+    """Milliseconds that a training step is assumed to take; the command measures the share of time
+    in which a loop of such steps waits for batches."""
 
 
 @dataclass(frozen=True)

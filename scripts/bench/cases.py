@@ -103,9 +103,9 @@ def plan_alone(kind: type[Technique], over: str, words: Words) -> Iterator[Case]
 
 
 def plan_features(over: str, words: Words) -> Iterator[Case]:
-    """Plans cases that add to runtime=eager, in the precision `over`, one feature that guides
-    recommend and that is no technique: another batch size, optimizer or number of loader
-    workers."""
+    """Plans cases that add to runtime=eager, in the precision `over`, one feature that guides to
+    fast training recommend and that is no technique of this framework: another batch size,
+    optimizer or number of loader workers."""
     batch = compose(words).cfg.batch_size
     sizes = {"half": batch // 2, "twice": 2 * batch, "four_times": 4 * batch}
     for name, feature in TABLES["features"].items():
@@ -136,8 +136,8 @@ def plan_removed(words: Words) -> Iterator[Case]:
 
 
 def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
-    """Plans a case for each family of models; it compares the training step of the family with the
-    step of the family with attention."""
+    """Plans a case for each family of models of the size `cfg.size`. A case compares a training
+    step of this family with a step of the family with attention."""
     files = (CONF_FOLDER / "model").glob(f"*_{cfg.size}.yaml")
     families = sorted(file.stem.rpartition("_")[0] for file in files)
     if not families:
@@ -154,8 +154,8 @@ def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
-    """Plans a case for each implementation of each fused operator: eager, compiled, fused, and the
-    kernels of other packages."""
+    """Plans a case for each implementation of each fused operator: the eager definition, the
+    compiled definition, the fused kernel, and the kernels of other packages."""
     for operator in kernels.INPUTS:
         for way in (*kernels.OURS, *kernels.PEERS.get(operator, ())):
             compiled = ["runtime.compile=true"] if way == "compiled" else []
@@ -166,8 +166,8 @@ def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
 
 
 def plan_tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
-    """Plans a case with some GPU tests of every kind, then a case for each file of tests, so that a
-    test that crashes its process does not prevent the tests of other files."""
+    """Plans one case that runs some GPU tests of every kind, then a case for each file of tests. A
+    test that crashes its process therefore does not prevent the tests of other files."""
     if cfg.select not in ("all", "smoke", "rest"):
         raise UserError(f"select={cfg.select}: choose all, smoke or rest.")
     files = [file for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()]
@@ -223,11 +223,13 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "plan": (BenchConfig, make_plan(measure.measure_planned, TABLES["planned"])),
     "counted": (BenchConfig, plan_counted),
 }
-"""Command -> (the class of its keys, the function that plans its cases)"""
+"""Name of a bench command -> (class of the command's keys, function that plans the command's
+cases)."""
 
 
 class Job(NamedTuple):
-    """A parsed command line: the command itself, its keys, and the cases to measure."""
+    """A parsed command line of the bench: the command itself, its keys, and the cases to
+    measure."""
 
     command: str
     """The command line that reproduces the results."""
@@ -236,11 +238,11 @@ class Job(NamedTuple):
 
 
 def plan_job(command: str, words: Words, help_text: str = "") -> Job:
-    """Plans the cases of a command. Keys that are 0 or null get the values of the `setting`; the
-    overrides of the setting come before the user's overrides.
+    """Plans the cases of a command. Keys that are 0 or null get the values of the `setting`. The
+    overrides of the setting come before the user's overrides, so the user's overrides win.
 
-    A config group among the user's overrides (data=digits) replaces all overrides of the setting
-    for that group. ValueError for a mistake, before anything is measured.
+    If the user overrides a whole config group (data=digits), all overrides of the setting for that
+    group are left out. ValueError if a key or an override is wrong.
     """
     schema, plan = COMMANDS[command]
     cfg, user_overrides = split_words(schema, words, help_text)
@@ -267,7 +269,8 @@ def plan_job(command: str, words: Words, help_text: str = "") -> Job:
     overrides = [*kept, *user_overrides]
     compose(overrides)
 
-    # Leave `out` and `again` out of the command line: they do not change the results.
+    # Leave `out` and `again` out of the command line that is stored with the results, because these
+    # keys do not change the results.
     essential = [word for word in words if not word.startswith(("out=", "again="))]
     line = " ".join(["python -m scripts.bench", command, *essential])
     return Job(line, cfg, list(plan(cfg, overrides)))

@@ -1,10 +1,10 @@
 """Measures the samples per second of each loader and of the usual ways to feed latents.
 
 All loaders read the same latents in fp16, one loader after the other. `first_samples_per_s` is the
-speed of the first epoch, with the start of the loader; `samples_per_s` that of later epochs. `wait`
-is the share of time that a loop waits for batches, if it is busy for `step_ms` per batch. The usual
-ways are webdataset's pipeline as its documentation shows it (one .npy per sample, shuffle,
-`.decode()`), and random reads of a memory-mapped file.
+speed of the first epoch, including the time to open the loader; `samples_per_s` is the speed of
+later epochs. `wait` is the share of time that a training loop waits for batches if its step takes
+`step_ms` milliseconds. The usual ways are webdataset's pipeline as its documentation shows it (one
+.npy per sample, shuffle, `.decode()`), and random reads of a memory-mapped file.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def open_ours(
 
 
 def open_in_chunks(folder: Path, size: int, device: torch.device) -> Iterator[Any]:
-    """Opens the resident loader with device memory for only half of the set. A thread copies the
-    next quarter of the set to the device (on a GPU in a side stream) while batches come from the
-    quarter that it copied before."""
+    """Opens the resident loader with device memory for only half of the set, so that it loads the
+    set in chunks. A thread copies the next quarter of the set to the device (on a GPU in a side
+    stream) while batches come from the quarter before."""
     room = (folder / "latents.npy").stat().st_size / 2
     return open_ours(ResidentLatents, folder, size, device, device_memory_gib=room / GIB)
 
@@ -151,7 +151,8 @@ def measure_loader(case: Case, cfg: DataConfig) -> Figures:
     first = number * size / (time.perf_counter() - began)
     warm = [number * size / measure_seconds(read_epoch, device) for _ in range(cfg.repeats)]
 
-    # Simulate the training step by a sleep, during which the loader's workers read ahead.
+    # Simulate the training step by a sleep of this length, during which the loader's workers read
+    # ahead.
     busy = cfg.step_ms / 1e3
     waited = 0.0
     for _ in range(cfg.steps):

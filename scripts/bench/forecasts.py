@@ -28,9 +28,9 @@ def count_savings(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def count_largest(case: Case, cfg: BenchConfig) -> Figures:
-    """Finds, for the case's overrides and for its baseline, the largest depth whose model fits the
-    memory of an H100 (of each of 8 H100s if the overrides shard the model); also returns the ratio
-    of the two parameter counts."""
+    """Finds the largest depth whose model fits the memory of an H100 (of each of 8 H100s if the
+    overrides shard the model), for the case's overrides and for its baseline. Also returns the
+    parameters of both models and the ratio of these two numbers."""
     figures: Figures = {}
     for prefix, words in (("baseline_", case.baseline), ("", case.overrides)):
         depth, plan = forecast_largest(LargestConfig(), words, "", CARD)

@@ -1,9 +1,9 @@
 """Times each fused operator, its definition (eager and compiled) and kernels of other packages.
 
-Each kernel is timed in turn with the definition: the forward pass alone, and the forward and
-backward pass together. Bytes per second are given as a share of the measured copy rate, FLOPs per
-second as a share of the measured rate of matrix products. Several sets of inputs alternate, so that
-no call finds its inputs in the cache. On a CPU only the definitions run.
+Each kernel is timed in turn with the operator's eager definition: the forward pass alone, and the
+forward and backward pass together. Results give bytes per second as a share of the measured copy
+rate, and FLOPs per second as a share of the measured rate of matrix products. Several sets of
+inputs alternate, so that no call finds its inputs in the cache. On a CPU only the definitions run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPES = {
     "s256": (256, 256, 384, 64, 64),
     "b256": (256, 256, 768, 64, 64),
 }
-"""Setting -> (B samples, L tokens, width D, P channels per head, state size N)."""
+"""Name of a setting -> (B samples, L tokens, width D, P channels per head, state size N)."""
 SCAN = "B L K P, B L 2 K, dt_bias, A_log, B L 2 N, B L 2 N, fp32 K"
 INPUTS = {
     "add_norm": "B L D, B D, fp32 B L D, B D, B D",
@@ -59,8 +59,8 @@ Function = Callable[..., Any]
 
 
 def find_sizes(setting: str) -> dict[str, int]:
-    """Returns letter or word in `INPUTS` -> size of that axis in a setting; for example K is the
-    number of heads of the scan, H the number of heads of attention."""
+    """Returns letter or word in the texts of `INPUTS` -> size of that axis in a setting. For
+    example, K is the number of heads of the scan, and H the number of heads of attention."""
     B, L, D, P, N = SHAPES[setting]
     K = 2 * D // P
     mixed = 2 * D + 4 * N
@@ -69,7 +69,8 @@ def find_sizes(setting: str) -> dict[str, int]:
 
 
 def draw_inputs(operator: str, sizes: dict[str, int], device: torch.device) -> list[Tensor]:
-    """Draws the random input tensors of an operator; all require a gradient."""
+    """Draws the random input tensors that `INPUTS` lists for an operator; all require a
+    gradient."""
     inputs = []
     for text in INPUTS[operator].split(", "):
         kind, _, rest = text.partition(" ")
@@ -95,8 +96,8 @@ class Op(NamedTuple):
 
 
 def swiglu(joined: Tensor) -> Tensor:
-    """Computes SwiGLU by its definition; the last axis of `joined` (…, 2·hidden) holds the two
-    factors of its product, one after the other."""
+    """Computes SwiGLU by its definition, silu(gate)·value; the last axis of `joined` (…, 2·hidden)
+    holds first the gate, then the value."""
     return silu_product(*joined.chunk(2, dim=-1))
 
 
@@ -136,8 +137,8 @@ def make_liger_swiglu() -> Function:
 
 
 def make_mamba_scan() -> Function:
-    """Returns mamba-ssm's scan, in one direction, as a function that takes the inputs of our
-    operator."""
+    """Returns mamba-ssm's scan as a function that takes the inputs of our operator and scans them
+    in one direction only."""
     scan = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
     def function(*inputs: Tensor) -> Tensor:
@@ -184,15 +185,17 @@ def make_runner(
 
 
 def count_bytes(op: Op, inputs: list[Tensor]) -> int:
-    """Counts the bytes that the forward and backward pass must read or write: the inputs twice, the
-    outputs once, and the gradients of inputs and outputs once."""
+    """Counts the bytes that a forward and backward pass must at least read or write. Both passes
+    read the inputs; the forward pass writes the outputs; the backward pass reads the outputs'
+    gradients and writes the inputs' gradients."""
     with torch.no_grad():
         outputs = tree_leaves(op.definition(*inputs))
     return 3 * sum(t.nbytes for t in inputs) + 2 * sum(t.nbytes for t in outputs)
 
 
 def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
-    """Times one implementation of an operator, in turn with its definition on the same inputs."""
+    """Times the implementation of an operator that the case names, in turn with the operator's
+    eager definition on the same inputs. `speed` is the ratio of the two times."""
     device = pick_device("auto")
     operator = case.labels["operator"]
     way = case.labels["way"]
@@ -219,7 +222,7 @@ def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
 
     rate = measure_rates_once(device)
     gb_s = count_bytes(op, sets[0]) / figures["us"] / 1e3
-    # The backward pass takes twice the FLOPs of the forward pass, so both passes take 3 *
+    # A backward pass takes twice the FLOPs of its forward pass, so the two passes together take 3 *
     # `op.flops`.
     tflops = 3 * op.flops / figures["us"] / 1e6
     return figures | {

@@ -60,7 +60,7 @@ def device_of(words: Words) -> torch.device:
 
 def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
     """Returns override among `words` that this machine does not support, such as runtime.tf32=true
-    -> the reason. Leaves out overrides that the run emulates."""
+    -> the reason. Leaves out the overrides that `find_emulated` returns."""
     reasons = doctor.find_capabilities(device)
     emulated = find_emulated(words, device)
     refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
@@ -125,8 +125,9 @@ def build_loop(words: Words) -> Loop:
 
 
 def count_bytes(loop: Loop) -> float | None:
-    """Forecasts by scripts.plan the bytes that a GPU would need for this run, without the driver's
-    context. None for the newcomer's loop, and on a GPU, whose allocator has measured the bytes."""
+    """Forecasts with scripts.plan the bytes that a GPU would need for this run, without those of
+    the driver's context. Returns None for the newcomer's loop; and on a GPU, because there the
+    allocator has measured the bytes."""
     if loop.memory_peak is not None or not isinstance(loop, Workload):
         return None
     needs = forecast(make_question(loop.cfg, memory_of(loop.device))).needs
@@ -134,8 +135,8 @@ def count_bytes(loop: Loop) -> float | None:
 
 
 class Baseline(NamedTuple):
-    """The run with which a case is compared, its loss after `loss_steps`, and the forecast of its
-    bytes on a GPU, None where `count_bytes` makes no forecast."""
+    """The run with which a case is compared; its mean loss over late steps; and the forecast of its
+    bytes on a GPU, or None if `count_bytes` makes no forecast."""
 
     loop: Loop
     loss: float
@@ -143,13 +144,13 @@ class Baseline(NamedTuple):
 
 
 BASELINE_CACHE: dict[tuple[str, ...], Baseline] = {}
-"""Overrides -> baseline. Holds only the latest baseline, because consecutive cases often share
-it."""
+"""Overrides -> baseline that was trained with them. Holds only the latest baseline, because
+consecutive cases often share one."""
 
 
 def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
-    """Builds a baseline and trains it for `steps` steps; consecutive cases with the same baseline
-    share it."""
+    """Builds the baseline with the overrides `words` and trains it for `steps` steps, or returns
+    the cached baseline if the case before had the same overrides."""
     if words not in BASELINE_CACHE:
         BASELINE_CACHE.clear()
         free_memory()
@@ -160,7 +161,8 @@ def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
 
 def compare(case: Case, cfg: BenchConfig) -> Figures:
     """Trains the case's run and its baseline from the same weights on the same samples, then times
-    both in turn. `speed` is the ratio of samples per second, since batch sizes may differ.
+    both in turn. The figure `speed` is the case's samples per second divided by the baseline's, not
+    a ratio of step times, because batch sizes may differ.
 
     The case's run leaves out the techniques that this machine does not support.
     """
@@ -169,8 +171,8 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
     loss = base_loss
     if case.overrides != case.baseline:
         refused = find_refusals(case.overrides, base.device)
-        # The ladder reports how long a first start takes, when no compiled code is stored yet. So
-        # disable the compiler's caches if the baseline is the newcomer's loop.
+        # The ladder, whose baseline is the newcomer's loop, reports how long the first start takes
+        # without stored compiled code. So disable the compiler's caches for its cases.
         with disable_compiler_caches() if isinstance(base, NewcomersLoop) else nullcontext():
             loop = build_loop([word for word in case.overrides if word not in refused])
         loss = loop.measure_loss(cfg.loss_steps)
@@ -223,8 +225,8 @@ def measure_seeds(case: Case, cfg: SeedsConfig) -> Figures:
 def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
     """Measures the memory of a training run and compares it with the prediction of scripts.plan.
 
-    The measured bytes are the peak that PyTorch's GPU allocator reserved (None on a CPU), so the
-    predicted bytes leave out the driver's context.
+    The measured bytes are the peak that PyTorch's GPU allocator reserved (None on a CPU). They do
+    not include the driver's context, so it is subtracted from the predicted bytes.
     """
     workload = Workload(case.overrides)
     step_ms = time_steps({"case": workload}, cfg.steps, cfg.repeats)["case"]
@@ -240,12 +242,12 @@ def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
-    """Times rounds of steps that begin with a save of a checkpoint, in turn with rounds that have
-    no save.
+    """Times rounds of steps that begin with a save of a checkpoint, in turn with rounds without a
+    save.
 
-    `stall_ms` is the duration of the call of `save`; `speed` shows how much a background save slows
-    down the steps. `stall_ms` leaves out the first save, because that save also allocates its
-    buffers.
+    `stall_ms` is the duration of the call of `save`, without the first save, which also allocates
+    buffers. `speed` is the duration of a round without a save, divided by that of a round with a
+    save.
     """
     workload = Workload(case.overrides)
     training = workload.training
@@ -276,8 +278,8 @@ def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def measure_machine(case: Case, cfg: BenchConfig) -> Figures:
-    """Returns what scripts.doctor finds on this machine: facts, measured rates, and the rate of
-    matrix products in each precision relative to fp32."""
+    """Returns what scripts.doctor finds on this machine (facts and measured rates), and for each
+    precision its rate of matrix products divided by that of fp32."""
     findings = doctor.examine(measure=True)
     rates = findings["rates"]
     times = {
@@ -295,8 +297,9 @@ def replace_family(words: Words, family: str) -> Words:
 
 
 def calibrate(case: Case, cfg: BenchConfig) -> Figures:
-    """Tests and times the fused kernels as a run does before its first step. A cache keeps the
-    choice of kernels, so a later run does not test these kernels again."""
+    """Tests and times the fused kernels as a run does before its first step, and returns which
+    kernels the run would use. The choice is stored, so a later run does not test these kernels
+    again."""
     if device_of(case.overrides).type != "cuda":
         return {"reason": NEEDS_GPU}
     kernels = doctor.try_kernels(replace_family(case.overrides, case.name))

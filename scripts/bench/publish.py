@@ -37,7 +37,8 @@ PLACES = {
     "hardware": "docs/kernels.md",
     "overview": "docs/benchmarks/README.md",
 }
-"""Part of results.md.jinja -> path of the page that shows the table of that part."""
+"""Name of a part of results.md.jinja -> path of the page that shows the table which this part
+makes."""
 FOLDER = FileSystemLoader(Path(__file__).parent)
 TEMPLATES = Environment(loader=FOLDER, trim_blocks=True, lstrip_blocks=True)
 GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
@@ -66,7 +67,8 @@ class Cells(string.Formatter):
 
 
 def format_entry(entry: Figures, form: str) -> str:
-    """Fills the format string `form` with an entry's figures; a missing figure becomes a dash."""
+    """Fills the format string `form`, such as "{step_ms:.1f}", with an entry's figures; a missing
+    figure becomes a dash."""
     return Cells().vformat(form, (), defaultdict(lambda: None, entry)).replace("–––", "–")
 
 
@@ -116,7 +118,8 @@ def format_entries(command: str, entries: Sequence[Figures]) -> Words:
 
 
 class Result(NamedTuple):
-    """The figures of one case, and the hardware, versions and code that measured them."""
+    """The figures of one case, and the facts of their measurement: hardware, versions, git commit,
+    date and command."""
 
     entry: Figures
     environment: Figures
@@ -193,8 +196,9 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
 
 
 def write_figures(page: Page, docs: Path) -> None:
-    """Writes the results of a page as JSON: under `environment` the hardware, versions and git
-    commit of the newest entry; under `measured`, in every other entry, the values that differ."""
+    """Writes the results of a page as JSON: under `environment` the facts of the newest result
+    (hardware, versions, git commit and others), and under `measured` of each other entry the facts
+    that differ from these."""
     entries = []
     for entry, run in page.results:
         different = {key: value for key, value in run.items() if page.newest.get(key) != value}
@@ -213,8 +217,8 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def make_tables(pages: Sequence[Page]) -> dict[str, str]:
-    """Returns part of results.md.jinja -> its table for README or docs, made from the results of
-    all pages."""
+    """Returns name of a part of results.md.jinja -> its table for README or docs, made from the
+    results of all pages."""
     newest = sorted(pages, key=lambda page: page.newest["date"], reverse=True)
 
     def find_pages(name: str | None, cuda: bool) -> list[Page]:

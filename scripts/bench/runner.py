@@ -39,7 +39,8 @@ from training.config.compose import parse_words
 from training.environment import describe_environment
 
 START_SECONDS = 300.0
-"""Time limit for a child to become ready to measure."""
+"""Seconds that the parent process waits until a child process is ready to measure, begins a case,
+or ends."""
 MAX_WAIT_SECONDS = 1e6
 """Largest timeout in seconds that is given to the operating system, which refuses an infinite
 one."""
@@ -77,12 +78,12 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
         os.dup2(log.fileno(), 2)
     tempfile.tempdir = str(folder / "tmp")
 
-    # Run an operation on the device: if the GPU no longer works, the child fails here and not in a
-    # case.
+    # Run an operation on the device, so that a GPU that no longer works fails here, before the
+    # child is ready, and not in a case.
     device = device_of(words)
     torch.zeros(1, device=device).item()
-    # Let PyTorch compile the same code more often, because this one process runs it for many
-    # models.
+    # Raise the number of times that PyTorch may compile the same code, because this one process
+    # compiles it for many models.
     torch._dynamo.config.recompile_limit = 64
     connection.send(describe_environment(device) | {"device": device.type})
     while True:
@@ -105,8 +106,8 @@ class Child:
         self.machine: Figures = self.await_reply()
 
     def await_reply(self) -> Any:
-        """Returns the child's next message. ValueError if the child ends, or sends none within
-        `START_SECONDS`."""
+        """Returns the child's next message. ValueError if the child ends, or sends no message
+        within `START_SECONDS`."""
         try:
             return self.receive(START_SECONDS)
         except (EOFError, OSError) as error:
@@ -175,8 +176,8 @@ class Runner:
     starts."""
 
     def ensure_child(self, case: Case) -> Child:
-        """Returns the running child, or starts a new one on the device that the case's overrides
-        name."""
+        """Returns the running child process, or starts a new one on the device that the case's
+        overrides name."""
         if not self.child:
             self.child = Child(case.overrides, self.folder)
             self.machine = self.child.machine
@@ -189,10 +190,10 @@ class Runner:
         self.child = None
 
     def run(self, job: Job, again: str | None = None) -> list[Figures | None]:
-        """Returns the result of each case: the stored result, or a new measurement if there is
-        none. The result is None if the time before the deadline is too short to measure the case.
-        `again`: "all" measures every case, "failed" also the cases whose stored result is an
-        error."""
+        """Returns the result of each case: the stored result or, if there is none, a new
+        measurement; None if the time before the deadline is too short to measure the case. With
+        `again` = "all" it measures every case, with "failed" also the cases whose stored result is
+        an error."""
         if again not in (None, "all", "failed"):
             raise UserError(f"again={again}: choose all, failed, or leave it out.")
         try:
@@ -212,8 +213,9 @@ class Runner:
         if case.expected > seconds_left:
             return None
 
-        # After a failure end the child, so that the next case starts in a new process. Do not store
-        # a failure at the deadline, which only shows that the time was too short.
+        # After a failure end the child process, so that the next case starts in a new one. Do not
+        # store a failure that happens after the deadline, because it only shows that the time was
+        # too short.
         began = time.time()
         figures = self.ensure_child(case).measure(case, job.cfg, min(self.limit, seconds_left))
         if "error" in figures or figures.get("not_on"):
@@ -252,7 +254,8 @@ class Runner:
         }
 
     def find_file(self, job: Job, case: Case) -> Path:
-        """Returns the file of a case's result, whose name contains a hash of its identity."""
+        """Returns the path of the file for a case's result; the file's name contains a hash of the
+        facts that identify the result."""
         identity = json.dumps(self.describe_identity(job, case), sort_keys=True)
         digest = hashlib.sha256(f"{case.name} {identity}".encode()).hexdigest()[:12]
         stem = re.sub(r"[^\w+-]+", "_", case.name)[:60]

@@ -28,8 +28,8 @@ from training.weights.adapter_base import compose_pretrained
 NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")
 POINTWISE_PREFIXES = ("triton_poi", "triton_red", "triton_per")
-"""Prefixes of the names of Inductor's kernels without matrix products; `sum_busy_ms` needs them
-because such a name may still contain the name of a product."""
+"""Prefixes of the names of Inductor's kernels without matrix products. `sum_busy_ms` checks these
+prefixes first, because the name of such a kernel may contain the name of a product."""
 FASTER_PRODUCTS = ("precision=bf16", "tf32=true")
 LESS_TRAFFIC = (
     *(f"{key}=true" for key in (*KERNEL_KEYS, "compile", "fused_adamw")),
@@ -38,7 +38,8 @@ LESS_TRAFFIC = (
 
 
 class Loop:
-    """A training loop that takes one step at a time, to be timed and compared."""
+    """A training loop that the bench times and compares with other loops; it takes one step at a
+    time."""
 
     stack: AccelerationStack
     warm_up_seconds: float
@@ -56,8 +57,8 @@ class Loop:
         self.stack.on_process()
 
     def take_step(self, comparable: bool = False) -> torch.Tensor:
-        """Takes a training step and returns its loss. A `comparable` step draws the framework's
-        noise, so that the losses of different loops can be compared."""
+        """Takes a training step and returns its loss. A `comparable` step draws the noise that
+        fastlatent draws in training, so that the losses of different loops can be compared."""
         raise NotImplementedError
 
     def run(self, steps: int) -> None:
@@ -66,8 +67,9 @@ class Loop:
             self.take_step()
 
     def measure_loss(self, steps: int) -> float:
-        """Takes `steps` steps with the framework's noise, and returns the mean loss of the second
-        half of these steps."""
+        """Takes `steps` steps with the noise that fastlatent draws in training, so that the losses
+        of different loops can be compared. Returns the mean loss of the second half of these
+        steps."""
         self.stack.on_process()
         losses = [self.take_step(comparable=True) for _ in range(steps)]
         return torch.stack(losses[steps // 2 :]).mean().item()
@@ -200,8 +202,8 @@ def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
     total = 0.0
     products = 0.0
     for event in events:
-        # On a GPU skip the events of operators: an operator's time is that of its kernels, and each
-        # kernel has its own event.
+        # On a GPU skip the events of operators, because an operator's time is the time of its
+        # kernels, and each kernel has its own event.
         if cuda and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
             continue
         ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
@@ -222,13 +224,14 @@ def find_bound(
     left: Collection[str],
     data: Mapping[str, Any],
 ) -> tuple[str, str, Words]:
-    """Returns the bottleneck of a step, the reason, and overrides to try next. It checks the data
-    first, then the launches, then the kernels.
+    """Returns the bottleneck of a step, the reason, and overrides to try next. It checks first
+    whether the step waits for data, then whether the GPU waits for launches, then which kernels
+    take the time.
 
-    `busy` are the milliseconds of a step in which the GPU runs kernels, None on a CPU; `share` is
-    the share of matrix products in the busy time. `left` are the overrides, such as
-    runtime.compile=true, that this machine supports and this run does not use; the function
-    proposes no other runtime key.
+    `data_ms` are the milliseconds of a step that waits for its data. `busy` are the milliseconds of
+    a step in which the GPU runs kernels, None on a CPU; `share` is the share of matrix products in
+    the busy time. `left` are the overrides, such as runtime.compile=true, that this machine
+    supports and this run does not use; the function proposes no other runtime key.
     """
     savers = [kind.make_override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
     launch_savers = [word for word in savers if word in left]
