@@ -206,7 +206,7 @@ def assemble(
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
 
-    # Apply the techniques before building the optimizer: sharding replaces the parameters.
+    # Apply the techniques before building the optimizer, because sharding replaces the parameters.
     stack = parts.stack(cfg, device)
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)

@@ -217,11 +217,11 @@ def describe_savings(training: Training) -> str:
 
 
 class LastingBytes(NamedTuple):
-    """Bytes that this process holds from one step to the next."""
+    """Bytes of tensors that this process keeps for the whole run, apart from the gradients."""
 
     weights: int
     gradients: int
-    """Bytes of gradients, held from the first micro-batch of a step to its update."""
+    """Bytes of gradients, which are held from the first micro-batch of a step until its update."""
     averages: int
     optimizer: int
     """Bytes of the optimizer's state on the device."""
@@ -241,7 +241,8 @@ def count_lasting_bytes(training: Training) -> LastingBytes:
     sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
     averages = sum(to_local(average).nbytes for average in training.state.ema.averages)
 
-    # Count the optimizer's state, and separately the part that techniques keep in host memory.
+    # Count the bytes of the optimizer's state, and separately the bytes of tensors that techniques
+    # keep in host memory.
     entries = [
         value for p in step.parameters for value in collect_state(step.optimizer, p).values()
     ]

@@ -142,7 +142,7 @@ class Meter:
     def pause(self) -> Iterator[None]:
         """Leaves the time of the `with` block, and the graphs compiled in the block, out of the
         training metrics. Also works as a decorator."""
-        # Wait for the kernels that are queued, because their time is still training time.
+        # Wait until the queued kernels have ended, because their time is still training time.
         if uses_gpu():
             torch.cuda.synchronize()
         graphs_before = count_graphs()

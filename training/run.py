@@ -280,14 +280,15 @@ class Run:
         for line in read_metrics(self.metrics.file)[0]:
             latest |= line
 
-        # If this process took no step, because the run was complete, use the rate that was logged
-        # last.
+        # If this process took no step, because the run was complete, use the last training rate in
+        # metrics.jsonl.
         meter = state.meter
         rate = latest.get("samples_per_s")
         if meter.train_seconds:
             rate = meter.trained_samples / meter.train_seconds
 
-        # `CLOCK.seconds` covers this process, `CLOCK.account` all processes of the run.
+        # `CLOCK.seconds` has the seconds of this process, `CLOCK.account` those of all processes of
+        # the run.
         process_seconds = CLOCK.seconds
         account = CLOCK.account
         checkpoints = list_complete(self.folder / "checkpoints")
