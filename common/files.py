@@ -31,8 +31,10 @@ def write_atomically(file: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError as error:  # such as a full disk
-        error.filename = error.filename or str(file)  # write() sets no filename
+    except OSError as error:
+        # Add the file's name, so that the error message can name the file: `write` leaves it out,
+        # for example if the disk is full.
+        error.filename = error.filename or str(file)
         temporary.unlink(missing_ok=True)
         raise
     rename(temporary, file)
@@ -151,8 +153,8 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
 
 
 def write_to_cache(file: Path, content: Any) -> None:
-    """Writes `content` as JSON to a cache file. If that fails, warns that the next run must compute
-    `content` again, and continues."""
+    """Writes `content` as JSON to a cache file. If writing fails, only warns that the next run must
+    compute `content` again."""
     try:
         make_folder(file.parent)
         write_json(file, content)

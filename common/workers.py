@@ -212,7 +212,8 @@ class Prefetcher(Iterator[Result]):
         return self.get(None)
 
     def get(self, timeout: float | None) -> Result:
-        """Returns the next item; TimeoutError if it takes longer than `timeout` seconds."""
+        """Returns the next item. Raises TimeoutError if the item takes longer than `timeout`
+        seconds (None: no limit)."""
         item = self.ahead.result(timeout)
         if item is None:
             raise StopIteration
