@@ -41,8 +41,8 @@ class DigitLatents(InMemoryLatents):
         pixels = torch.from_numpy(values).float().view(-1, 1, 8, 8) / 8.0 - 1.0
         digits = torch.from_numpy(targets).long()
 
-        # Split with a fixed seed, and take mean and std over all classes, so that runs with
-        # different seeds or `classes` are comparable.
+        # Split the images with a fixed seed, and take mean and std over all classes, so that runs
+        # with different seeds or `classes` are comparable.
         device = args["device"]
         order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
         train_pixels = pixels[order[HELD_OUT_IMAGES:]]

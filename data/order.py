@@ -160,8 +160,8 @@ class StreamOrder:
         self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def __reduce__(self) -> Any:
-        """Makes the order picklable for spawned workers: pickles the constructor's arguments,
-        because the lru_cache in `find_epoch` cannot be pickled."""
+        """Makes the object picklable, so that it can be sent to spawned worker processes: pickles
+        the constructor's arguments, because the lru_cache in `find_epoch` cannot be pickled."""
         arguments = (self.blocks_of_shard, self.counts, self.seed, self.streams, self.window)
         return type(self), arguments
 

@@ -151,7 +151,8 @@ def join_batches(
                 position = position.pin_memory()
             yield rows, position, list(chain(*reports))
     except (RuntimeError, OSError, EOFError) as error:
-        # An OSError or EOFError means that a worker was killed while it sent a batch.
+        # Explain to the user that a worker died: an OSError or EOFError means that a worker was
+        # killed while it sent a batch. Raise any other RuntimeError unchanged.
         reason = shorten_error(error)
         if isinstance(error, RuntimeError) and not reason.startswith("DataLoader worker"):
             raise
