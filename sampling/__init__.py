@@ -1,4 +1,5 @@
-"""Loads trained models and draws samples from them. A sampling job that was stopped can resume.
+"""Loads trained models and draws samples from them. A sampling job that was stopped can resume
+where it stopped.
 
 from sampling import load_run
 """

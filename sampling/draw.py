@@ -332,8 +332,8 @@ class ResumableChunks:
         return f"{number:06d}-{sha256[:32]}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes the chunk `number`, name -> tensor in host memory; ValueError if the file cannot
-        be written."""
+        """Writes the chunk `number`, from `tensors`, name -> tensor in host memory. Raises
+        ValueError if the file cannot be written."""
         from training.checkpoint.files import write_tensors
 
         temporary = self.folder / f"{number:06d}-tmp"

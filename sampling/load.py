@@ -118,8 +118,8 @@ class TrainedModel:
         }
 
     def change_sampling(self, **changes: Any) -> SamplingConfig:
-        """Returns the run's configuration `sampling` with the values of `changes`; ValueError if a
-        value is invalid."""
+        """Returns the run's configuration `sampling` with the values of `changes`. Raises
+        ValueError if a value is invalid."""
         sampling = apply_schema(
             SamplingConfig,
             asdict(self.sampling) | changes,
