@@ -106,8 +106,8 @@ def train(composed: Composed) -> dict[str, Any]:
         batches = []
 
         while True:
-            # Decide what is due after this step. If the run is asked to stop, save a checkpoint
-            # first.
+            # Decide what is due after this step. If the run was asked to stop, save a checkpoint
+            # before it ends.
             request = stop_request.poll()
             stopping = request is Request.stop
             ending = state.done and state.moved

@@ -86,7 +86,7 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
     the first ten classes, next to the class's name; returns `file`.
 
     The noise depends only on the seed and the place in the grid, so the grids of a run show how the
-    same samples develop.
+    same samples change during training.
     """
     cfg = training.cfg
     spec = training.loader.spec

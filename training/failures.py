@@ -30,8 +30,8 @@ from training.environment import GIB, memory_of
 from training.tune import run_apart
 
 SAVINGS_PROGRAM = ["-m", "scripts.plan.savings"]
-"""Arguments of `python` for the program that forecasts how much memory changes of configuration
-keys save in a run; it reads the run's configuration from a file."""
+"""Arguments of `python` for a program that reads a run's configuration from a file. For changes of
+configuration keys the program forecasts how much memory each change saves."""
 COUNTING_SECONDS = 60.0
 """Seconds after which `SAVINGS_PROGRAM` starts no further forecast."""
 
@@ -44,10 +44,9 @@ def end_if_failed(
     request: Request,
 ) -> None:
     """Raises ValueError if the last `guards.max_skipped_in_row` steps were skipped, or a background
-    save has failed. All ranks must call it.
-
-    In the first case it also writes a file in `folder/dumps` that describes the last step and its
-    micro-batches `batches`.
+    save has failed. All ranks must call this function. If the steps were skipped, it also writes a
+    file in `folder/dumps` that describes the last step and `batches`, the micro-batches of that
+    step.
     """
     limit = training.cfg.guards.max_skipped_in_row
     state = training.state
@@ -73,7 +72,8 @@ def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path
     a JSON report to `file`; returns `file`.
 
     The report's key `samples` lists id, position in the stream, label, t and loss of each sample;
-    its key `blocks` maps each part of the model to the norms of its gradient and its parameters.
+    its key `blocks` maps each part of the model to the norm of the part's gradient and the norm of
+    its parameters.
     """
     state = training.state
     content = {"step": state.step, "skipped_in_row": state.meter.skipped_in_row}
@@ -161,8 +161,8 @@ def explain_failures(training: Training, folder: Path) -> Iterator[None]:
 
 
 def describe_out_of_memory(training: Training) -> str:
-    """Returns a text that says in which phase of the step memory ran out, how much of it weights,
-    averages and optimizer state take, and which configuration keys save most."""
+    """Returns a text that says in which phase of the step memory ran out, how much memory the
+    weights, averages and optimizer state take, and which configuration keys save most."""
     step = training.step
     device = training.device
     if device.type == "cuda":

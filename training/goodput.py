@@ -5,8 +5,8 @@ Kinds of time: `start` is imports, building and loading; `warm_up` is trials, tu
 the steps of warm-up; `steps` is training, the one productive kind; in `data_wait` the device waits
 for a batch; in `evaluation`, `sampling`, `saving` and `logging` training pauses for that task;
 `redone` is the time of steps after the last checkpoint of a killed process, which the run repeats;
-in `idle` no process runs. `idle` includes the last seconds before a kill, after the process's last
-write of `TIME_FILE`.
+in `idle` no process runs. If a process is killed, `idle` also includes the seconds between the last
+write of `TIME_FILE` and the kill.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from training.config.schema import ScheduleKind
 
 def make_parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
     """Returns the trained parameters in two groups, with and without weight decay; the model's
-    `no_weight_decay()` names those without. Leaves out an empty group."""
+    `no_weight_decay()` names those without. Leaves out a group that has no parameters."""
     exempt = model.no_weight_decay()
     named = find_trained_parameters(model).items()
     groups = [

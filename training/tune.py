@@ -2,8 +2,9 @@
 
 The run first looks for an earlier choice of techniques: in its folder, then in a cache for the same
 model, batch, runtime, machine and code. Without one, a separate process tries candidates before
-training begins (scripts/plan/tune.py) and writes its choice, which this file reads. The choice may
-change the way in which a step is computed, but not its result, except for rounding.
+training begins (scripts/plan/tune.py) and writes its choice to a file, which this module reads. The
+choice may change the way in which a step is computed, but not the result of the step, except for
+rounding.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def tune_config(
     """Returns the configuration with the fastest techniques, and the choice as a dict (see
     `find_choice`). Uses an earlier choice if the run's `folder` or the cache has one.
 
-    Only the first rank measures, on its device; all ranks use its choice. Raises ValueError if no
-    candidate's step fits into memory.
+    Only the first rank measures, on its device; all ranks use the choice of the first rank. Raises
+    ValueError if no candidate's step fits into memory.
     """
     choice = ranks.broadcast_result(lambda: find_choice(cfg, device, ranks.world_size, folder))
     new = apply_changes(cfg, choice["changes"])
@@ -74,9 +75,9 @@ def find_choice(
 ) -> dict[str, Any]:
     """Returns an earlier choice of techniques, or measures a new one.
 
-    A choice is a dict. Its `words` is the chosen values as command-line overrides, in one string;
-    `changes` maps a runtime key to its chosen value; `tried` has a row for each candidate that was
-    tried.
+    A choice is a dict. Its key `words` holds the chosen values as command-line overrides, in one
+    string. Its key `changes` maps a runtime key to the chosen value. Its key `tried` has a row for
+    each candidate that was tried.
     """
     deadline = time.monotonic() + cfg.runtime.tune_seconds
     if folder is not None:
