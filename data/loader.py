@@ -74,7 +74,8 @@ class LatentSpec:
 
     @property
     def names(self) -> list[str]:
-        """The name of each class, or the class's number as text if the set has no names."""
+        """Names of the classes, in the order of their numbers; if the set has no names, the numbers
+        as text."""
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
     def with_order(self, suffix: str, earlier: str | None = None) -> LatentSpec:

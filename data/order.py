@@ -73,7 +73,7 @@ class EpochOrder:
 @dataclass
 class Chunk:
     """Consecutive blocks of an epoch's permutation that the device holds at the same time; `size`
-    is the number of samples of all of them together."""
+    is the number of samples in all these blocks together."""
 
     epoch: int
     number: int
@@ -100,8 +100,8 @@ class ChunkOrder:
         self.find_epoch = lru_cache(CACHED_EPOCHS)(self.draw_epoch)
 
     def draw_epoch(self, epoch: int) -> list[Chunk]:
-        """Permutes the blocks of an epoch and returns them in chunks; a chunk ends where the next
-        block no longer fits into it."""
+        """Permutes the blocks of an epoch and returns them in chunks; a chunk ends before the first
+        block that no longer fits into the chunk."""
         chunk = Chunk(epoch, 0, 0)
         chunks = [chunk]
         for block in draw_permutation(len(self.counts), self.seed, epoch).tolist():
