@@ -87,8 +87,8 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
     """Composes and checks a configuration in the same way as the command line does; for scripts,
     notebooks and tests.
 
-    `config_name` is a key of `SCHEMAS`. Any mistake in `overrides` raises a ValueError, whose
-    sentence names key, value and fix.
+    `config_name` is a key of `SCHEMAS`. Any mistake in `overrides` raises a ValueError whose
+    message names key, value and fix.
     """
     words = list(overrides or [])
     refuse_words(words)
@@ -105,7 +105,8 @@ def compose(overrides: list[str] | None = None, config_name: str = "train") -> C
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Says whether an error's class belongs to Hydra or OmegaConf, or their code raised it."""
+    """Says whether the class of an error belongs to Hydra or OmegaConf, or code of these libraries
+    raised the error."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     in_library = frame.f_globals.get("__name__", "").startswith(("hydra.", "omegaconf."))
     return in_library or isinstance(error, HydraException | OmegaConfBaseException)
@@ -146,8 +147,8 @@ def resolve_config(
 
 
 def refuse_strange_numbers(node: Any) -> None:
-    """Raises ValueError if nested dicts and lists contain NaN or infinity, which later comparisons
-    may accept, or an integer beyond 64 bits."""
+    """Raises ValueError if nested dicts and lists contain NaN or infinity, which a later check of a
+    range may let pass, or an integer beyond 64 bits."""
     for key, value in flatten_tree(node):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={value} is not finite; give a finite number.")
@@ -192,11 +193,12 @@ Words = TypeVar("Words")
 
 
 def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
-    """Parses the words `key=value` of a command without Hydra into the frozen dataclass `schema`.
-    If `--help` is one of the words, prints `help_text` and the keys, and exits.
+    """Parses the words `key=value` of a command that does not use Hydra, and returns them as an
+    object of the frozen dataclass `schema`. If `--help` is one of the words, prints `help_text` and
+    the keys, and exits.
 
-    Every such command also accepts `extensions=[…]`, the names of packages with a user's own models
-    and encoders.
+    Every such command also accepts the key `extensions=[…]`, a list of packages with a user's own
+    models and encoders.
     """
     if "-h" in words or "--help" in words:
         keys = to_yaml(OmegaConf.structured(schema))

@@ -143,17 +143,19 @@ class ParallelConfig:
     # for hsdp: number of processes among which one copy of the model is sharded; null: the number
     # of GPUs of one machine
     shard_degree: Positive | None = None
-    # for fsdp and hsdp; true: free a block's gathered parameters after its forward pass, and gather
-    # them again for its backward pass; false: keep them in memory until then
+    # for fsdp and hsdp; true: free the gathered parameters of a model's block after the block's
+    # forward pass, and gather them again for its backward pass; false: keep them in memory until
+    # its backward pass
     reshard_after_forward: bool = True
-    # dtype in which ranks exchange gradients; bf16 halves the bytes sent
+    # dtype in which ranks exchange gradients; bf16 sends half the bytes of fp32
     reduce_dtype: ReduceDtype = ReduceDtype.fp32
     bucket_cap_mb: Positive = 25  # for ddp: MiB of gradients in one all-reduce
     # for ddp: gradients are views of the all-reduce buckets, which saves a copy
     gradient_as_bucket_view: bool = True
     # for fsdp and hsdp: parameters and the optimizer's state stay in host memory
     cpu_offload: bool = False
-    # longest time, in minutes, that a rank may make no progress; after it the run ends
+    # longest time, in minutes, that a rank may make no progress; after this time the run ends with
+    # an error
     timeout_minutes: Annotated[float, Gt(0), Le(1_000_000)] = 30.0
     # NCCL's environment variables, such as {NCCL_DEBUG: INFO}
     nccl: dict[str, str] = field(default_factory=dict)
@@ -216,7 +218,8 @@ class RuntimeConfig:
     # recompute all other activations
     checkpoint_policy: str = "blocks"
     compile: bool = False
-    # blocks: compile each block; model: compile the model as one graph, which compiles longer
+    # blocks: compile each block of the model by itself; model: compile the model as one graph,
+    # which takes longer to compile
     compile_scope: CompileScope = CompileScope.blocks
     # reduce-overhead needs compile_scope=model and accumulation_steps=1
     compile_mode: CompileMode = CompileMode["default"]
@@ -233,7 +236,7 @@ class RuntimeConfig:
     tune: bool = False
     tune_seconds: Annotated[float, Gt(0)] = 120.0  # longest time, in seconds, that `tune` may take
     # what to do if a technique is unavailable: degrade: run without it; error: stop; emulate: on a
-    # CPU, emulate it slowly if the CPU can, otherwise run without it
+    # CPU, emulate the technique slowly if the CPU can, otherwise run without it
     on_unavailable: OnUnavailable = OnUnavailable.degrade
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -370,8 +373,9 @@ class TrainConfig:
     resume: str = "auto"
     # weights from which a new run starts: path of a .safetensors file, a checkpoint or a run folder
     init_from: str | None = None
-    # name of an experiment, such as fastrun: when this run starts, it prints the ledger and the
-    # speed of the latest run of that experiment with the same model and runtime
+    # name of an experiment, such as fastrun: when this run starts, it prints the speed and the
+    # ledger (which techniques were on) of the latest run of that experiment with the same model and
+    # runtime
     rehearsal: str | None = None
     # packages of your own, whose classes a `_target_` may name; settable only on the command line
     # or in the environment, never in a file, because importing a package runs its code

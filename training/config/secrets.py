@@ -29,7 +29,7 @@ is not redacted."""
 EMPTY_VALUE = re.compile(
     r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE
 )
-"""Matches a placeholder or an empty value, which holds no secret."""
+"""Matches a placeholder or an empty value, such as <name> or null, which holds no secret."""
 QUOTED_PATTERN = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
 """Matches text in quotes, a list or a mapping. A list or mapping may contain others, but these
 contain no further ones."""

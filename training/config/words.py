@@ -82,7 +82,7 @@ SPELLINGS = {
     "logger={}": "use_wandb report_to",
 }
 """How to write a setting in fastlatent, with {} for the value -> keys of other trainers for this
-setting, separated by spaces. An entry key=value means that key only with that value."""
+setting, separated by spaces. An entry key=value is for that key with that value only."""
 DRAWING_SPELLINGS = {
     "guidance={}": "cfg_scale guidance_scale",
     "steps={}": "num_sampling_steps num_inference_steps",
@@ -93,7 +93,7 @@ DRAWING_SPELLINGS = {
     "out={}": "sample_dir output_dir",
 }
 """How to write a setting for fastlatent's commands that draw samples -> keys of other trainers for
-this setting, in the form of `SPELLINGS`."""
+this setting, separated by spaces. {} stands for the value."""
 MOVED_MODULES = {"training.process.loggers": "training.loggers"}
 """Former name of a module, which configurations of an earlier release may contain -> its present
 name."""
@@ -149,17 +149,19 @@ HELP_HINT = "`--help` lists the keys"
 HYDRA_FLAG = re.compile(
     "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
 )
-"""Matches Hydra's options without a value."""
+"""Matches Hydra's options that have no value, such as --help."""
 HYDRA_SETTING = re.compile(
     "-(c|p|cp|cn|cd|i)|--(cfg|package|config-(path|name|dir)|experimental-rerun|info)"
 )
-"""Matches Hydra's options that have a value, after = or in the next word."""
+"""Matches Hydra's options that have a value, such as --config-dir; the value follows after = or in
+the next word of the command."""
 HYDRA_CALL = re.compile(
     r"(bool|choice|float|glob|int|interval|range|shuffle|sort|str|tag|extend_list|json_str)\(.*\)",
     re.S,
 )
 OPEN_MAPPING = "runtime.parallel.nccl"
-"""The configuration key whose mapping may have any keys; Hydra requires a + before a new one."""
+"""The configuration key whose value is a mapping with any keys. On the command line, Hydra requires
+a + before a key that the mapping does not have yet."""
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -192,7 +194,8 @@ def update_targets(node: Any) -> Any:
 
 def fill_spelling(spelling: str, value: str) -> str:
     """Returns `spelling`, a key of `SPELLINGS`, with {} replaced by `value`. If `VALUE_SPELLINGS`
-    lists the setting's key, the function first translates the value to fastlatent's."""
+    lists the setting's key, the function first translates the value of the other trainer to that of
+    fastlatent, such as float32 to fp32."""
     choices = VALUE_SPELLINGS.get(spelling.partition("=")[0], {})
     matches = (
         name for name, words in choices.items() if words == "*" or value.lower() in words.split()
@@ -245,7 +248,7 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
         if key.startswith("~") or (equals and name and key[0] not in " -" and key[-1] != " "):
             continue
 
-        # If the word before has an open bracket, the shell has split a list at a space.
+        # If the word before this one has an open bracket, the shell has split a list at a space.
         if before.count("[") > before.count("]"):
             key = before.partition("=")[0]
             raise UserError(
@@ -307,8 +310,8 @@ def describe_unreadable(word: str) -> str:
 
 
 def suggest_key(name: str, known: list[str]) -> str:
-    """Returns the end of a sentence about the unknown key `name`, which names a similar key of the
-    list `known`, or, if none is similar, the option `--help`."""
+    """Returns the end of a message about the unknown key `name`: the question whether the user
+    means a similar key of the list `known`, or, if none is similar, a hint at `--help`."""
     variable = re.search(r"NCCL_\w+$", name)
     if variable:
         return f"did you mean {OPEN_MAPPING}.{variable[0]}?"
