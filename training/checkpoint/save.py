@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 FREE_SPACE_FACTOR = 1.1
-"""Free disk required before saving, as a multiple of the checkpoint's size."""
+"""Free disk space required before saving, as a multiple of the checkpoint's size."""
 RETRY_PAUSES = (2.0, 10.0, 50.0)
 """Seconds to wait before each new attempt of a failed save."""
 STALL_TIMEOUT = timedelta(minutes=30)
@@ -173,11 +173,11 @@ class Checkpoints:
         """Saves a checkpoint, removes those that the run no longer keeps (see the class), and
         returns the folder of the new one.
 
-        `run` is the description by `describe_run`; it goes into `state.json`, with the `scores`
-        measured at this step (name -> value). All ranks must call the method. A failed save is
-        retried after each of `RETRY_PAUSES`, but not after a timeout. Raises ValueError if the save
-        fails in the end; with `in_background`, the next call of `save` or `finish` raises it. A
-        failed save leaves complete checkpoints as they are.
+        `run` is the description of this run that `describe_run` returns. It goes into `state.json`,
+        with the `scores` measured at this step (name -> value). All ranks must call the method. A
+        failed save is retried after each of `RETRY_PAUSES`, but not after a timeout. Raises
+        ValueError if the save fails in the end; with `in_background`, the next call of `save` or
+        `finish` raises it. A failed save leaves complete checkpoints as they are.
         """
         self.finish(state.samples)
         staged = stage(state.state_dict(), state.layouts, self.ranks.first, self.in_background)
@@ -249,9 +249,9 @@ class Checkpoints:
         return {"save_stall_s": stall, "save_s": self.save_seconds} if stall else {}
 
     def write(self, save: Save) -> None:
-        """Tries the save, and tries again after each pause of `RETRY_PAUSES` until it succeeds. The
-        method runs in a thread on each rank. It stores the error of a failed save in `failure`;
-        `finish` raises that error."""
+        """Tries the save, and, except after a timeout, tries again after each pause of
+        `RETRY_PAUSES` until the save succeeds. The method runs in a thread on each rank. It stores
+        the error of a failed save in `failure`; `finish` raises that error."""
         began = time.perf_counter()
         try:
             save.staged.wait()

@@ -48,7 +48,7 @@ class Request(IntEnum):
 
 
 class StopRequest:
-    """Catches signals that ask the run to stop; inside `with` these signals no longer end the
+    """Catches signals that ask the run to stop; in its `with` block these signals no longer end the
     process.
 
     A signal to one rank stops all ranks. The ranks exchange their requests while the next step
@@ -62,7 +62,8 @@ class StopRequest:
         self.name = ""
         """Name of the last signal that arrived, such as SIGTERM; empty before the first one."""
         self.before: dict[str, Any] = {}
-        """Name of a signal -> its handler before `with` replaced that handler."""
+        """Name of a signal -> the handler of the signal that the `with` statement replaced, and
+        restores at its end."""
         self.answer: Callable[[], int] | None = None
         """Function that waits for, and returns, the highest request that any rank sent in the step
         before; None before the first step."""

@@ -20,8 +20,8 @@ from common.text import shorten_error
 from training.distributed import exit
 
 ENCODING_TIMEOUT = timedelta(days=7)
-"""Timeout of collectives in commands that encode or sample, whose ranks may finish at very
-different times."""
+"""Timeout of collectives in commands that encode images or draw samples: so long, because the ranks
+may finish at very different times."""
 EXCHANGE_SECONDS = 1.0
 """Seconds between two progress reports that the ranks exchange during `JointWork`; a quarter of its
 `patience` if that is shorter."""
@@ -41,7 +41,8 @@ class Ranks:
     @classmethod
     def from_environment(cls) -> Ranks:
         """Returns a `Ranks` with the numbers in the environment variables RANK, WORLD_SIZE and
-        LOCAL_RANK, or in Slurm's variables; ValueError if the variables contradict each other."""
+        LOCAL_RANK, or in Slurm's variables; rank 0 of 1 if neither are set. ValueError if the
+        variables contradict each other."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if "WORLD_SIZE" not in os.environ:
             if not {"SLURM_PROCID", "MASTER_ADDR"} <= os.environ.keys():
@@ -111,7 +112,8 @@ class Ranks:
         if dist.is_initialized() or (self.world_size == 1 and not even_alone):
             return
 
-        # Choose the backends; NCCL reads its variables from the environment.
+        # Put NCCL's variables into the environment, from which NCCL reads them, and choose the
+        # backends.
         exit.group_joined = True
         os.environ.update(variables)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -219,8 +221,8 @@ class JointWork:
     each rank.
 
     The function must call `advance` when it makes progress. If a rank makes no progress or sends no
-    report for `patience`, the work ends on all ranks with a TimeoutError. The ranks communicate in
-    a separate process group, so training can continue at the same time.
+    report for `patience`, the call of `run_everywhere` ends on all ranks with a TimeoutError. The
+    ranks communicate in a separate process group, so training can continue at the same time.
     """
 
     def __init__(self, ranks: Ranks, patience: timedelta) -> None:
@@ -295,4 +297,4 @@ def run_share(work: Callable[[], Any]) -> Share:
 
 
 SINGLE = Ranks()
-"""Rank 0 of 1: a process without a launcher."""
+"""Rank 0 of 1: the only process of a run without a launcher such as torchrun."""

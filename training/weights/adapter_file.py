@@ -235,8 +235,8 @@ def write_peft(file: Path, folder: Path) -> None:
         config |= {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"]}
         config |= {"target_modules": sorted(layers), "lora_dropout": 0.0, "bias": "none"}
 
-    # If the label table was trained too, list it under `modules_to_save`, PEFT's key for modules
-    # whose weights are saved whole.
+    # If the table of label embeddings was trained too, list the table under `modules_to_save`,
+    # PEFT's key for modules whose weights are saved whole.
     modules = [
         name.removesuffix(".weight").replace(".base_layer.", ".")
         for name in tensors

@@ -251,8 +251,9 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     ]
     old = spec if description is None else description.spec
 
-    # Compare class names only if one of the two specs has some. Without names, `spec.names` makes a
-    # string per class, and a file may claim so many classes that these strings fill the memory.
+    # Compare class names only if the file's spec or this run's spec has some. Without names,
+    # `spec.names` makes a string per class, and a file may claim so many classes that these strings
+    # fill the memory.
     named = bool(old.class_names or spec.class_names)
     old_names = old.names if named else []
     new_names = spec.names if named else []
