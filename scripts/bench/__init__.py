@@ -52,7 +52,8 @@ class Case(NamedTuple):
 
     name: str
     measure: Callable[[Case, Any], Figures]
-    """Module-level function that takes the case and the command's keys and returns figures."""
+    """Function that takes the case and the command's keys, measures the case, and returns its
+    figures. It is defined at module level, because the case is pickled for the child process."""
     overrides: Words = []  # noqa: RUF012  # never changed
     baseline: Words = []  # noqa: RUF012
     """Overrides of the run with which the case is compared. The two runs are timed alternately."""
@@ -89,7 +90,8 @@ class BenchConfig:
     repeats: Natural = 0
     """Number of rounds; each round times `steps` steps of every compared run."""
     loss_steps: Natural = 0
-    """Number of training steps after which the loss is compared with the baseline's; 0: `steps`."""
+    """Number of training steps for which the loss is compared with the baseline's, as the mean of
+    the second half of these steps; 0: as many as `steps`."""
     inductor: bool = True
     """false: leaves out the cases that compile with Inductor, which takes minutes on a CPU."""
     name: str | None = None
@@ -103,15 +105,18 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class LadderConfig(BenchConfig):
-    """Keys of the command `ladder`."""
+    """Keys of the command `ladder`, which starts from a plain PyTorch loop and adds technique after
+    technique."""
 
     num_workers: int = 4
-    """Number of worker processes of the newcomer's DataLoader."""
+    """Number of worker processes of the DataLoader in the newcomer's loop, the plain PyTorch loop
+    from which the ladder starts."""
 
 
 @dataclass(frozen=True)
 class TechniquesConfig(BenchConfig):
-    """Keys of the command `techniques`."""
+    """Keys of the command `techniques`, which adds each technique to runtime=eager and removes it
+    from runtime=max."""
 
     precisions: Words = field(default_factory=lambda: ["fp32", "bf16"])
     """Precisions of the baselines (runtime=eager) to which techniques are added."""
@@ -119,7 +124,7 @@ class TechniquesConfig(BenchConfig):
 
 @dataclass(frozen=True)
 class MixersConfig(BenchConfig):
-    """Keys of the command `mixers`."""
+    """Keys of the command `mixers`, which compares families of models."""
 
     size: str = "s"
     """Size of the models: xs, s, b, l or xl."""
@@ -136,7 +141,7 @@ class SeedsConfig(BenchConfig):
 
 @dataclass(frozen=True)
 class DataConfig(BenchConfig):
-    """Keys of the command `data`."""
+    """Keys of the command `data`, which measures loaders."""
 
     step_ms: float = 100.0
     """Milliseconds that a training step is assumed to take; the command measures the share of time
@@ -145,7 +150,7 @@ class DataConfig(BenchConfig):
 
 @dataclass(frozen=True)
 class TestsConfig(BenchConfig):
-    """Keys of the command `tests`."""
+    """Keys of the command `tests`, which runs the tests that need a GPU."""
 
     select: str = "all"
     """Which GPU tests to run. smoke: some tests of every kind, in two minutes; rest: all tests,

@@ -195,8 +195,9 @@ Plan = Callable[[Any, Words], Iterator[Case]]
 
 
 def make_plan(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Plan:
-    """Returns a function that plans a case for each of `variants` (name -> overrides to add). A
-    case runs only on machines that support the overrides of its variant."""
+    """Returns a function that plans a case for each of `variants` (name -> overrides to add). The
+    function `measured` measures each case, in about `seconds`. A case runs only on machines that
+    support the overrides of its variant."""
 
     def plan(cfg: BenchConfig, words: Words) -> Iterator[Case]:
         for name, text in variants.items():

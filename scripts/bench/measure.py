@@ -114,8 +114,8 @@ def free_memory() -> None:
 
 
 def build_loop(words: Words) -> Loop:
-    """Builds the newcomer's loop if `words` have keys such as newcomer.storage=files, else the
-    framework's loop."""
+    """Builds the plain PyTorch loop of scripts/bench/newcomer.py if `words` have keys such as
+    newcomer.storage=files, else the framework's training step."""
     prefix = "newcomer."
     options = dict(
         word.removeprefix(prefix).split("=") for word in words if word.startswith(prefix)

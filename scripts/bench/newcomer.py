@@ -1,10 +1,11 @@
 """Rung 0 of the bench's ladder of techniques: a training loop as a newcomer to PyTorch writes it.
 Only the bench uses it.
 
-It trains in fp32 without TF32; a DataLoader reads single samples, and the loop copies each batch to
-the device when it needs it; the optimizer is `torch.optim.AdamW(parameters)` (on a GPU PyTorch's
-foreach kernels, on a CPU a loop over tensors); the averages are updated in a loop over parameters;
-and `loss.item()` follows every step.
+It trains in fp32 without TF32. A DataLoader reads single samples, and the loop copies each batch to
+the device at the step that needs the batch. The optimizer is `torch.optim.AdamW(parameters)`, which
+runs PyTorch's foreach kernels on a GPU and a loop over tensors on a CPU. A loop over parameters
+updates the averages of the weights. After every step the loop calls `loss.item()`, which waits for
+the device.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def yield_order(count: int, seed: int) -> Iterator[int]:
 
 
 class NewcomersLoop(Loop):
-    """The newcomer's loop. `storage` says where the samples lie: "files", "memory", or "resident"
-    (on the device). With `item="never"` the loop does not read the loss.
+    """A plain PyTorch training loop, as a newcomer writes it. `storage` says where the samples lie:
+    "files", "memory", or "resident" (on the device). With `item="never"` the loop does not call
+    `loss.item()`.
 
     Timed steps draw noise by torch.randn. Only `measure_loss` draws the same noise as the
     framework, so that losses are comparable.
@@ -79,7 +81,8 @@ class NewcomersLoop(Loop):
         self.stack.on_process()
         self.ledger = Ledger()
 
-        # Load the framework's data set, and copy its samples to the place that `storage` names.
+        # Load the data set with the framework's loader, and copy the samples to the place that
+        # `storage` names.
         samples = self.cfg.batch_size
         self.source = build_loader(self.cfg.data, self.cfg.seed, samples, self.device)
         if not isinstance(self.source, InMemoryLatents):
@@ -96,8 +99,8 @@ class NewcomersLoop(Loop):
             kind = ItemsInFiles if storage == "files" else TensorDataset
             self.items = kind(latents, labels)
 
-        # Build the model and warm it up by a few steps, then load its initial weights again, so
-        # that measured steps start from these.
+        # Build the model and take a few warm-up steps, then load the initial weights again, so that
+        # measured steps start from the initial weights.
         memory = MemoryPeak(self.device)
         torch.manual_seed(self.cfg.seed)
         self.model = build_model(self.cfg.model, self.spec, self.device)

@@ -45,7 +45,7 @@ GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
 """Content of guides.yaml: group of techniques -> rows, each with a speed-up or saving that guides
 to fast training promise, and the benchmark that checks it on a GPU."""
 CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
-"""GPU models that are the columns of the table of hardware."""
+"""GPU models that are the columns of the table of hardware in docs/kernels.md."""
 UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -85,9 +85,9 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
         entry = {"ratio": "speed", "speed": None} | figures
         if command == "ladder" and entry["speed"]:
             entry["ratio"] = "times_before"
-            # For the lower quartile of the ratio, divide this rung's lower quartile by the upper
-            # quartile of the rung before; for the upper quartile, divide the upper one by the lower
-            # one.
+            # Estimate the quartiles of the ratio from those of both rungs. For the lower quartile,
+            # divide this rung's lower quartile by the upper quartile of the rung before; for the
+            # upper quartile, divide the upper one by the lower one.
             for quartile, opposite in (("", ""), ("_q1", "_q3"), ("_q3", "_q1")):
                 before = rung_before.get(f"speed{opposite}")
                 entry[f"times_before{quartile}"] = before and entry[f"speed{quartile}"] / before
@@ -107,8 +107,8 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
 
 
 def format_entries(command: str, entries: Sequence[Figures]) -> Words:
-    """Returns the table of a command's entries as text, then the `text` of each entry that has
-    one."""
+    """Returns a list of texts: the table of a command's entries, then the `text` of each entry that
+    has one."""
     columns = TABLES["columns"].get(command, {})
     rows: list[Sequence[object]] = [("", *columns, "")]
     for entry in add_remarks(command, entries):
@@ -185,7 +185,8 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
         file = docs / f"{'_'.join(key)}.json"
         every = [*results, *(read_page(file).results if file.is_file() else ())]
 
-        # Keep only results of the hardware that gave the newest result.
+        # Keep only results of the hardware that gave the newest result, because the results of a
+        # page must be comparable.
         hardware = Page(key[0], every).newest["hardware"]
         every = [result for result in every if result.environment["hardware"] == hardware]
         best: dict[str, Any] = dict.fromkeys(result.entry["name"] for result in every)

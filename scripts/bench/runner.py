@@ -184,7 +184,7 @@ class Runner:
         return self.child
 
     def close(self) -> None:
-        """Ends the running child."""
+        """Ends the child process, if one runs."""
         if self.child:
             self.child.end()
         self.child = None
@@ -279,7 +279,8 @@ class GpuConfig:
     """Keys of the command `gpu`."""
 
     out: str = "bench/gpu"
-    """The folder for the results, one file each, and log.txt."""
+    """Folder for the results (a file for each case) and for log.txt, the output of the child
+    processes."""
     budget_minutes: float = 9.0
     only: Words = field(default_factory=list)
     """Benchmarks to run: names in the `queue` of tables.yaml, or beginnings of names, such as
@@ -288,8 +289,8 @@ class GpuConfig:
     """tiny: the benchmarks at sizes for two CPU cores; null: at the sizes whose results are
     published."""
     again: str | None = None
-    """failed: measures again the cases whose measurement with the present code failed; all:
-    measures every case again; null: measures only cases without a result."""
+    """failed: measures again the cases whose stored result, measured with the present code, is an
+    error; all: measures every case again; null: measures only cases without a result."""
     limit_s: float = 480.0
     """Time limit of a case in seconds, from the start of its measurement."""
 

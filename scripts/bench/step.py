@@ -283,7 +283,8 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
 
 
 def write_profile(case: Case, cfg: BenchConfig) -> Figures:
-    """Lists the 20 ops that take most of a step, and writes a trace for https://ui.perfetto.dev."""
+    """Lists the 20 ops that take most of a step, and writes the profiler's trace, which
+    https://ui.perfetto.dev shows."""
     workload = Workload(case.overrides)
     profiler = profile_step(workload)
     cuda = workload.device.type == "cuda"

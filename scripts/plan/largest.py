@@ -4,11 +4,11 @@
     python -m scripts.plan largest model=dit_b data=synthetic of=dim gpus=64 \\
         ways="[runtime=fast,runtime=lowmem runtime.parallel.mode=fsdp]"
 
-Each row is a way: overrides that the command adds to yours, and that win over them. `of=depth`
-grows the number of blocks, `of=dim` the width, in steps of model.head_dim, until one more no longer
-fits. In every way each GPU has the batch of the configuration; the ways that shard the model run on
-`gpus` GPUs. Bytes are counted as for any plan; × is the ratio to the parameters of the first row.
-On a GPU: not measured yet.
+Each row is a way to save memory: overrides that the command adds to yours, and that win over yours.
+`of=depth` grows the number of blocks, `of=dim` the width, in steps of model.head_dim, until the
+next step no longer fits. In every way each GPU has the whole batch_size of the configuration; the
+ways that shard the model run on `gpus` GPUs. Bytes are counted as for any plan. The column × is the
+number of parameters divided by that of the first row. No figure has been checked on a GPU yet.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ class Forecast:
 
     @property
     def buckets(self) -> float:
-        """Bytes of the buckets into which ddp copies the gradients; 0 without ddp, or if the
-        gradients are views of the buckets."""
+        """Bytes of the buckets (flat buffers) into which ddp copies the gradients; 0 without ddp,
+        or if the gradients are views of the buckets."""
         copies = not self.question.cfg.runtime.parallel.gradient_as_bucket_view
         return self.lasting["gradients"] if self.question.mode == "ddp" and copies else 0.0
 
@@ -216,7 +216,8 @@ class Forecast:
         for phase, peak in self.find_peaks().items():
             rest = max(0.0, peak.live - self.count_whole("weights") - peak.gradients)
             # With several micro-batches, gradients are sharded only after the last one, so each GPU
-            # holds them whole. With only one, the forward pass has no gradients yet.
+            # holds them whole. With only one micro-batch, no gradients exist yet in the forward
+            # pass.
             gradients = peak.gradients / (question.shards if steps == 1 else 1) + self.buckets
             phases[phase] = lasting._replace(
                 gradients=0.0 if phase == "forward" and steps == 1 else gradients,
@@ -224,8 +225,8 @@ class Forecast:
                 workspace=max(0.0, rest - self.kept) + batches,
             )
 
-        # The averages are updated part by part, each with an fp32 copy of the part, so the bytes of
-        # the largest part are the peak.
+        # The averages of the weights are updated part by part, each with an fp32 copy of the part,
+        # so the copy of the largest part makes the peak.
         parts = [sum(a.numel() for _, a in part) for part in EMA(self.model, 1.0).parts]
         phases["optimizer"] = lasting._replace(workspace=self.count_update_bytes())
         phases["ema"] = lasting._replace(workspace=4.0 * max(parts) / question.shards)
@@ -341,9 +342,9 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
             COUNT_CACHE[key] = count(cfg, spec, question.gpu)
         return COUNT_CACHE[key]
 
-    # Count at most two micro-batches, because later ones repeat the second. Count passes with SGD:
-    # they do not depend on the optimizer, so forecasts with different optimizers share these
-    # counts.
+    # Count at most two micro-batches, because later micro-batches repeat the second. Count passes
+    # with SGD: the bytes of passes do not depend on the optimizer, so forecasts with different
+    # optimizers share these counts.
     pass_cfg = replace(cfg, optim={"_target_": "torch.optim.SGD"})
     few_steps = min(2, cfg.accumulation_steps)
     passes = [

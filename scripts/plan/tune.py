@@ -155,10 +155,9 @@ class Search:
         return merge_values(taken)
 
     def list_ways(self) -> list[list[Changes]]:
-        """Returns a list for each technique that the search tries. It has the technique's
-        candidates, each as key -> value, the run's present values first. The lists of techniques
-        that launch fewer kernels come first. Techniques that the model does not use have no
-        list."""
+        """Returns a list for each technique that the search tries: the technique's candidates, each
+        as key -> value, the run's present values first. The lists of techniques that launch fewer
+        kernels come first. Techniques that the model does not use have no list."""
         values = self.cfg.runtime.values()
         stack = AccelerationStack(values, self.device, deterministic=self.cfg.deterministic)
         unused = self.reference.get("unused", ())
