@@ -29,8 +29,8 @@ from data.source import Source, describe_failed_read, open_source
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 Normalisation = Literal["channel", "scale_shift"] | list[list[float]]
-"""Source of mean and std per channel: "channel" for those measured over the set, "scale_shift" for
-the autoencoder's constants, or the numbers themselves as [[means], [stds]]."""
+"""Source of mean and std per channel: "channel" for the mean and std measured over the set,
+"scale_shift" for the autoencoder's constants, or the numbers themselves as [[means], [stds]]."""
 FINGERPRINT_FIELDS = (
     "channels height width class_names kind dtype flips mean std "
     "scaling_factor shift_factor encoder_sha256"

@@ -132,7 +132,8 @@ class TrainState:
     @contextmanager
     def use_averages(self) -> Iterator[None]:
         """Inside the `with` block the model has the averaged weights, is in evaluation mode, and
-        runs eagerly: a batch size that differs from training's otherwise causes a recompilation."""
+        runs eagerly, because a compiled model is compiled again for a batch size other than that of
+        training."""
         with (
             self.stack.surround_evaluation(),
             self.ema.swap_in(),
