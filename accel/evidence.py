@@ -84,7 +84,8 @@ class BlockEvidence:
     @property
     def recomputes(self) -> bool:
         """Whether the backward pass computes the block again. The block then saves only its inputs
-        and the state of the random generator; otherwise it saves several times as many bytes."""
+        and the state of the random generator; a block that is not recomputed saves several times as
+        many bytes."""
         return self.saved_bytes < 1.5 * self.input_bytes
 
 

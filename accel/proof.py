@@ -162,7 +162,8 @@ def decide(
 
 def judge(finding: Mapping[str, Any] | None, timed: bool, captured: bool = False) -> Proof:
     """Decides whether to use a kernel by the finding of its trial (None: there was no trial).
-    `timed`: the kernel must also be fast enough; `captured`: by its time in a CUDA graph."""
+    `timed`: the kernel must pass its parity test and also be fast enough; `captured`: the time that
+    decides is that in a CUDA graph."""
     if finding is None:
         return Proof(False, "it was not tried")
     if finding["refusal"] is not None:

@@ -72,8 +72,9 @@ class SavedCounter:
 MOVES: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = []
 COUNTERS: list[SavedCounter] = []
 CACHES: list[list[Any]] = []
-"""For each counter, the caches of selective checkpointing that were made while the counter was the
-innermost. Selective checkpointing adds them here, because no hook sees their content."""
+"""For each counter, the caches of selective checkpointing that were made while this counter was the
+innermost open one. Selective checkpointing adds its caches here, because hooks on saved tensors do
+not see their content."""
 
 
 def pack(tensor: Tensor) -> Any:

@@ -149,8 +149,8 @@ def replicate_like(scalar: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def is_true_on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Returns whether `flag` is true on any rank. All ranks must call this, because it is an
-    all-reduce."""
+    """Returns whether `flag` is true on any rank. All ranks must call this function, because it
+    runs an all-reduce."""
     if get_world_size() == 1:
         return flag
     votes = torch.tensor(float(flag), device=device)

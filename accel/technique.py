@@ -240,7 +240,8 @@ class Technique(ABC):
 
     def list_candidates(self) -> tuple[Mapping[str, Value], ...]:
         """Returns mappings of runtime keys to values, among which runtime=auto chooses the fastest,
-        in the order in which it tries them; empty: it has nothing to choose."""
+        in the order in which it tries them; empty if the technique's value leaves nothing to
+        choose."""
         return ()
 
     def on_fake_device(self) -> None:  # noqa: B027 - most compute alike on any device

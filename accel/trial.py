@@ -2,10 +2,10 @@
 
     python -m accel.trial <folder>
 
-accel/proof.py writes the folder, starts this program and reads found.json. The parity test runs a
-block forward and backward by the operators' definitions in PyTorch, and calls each operator's
-kernel on the same tensors. A time is that of the whole block as the run computes it, measured with
-the kernel and without it.
+accel/proof.py writes job.json and blocks.pt into the folder, starts this program and reads the
+findings from found.json. The parity test runs a block forward and backward by the operators'
+definitions in PyTorch, and calls each operator's kernel on the same tensors. A time is that of the
+whole block as the run computes it, measured with the kernel and without it.
 """
 
 from __future__ import annotations

@@ -262,6 +262,7 @@ def is_installed(module: str) -> bool:
 
 
 def may_be_decomposed(ops: Counter[str]) -> bool:
-    """Returns whether `ops`, the names of a block's operations, may hide an attention that ran as
-    matrix products and a softmax: a compiler decomposes `math` into these."""
+    """Returns whether `ops`, the names of a block's operations, may contain an attention that ran
+    as matrix products and a softmax, because a compiler decomposes the backend `math` into these
+    operations."""
     return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION_PREFIX) for op in ops)

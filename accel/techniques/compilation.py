@@ -150,8 +150,8 @@ class Compile(Technique):
 
 
 def find_cxx_compiler() -> str | None:
-    """Finds the C++ compiler that Inductor needs on a CPU: $CXX, or the first of the usual
-    names."""
+    """Returns the path of the C++ compiler that Inductor needs on a CPU: the first that exists of
+    $CXX (c++ if it is not set), g++ and clang++; None if none exists."""
     names = (os.environ.get("CXX", "c++"), "g++", "clang++")
     return next(filter(None, map(shutil.which, names)), None)
 

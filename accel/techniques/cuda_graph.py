@@ -1,11 +1,11 @@
 """Captures the whole step as one CUDA graph: forward, backward, clipping, optimizer and averages of
 the weights. The host then launches all of them by one call.
 
-If the kernels of a step are small, the time in which the host launches them limits the step's
-speed; replaying a graph launches all kernels at once. Batches are copied into static buffers,
-learning rate and EMA weight are scalars on the device, noise is a function of the samples' position
-in the stream, and the optimizer decides on the device whether to skip a step, so nothing in the
-step needs the host.
+If the kernels of a step are small, launching them one by one takes the host longer than the GPU
+needs to run them; replaying a graph launches all kernels at once. Batches are copied into static
+buffers, learning rate and EMA weight are scalars on the device, noise is a function of the samples'
+position in the stream, and the optimizer decides on the device whether to skip a step, so nothing
+in the step needs the host.
 
 A graph costs memory, because the memory of one step stays reserved, and it fixes all shapes. It
 removes the gaps between kernels. The technique needs a fused optimizer. Its speed is not measured
@@ -102,10 +102,10 @@ class CapturedUpdate:
     """Wraps the step's function `update(batches)`, which returns a named tuple of scalars on the
     device: runs it uncaptured until `armed` is True, then captures it once and replays the graph.
 
-    Batches are named tuples of tensors and must keep their number and shapes. All calls run on one
-    side stream, so that tensors which autograd keeps from earlier calls belong to the stream of the
-    capture. At least one call must come before the capture: it creates moments, workspaces and
-    kernels, which a replay must not create again.
+    Batches are named tuples of tensors and must keep their number and shapes. All uncaptured calls
+    and the capture run on one side stream, so that tensors which autograd keeps from earlier calls
+    belong to the stream of the capture. At least one call must come before the capture: it creates
+    moments, workspaces and kernels, which a replay must not create again.
 
     Raises ValueError if the step cannot be captured. The run must then end, and later measurements
     in the same process are invalid: some versions of PyTorch leave the memory allocator in the

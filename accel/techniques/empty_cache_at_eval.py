@@ -2,9 +2,9 @@
 at no other time.
 
 The tensors of evaluation and of training differ in size, so the free memory that evaluation leaves
-in PyTorch's cache is in pieces that do not fit training, and the reverse. It costs some
-milliseconds after each evaluation, when training asks the driver for memory again. Emptying the
-cache in every step would slow training down (docs/techniques.md).
+in PyTorch's cache is in pieces that do not fit training, and the reverse. Emptying the cache costs
+some milliseconds after each evaluation, because training then requests memory from the driver
+again. Emptying the cache in every step would slow training down (docs/techniques.md).
 """
 
 from collections.abc import Iterator

@@ -2,9 +2,9 @@
 inside bf16 autocast.
 
 It converts the `nn.Linear` layers in the model's blocks with at least 1,024 inputs and more than
-1,024 outputs, both multiples of 16, as 8-bit products require; not embeddings, the time
-conditioning or the final layer, which are outside the blocks. Weights stay fp32 parameters under
-their own names; each pass computes scales on the device.
+1,024 outputs, both multiples of 16, as 8-bit products require. It does not convert embeddings, the
+time conditioning and the final layer, because these are outside the blocks. Weights stay fp32
+parameters under their own names; each pass computes scales on the device.
 
 The limits come from torchao's own filters (`_auto_filter_for_recipe`, by its measurements on H100).
 For "tensorwise" torchao leaves out layers with at most 1,024 outputs unless they have more than

@@ -7,10 +7,10 @@ each n-th after it, which saves about 1/n of the memory that "blocks" saves, at 
 scan.
 
 "blocks" costs one more forward pass, at most a third of the step; "selective" costs only the cheap
-part of a forward pass. Activation memory shrinks to the blocks' inputs, with "selective" to the
-inputs and the saved results. Speed and memory on a GPU are not measured yet.
-Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective: Korthikanti et al. 2022,
-https://arxiv.org/abs/2205.05198
+part of a forward pass. The activations that stay in memory until the backward pass are then only
+the blocks' inputs, with "selective" the inputs and the saved results. Speed and memory on a GPU are
+not measured yet. Reference: Chen et al. 2016, https://arxiv.org/abs/1604.06174; selective:
+Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class DataParallel(Technique):
     model: Any
     wrapped: Any
     # Several processes add up the gradients of a batch in another order than one process, so the
-    # loss may differ this much.
+    # loss may differ from that of one process by this fraction.
     loss_rtol = 1e-4
 
     def __init__(self, value: Any, device: torch.device, **options: Any) -> None:
@@ -106,8 +106,8 @@ class DataParallel(Technique):
         return self.enabled and self.value != "ddp"
 
     def make_mesh(self) -> DeviceMesh:
-        """Makes the device mesh of all processes. For fsdp it has one dimension, for hsdp two,
-        (replicate, shard); by default hsdp shards inside a node."""
+        """Makes the device mesh of all processes. The mesh has one dimension for fsdp, (shard), and
+        two for hsdp, (replicate, shard). By default hsdp shards over the GPUs of a node."""
         world = get_world_size()
         device = self.device.type
         if self.value == "fsdp":
@@ -123,8 +123,8 @@ class DataParallel(Technique):
             return model
         from torch.distributed import fsdp
 
-        # Let only autocast choose dtypes: FSDP must not cast a block's inputs, because the residual
-        # stream is one of them and stays fp32.
+        # Let only autocast choose dtypes: FSDP must not cast a block's inputs, because one of them
+        # is the residual stream, which stays fp32.
         precision = fsdp.MixedPrecisionPolicy(
             reduce_dtype=torch.bfloat16 if self.reduces_in_bf16 else None, cast_forward_inputs=False
         )
@@ -166,7 +166,8 @@ class DataParallel(Technique):
     @contextmanager
     def synchronise(self, last: bool) -> Iterator[None]:
         """Returns a context for the forward and backward pass of one micro-batch. `last`: whether
-        it is the last micro-batch of its step; only then the processes reduce gradients."""
+        this micro-batch is the last one of its step; the processes reduce gradients only in the
+        last one."""
         if self.shards:
             self.model.set_requires_gradient_sync(last)
         with nullcontext() if self.shards or last else self.wrapped.no_sync():

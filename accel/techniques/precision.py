@@ -9,9 +9,9 @@ tensor, "rowwise" one scale per row, and "rowwise_with_gw_hp" is "rowwise" with 
 gradients in bf16.
 
 Mixed precision costs exactness, because products round. A CPU without native instructions computes
-16-bit products more slowly than fp32 ones, so the stack switches them off there;
-`runtime.on_unavailable=emulate` uses them nevertheless, to show how a model trains with them. The
-speed on a GPU is not measured yet.
+16-bit products more slowly than fp32 ones, so the stack switches 16-bit products off on such a CPU.
+`runtime.on_unavailable=emulate` uses them nevertheless, to show how a model trains with 16-bit
+products. The speed on a GPU is not measured yet.
 """
 
 from __future__ import annotations
@@ -229,10 +229,10 @@ class LossScaler:
     """Scales the loss for fp16 by a factor that changes during training. The device updates the
     factor, so the host never waits for the overflow flag.
 
-    `scale` multiplies the loss and divides the gradients. It halves after a step that overflowed
-    and doubles after 2,000 steps in a row that did not, with the constants of torch.amp.GradScaler.
-    GradScaler itself does not fit, because it overwrites `found_inf`, which `training/step.py` also
-    sets to skip steps for other reasons.
+    `scale` multiplies the loss and divides the gradients. The scale is halved after a step whose
+    gradients overflowed, and doubled after 2,000 steps in a row without overflow;
+    torch.amp.GradScaler has the same constants. GradScaler itself does not fit, because it
+    overwrites `found_inf`, which `training/step.py` also sets to skip steps for other reasons.
     """
 
     def __init__(self, device: torch.device, initial: float = 65536.0) -> None:

@@ -1,19 +1,19 @@
 """Stores weights of linear layers in bf16: half their bytes, and half the bytes of their gradients.
 
 A plain bf16 weight loses updates below 2⁻⁹ of its value, because they round away.
-`rounding=stochastic` rounds the updated weight up or down at random, right on average; the random
-bits are a hash of (seed, part of the weights, samples seen), so that a resumed run and any number
-of processes draw the same bits. `rounding=kahan` keeps the rounding error in a second bf16 tensor
-(2 bytes a weight, so weights and errors together take as much as fp32, and only gradients and casts
-get smaller). The update computes in fp32, a part of the weights at a time; averages (EMA) and all
-other parameters stay fp32.
+`rounding=stochastic` rounds the updated weight up or down at random, so that it is right on
+average. The random bits are a hash of (seed, part of the weights, samples seen), so that a resumed
+run and any number of processes draw the same bits. `rounding=kahan` keeps the rounding error in a
+second bf16 tensor. Weights and errors together then take 4 bytes per weight, as in fp32; only
+gradients and casts get smaller. The update computes in fp32, a part of the weights at a time;
+averages (EMA) and all other parameters stay fp32.
 
-It costs memory during the update, for an fp32 copy of one part's weights and gradients (64 MiB
-each, or the size of the largest parameter), and quality, because weights round: a published model
-lost 3.7 FID points with weights in plain bf16. docs/memory.md shows losses of our models. Its speed
-on a GPU is not measured yet.
-References: stochastic rounding, Gupta et al. 2015, https://arxiv.org/abs/1502.02551; both for bf16
-training, Zamirai et al. 2020, https://arxiv.org/abs/2010.06192
+Weights in bf16 cost memory during the update, for an fp32 copy of one part's weights and gradients
+(64 MiB each, or the size of the largest parameter). They also cost quality, because weights round:
+a published model lost 3.7 FID points with weights in plain bf16. docs/memory.md shows losses of our
+models. Its speed on a GPU is not measured yet. References: stochastic rounding, Gupta et al. 2015,
+https://arxiv.org/abs/1502.02551; both for bf16 training, Zamirai et al. 2020,
+https://arxiv.org/abs/2010.06192
 """
 
 from __future__ import annotations
