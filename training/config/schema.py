@@ -296,7 +296,8 @@ class GuardsConfig:
     """Protection from steps whose gradient norm is NaN, infinite or a spike (training/step.py,
     training/failures.py)."""
 
-    # number of skipped steps in a row after which a run writes a dump and stops
+    # number of skipped steps in a row after which a run writes a description of the last step to
+    # its folder `dumps` and stops
     max_skipped_in_row: Positive = 20
     # above 0: also skip a step whose gradient norm is this many standard deviations above the mean
     # of the last `spike_window` norms
@@ -342,7 +343,8 @@ class FdConfig:
     # number of samples to generate; fd needs more than twice as many samples as the features have
     # dimensions, kd does not
     count: EnoughSamples = 1000
-    # feature extractors: encoder, random, inception, dinov2, or a class of your own
+    # feature extractors, which map images to vectors: encoder, random, inception, dinov2, or classes
+    # in packages that the key extensions names
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     # folder of images to compare with; null: decode training latents instead
     reference: str | None = None
@@ -395,8 +397,8 @@ class TrainConfig:
     sample_every: Natural = 800
     fd_every: Natural = 0
     save_every: Natural = 400
-    # number of newest checkpoints to keep; the checkpoint with the lowest score `keep_best` is kept
-    # too
+    # number of newest checkpoints to keep; the run also keeps the checkpoint with the lowest value
+    # of the score that `keep_best` names
     keep_checkpoints: Positive = 2
     # score that decides which checkpoint is the best: the one with the lowest value; eval_loss or,
     # if fd_every is set, fd_<features> or kd_<features>, such as fd_dinov2
@@ -457,8 +459,8 @@ class PrecomputeConfig:
     # packages of your own, whose classes a `_target_` may name; settable only on the command line
     # or in the environment, never in a file, because importing a package runs its code
     extensions: list[str] = field(default_factory=list)
-    # given: classes are the subfolders, or come from .cls members or a label column; a number: the
-    # number of classes of a source that does not name them; none: every label is 0
+    # given: the source gives the classes, by its subfolders, .cls members or label column; a
+    # number: the number of classes, for a source that does not name them; none: every label is 0
     classes: Any = "given"
     # true: use the images of a truncated or damaged tar that come before the damage
     allow_cut: bool = False
@@ -476,10 +478,11 @@ class PrecomputeConfig:
     # true: encode each image's mirror image too, because mirroring a latent does not give the
     # latent of the mirrored image
     flips: bool = False
-    # share of images kept out of training, for eval_loss
+    # fraction of the images that is kept out of training, to measure eval_loss
     held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
     limit: Positive | None = None  # number of images to use, chosen by seed; null: all
-    # seed for the order of the images in the shards, and for the samples that kind=sample draws
+    # seed for the order of the images in the shards, and for the random samples that the job stores
+    # if kind=sample
     seed: Natural = 0
     batch_size: Positive = 32
     num_workers: Natural = 2  # number of processes that decode images
@@ -492,7 +495,8 @@ class PrecomputeConfig:
     # true: a resumed job writes the same bytes as one that was not interrupted; false: cuDNN may
     # choose algorithms by their measured time, so the bytes may differ
     same_bytes: bool = True
-    # true: write nothing, but report which files are used and forecast images, bytes and minutes
+    # true: write no latents, but report which files the job reads, and forecast how many images,
+    # bytes and minutes the job needs
     dry_run: bool = False
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     encoder: Any = None

@@ -31,8 +31,8 @@ EMPTY_VALUE = re.compile(
 )
 """Matches a placeholder or an empty value, such as <name> or null, which holds no secret."""
 QUOTED_PATTERN = r"'[^']*'|\"[^\"]*\"|[\[{](?:[^][{}]|[\[{][^][{}]*[\]}])*[\]}]"
-"""Matches text in quotes, a list or a mapping. A list or mapping may contain others, but these
-contain no further ones."""
+"""Matches text in quotes, a list or a mapping. A list or mapping may contain lists and mappings,
+but those may contain no further ones."""
 VALUE_PATTERN = rf"({QUOTED_PATTERN}|[\[{{].+|\S+)"
 
 
