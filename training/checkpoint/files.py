@@ -75,7 +75,7 @@ class Layout(Enum):
 
 LAYOUTS_WITH_NUMBERS = (Layout.values, Layout.sums)
 """Layouts of pieces whose numbers have an entry of their own in `state.json`; the numbers of all
-other pieces are in its entry `leaves`."""
+other pieces are in the entry `leaves` of that file."""
 
 
 class Staged(NamedTuple):

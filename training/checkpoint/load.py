@@ -44,8 +44,8 @@ MALFORMED_ERRORS = (
 )
 """Errors that loading raises if a checkpoint holds values of an unexpected type or shape."""
 HASH_DIGITS = 64
-"""Number of hexadecimal digits of the hash at the start of a latent set's fingerprint; the names of
-the latents' normalisation, order and storage follow after it."""
+"""Number of hexadecimal digits of the hash at the start of a latent set's fingerprint; after the
+hash follow the names of the latents' normalisation, order and storage."""
 Result = TypeVar("Result")
 
 

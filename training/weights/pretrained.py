@@ -148,7 +148,8 @@ def refuse_foreign_targets(file: Path, description: Description) -> None:
     `models` and of admitted extensions."""
     note = description.adapter
     for name in list_targets([description.model, note and note.node]):
-        # Refuse autoencoders too: they are in `models`, but are no part of a denoiser.
+        # Refuse autoencoders too: their classes are in the package `models`, but are no part of a
+        # denoiser.
         if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
             raise UserError(
                 f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do "
