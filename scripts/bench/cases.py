@@ -45,9 +45,10 @@ for none."""
 
 
 def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
-    """Plans a case for each rung of the ladder: variants of the newcomer's loop (a plain PyTorch
-    training loop), then this framework with one more technique per rung. The baseline of every case
-    is the newcomer's loop that reads its samples from memory."""
+    """Plans a case for each rung of the ladder. The first rungs are variants of the newcomer's
+    loop, a plain PyTorch training loop; the other rungs are this framework with one more technique
+    per rung. The baseline of every case is the newcomer's loop that reads its samples from
+    memory."""
     workers = f"newcomer.num_workers={cfg.num_workers}"
     memory = [*words, workers, "newcomer.storage=memory"]
     newcomers = {
@@ -75,8 +76,8 @@ def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
                 yield from plan_alone(kind, over, words)
     for over in cfg.precisions:
         yield from plan_features(over, words)
-    # runtime=max trains in bf16, so plan the cases based on it only if bf16 is among the
-    # precisions.
+    # runtime=max trains in bf16, so plan the cases that remove a technique from it only if bf16 is
+    # among the precisions.
     if "bf16" in cfg.precisions:
         yield from plan_removed(words)
 

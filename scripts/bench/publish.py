@@ -50,13 +50,14 @@ UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
 def fill(part: str, **facts: Any) -> str:
-    """Renders one part of results.md.jinja with the variables `facts`."""
+    """Renders the part of the template results.md.jinja that `part` names, with the variables
+    `facts`."""
     return TEMPLATES.get_template("results.md.jinja").render(part=part, **facts)
 
 
 class Cells(string.Formatter):
-    """Formats the values of table cells: None as a dash, and bytes in MiB or GiB by {:MiB} and
-    {:GiB}."""
+    """String formatter for table cells: writes None as a dash, and bytes in MiB or GiB for {:MiB}
+    and {:GiB}."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
@@ -93,8 +94,8 @@ def add_remarks(command: str, entries: Sequence[Figures]) -> list[Figures]:
                 entry[f"times_before{quartile}"] = before and entry[f"speed{quartile}"] / before
             rung_before = entry
 
-        # Report only techniques that the case lacks and the baseline has: a technique that both
-        # lack does not change the comparison.
+        # Report techniques that the case requests and that are not on, except those that its
+        # baseline also requests without effect: they do not change the comparison.
         entry["lost"] = {*entry.get("not_on", ())} - {*entry.get("baseline_not_on", ())}
         remarks = [entry.get("reason") or entry.get("error")]
         for label, keys in (("emulated", entry.get("emulated")), ("not on", entry["lost"])):

@@ -45,7 +45,7 @@ MAX_WAIT_SECONDS = 1e6
 """Largest timeout in seconds that is given to the operating system, which refuses an infinite
 one."""
 MEASURED_FOLDERS = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
-"""Folders whose code affects the measurements; `hash_code` reads them."""
+"""Folders whose code may change a measurement; `hash_code` hashes their .py and .yaml files."""
 UNMEASURED_FILES = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
 """Files that `hash_code` leaves out, because they only plan cases and store or publish results. A
 changed plan still gives a new result, because the plan (overrides, baseline, keys) is also part of
@@ -64,8 +64,8 @@ def hash_code() -> str:
 
 
 def run_child(connection: Connection, words: Words, folder: Path) -> None:
-    """Runs in the child process: sends the parent a description of this machine, then measures each
-    case that the parent sends, until the parent ends."""
+    """Main function of a child process: sends the parent a description of this machine, then
+    measures each case that the parent sends, until the parent ends."""
     os.setsid()
     # Reset the start method, which is "spawn" in this process, so that the workers of a measured
     # loader start by the same method as in train.py.
@@ -149,8 +149,8 @@ class Child:
 
     def end(self) -> None:
         """Kills the child process and all its own children, and removes their temporary files."""
-        # Kill the child's process group, then the child itself: a child that has just started may
-        # not lead a group yet.
+        # Kill the child's process group, then also the child itself, because a child that has just
+        # started may not lead a process group yet.
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(self.process.pid or 0, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""Builds a training step as train.py does; times it, splits it into phases and profiles it."""
+"""Builds a training step as train.py does; times the step, splits it into phases and profiles
+it."""
 
 from __future__ import annotations
 
@@ -139,9 +140,9 @@ def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str,
 
 
 def sum_phases(marks: Sequence[tuple[str, Any]]) -> dict[str, float]:
-    """Returns phase -> sum of its milliseconds. Each of `marks` is (phase, time at which the phase
-    ended): seconds on the host, or a CUDA event that has finished. The first mark starts the
-    clock."""
+    """Returns phase of a step -> sum of its milliseconds. Each of `marks` is a pair (phase, time at
+    which the phase ended); a time is in seconds of the host, or a CUDA event that has finished. The
+    first mark only gives the time at which the first phase began."""
     phase_ms = defaultdict(float)
     for (_, start), (phase, end) in itertools.pairwise(marks):
         on_host = isinstance(start, float)
@@ -197,8 +198,8 @@ def profile_step(workload: Workload) -> torch.profiler.profile:
 
 
 def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
-    """Returns two sums of milliseconds over the events of a profile: of all GPU kernels (on a CPU,
-    of all operators), and of the matrix products among them."""
+    """Returns two sums of milliseconds over the events of a profile: the time of all GPU kernels
+    (on a CPU, of all operators), and the time of the matrix products among them."""
     total = 0.0
     products = 0.0
     for event in events:

@@ -37,8 +37,8 @@ FEW_SAMPLES = 8
 """Smallest number of samples in a micro-batch that the search tries before gradient checkpointing;
 it tries still smaller micro-batches after gradient checkpointing."""
 SMALLER_ORDER = 20
-"""Sort key (`rank` of a `Saving`) of a smaller micro-batch; the search tries changes with a low
-rank first."""
+"""Sort key (`rank` of a `Saving`) of a smaller micro-batch, to which `list_savings` adds more for
+each halving; the search tries changes with a low rank first."""
 MUCH_SMALLER_ORDER = 50
 """Sort key (`rank` of a `Saving`) of a micro-batch with fewer than `FEW_SAMPLES` samples. The
 search tries it late, because such a small batch makes matrix products slow."""
@@ -83,7 +83,7 @@ def list_savings(question: Question, exact: bool = False) -> list[Saving]:
         savings.append(Saving({STEPS_KEY: steps}, "smaller products", smaller + times.bit_length()))
         times *= 2
 
-    # Merge the savings with the same `rank` into one, because the search tries them together.
+    # Merge savings with the same `rank` into one, because the search tries their changes together.
     rank = attrgetter("rank")
     groups = [list(group) for _, group in groupby(sorted(savings, key=rank), rank)]
     return [group[-1]._replace(values=merge_values(group)) for group in groups]
@@ -113,7 +113,8 @@ def find_cheapest_change(
     for new in list_savings(now.question, exact):
         if now.needs.total <= memory:
             break
-        # Drop an earlier change that sets one of the keys of the new change.
+        # Drop an earlier change that sets one of the new change's keys, because the new value
+        # replaces its value.
         tried = [old for old in taken if not old.values.keys() & new.values.keys()] + [new]
         changed = forecast_change(now, merge_values(tried), apply)
         if changed:
@@ -125,17 +126,17 @@ def find_cheapest_change(
 def count_savings(
     now: Forecast, barred: Collection[str] = (), until: float = inf
 ) -> list[dict[str, Any]]:
-    """Counts how many bytes of a run's peak each change saves by itself. Returns for each change
-    its overrides (`words`), the `bytes` by which it lowers the peak, and what it `costs`; most
-    bytes first.
+    """Counts how many bytes of a run's peak memory each change saves by itself. Returns a dict for
+    each change: its overrides (`words`), the `bytes` by which it lowers the peak, and a phrase on
+    what it `costs`. The change that saves most comes first.
 
-    Among the smaller micro-batches, it counts only the one of half the present size. It leaves out
-    the keys in `barred`, and starts no forecast after `until`, a time of time.monotonic().
+    Among the smaller micro-batches, the function counts only half the present size. It leaves out
+    the runtime keys in `barred`, and starts no forecast after `until`, a time of time.monotonic().
     """
     cfg = now.question.cfg
     rows = []
 
-    # Count the cheapest changes first, because the time may end before the last change.
+    # Count the cheapest changes first, because the time limit may pass before the last change.
     for saving in list_savings(now.question):
         values = {key: value for key, value in saving.values.items() if key not in barred}
         if values.get(STEPS_KEY, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:
@@ -148,8 +149,8 @@ def count_savings(
 
 
 def merge_values(savings: list[Saving]) -> dict[str, Any]:
-    """Merges the changes of several savings into key -> value; for a key that several savings set,
-    the last value wins."""
+    """Merges the changes of several savings into one dict, key -> value; for a key that several
+    savings set, the last value wins."""
     return {key: value for saving in savings for key, value in saving.values.items()}
 
 

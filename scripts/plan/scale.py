@@ -1,5 +1,6 @@
-"""Predicts step time and memory of each way to use N GPUs (ddp, fsdp, hsdp), and up to how many
-GPUs each way pays. docs/scaling.md has formulas and sources.
+"""Predicts step time and memory of ddp, fsdp and hsdp on N GPUs, and the largest N at which each of
+them still pays: reaches 80 % of N times the speed of one GPU. docs/scaling.md has the formulas and
+their sources.
 
     python -m scripts.plan scale model=ssd_mlp_xl data=synthetic mfu=0.4
     python -m scripts.plan scale model=mamba_b data=synthetic gpus=[1,8,64] batch_per_gpu=64 \\
@@ -89,7 +90,7 @@ def scale(cfg: ScaleConfig, words: list[str]) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     flops = count_passes(model) * model.flops_per_sample()
 
-    # Collect what one GPU computes and sends in a step.
+    # Describe the work of one GPU in a step, which does not depend on the number of GPUs.
     compute = flops * cfg.batch_per_gpu / (card.flops_16bit * cfg.mfu)
     width = 2 if train.runtime.parallel.reduce_dtype.value == "bf16" else 4
     step = Step(compute, parameters, width, model.depth + 1)
@@ -148,9 +149,10 @@ def share_over_gpus(question: Question, way: str, gpus: int) -> Question:
 
 
 def describe_range(good: list[int], worse: list[int]) -> str:
-    """Says up to how many GPUs a kind of parallelism pays. `good` are the numbers of GPUs at which
-    its efficiency (seconds of computation / seconds of a step) is at least `LEAST_EFFICIENCY` and
-    the model fits the memory; `worse` are those at which the efficiency is lower."""
+    """Returns a phrase that says up to how many GPUs a kind of parallelism pays. `good` are the
+    numbers of GPUs at which its efficiency (seconds of computation / seconds of a step) is at least
+    `LEAST_EFFICIENCY` and the model fits the memory; `worse` are those at which the efficiency is
+    lower."""
     if not good:
         return "does not pay, or does not fit, at any of these sizes"
     beyond = [gpus for gpus in worse if gpus > good[0]]
@@ -187,7 +189,8 @@ def time_all_reduce(size: float, gpus: int, rate: float, buckets: int = 1) -> fl
 
 
 class Step(NamedTuple):
-    """What one GPU computes and sends in a step."""
+    """Work of one GPU in a training step: its computation, and the sizes that determine its
+    communication."""
 
     compute: float
     """Seconds that the GPU computes."""
