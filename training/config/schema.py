@@ -343,8 +343,8 @@ class FdConfig:
     # number of samples to generate; fd needs more than twice as many samples as the features have
     # dimensions, kd does not
     count: EnoughSamples = 1000
-    # feature extractors, which map images to vectors: encoder, random, inception, dinov2, or classes
-    # in packages that the key extensions names
+    # feature extractors, which map images to vectors: encoder, random, inception, dinov2, or
+    # classes in packages that the key extensions names
     features: list[str] = field(default_factory=lambda: ["encoder", "random"])
     # folder of images to compare with; null: decode training latents instead
     reference: str | None = None
