@@ -28,8 +28,8 @@ from scripts.timing import measure_seconds, summarise
 from training.environment import pick_device
 
 SETTING_SIZES = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
-"""Setting -> (number of samples, batch size, height and width of the latents); the latents have 4
-channels."""
+"""Name of a setting -> (number of samples, batch size, height and width of the latents); the
+latents have 4 channels."""
 USUAL_SIZES = (50_000, 256, 32)
 """(number of samples, batch size, height and width of the latents) in all settings that
 `SETTING_SIZES` does not have."""
@@ -133,7 +133,7 @@ in a name stands for two workers with a `prefetch_factor` of four."""
 
 def measure_loader(case: Case, cfg: DataConfig) -> Figures:
     """Measures the samples per second of a loader in its first epoch and in later epochs, and the
-    share of time that a training loop waits for its batches."""
+    share of time that a training loop with steps of `cfg.step_ms` waits for batches."""
     count, size, side = SETTING_SIZES.get(str(cfg.setting), USUAL_SIZES)
     folder = write_latent_files(count, side)
     device = pick_device("auto")

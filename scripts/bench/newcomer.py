@@ -150,7 +150,7 @@ class NewcomersLoop(Loop):
 
     def take_step(self, comparable: bool = False) -> Tensor:
         """Takes a training step and returns its loss. A `comparable` step draws the same noise and
-        times as the framework, so that losses of both loops can be compared."""
+        the same times t as the framework, so that losses of both loops can be compared."""
         latents, labels = next(self.batches)
         loss = (self.compute_comparable_loss if comparable else self.compute_loss)(latents, labels)
         self.samples += len(labels)

@@ -86,7 +86,8 @@ class Search:
         such as resident latents."""
         self.tried: list[dict[str, Any]] = []
         self.tried_configs: list[TrainConfig] = []
-        """Configurations of all candidates so far; `time_candidate` tries none of them twice."""
+        """Configurations of all candidates so far; `time_candidate` does not run the same
+        configuration twice."""
         self.reference: dict[str, Any] = {}
         """Result of the first candidate that ran; the losses and gradient norms of all later
         candidates must match it. Empty until a candidate has run."""
@@ -126,8 +127,8 @@ class Search:
     def find_fitting(self) -> Changes:
         """Returns changes that lower the memory of a step until it fits the device, and that keep
         the step's result; {} if the step fits without changes, or if no forecast is possible. The
-        forecast includes the run's latents and ddp's copies of the gradients, although a
-        candidate's process allocates neither. ValueError if no changes make the step fit."""
+        forecast includes the run's latents and ddp's copies of the gradients, although the step of
+        a candidate has neither. ValueError if no changes make the step fit."""
         memory = memory_of(self.device)
 
         def apply(changes: Mapping[str, Any]) -> TrainConfig:
