@@ -144,7 +144,7 @@ class BlockProbe(nn.Module):
     """Stands in for a block during one step: runs it, and appends a record of each call to `notes`
     (bytes of inputs, saved bytes, dtypes).
 
-    It relies on the contract of blocks, `(branch, gate, residual, cond) -> (branch, gate,
+    The probe relies on the interface of blocks, `(branch, gate, residual, cond) -> (branch, gate,
     residual)`, and uses no hook, because `torch.compile` ignores or traces hooks.
     """
 
@@ -223,8 +223,8 @@ def assign_ops(blocks: list[list[BlockEvidence]], events: list[Any]) -> None:
 def record_events(run: Callable[[], object], device: torch.device) -> list[Any]:
     """Profiles one call of `run`; returns the raw events of the host and of `device`.
 
-    It returns raw events, because torch.profiler takes several times as long as a small step to
-    parse them into its own classes.
+    The function leaves the events raw, because torch.profiler takes several times as long as a
+    small step to parse events into its own classes.
     """
     use_device = "cuda" if device.type == "cuda" else None
     # Set use_kineto: without this argument the profiler records no kernels, and raises no error

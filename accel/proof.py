@@ -112,9 +112,9 @@ def prove(
     if isinstance(uses, str):
         return {key: Proof(False, uses) for key in question.requested}, {}
 
-    # Every rank takes over the earlier choice and the findings in the run folder and the cache of
-    # rank 0. It uses these findings only if all ranks have the same facts (GPU, versions, blocks,
-    # …); otherwise all ranks run the trials.
+    # Every rank takes over from rank 0 the earlier choice and the findings in the run folder, and
+    # the findings in the cache. The ranks use these findings only if all ranks have the same facts
+    # (GPU, versions, blocks, …); otherwise all ranks run the trials.
     facts = collect_facts(question, uses)
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     cache = find_cache_folder("kernels") / f"{name}.json"

@@ -79,14 +79,18 @@ SAME_BYTES = (
 class AccelerationStack:
     """Applies the requested techniques and finds which of them are really on.
 
-    `values` maps each technique's key to its requested value. `on_unavailable` decides about
-    techniques that this machine cannot run: "degrade" switches them off and names them in the
-    ledger; "error" raises a ValueError that lists them all; "emulate" does the same as "degrade",
-    except that techniques on a CPU stay on if their value is in `Technique.emulated`. If
-    `same_bytes` is not empty, nondeterministic techniques and cuDNN's nondeterministic algorithms
-    stay off, and the ledger shows the text of `same_bytes` as the reason. `only` restricts the
-    stack to the techniques with these keys, for work without a training step, such as sampling.
-    `extra_rows` are techniques that no runtime key switches, but that have a row in the ledger.
+    `values` maps each technique's key to its requested value.
+
+    `on_unavailable` decides about techniques that this machine cannot run: "degrade" switches them
+    off and names them in the ledger; "error" raises a ValueError that lists them all; "emulate"
+    does the same as "degrade", except that techniques on a CPU stay on if their value is in
+    `Technique.emulated`.
+
+    If `same_bytes` is not empty, nondeterministic techniques and cuDNN's nondeterministic
+    algorithms stay off, and the ledger shows the text of `same_bytes` as the reason. `only`
+    restricts the stack to the techniques with these keys, for work without a training step, such as
+    sampling. `extra_rows` are techniques that no runtime key switches, but that have a row in the
+    ledger.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Switches cuDNN's autotuner: it tries every convolution algorithm once per shape and keeps the
-fastest.
+"""Switches cuDNN's autotuner on or off. The autotuner tries every convolution algorithm once per
+shape and keeps the fastest.
 
 The autotuner costs a slower first step for each new shape. It chooses by time, so results differ
 from run to run. It acts on dense convolutions of a denoiser, and of the autoencoder in

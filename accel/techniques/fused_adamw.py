@@ -30,7 +30,7 @@ class FusedAdamW(Technique):
         return {"fused": True} if self.enabled else {}
 
     # What would still say "on" if this did nothing? The optimizer's argument `fused`. So count the
-    # calls of the fused operation, and those of the operations that an unfused update runs.
+    # calls of the fused operation, and the calls of the operations that an unfused update runs.
     def observe(self, evidence: Evidence) -> Observation:
         fused, foreach, loop = (
             evidence.ops[f"aten::{op}"] for op in ("_fused_adamw_", "_foreach_addcdiv_", "addcdiv_")

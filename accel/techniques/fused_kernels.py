@@ -1,10 +1,10 @@
 """Fused Triton kernels that replace their definitions in PyTorch, one runtime key for each.
 
 If a key is off, the model calls the definition directly, so that a compiler can fuse it with
-neighbouring operations. If it is on, the model calls one operator that has a backward pass of its
-own. `true` and `auto` use a kernel only after a trial on the run's own device (accel/proof.py):
-with `true` its results must agree with the definition's, with `auto` the block must also not be
-slower with it.
+neighbouring operations. If the key is on, the model calls one operator that has a backward pass of
+its own. `true` and `auto` use a kernel only after a trial on the run's own device (accel/proof.py):
+with `true` the kernel's results must agree with the definition's; with `auto`, besides, the block
+must be at most 3 % slower with the kernel than without it.
 
 A kernel costs a trial of about a minute for each new model, batch, GPU or version. It saves time,
 which the trial measures, and memory, because it saves fewer tensors for the backward pass.

@@ -144,10 +144,11 @@ def is_kept(op: str) -> bool:
 
 def keeps_products(calls: list[BlockEvidence], uncompiled: list[BlockEvidence]) -> bool:
     """Returns whether a block's caches hold only results that "selective" should save, and whether
-    the bytes that its calls save differ by at most a quarter from those of uncompiled calls.
+    the number of bytes that the block's calls save differs by at most a quarter from that of
+    uncompiled calls.
 
-    They may differ because a compiler does not save the last result, which is the block's output (7
-    % of the bytes in our models).
+    The numbers may differ, because a compiler does not save the last result, which is the block's
+    output (7 % of the bytes in our models).
     """
     return bool(uncompiled) and all(
         other.cached_ops

@@ -81,8 +81,9 @@ class HostState(Members):
 
 
 def make_host_tensor(value: Tensor) -> Tensor:
-    """Makes a tensor in host memory with the shape and dtype of `value`. It is page-locked if
-    `value` is on a GPU, except for a tensor of a library's class, which is never page-locked."""
+    """Makes a tensor in host memory with the shape and dtype of `value`. The new tensor is
+    page-locked if `value` is on a GPU, unless `value` is a tensor of a library's class, such as an
+    8-bit moment."""
     if value.is_cuda and not hasattr(value, "__tensor_flatten__"):
         return torch.empty_like(value, device="cpu", pin_memory=True)
     return value.detach().to("cpu", copy=True)

@@ -256,8 +256,9 @@ class WideWeightProducts(TorchDispatchMode):
 
     The name of an operation does not show whether it multiplies a weight: einsum computes a bmm
     with a weight, attention a bmm of two activations. So the mode remembers which storages hold
-    weights, also after an operation that takes only weights, such as a cast or a reshape. It does
-    not recognise the parameters of a sharded model, which are gathered into other storages.
+    weights, also after an operation that takes only weights, such as a cast or a reshape. The mode
+    does not recognise the parameters of a sharded model, because FSDP gathers them into other
+    storages.
     """
 
     # Without this attribute the mode cannot surround FlexAttention, a higher-order operator.
