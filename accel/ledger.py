@@ -47,7 +47,8 @@ class Ledger(list[LedgerRow]):
     """The rows of all techniques, in the order in which the stack applies the techniques."""
 
     def as_dict(self) -> dict[str, dict[str, bool | str]]:
-        """Returns key -> {requested, active, evidence}, ready for JSON."""
+        """Returns a dict that JSON can hold: key of a technique -> {requested, active,
+        evidence}."""
         return {row.key: {k: v for k, v in asdict(row).items() if k != "key"} for row in self}
 
     @property

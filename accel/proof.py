@@ -101,12 +101,13 @@ def prove(
     question: Question, model: nn.Module, forward: Callable[[], object], folder: Path | None = None
 ) -> tuple[dict[str, Proof], dict[str, Any]]:
     """Tries the kernels that `question` requests, or reads the findings of an earlier trial.
-    Returns runtime key -> decision, and the content for `KERNELS_FILE`.
+    Returns a mapping, runtime key -> decision, and a dict to write to `KERNELS_FILE` in the run
+    folder ({} if the blocks cannot be tried).
 
     `forward()` runs the model once on two samples. Call this on every rank, before anything wraps
-    the model: all ranks get the same decisions. `folder` is the run folder. If it holds an earlier
-    choice, this choice stays; but if the machine or the model's shapes have changed, the chosen
-    kernels must pass their parity test again.
+    the model: all ranks get the same decisions. `folder` is the run folder. If the folder holds an
+    earlier choice, this choice stays; but if the machine or the model's shapes have changed, the
+    chosen kernels must pass their parity test again.
     """
     uses = record_uses(model, forward)
     if isinstance(uses, str):
@@ -147,8 +148,8 @@ def prove(
 def decide(
     question: Question, findings: Mapping[str, Any], chosen: Mapping[str, bool]
 ) -> dict[str, Proof]:
-    """Returns runtime key -> decision whether to use the kernel. The run's earlier decision
-    (`chosen`) stays, unless the kernel now fails its parity test."""
+    """Returns a mapping: runtime key -> decision whether to use the kernel. The run's earlier
+    decision (`chosen`) stays, unless the kernel now fails its parity test."""
     proofs = {}
     for key in question.requested:
         timed = key in question.timed_keys and key not in chosen
@@ -258,8 +259,8 @@ def hash_kind(block: nn.Module, metas: list[Any]) -> str:
 def run_trials(
     question: Question, uses: list[Use], keys: list[str], timed: list[str]
 ) -> dict[str, Any]:
-    """Tries the kernels of the runtime keys `keys` in separate processes. Returns runtime key ->
-    finding. `timed` are the keys whose kernels it also times.
+    """Tries the kernels of the runtime keys `keys` in separate processes. Returns a mapping:
+    runtime key -> finding. `timed` are the keys whose kernels the trials also time.
 
     If a process crashes or hangs, the function refuses the kernel that the process was trying, and
     starts a new process for the remaining kernels. Rank 0 prints a message while it waits.

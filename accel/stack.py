@@ -210,12 +210,12 @@ class AccelerationStack:
         folder: Path | None = None,
     ) -> dict[str, Any]:
         """Decides which fused kernels this run uses on its device (accel/proof.py). Returns the
-        record to keep in the run's `folder`; {} if no kernel was requested.
+        dict to write to kernels.json in the run's `folder`; {} if no kernel was requested.
 
         `forward()` runs the unchanged model on two samples; `samples` is the number of samples in a
         micro-batch. Call this before `on_model`. If a kernel was requested with `true` and fails
-        its parity test, this raises ValueError under on_unavailable=error; otherwise the kernel
-        stays off.
+        its parity test, the method raises ValueError under on_unavailable=error; otherwise the
+        kernel stays off.
         """
         kernels = [
             t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)
@@ -293,7 +293,8 @@ class AccelerationStack:
             yield
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Returns key of a technique -> its state dict, for the techniques that have a state."""
+        """Returns a mapping: key of a technique -> the technique's state dict, for the techniques
+        that have a state."""
         states = {technique.key: technique.state_dict() for technique in self.techniques}
         return {key: state for key, state in states.items() if state}
 

@@ -170,8 +170,8 @@ class Technique(ABC):
         return {self.key: self.value} | self.option
 
     def describe_arithmetic(self) -> dict[str, Any]:
-        """Returns runtime key -> value for those keys of the technique that decide how matrix
-        products round; {} for most techniques."""
+        """Returns a mapping, runtime key -> value, for those keys of the technique that decide how
+        matrix products round; {} for most techniques."""
         return {}
 
     def find_obstacle(self) -> str | None:
@@ -222,7 +222,8 @@ class Technique(ABC):
         return False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns name -> tensor that a resumed run needs; {} for most techniques."""
+        """Returns a mapping, name -> tensor, of the state that a resumed run needs; {} for most
+        techniques."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 - most have nothing to remember

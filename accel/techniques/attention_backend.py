@@ -187,8 +187,8 @@ class AttentionBackend(Technique):
     def count_layers_by_backend(
         self, evidence: Evidence, implementation: str | None
     ) -> Counter[str]:
-        """Returns backend -> number of attention layers whose forward pass this backend computed in
-        every micro-batch.
+        """Returns a mapping: backend -> number of attention layers whose forward pass this backend
+        computed in every micro-batch.
 
         `implementation` is PyTorch's name of the kernels that replace its flash attention, or None.
         In a compiled step `flex` and `math` leave no event on the host. If the profiler recorded no
@@ -217,7 +217,7 @@ class AttentionBackend(Technique):
 
 
 def count_backends(ops: Counter[str], backend_of: Mapping[str, str]) -> Counter[str]:
-    """Returns backend -> number of its calls. `ops` counts profiled operations by name;
+    """Returns a mapping: backend -> number of its calls. `ops` counts profiled operations by name;
     `backend_of` maps an operation to its backend."""
     ran: Counter[str] = Counter()
     for op, n in ops.items():
