@@ -1,4 +1,5 @@
-"""Two rows of the ledger that no runtime key switches: the form of the optimizer's state, counted
+"""Two rows of the ledger (the table of what a profiled step shows to be on) that no runtime key
+switches: the form of the optimizer's state, counted
 from its tensors, and whether an adapter trains, counted from its gradients.
 
 Forms of an optimizer's state: `fp32`: two fp32 moments (AdamW, 8 bytes per element of a parameter);

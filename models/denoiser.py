@@ -102,8 +102,9 @@ class Denoiser(nn.Module):
             self.blocks.append(block)
             leaving = block.orders[-1]
 
-        # One linear layer computes the modulations (scale, shift and gate) of all layers of all
-        # blocks, and the scale and shift of the final norm.
+        # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,
+        # shift and gate of mixer and MLP), one without an MLP 3, and the final norm a scale and a
+        # shift.
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)

@@ -274,8 +274,8 @@ def convert_latents(values: Any, where: str) -> Tensor:
     import torch
 
     kind = getattr(values, "dtype", type(values).__name__)
-    # Convert every numpy array to this machine's byte order, because PyTorch accepts no other
-    # order.
+    # Convert numpy arrays of floats to float64 in this machine's byte order: PyTorch accepts no
+    # other byte order.
     if getattr(kind, "kind", None) == "f":
         values = torch.from_numpy(values.astype("float64"))
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():

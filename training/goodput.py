@@ -37,7 +37,7 @@ READ_ERRORS = (
 """Errors that reading a file of a run raises if the file is absent, damaged or holds values of
 other types."""
 TIME_FILE = "time.json"
-"""Name of the file in a run folder that holds the seconds of each kind of time."""
+"""Name of the file in a run folder that holds the seconds of each of `KINDS`."""
 MAINTENANCE_KINDS = ("evaluation", "sampling", "saving", "logging")
 KINDS = ("start", "warm_up", "steps", "data_wait", *MAINTENANCE_KINDS, "redone", "idle")
 WRITE_INTERVAL_SECONDS = 5.0

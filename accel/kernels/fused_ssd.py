@@ -1,7 +1,8 @@
 """Computes `bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU
 (bidirectional_ssd_triton.py), PyTorch elsewhere.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; S pieces of T tokens. `B_in` and
+Letters: B samples, L tokens, K heads, P head dim, N state size. The samples together are cut into
+S pieces of T tokens each. `B_in` and
 `C_out` are the matrices B and C of the SSD paper. E = K·P + 4·N is the number of channels of x,
 B_in and C_out side by side: x has K·P, B_in and C_out have 2·N each (N for each scan direction).
 """
@@ -35,13 +36,14 @@ MATRIX_UNIT_SIZES = (16, 32, 64, 128)
 
 
 def compute_plain(*inputs: Tensor) -> Tensor:
-    """Returns y (S, T, K, P), contiguous; the inputs are x, steps, sums, B_in, C_out and D."""
+    """Returns the scan's output y (S, T, K, P), contiguous, without a gate. The inputs are x, the
+    step sizes Δ, the running sums of their log-decays, B_in, C_out and D."""
     return definition.scan_within_pieces(*inputs).contiguous()
 
 
 def compute_gated(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Returns the gated and normed y, and y itself, both (S, T, K, P). The inputs are x, steps,
-    sums, B_in, C_out, D, z, norm_weight and eps."""
+    """Returns the output after gate and norm, and the scan's output y before them, both (S, T, K,
+    P). The inputs are those of `compute_plain`, then z, norm_weight and eps."""
     y = compute_plain(*inputs[:6])
     return gated_norm(y, *inputs[6:]), y
 

@@ -94,7 +94,8 @@ def forecast_largest(
     cfg: LargestConfig, words: list[str], way: str, card: Card
 ) -> tuple[int, Forecast]:
     """Returns the largest value of the key `cfg.of` with which the run fits the memory of the GPU
-    model `card`, and the forecast of that run. `way` has overrides to add to `words`."""
+    model `card`, and the forecast of that run. `words` are the command's configuration overrides,
+    to which `way` adds more."""
     train = compose_pretrained([*words, *way.split()]).cfg
     sharded = train.runtime.parallel.mode.value in ("fsdp", "hsdp")
     gpus = cfg.gpus if sharded else 1

@@ -34,8 +34,8 @@ USEFUL_SHARE = 0.99
 """`forecast_change` drops a change unless it lowers the peak memory to less than this share of the
 run's present peak."""
 FEW_SAMPLES = 8
-"""Smallest number of samples in a micro-batch that the search tries before gradient checkpointing;
-it tries still smaller micro-batches after gradient checkpointing."""
+"""The search tries micro-batches of at least this many samples before it tries gradient
+checkpointing, and smaller ones only afterwards."""
 SMALLER_ORDER = 20
 """Sort key (`rank` of a `Saving`) of a smaller micro-batch, to which `list_savings` adds more for
 each halving; the search tries changes with a low rank first."""
