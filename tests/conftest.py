@@ -15,6 +15,7 @@ from accel.techniques.compilation import Compile
 from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from precompute_latents import precompute
+from tests.harness.adapters import save_base
 from tests.harness.own_code import forget_package
 from tests.harness.sets import save_images, save_tiny_autoencoder
 from tests.harness.steps import allow_any_precision
@@ -123,6 +124,12 @@ def assets():
         "no real photos and autoencoder at hand; set FASTLATENT_ASSETS to a folder with images/ "
         "and vae/taef2/"
     )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Weights file of a tiny model, on which adapters train. Read only."""
+    return save_base(tmp_path_factory.mktemp("base") / "base.safetensors")
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,6 @@ from tests.harness.words import CPU
 from training.failures import count_lasting_bytes
 from training.weights.pretrained import load_pretrained
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_base(tmp_path_factory.mktemp("base") / "base.safetensors")
-
-
 ADAPTERS = {"lora": Lora(rank=3, alpha=5.0), "prompt": Prompt(), "mlp": Prompt(hidden=8)}
 
 

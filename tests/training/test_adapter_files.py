@@ -38,12 +38,6 @@ from training.weights.adapter_file import (
 )
 from training.weights.pretrained import load_pretrained
 
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_base(tmp_path_factory.mktemp("base") / "base.safetensors")
-
-
 SAVING = [
     "adapter=lora",
     "deterministic=true",
