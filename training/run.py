@@ -30,6 +30,7 @@ from training.checkpoint.load import (
     MUST_MATCH,
     describe_difference,
     find_branch,
+    flatten_known,
     list_complete,
     read_state_file,
     select_identity,
@@ -246,7 +247,8 @@ class Run:
             old = {}
             new = {}
         for part in MUST_MATCH:
-            other = describe_difference(select_identity(old)[part], select_identity(new)[part])
+            then, now = (flatten_known(select_identity(config)[part]) for config in (old, new))
+            other = describe_difference(then, now)
             if other:
                 raise UserError(f"{state} of another {part}: {other}; use a new run_dir.")
 

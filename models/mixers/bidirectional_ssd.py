@@ -38,6 +38,11 @@ class BidirectionalSSD(Layer):
     identity, because a random start cost a published model 30 FID points (DiG,
     https://arxiv.org/abs/2405.18428). Initial step sizes are log-uniform in [0.001, 0.1], and -A is
     uniform in [1, 16], as in Mamba-2.
+
+    If `columns`, layers with an odd number `layer` visit the tokens column by column, and all
+    others row by row: so each token is near its neighbours in both directions of the grid in one of
+    two layers. `order` then permutes the tokens (models/block.py), and the layer works on the
+    transposed grid.
     """
 
     taps = (3, 3)
@@ -51,6 +56,8 @@ class BidirectionalSSD(Layer):
         expand: int = 2,
         state_dim: int = 64,
         eps: float = 1e-6,
+        columns: bool = False,
+        layer: int = 0,
     ) -> None:
         super().__init__()
         refuse_below_one({"mixer.expand": expand, "mixer.state_dim": state_dim})
@@ -59,6 +66,11 @@ class BidirectionalSSD(Layer):
         self.head_dim = head_dim
         self.state_dim = state_dim
         self.grid = grid
+        if columns and layer % 2:
+            # Models are built on the meta device, and the order needs values.
+            raster = torch.arange(grid[0] * grid[1], device="cpu").view(grid)
+            self.order = raster.T.flatten()
+            self.grid = (grid[1], grid[0])
         self.eps = eps
         self.fused_scan = False
         self.fused_conv = False

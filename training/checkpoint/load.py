@@ -275,9 +275,9 @@ def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 MUST_MATCH = tuple(select_identity({}))
 """Names of the parts of the configuration that must be equal in a checkpoint and the run that loads
 it."""
-ADDED_KEYS = ("mixer.window", "mixer.shift")
-"""Keys of `model` that checkpoints of earlier versions lack. null selects the behaviour of those
-versions, so a comparison takes an absent key and null as equal."""
+ADDED_KEYS = {"mixer.window": None, "mixer.shift": None, "mixer.columns": False}
+"""Key of `model` that checkpoints of earlier versions lack -> the value that selects the behaviour
+of those versions. A comparison takes an absent key and this value as equal."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
@@ -335,9 +335,11 @@ def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
 
 def flatten_known(part: dict[str, Any]) -> dict[str, Any]:
     """Returns `part`, one part of a run's description such as `model`, as dotted key -> value,
-    without keys of `ADDED_KEYS` whose value is null."""
+    without keys of `ADDED_KEYS` that have the value stated there."""
     return {
-        key: value for key, value in flatten(part) if value is not None or key not in ADDED_KEYS
+        key: value
+        for key, value in flatten(part)
+        if key not in ADDED_KEYS or value != ADDED_KEYS[key]
     }
 
 
