@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.swiglu import fused_swiglu, silu_product
-from models.layers import Layer
+from models.layers import Layer, Ranges, cut_rows
 
 Norm = Literal["rms", "layer"]
 
@@ -38,6 +38,10 @@ class SwiGLU(Layer):
         return self.w2(
             fused_swiglu(joined) if self.fused_swiglu else silu_product(*joined.chunk(2, dim=-1))
         )
+
+    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+        hidden = self.w2.weight.shape[1]
+        return super().list_matrices() | {self.w13.weight: cut_rows(hidden, hidden)}
 
 
 class GeluMLP(Layer):

@@ -7,6 +7,7 @@ Letters: B samples, D width, F frequencies, L tokens.
 from __future__ import annotations
 
 import math
+from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
@@ -43,6 +44,16 @@ def init_linear(layer: nn.Linear) -> None:
         nn.init.zeros_(layer.bias)
 
 
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges of a matrix's rows: for each range the index of its first row, and the index after its
+last row."""
+
+
+def cut_rows(*sizes: int, start: int = 0) -> Ranges:
+    """Returns adjacent ranges of `sizes` rows each; the first range begins at row `start`."""
+    return tuple(pairwise(accumulate(sizes, initial=start)))
+
+
 class Layer(nn.Module):
     """Base class of mixers and MLPs. Its `init_weights` and `flops` assume that all direct children
     are nn.Linear; a subclass with other parameters or matrix products extends both methods."""
@@ -55,6 +66,17 @@ class Layer(nn.Module):
         """Returns the FLOPs of the linear layers in one forward pass of one sample of `tokens`
         tokens."""
         return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
+
+    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+        """Returns a mapping: weight -> ranges of its rows. The rows of each range are one matrix,
+        which the optimizer Muon orthogonalises by itself (training/muon.py). AdamW updates the rows
+        in no range, and the parameters that the mapping lacks.
+
+        By default the weight of each linear child is one matrix. A subclass overrides this method
+        if one of its linear layers computes several projections in one product.
+        """
+        linears = [layer for layer in self.children() if isinstance(layer, nn.Linear)]
+        return {layer.weight: cut_rows(layer.out_features) for layer in linears}
 
 
 class TimestepEmbedding(nn.Module):

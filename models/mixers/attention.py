@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accel.kernels.attend import attend
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
-from models.layers import Layer, axial_angles, count_heads
+from models.layers import Layer, Ranges, axial_angles, count_heads, cut_rows
 
 
 def axial_rotations(
@@ -137,6 +137,10 @@ class Attention(Layer):
             q, k, v = norm_and_rotate(qkv, self.q_weight, self.k_weight, self.rotations, self.eps)
         y = attend(q, k, v, self.attention_backend, self.windows)
         return self.out_proj(y.transpose(1, 2).flatten(2))
+
+    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+        width = self.heads * self.head_dim
+        return super().list_matrices() | {self.qkv.weight: cut_rows(width, width, width)}
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens, where scores

@@ -19,7 +19,7 @@ from accel.kernels.bidirectional_ssd import (
 from accel.kernels.fused_ssd import fused_bidirectional_ssd
 from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, local_mix
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
-from models.layers import Layer, count_heads, refuse_below_one
+from models.layers import Layer, Ranges, count_heads, cut_rows, refuse_below_one
 
 
 def init_steps(dt_bias: Tensor) -> None:
@@ -107,6 +107,14 @@ class BidirectionalSSD(Layer):
             scan = fused_bidirectional_ssd if self.fused_scan else bidirectional_ssd
             y = mixed_ssd(*mix_inputs, *scan_inputs, mix, scan)
         return self.out_proj(y.flatten(2))
+
+    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+        """Returns the matrices; those of `in_proj` compute z, x, and B and C of both directions. The
+        rows that compute dt, one number for each head, are no matrix."""
+        groups = 4 * (self.state_dim,)
+        return super().list_matrices() | {
+            self.in_proj.weight: cut_rows(self.inner, self.inner, *groups)
+        }
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, local_mix
 from accel.kernels.swiglu import silu_product
 from common.errors import UserError
-from models.layers import Layer
+from models.layers import Layer, Ranges, cut_rows
 
 
 class Convolution(Layer):
@@ -50,6 +50,9 @@ class Convolution(Layer):
         z, x = self.in_proj(h).chunk(2, dim=-1)
         mix = fused_local_mix if self.fused_conv else local_mix
         return self.out_proj(silu_product(z, mix(x, self.conv_weight, self.conv_bias, self.grid)))
+
+    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+        return super().list_matrices() | {self.in_proj.weight: cut_rows(self.inner, self.inner)}
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""

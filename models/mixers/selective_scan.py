@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel.kernels.local_mix import with_contiguous_strides
 from accel.kernels.selective_scan import fused_selective_scan, selective_scan
 from accel.kernels.swiglu import silu_product
-from models.layers import Layer, refuse_below_one
+from models.layers import Layer, Ranges, cut_rows, refuse_below_one
 from models.mixers.bidirectional_ssd import init_steps
 from models.mixers.zigzag_ssd import make_zigzag_path
 
@@ -88,6 +88,15 @@ class SelectiveScan(Layer):
         scan = fused_selective_scan if self.fused_scan else selective_scan
         y = scan(x, self.dt_proj(dt), self.dt_bias, self.A_log, B_in, C_out, self.D)
         return self.out_proj(silu_product(z, y))
+
+    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+        """Returns the matrices; those of `x_proj` compute B and C. AdamW updates the bottleneck
+        through which the step sizes go."""
+        matrices = super().list_matrices()
+        matrices[self.in_proj.weight] = cut_rows(self.inner, self.inner)
+        matrices[self.x_proj.weight] = cut_rows(self.state_dim, self.state_dim, start=self.rank)
+        matrices.pop(self.dt_proj.weight, None)
+        return matrices
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens: linear layers;
