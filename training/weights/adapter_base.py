@@ -15,14 +15,17 @@ from common.errors import UserError
 from common.files import hash_file
 from data.loader import LatentSpec
 from models.adapters import Adapter, attach
+from training.checkpoint.files import flatten
 from training.checkpoint.load import find_checkpoints, find_weights_file
 from training.config.build import build
 from training.config.compose import Composed, compose
 from training.config.schema import TrainConfig
+from training.config.words import find_given_word
 from training.distributed.ranks import SINGLE, Ranks
 from training.weights.pretrained import (
     Description,
     build_described,
+    find_description,
     fit_weights,
     read_description,
     read_tensors,
@@ -32,6 +35,8 @@ from training.weights.pretrained import (
 STATISTICS_TOLERANCE = 1e-6
 """Relative and absolute tolerance for comparing the means and stds of two latent sets: two programs
 may round the same values differently."""
+SCAN_ORDER = "mixer.columns"
+"""Key of `model` that says whether every other block scans the tokens column by column."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class Base:
 
 def insert_pretrained(composed: Composed) -> Composed:
     """Returns a copy of `composed` in which the model that the file of `init_from` describes
-    replaces model=pretrained, and that file's mean and std replace data.normalisation=channel.
+    replaces model=pretrained, and that file's mean and std replace data.normalisation=channel. With
+    any other model, only the scan's order of tokens may change (`keep_scan_order`).
 
     A resumed run takes the model, mean and std from its own checkpoint instead. Keys that the user
     sets in `model` override those in the file. ValueError if fastlatent did not write the file, or
@@ -59,7 +65,7 @@ def insert_pretrained(composed: Composed) -> Composed:
     cfg = composed.cfg
     node = dict(composed.cfg.model or {})
     if node.pop("of", None) is None:
-        return composed
+        return keep_scan_order(composed)
 
     file = find_own_checkpoint(cfg)
     if file is not None:
@@ -80,6 +86,60 @@ def compose_pretrained(words: list[str]) -> Composed:
     """Composes and checks a configuration from override words, and replaces model=pretrained by the
     model that the file of `init_from` describes."""
     return insert_pretrained(compose(words))
+
+
+def keep_scan_order(composed: Composed) -> Composed:
+    """Returns a copy of `composed` that scans the tokens in the order in which the weights were
+    trained with which the run starts, and prints a line if the files of conf/ chose another order.
+    Weights without the key `SCAN_ORDER` in their description were trained row by row.
+
+    The shapes of the weights do not depend on the order, so no other check would find the mistake.
+    Every rank reads the same file, so all ranks decide the same. ValueError if the command itself
+    asks for another order.
+    """
+    cfg = composed.cfg
+    file, description = find_first_weights(cfg)
+    then = dict(flatten(description.model)) if description else {}
+    now = dict(flatten(cfg.model or {}))
+    order = bool(then.get(SCAN_ORDER))
+    mixer = now.get("mixer._target_")
+    has_order = SCAN_ORDER in now or (mixer and mixer == then.get("mixer._target_"))
+    if file is None or not has_order or order == bool(now.get(SCAN_ORDER)):
+        return composed
+
+    # If the command itself chose the order, accept it only for weights that do not describe their
+    # model, because another tool wrote them.
+    word = find_given_word(f"model.{SCAN_ORDER}", composed.overrides)
+    given = "=" in word
+    if given and description is None:
+        return composed
+    fact = f"the weights in {file} need model.{SCAN_ORDER}={str(order).lower()}"
+    if given:
+        raise UserError(f"{word}: {fact}; leave the word out, or start with new weights.")
+    Ranks.from_environment().say(f"{fact}, so this run keeps their order of tokens")
+    model, source_model = (
+        node | {"mixer": node["mixer"] | {"columns": order}}
+        for node in (cfg.model, composed.source["model"])
+    )
+    return composed._replace(
+        cfg=replace(cfg, model=model), source=composed.source | {"model": source_model}
+    )
+
+
+def find_first_weights(cfg: TrainConfig) -> tuple[Path | None, Description | None]:
+    """Returns the path and the description of the weights with which the run starts: those of its
+    own newest checkpoint, or of the file that `init_from` names, whose hash the function does not
+    verify. The path is None if there is no such file or if its header cannot be read."""
+    file = find_own_checkpoint(cfg)
+    if file is None and cfg.init_from is not None:
+        named = Path(cfg.init_from).expanduser()
+        newest = find_checkpoints(cfg.init_from)[-1:]
+        file = newest[0] / "ema.safetensors" if newest else named
+    if file is not None:
+        # `restore` (training/assemble.py) will report a file that cannot be read.
+        with suppress(ValueError):
+            return file, find_description(file)
+    return None, None
 
 
 def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
