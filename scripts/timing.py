@@ -21,14 +21,16 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Measures the seconds of `run`, including all work that it starts on the device; waits until
-    the device is idle before the clock starts."""
+def measure_seconds(
+    run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Measures the seconds of `run` by `clock`, including all work that it starts on the device;
+    waits until the device is idle before the clock starts."""
     synchronise(device)
-    start = time.perf_counter()
+    start = clock()
     run()
     synchronise(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def summarise(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -57,10 +59,11 @@ def time_in_turn(
     repeats: int,
     device: torch.device,
     prepare: Callable[[str], object] = lambda name: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Measures the seconds of each run, `repeats` times. Returns a dict: name of a run -> list of
-    its seconds. The runs take turns, in reverse order in every other round, so that drift of the
-    machine's speed affects all runs alike.
+    """Measures the seconds of each run by `clock`, `repeats` times. Returns a dict: name of a run
+    -> list of its seconds. The runs take turns, in reverse order in every other round, so that
+    drift of the machine's speed affects all runs alike.
 
     It calls `prepare(name)` before each run, outside the measured time.
     """
@@ -68,7 +71,7 @@ def time_in_turn(
     for turn in range(repeats):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
             prepare(name)
-            seconds[name].append(measure_seconds(runs[name], device))
+            seconds[name].append(measure_seconds(runs[name], device, clock))
     return seconds
 
 

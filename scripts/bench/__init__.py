@@ -19,6 +19,7 @@
     memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds
     plan          the memory that scripts.plan predicts, and the measured memory
     counted       the memory that techniques save on an H100, counted without one
+    speedrun      how many times faster than a baseline a run learns: docs/speedrun.md
 
 `<command> --help` lists the command's own keys; any other `key=value` is an override of the
 training configuration, on top of the `setting`. The bench writes each result to a file in `out` at
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from training.config.compose import read_config
-from training.config.schema import Natural
+from training.config.schema import Natural, Positive
 
 Figures: TypeAlias = dict[str, Any]
 """Result of a measurement: name of a figure with its unit, such as step_ms -> number or text."""
@@ -137,6 +138,29 @@ class SeedsConfig(BenchConfig):
     """Keys of the commands `precision` and `memory`; each seed trains for `steps` steps."""
 
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+
+
+@dataclass(frozen=True)
+class SpeedrunConfig(SeedsConfig):
+    """Keys of the command `speedrun`, which measures rows of the leaderboard in docs/speedrun.md.
+
+    Without overrides the command measures the rows of tables.yaml. With overrides it measures one
+    row, with these overrides and the name `name`. Overrides of the data, of sampling and of `fd`
+    apply to the baseline too.
+    """
+
+    setting: str | None = "digits"
+    """Data and model size of the runs: digits (16 tokens) or deep (64 tokens, eight blocks)."""
+    rows: Words = field(default_factory=list)
+    """Names of the rows to measure; empty: all."""
+    baseline: str = "mamba"
+    """Name of the row with which the others are compared."""
+    samples: Positive = 25_600
+    """Training samples of the baseline's runs."""
+    speedups: list[float] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0, 2.5, 3.0])
+    """Speed-ups to try, in ascending order, until every figure is worse than the baseline's."""
+    sets: Positive = 2
+    """Number of sets of generated samples over which a distance is averaged."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
 to fast training promise, and the benchmark that checks it on a GPU."""
 CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
 """GPU models that are the columns of the table of hardware in docs/kernels.md."""
-UNITS = {"G": 1e9, "MiB": 2**20, "GiB": 2**30}
+UNITS = {"M": 1e6, "G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
 def fill(part: str, **facts: Any) -> str:

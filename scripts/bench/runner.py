@@ -44,7 +44,10 @@ or ends."""
 MAX_WAIT_SECONDS = 1e6
 """Largest timeout in seconds that is given to the operating system, which refuses an infinite
 one."""
-MEASURED_FOLDERS = ("accel", "common", "conf", "data", "encoding", "models", "scripts", "training")
+MEASURED_FOLDERS = (
+    *("accel", "common", "conf", "data", "encoding", "evaluation"),
+    *("models", "sampling", "scripts", "training"),
+)
 """Folders whose code may change a measurement; `hash_code` hashes their .py and .yaml files."""
 UNMEASURED_FILES = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
 """Files that `hash_code` leaves out, because they only plan cases and store or publish results. A
@@ -246,6 +249,8 @@ class Runner:
         if not self.machine:
             self.ensure_child(case)
         keys = asdict(replace(job.cfg, out="", again=None, name=None))
+        # Leave out the choice of rows: it says which cases to measure, not how.
+        keys.pop("rows", None)
         return {
             "hardware": self.machine["hardware"],
             "versions": self.machine["versions"],

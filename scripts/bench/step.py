@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,15 +127,20 @@ class Workload(Loop):
         }
 
 
-def time_steps(loops: Mapping[str, Loop], steps: int, repeats: int) -> dict[str, list[float]]:
-    """Times the loops in turn, after a warm-up step of each loop. Returns name of a loop -> its
-    milliseconds per step in each of the `repeats` rounds."""
+def time_steps(
+    loops: Mapping[str, Loop],
+    steps: int,
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Times the loops in turn by `clock`, after a warm-up step of each loop. Returns name of a loop
+    -> its milliseconds per step in each of the `repeats` rounds."""
     for loop in loops.values():
         loop.prepare()
         loop.run(1)
     device = next(iter(loops.values())).device
     runs = {name: partial(loop.run, steps) for name, loop in loops.items()}
-    seconds = time_in_turn(runs, repeats, device, prepare=lambda name: loops[name].prepare())
+    seconds = time_in_turn(runs, repeats, device, lambda name: loops[name].prepare(), clock)
     return {name: [1e3 * s / steps for s in values] for name, values in seconds.items()}
 
 
