@@ -12,7 +12,7 @@ from models.mixers.selective_scan import SelectiveScan
 from models.mixers.zigzag_ssd import ZigzagSSD
 
 FAMILIES = {
-    "mamba": {"mixer": partial(BidirectionalSSD, expand=2, state_dim=16)},
+    "mamba": {"mixer": partial(BidirectionalSSD, expand=2, state_dim=16, columns=True)},
     "ssd_mlp": {"mixer": partial(BidirectionalSSD, expand=1, state_dim=16), "mlp_ratio": 8 / 3},
     "dit": {"mixer": Attention, "mlp_ratio": 8 / 3},
     "zigzag": {"mixer": partial(ZigzagSSD, expand=2, state_dim=16)},

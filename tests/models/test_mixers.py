@@ -1,5 +1,6 @@
 """Token mixers: initial values, windows, rotary positions, and the paths of the scans."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from models.mixers.attention import Attention, axial_rotations
 from models.mixers.bidirectional_ssd import BidirectionalSSD
 from models.mixers.selective_scan import SelectiveScan
 from models.mixers.zigzag_ssd import PATHS, make_zigzag_path
-from tests.harness.denoisers import fill_zero_layers, make_denoiser, make_inputs
+from tests.harness.denoisers import FAMILIES, fill_zero_layers, make_denoiser, make_inputs
 
 
 def make_mixer(kind, *arguments, **sizes):
@@ -139,3 +140,28 @@ def test_a_zigzag_model_is_a_plain_one_with_gathers_around_each_mixer(family):
         block.rows_0 = block.rows_1 = None
     inputs = make_inputs(model)
     torch.testing.assert_close(model(*inputs), reference(*inputs))
+
+
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp"])
+@pytest.mark.parametrize("grid", [(2, 4), (3, 5)])
+def test_odd_blocks_scan_columns_as_a_plain_layer_scans_the_transposed_grid(grid, family):
+    """The reference transposes the tokens around plain layers, and has no order in its norms."""
+    rows, columns = grid
+    shape = {"height": 2 * rows, "width": 2 * columns, "depth": 5}
+    mixer = partial(FAMILIES[family]["mixer"], columns=True)
+    model = fill_zero_layers(make_denoiser(family, mixer=mixer, **shape))
+    reference = make_denoiser(family, mixer=partial(mixer, columns=False), **shape)
+    reference.load_state_dict(model.state_dict())
+    for block in reference.blocks[1::2]:
+        layer = block.layers[0]
+        layer.grid = (columns, rows)
+        plain = layer.forward
+
+        def scan_transposed(h, plain=plain):
+            y = plain(h.unflatten(1, grid).transpose(1, 2).flatten(1, 2))
+            return y.unflatten(1, (columns, rows)).transpose(1, 2).flatten(1, 2)
+
+        layer.forward = scan_transposed
+    inputs = make_inputs(model)
+    torch.testing.assert_close(model(*inputs), reference(*inputs))
+    assert model.flops_per_sample() == reference.flops_per_sample()
