@@ -11,10 +11,13 @@ import os
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from training.config.compose import Composed, compose_from_hydra, report_user_errors
 from training.distributed.exit import run_app
+from training.sweeps import run_trial
 
 # Silence PyTorch's profiler: its messages about the profiled warm-up step do not help users.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -26,12 +29,14 @@ def train(composed: Composed) -> dict[str, Any]:
     from common.terminal import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
+    from training.averages import Snapshots
     from training.config.build import build  # imported here: importing torch slows down --help
     from training.distributed.exit import Request, StopRequest
     from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
-    from training.metrics import SafeLogger, format_log_line, format_summary
+    from training.metrics import SafeLogger
     from training.run import Run
+    from training.terminal import format_log_line, format_summary
     from training.weights.adapter_base import insert_pretrained
     from training.weights.pretrained import build_autoencoder
 
@@ -62,6 +67,8 @@ def train(composed: Composed) -> dict[str, Any]:
     checkpoints = run.open_checkpoints()
     described = describe_run(composed, spec, ledger, training.base)
     origin = restore(cfg, state, checkpoints, described)
+    snapshots = Snapshots(training, run.folder, described)
+    origin += ranks.broadcast_result(snapshots.prepare)
     progress = Progress(
         cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
     )
@@ -122,6 +129,9 @@ def train(composed: Composed) -> dict[str, Any]:
                 end_if_failed(training, run.folder, batches, checkpoints, request)
             if draw_due:
                 draw()
+            # Write the snapshot before the checkpoint, because a run that resumes from the
+            # checkpoint does not write earlier snapshots again.
+            snapshots.save_if_due()
             if save_due:
                 save(scores)
             run.write_time(state, saved=save_due)
@@ -149,9 +159,12 @@ def train(composed: Composed) -> dict[str, Any]:
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        return run_trial(train, cfg)
     with report_user_errors():
         train(compose_from_hydra(cfg))
+    return None
 
 
 if __name__ == "__main__":

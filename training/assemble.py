@@ -23,7 +23,9 @@ from data.loader import Batch, LatentLoader, LatentSpec
 from models.adapters import count_passes
 from models.denoiser import Denoiser
 from models.sampler import check_guidance
+from training.averages import LENGTHS, PowerAverage
 from training.checkpoint.load import (
+    EVALUATION,
     find_branch,
     find_newest_verified,
     find_weights_file,
@@ -203,6 +205,10 @@ def assemble(
     loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks)
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
     check_guidance(loader.spec, cfg.sampling.guidance, "sampling.guidance")
+    if cfg.sweep_metric == "eval_loss" and not loader.held_out_count:
+        raise UserError(
+            "sweep_metric=eval_loss needs held-out samples, and the data have none; choose loss."
+        )
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
 
@@ -220,7 +226,8 @@ def assemble(
     optimizer = build_optimizer(cfg.optim, model, stack)
 
     # Build the state of the run, and the step, which changes that state.
-    ema = EMA(model, **to_kwargs(cfg.ema))
+    ema = EMA(model, cfg.ema.half_life_samples, cfg.ema.ramp)
+    lengths = LENGTHS if cfg.ema.snapshots else ()
     schedule = Schedule(total_samples=cfg.total_samples, **to_kwargs(cfg.schedule))
     peak = find_peak_flops(device, stack.precision)
     meter = Meter(
@@ -230,6 +237,7 @@ def assemble(
     if cfg.guards.spike_sigmas:
         spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
+    state.power_averages = [PowerAverage(model, length) for length in lengths]
     step = stack.on_step(TrainStep(cfg, state, objective, schedule))
     return Training(
         cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base
@@ -262,6 +270,7 @@ def describe_run(
         "spec": spec.as_dict(),
         "choices": composed.choices,
         "ledger": ledger.as_dict(),
+        "evaluation": EVALUATION,
     }
 
 
@@ -308,6 +317,7 @@ def restore(
         except ValueError as error:
             raise UserError(f"init_from={cfg.init_from}: {error}") from error
         load_weights(state.model, tensors)
-        state.ema.load_state_dict({name: p.detach() for name, p in state.model.named_parameters()})
+        for average in (state.ema, *state.power_averages):
+            average.load_state_dict({n: p.detach() for n, p in state.model.named_parameters()})
         return f"starting with the weights of {file}{rows}"
     return "starting from scratch"

@@ -35,14 +35,16 @@ def evaluate(training: Training) -> dict[str, float]:
     `eval_loss` over all t, and one value for each quarter of the range of t; empty if there are no
     held-out samples.
 
-    Noise and t are the same at every call, so losses of different steps are comparable. Each rank
-    evaluates a part of the batches.
+    Noise and t are the same at every call, so losses of different steps are comparable. t does not
+    depend on the objective (see `compute_held_out_times`). Each rank evaluates a part of the
+    batches.
     """
     batches = training.loader.held_out(training.micro_batch)
     count = -(-training.loader.held_out_count // training.micro_batch)
 
     def compute_losses(batch: Batch) -> Tensor:
-        return torch.stack(training.step.compute_losses(batch, held_out=True), dim=1).double().cpu()
+        losses = training.step.compute_losses(batch, held_out=True)
+        return torch.stack((losses.flow, losses.t), dim=1).double().cpu()
 
     with training.state.use_averages():
         rows = share_work(batches, count, "batches of evaluation", training.ranks, compute_losses)

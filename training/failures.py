@@ -90,25 +90,17 @@ def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path
 
 @torch.no_grad()
 def describe_samples(training: Training, batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Returns a dict (id, position, label, t, loss) for each sample of the step, those of all
-    ranks, sorted by the sample's position in the training stream."""
+    """Returns a dict (id, position, label, t, loss, extra terms) for each sample of the step, those
+    of all ranks, sorted by the sample's position in the training stream."""
     rows = []
     for batch in batches:
-        loss, t = training.step.compute_losses(batch)
-        columns = (batch.position, batch.ids, batch.labels, t, loss)
-        rows += zip(*(column.tolist() for column in columns), strict=True)
+        losses = training.step.compute_losses(batch)
+        columns = {"id": batch.ids, "position": batch.position, "label": batch.labels}
+        columns |= {"t": losses.t, **losses.name_terms()}
+        for values in zip(*(column.tolist() for column in columns.values()), strict=True):
+            rows.append(dict(zip(columns, map(to_json_number, values), strict=True)))
     rank_rows = training.ranks.gather_objects(rows)
-    all_rows = sorted(row for rows in rank_rows for row in rows)
-    return [
-        {
-            "id": i,
-            "position": position,
-            "label": label,
-            "t": to_json_number(t),
-            "loss": to_json_number(loss),
-        }
-        for position, i, label, t, loss in all_rows
-    ]
+    return sorted((row for rows in rank_rows for row in rows), key=lambda row: row["position"])
 
 
 def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any]:
@@ -239,7 +231,8 @@ def count_lasting_bytes(training: Training) -> LastingBytes:
     state."""
     step = training.step
     sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
-    averages = sum(to_local(average).nbytes for average in training.state.ema.averages)
+    kept = (training.state.ema, *training.state.power_averages)
+    averages = sum(to_local(tensor).nbytes for average in kept for tensor in average.averages)
 
     # Count the bytes of the optimizer's state, and separately the bytes of tensors that techniques
     # keep in host memory.

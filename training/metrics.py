@@ -1,5 +1,5 @@
-"""Measures the metrics of a run, writes them to metrics.jsonl, formats them for the terminal, and
-passes them to an optional logger.
+"""Measures the metrics of a run, writes them to metrics.jsonl, and passes them to an optional
+logger.
 
 metrics.jsonl has one line per logged step, a JSON object. If writing or logging fails, the run
 continues.
@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -24,7 +25,7 @@ from accel.evidence import count_graphs, explain_last_graph
 from common.files import rename, write_atomically
 from common.text import is_figure, replace_non_finite, shorten_error, to_json
 from training.distributed.ranks import SINGLE, Ranks
-from training.goodput import CLOCK, format_shares
+from training.goodput import CLOCK
 from training.step import StepOutput
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run folder."""
-WINDOW_SUMS = ("loss", "skipped", "backed_off", "in_row")
-"""Attributes of `Meter`, scalars on the device, that a checkpoint stores, so that a resumed run
-continues the log window in which the checkpoint was saved."""
+WINDOW_SUMS = ("skipped", "backed_off", "in_row")
+"""Attributes of `Meter`, scalars on the device, that a checkpoint stores with `Meter.losses`, so
+that a resumed run continues the log window in which the checkpoint was saved."""
 TRAINING_KINDS = ("steps", "data_wait")
 """Kinds of time (see training/goodput.py) that make up the training time, from which rates are
 computed."""
@@ -43,10 +44,10 @@ Arguments = ParamSpec("Arguments")
 
 @dataclass
 class Meter:
-    """Sums loss and skipped steps on the device over a log window, which is the steps between two
+    """Sums losses and skipped steps on the device over a log window, which is the steps between two
     reports, and measures the window's training time with the run's clock.
 
-    The loss is the mean over ranks and over steps that were not skipped. `data_wait` and memory are
+    A loss is the mean over ranks and over steps that were not skipped. `data_wait` and memory are
     the maximum over ranks; `batch_size` is global and `mfu` per rank. Memory is the peak of a
     window, `memory_reserved_peak` the peak of this process so far. `gpu_busy` is an estimate: the
     profiler's kernel time of a warm-up step, as a share of the window's time per step. The rates
@@ -103,9 +104,11 @@ class Meter:
     def begin_window(self) -> None:
         """Begins a log window: sets its sums to 0, and stores the clock's seconds so far, from
         which `report` computes the seconds of the window."""
-        # Sum the loss in fp64: with `log_every=0` a window is the whole run, and a sum over all its
-        # steps is too inexact in fp32.
-        self.loss = torch.zeros((), dtype=torch.float64)
+        # Sum the losses in fp64: with `log_every=0` a window is the whole run, and a sum over all
+        # its steps is too inexact in fp32.
+        self.losses = defaultdict(partial(torch.zeros, (), dtype=torch.float64))
+        """Metric `loss`, or `loss_<name>` of an extra term of the objective -> sum over the window
+        of this rank's means, without skipped steps."""
         self.skipped: Tensor | float = 0.0
         self.backed_off: Tensor | float = 0.0
         self.steps = 0
@@ -151,9 +154,11 @@ class Meter:
         self.expected_graphs += count_graphs() - graphs_before
 
     def update(self, output: StepOutput) -> None:
-        """Adds the loss and the flags of one step to the window's sums, on the device."""
+        """Adds the losses and the flags of one step to the window's sums, on the device."""
         self.grad_norm = output.grad_norm
-        self.loss = torch.where(output.skipped > 0, 0.0, output.loss) + self.loss  # stays fp64
+        for name, loss in output.losses.items():
+            kept = torch.where(output.skipped > 0, 0.0, loss)
+            self.losses[name] = kept + self.losses[name]  # stays fp64
         self.skipped = output.skipped + self.skipped
         self.backed_off = output.backed_off + self.backed_off
         self.in_row = (output.skipped + self.in_row) * output.skipped
@@ -177,16 +182,18 @@ class Meter:
         """Returns this rank's sums over the current log window, and the number of steps in that
         window, without waiting for the device."""
         sums = {name: torch.as_tensor(getattr(self, name)) for name in WINDOW_SUMS}
-        return sums | {"steps": self.steps}
+        return sums | self.losses | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
         """Continues the log window that a checkpoint stored. The time of the window starts now, so
         the first rate after a resume covers only new steps."""
         self.begin_window()
         for name in WINDOW_SUMS:
-            # Convert the loss to fp64, because earlier versions saved it in fp32.
-            dtype = torch.float64 if name == "loss" else torch.float32
-            setattr(self, name, torch.as_tensor(state[name]).reshape(()).to(dtype))
+            setattr(self, name, torch.as_tensor(state[name]).reshape(()).float())
+        # Convert the losses to fp64, because earlier versions saved the loss in fp32.
+        for name in state:
+            if name.startswith("loss"):
+                self.losses[name] = torch.as_tensor(state[name]).reshape(()).double()
         self.steps = int(state["steps"])
         self.carried = self.steps
 
@@ -196,7 +203,8 @@ class Meter:
         ranks = self.ranks
         # The mean loss includes the window's steps that an earlier process took; the rates include
         # only steps of this process.
-        loss = float(ranks.all_reduce(torch.tensor(float(self.loss), dtype=torch.float64)))
+        sums = torch.tensor([float(loss) for loss in self.losses.values()], dtype=torch.float64)
+        sums = ranks.all_reduce(sums)
         skipped = int(float(self.skipped))
         taken = self.steps - skipped
         self.sum_waits()
@@ -223,8 +231,9 @@ class Meter:
 
         rate = samples / seconds
         flops = rate * self.train_flops
+        means = sums / taken if taken > 0 else sums * math.nan
         report = {
-            "loss": loss / taken if taken > 0 else math.nan,
+            **dict(zip(self.losses, means.tolist(), strict=True)),
             "grad_norm": float(self.grad_norm),
             "lr": lr,
             "skipped": skipped,
@@ -384,51 +393,3 @@ class SafeLogger:
         its summary."""
         if kind is not None:
             self.finish(self.known)
-
-
-def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
-    """Formats the main metrics and the remaining time as one line for the terminal."""
-    parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
-    if "eval_loss" in metrics:
-        parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
-
-    # Show kernel distances only if there are no Fréchet distances, to keep the line short.
-    for kind in ("fd_", "kd_"):
-        distances = [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith(kind)]
-        parts += distances
-        if distances:
-            break
-    parts += [f"lr {metrics['lr']:.2e}", f"{metrics['samples_per_s']:.1f} samples/s"]
-    for name in ("mfu", "gpu_busy"):
-        if metrics.get(name) is not None:
-            parts.append(f"{name} {metrics[name]:.1%}")
-    parts.append(f"data wait {metrics['data_wait']:.1%}")
-
-    # Show these counts only if they are above 0, because in a healthy run they stay 0.
-    notes = {
-        "skipped": "{} steps skipped: their gradients were not finite or spikes",
-        "skipped_data": "{} samples of damaged data were replaced by others",
-        "backed_off": "{} steps spent on finding fp16's loss scale",
-    }
-    parts += [note.format(metrics[name]) for name, note in notes.items() if metrics.get(name)]
-    return "  ".join([*parts, time_left])
-
-
-def format_summary(summary: Mapping[str, Any]) -> str:
-    """Formats the summary as one line per value, aligned; leaves out the ledger, which the run
-    printed at its start."""
-    shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
-    if "time" in shown:
-        shown["time"] = format_shares(shown["time"])
-
-    damaged = summary.get("skipped_data") or {}
-    shown["skipped_data"] = "none"
-    if damaged:
-        names = ", ".join([*damaged][:5]) + ", …" * (len(damaged) > 5)
-        shown["skipped_data"] = (
-            f"{sum(damaged.values())} samples of {len(damaged)} damaged blocks were replaced by "
-            f"others: {names}"
-        )
-    width = max(map(len, shown))
-    values = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in shown.items()}
-    return "\n".join(f"  {k.ljust(width)}  {v}" for k, v in values.items())

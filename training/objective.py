@@ -5,20 +5,59 @@ Letters in shapes: B samples, C channels, H and W height and width of the latent
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
+from accel.kernels.counter_noise import MASK, Purpose, counter_normal, counter_uniform
 from common.errors import UserError
 from models.sampler import shift_times
 
 if TYPE_CHECKING:
     from data.loader import Batch
+
+GOLDEN = 0x9E3779B9
+"""2³² divided by the golden ratio, rounded to an odd number."""
+
+
+class Losses(NamedTuple):
+    """What an objective computes for the samples of a batch, in fp32. Training minimises the mean
+    of `flow` plus the means of all extra terms."""
+
+    flow: Float[Tensor, "B"]
+    """Loss of each sample; its mean is the metric `loss`, on held-out data `eval_loss`."""
+    t: Float[Tensor, "B"]
+    """Time of each sample."""
+    extra: Mapping[str, Float[Tensor, "B"]] = {}
+    """Name of an extra term -> the term of each sample, already multiplied by its weight. The mean
+    is the metric `loss_<name>`. The names must be the same in every training step; on held-out data
+    the extra terms are ignored."""
+
+    def name_terms(self) -> dict[str, Float[Tensor, "B"]]:
+        """Returns the terms that training minimises: name of the metric -> term."""
+        return {"loss": self.flow} | {f"loss_{name}": term for name, term in self.extra.items()}
+
+
+def compute_held_out_times(position: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """Returns the time t in (0, 1) of each held-out sample, in fp32. `position` is the sample's
+    place in the held-out split.
+
+    The time depends on the position only, so every evaluation, seed and objective has the same, and
+    held-out losses of different objectives can be compared. The times are quantiles of the standard
+    logit-normal distribution: t = sigmoid(Φ⁻¹(u)) with u = frac(1/2 + position/φ), where φ is the
+    golden ratio. The first n numbers u cover the interval (0, 1) more evenly than random numbers,
+    for every n: shares of them are wrong by O(log n / n) instead of O(1/√n) (Knuth, "The Art of
+    Computer Programming", volume 3, section 6.4, Fibonacci hashing).
+    """
+    # Compute u as an odd multiple of 2⁻³³ with integers, which are exact on every device. An
+    # overflow of the product does no harm, because its low 32 bits are right.
+    place = (position * GOLDEN + (1 << 31)) & MASK
+    u = (place.double() + 0.5) / 2.0**32
+    return torch.sigmoid(torch.special.ndtri(u)).float()
 
 
 @dataclass
@@ -28,8 +67,9 @@ class FlowMatching:
 
     The path from latents z to noise ε is x = (1-t)·z + t·ε, and the target velocity is v = ε - z
     (Lipman et al. 2023; Liu et al. 2023). t is logit-normal (`logit_mean`, `logit_std`; Esser et
-    al. 2024), then shifted by `timestep_shift`. The null label replaces a share `label_dropout` of
-    the labels: classifier-free guidance needs a model that is also trained without labels.
+    al. 2024), then shifted by `timestep_shift`; on held-out data `compute_held_out_times` gives t.
+    The null label replaces a share `label_dropout` of the labels: classifier-free guidance needs a
+    model that is also trained without labels.
     """
 
     logit_mean: float = 0.0
@@ -57,9 +97,10 @@ class FlowMatching:
         null_label: int,
         drop_path_depth: int = 0,
         held_out: bool = False,
-    ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
-        """Returns loss and time t of each sample, both in fp32. Noise, t and dropped labels depend
-        only on (seed, position); training and held-out data draw different values.
+    ) -> Losses:
+        """Returns loss and time t of each sample. Noise, t and dropped labels depend only on (seed,
+        position), on held-out data t only on the position; training and held-out data have
+        different values.
 
         `drop_path_depth` is the number of blocks with stochastic depth; 0 if the model has none.
         """
@@ -71,16 +112,16 @@ class FlowMatching:
         # draws the same values.
         purpose = Purpose.EVAL_NOISE if held_out else Purpose.NOISE
         noise = counter_normal(seed, purpose, position, latents.shape[1:])
-        purpose = Purpose.EVAL_TIME if held_out else Purpose.TIME
-        normal = counter_normal(seed, purpose, position, (1,)).squeeze(1)
-        t = shift_times(
-            torch.sigmoid(self.logit_mean + self.logit_std * normal), self.timestep_shift
-        )
 
-        # In training only, replace a share of the labels by the null label, and drop blocks by
-        # stochastic depth.
+        # In training only, draw t, replace a share of the labels by the null label, and drop blocks
+        # by stochastic depth.
         extra = {}
-        if not held_out:
+        if held_out:
+            t = compute_held_out_times(position)
+        else:
+            normal = counter_normal(seed, Purpose.TIME, position, (1,)).squeeze(1)
+            t = torch.sigmoid(self.logit_mean + self.logit_std * normal)
+            t = shift_times(t, self.timestep_shift)
             drop = counter_uniform(seed, Purpose.LABEL_DROP, position).squeeze(1)
             labels = torch.where(drop < self.label_dropout, null_label, labels)
             if drop_path_depth:
@@ -91,4 +132,5 @@ class FlowMatching:
         # Compare the model's velocity at x with the velocity of the path, noise - latents.
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
         velocity = model(x, t, labels, **extra)
-        return (velocity.float() - (noise - latents)).square().mean(dim=(1, 2, 3)), t
+        error = velocity.float() - (noise - latents)
+        return Losses(error.square().mean(dim=(1, 2, 3)), t)

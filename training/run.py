@@ -27,6 +27,7 @@ from common.files import (
 from common.text import replace_non_finite
 from training.assemble import Training
 from training.checkpoint.load import (
+    ADDED_KEYS,
     MUST_MATCH,
     describe_difference,
     find_branch,
@@ -42,11 +43,12 @@ from training.config.schema import TrainConfig
 from training.distributed.exit import RESUMABLE_EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
 from training.goodput import CLOCK, MAINTENANCE_KINDS, READ_ERRORS, TIME_FILE, explain_bound
-from training.metrics import METRICS_FILE, MetricsFile, SafeLogger, format_summary, read_metrics
+from training.metrics import METRICS_FILE, MetricsFile, SafeLogger, read_metrics
 from training.state import TrainState
+from training.terminal import format_summary
 from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
-EARLIER_RUN_FILES = ("checkpoints/step-*", "summary.json")
+EARLIER_RUN_FILES = ("checkpoints/step-*", "averages/samples-*", "summary.json")
 """Patterns of files in a run folder; if one matches, the folder already holds a run."""
 
 
@@ -55,8 +57,9 @@ class Run:
 
     The folder holds config.yaml (the composed configuration, with interpolations unresolved and
     secrets hidden), environment.json, ledger.json, kernels.json and tuning.json (if kernels or
-    techniques were chosen by measuring), metrics.jsonl, time.json, samples/, checkpoints/ and
-    summary.json. Only the first rank writes files other than checkpoints.
+    techniques were chosen by measuring), metrics.jsonl, time.json, samples/, checkpoints/,
+    averages/ (if `ema.snapshots` is set) and summary.json. Only the first rank writes files other
+    than checkpoints.
     """
 
     def __init__(self, composed: Composed) -> None:
@@ -247,7 +250,10 @@ class Run:
             old = {}
             new = {}
         for part in MUST_MATCH:
-            then, now = (flatten_known(select_identity(config)[part]) for config in (old, new))
+            then = flatten_known(select_identity(old)[part])
+            now = flatten_known(select_identity(new)[part])
+            # A key that an earlier version lacked has no effect on a finished run.
+            now = {key: value for key, value in now.items() if key in then or key not in ADDED_KEYS}
             other = describe_difference(then, now)
             if other:
                 raise UserError(f"{state} of another {part}: {other}; use a new run_dir.")
@@ -298,6 +304,7 @@ class Run:
         summary = {
             "loss": latest.get("loss"),
             "eval_loss": latest.get("eval_loss"),
+            **{name: latest[name] for name in self.cfg.fd.list_scores() if name in latest},
             "steps": state.step,
             "samples": state.samples,
             "samples_per_s": rate,

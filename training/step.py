@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from accel.composite_optimizer import is_fused, split_parts
 from accel.sharding import replicate_like, slice_like, to_local, total_norm
@@ -17,6 +19,7 @@ from common.errors import UserError
 from data.loader import Batch
 from models.adapters import find_trained_parameters
 from training.config.schema import TrainConfig
+from training.objective import Losses
 from training.optimizers import Schedule
 
 if TYPE_CHECKING:
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
 class StepOutput(NamedTuple):
     """Results of one training step, as scalar tensors on the device."""
 
-    loss: Tensor
-    """Mean loss over this rank's samples of the step."""
+    losses: Mapping[str, Tensor]
+    """Mean over this rank's samples of the step of each term that training minimises: `loss`, and
+    `loss_<name>` for each extra term of the objective."""
     grad_norm: Tensor
     """Norm of the gradient before clipping."""
     skipped: Tensor
@@ -39,23 +43,17 @@ class StepOutput(NamedTuple):
     """1.0 if nothing changed because fp16's loss scale was too large, which is normal while the
     scale is being searched; otherwise 0.0."""
 
+    @property
+    def loss(self) -> Tensor:
+        """The loss without extra terms."""
+        return self.losses["loss"]
 
-class EMA:
-    """Exponential moving average of the parameters in fp32, with its half-life in samples.
 
-    The update is ema ← ema + w·(parameter - ema), with w = 1 - 0.5^(batch / half_life). The
-    half-life is `half_life_samples`, but at most `ramp` times the samples seen, so that the initial
-    weights do not dominate the average early in training (Karras et al. 2024, EDM2).
-    """
+class MovingAverage:
+    """Average of the parameters in fp32, which each step moves towards the new parameters:
+    average ← average + w·(parameter - average). Subclasses compute the weight w."""
 
-    def __init__(self, model: nn.Module, half_life_samples: float, ramp: float = 0.05) -> None:
-        if half_life_samples <= 0.0 or ramp <= 0.0:
-            raise UserError(
-                f"ema.half_life_samples={half_life_samples} and ema.ramp={ramp} must be above 0."
-            )
-
-        self.half_life_samples = half_life_samples
-        self.ramp = ramp
+    def __init__(self, model: nn.Module) -> None:
         named = find_trained_parameters(model)
         self.names = list(named)
         self.parameters = list(named.values())
@@ -70,12 +68,6 @@ class EMA:
         for part in split_parts([{"params": self.parameters}]):
             parameters = [p for group in part for p in group["params"]]
             self.parts.append([(p, average_by_parameter[p]) for p in parameters])
-
-    def compute_weight(self, samples: int, batch_size: int) -> float:
-        """Returns the weight w of the new parameters in the average, for the step after which the
-        run has seen `samples` samples."""
-        half_life = min(self.half_life_samples, self.ramp * samples)
-        return 1.0 - 0.5 ** (batch_size / max(half_life, 1e-8))
 
     @torch.no_grad()
     def update(self, weight: Tensor) -> None:
@@ -130,6 +122,31 @@ class EMA:
             )
         for name, average in averages.items():
             to_local(average).copy_(slice_like(state[name], average))
+
+
+class EMA(MovingAverage):
+    """Exponential moving average of the parameters in fp32, with its half-life in samples.
+
+    The weight of the new parameters is w = 1 - 0.5^(batch / half_life). The half-life is
+    `half_life_samples`, but at most `ramp` times the samples seen, so that the initial weights do
+    not dominate the average early in training (Karras et al. 2024, EDM2).
+    """
+
+    def __init__(self, model: nn.Module, half_life_samples: float, ramp: float = 0.05) -> None:
+        if half_life_samples <= 0.0 or ramp <= 0.0:
+            raise UserError(
+                f"ema.half_life_samples={half_life_samples} and ema.ramp={ramp} must be above 0."
+            )
+
+        super().__init__(model)
+        self.half_life_samples = half_life_samples
+        self.ramp = ramp
+
+    def compute_weight(self, samples: int, batch_size: int) -> float:
+        """Returns the weight w of the new parameters in the average, for the step after which the
+        run has seen `samples` samples."""
+        half_life = min(self.half_life_samples, self.ramp * samples)
+        return 1.0 - 0.5 ** (batch_size / max(half_life, 1e-8))
 
 
 class SpikeGuard:
@@ -225,26 +242,30 @@ class TrainStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
         self.ema_weight = torch.zeros((), device=device)
+        self.power_averages = [(a, torch.zeros((), device=device)) for a in state.power_averages]
+        """Pairs (power-function average, its weight w as a scalar tensor on the device)."""
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         """Number of samples that the run has seen before the step, as a tensor of shape (1,) on the
         device."""
         self.lr = self.base_lrs[0]
 
     def schedule(self, samples: int) -> None:
-        """Sets learning rates, EMA weight and position for the next step, before which the run has
-        seen `samples` samples."""
+        """Sets learning rates, weights of the averages and position for the next step, before which
+        the run has seen `samples` samples."""
         end = samples + self.batch_size
         factor = self.lr_schedule(end, self.batch_size)
         self.lr = self.base_lrs[0] * factor
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             rate = base * factor
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        self.ema_weight.fill_(self.ema.compute_weight(end, self.batch_size))
+        for average, weight in [(self.ema, self.ema_weight), *self.power_averages]:
+            weight.fill_(average.compute_weight(end, self.batch_size))
         self.position.fill_(samples)
 
-    def compute_losses(self, batch: Batch, held_out: bool = False) -> tuple[Tensor, Tensor]:
-        """Returns loss and time t of each sample, both of shape (B,)."""
-        return self.objective.compute_losses(
+    def compute_losses(self, batch: Batch, held_out: bool = False) -> Losses:
+        """Returns what the objective computes for each sample. A user's objective may also return a
+        plain tuple (loss, t), without extra terms."""
+        losses = self.objective.compute_losses(
             self.forward,
             batch,
             seed=self.seed,
@@ -252,6 +273,7 @@ class TrainStep:
             drop_path_depth=self.model.depth if self.model.drop_path else 0,
             held_out=held_out,
         )
+        return Losses(*losses)
 
     def __call__(self, batches: Sequence[Batch]) -> StepOutput:
         return self.update(batches)
@@ -259,7 +281,7 @@ class TrainStep:
     def take_step(self, batches: Sequence[Batch]) -> StepOutput:
         """Takes one optimizer step on its micro-batches. Techniques may wrap this method; the
         attribute `update` is the method with all wrappers."""
-        total = self.accumulate(batches)
+        losses = self.accumulate(batches)
 
         # Decide on the device whether the parameters are updated.
         self.phase = "the optimizer"
@@ -271,7 +293,8 @@ class TrainStep:
             norm = norm / scale
             # If the loss is finite but the gradient norm is not, the loss scale was too large; at a
             # scale of 1 there is another cause.
-            backed_off = (~norm.isfinite() & total.isfinite() & (scale > 1.0)).float()
+            finite = torch.stack([*losses.values()]).isfinite().all()
+            backed_off = (~norm.isfinite() & finite & (scale > 1.0)).float()
         taken = norm.isfinite() if self.spikes is None else self.spikes.admit(norm)
         taken = taken.to(self.ema_weight.device)
 
@@ -281,27 +304,31 @@ class TrainStep:
             self.scaler.update((~norm.isfinite()).float())
         self.mark("optimizer")
         self.phase = "the averages"
-        self.ema.update(torch.where(taken, self.ema_weight, 0.0))
+        for average, weight in [(self.ema, self.ema_weight), *self.power_averages]:
+            average.update(torch.where(taken, weight, 0.0))
         self.mark("ema")
         self.optimizer.zero_grad(set_to_none=True)
         self.phase = "the pause between two steps"
-        output = StepOutput(total, norm, (~taken).float() - backed_off, backed_off)
-        return StepOutput(*(scalar.to(total.device) for scalar in output))
+        output = StepOutput(losses, norm, (~taken).float() - backed_off, backed_off)
+        return tree_map(lambda scalar: scalar.to(output.loss.device), output)
 
-    def accumulate(self, batches: Sequence[Batch]) -> Tensor:
-        """Accumulates the gradients of the mean loss over all micro-batches; returns this mean
-        loss, a scalar."""
-        losses = []
+    def accumulate(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
+        """Accumulates the gradients of the mean loss over all micro-batches, with the extra terms;
+        returns the mean of each term (see `Losses.name_terms`), a scalar."""
+        sums: dict[str, Tensor] = {}
         for i, batch in enumerate(batches):
             with self.synchronise(i + 1 == len(batches)):
                 self.phase = "the forward pass"
-                loss = self.compute_losses(batch)[0].mean() / len(batches)
+                terms = self.compute_losses(batch).name_terms()
+                means = {name: term.mean() / len(batches) for name, term in terms.items()}
+                loss = reduce(torch.add, means.values())
                 self.mark("forward")
                 self.phase = "the backward pass"
                 (loss if self.scaler is None else loss * self.scaler.scale).backward()
                 self.mark("backward")
-            losses.append(loss.detach())
-        return sum(losses[1:], losses[0])
+            for name, mean in means.items():
+                sums[name] = sums[name] + mean.detach() if name in sums else mean.detach()
+        return sums
 
     def update_parameters(self, grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
         """Divides the gradients by the loss scale, clips them to the norm `max_grad_norm`, and

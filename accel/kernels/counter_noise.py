@@ -29,7 +29,8 @@ MASK = 0xFFFFFFFF
 
 class Purpose(IntEnum):
     """Uses of random numbers; each use has independent numbers at every stream position. The hash
-    contains the use's number, so a changed number changes the random numbers of every run."""
+    contains the use's number, so a changed number changes the random numbers of every run. Earlier
+    versions used the number 7 for the times of held-out samples."""
 
     NOISE = 0
     TIME = 1
@@ -38,7 +39,6 @@ class Purpose(IntEnum):
     POSTERIOR = 4
     DROP_PATH = 5
     EVAL_NOISE = 6
-    EVAL_TIME = 7
     SAMPLE = 8
     SYNTHETIC = 9
     SAMPLE_STEP = 10

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from accel.composite_optimizer import is_fused
 from accel.evidence import NO_KERNEL_SEEN, Evidence
@@ -99,8 +100,9 @@ class CudaGraph(Technique):
 
 
 class CapturedUpdate:
-    """Wraps the step's function `update(batches)`, which returns a named tuple of scalars on the
-    device: runs it uncaptured until `armed` is True, then captures it once and replays the graph.
+    """Wraps the step's function `update(batches)`, which returns scalars on the device in a named
+    tuple that may hold dicts: runs it uncaptured until `armed` is True, then captures it once and
+    replays the graph.
 
     Batches are named tuples of tensors and must keep their number and shapes. All uncaptured calls
     and the capture run on one side stream, so that tensors which autograd keeps from earlier calls
@@ -113,7 +115,7 @@ class CapturedUpdate:
     """
 
     buffers: list[Tensor]
-    kind: Callable[..., Any]
+    structure: TreeSpec
     result: Tensor
 
     def __init__(self, update: GraphedUpdate, device: torch.device) -> None:
@@ -140,7 +142,7 @@ class CapturedUpdate:
         torch._foreach_copy_(self.buffers, tensors, non_blocking=True)
         graph.replay()
         # Clone the figures of the step, because the next replay overwrites them.
-        return self.kind(*self.result.clone().unbind())
+        return tree_unflatten(self.result.clone().unbind(), self.structure)
 
     def capture(self, batches: Sequence[Any]) -> torch.cuda.CUDAGraph:
         """Captures the update on copies of `batches`, which become the static buffers; returns the
@@ -156,7 +158,8 @@ class CapturedUpdate:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 try:
                     output = self.inner(static)
-                    self.result = torch.stack([t.float() for t in output])
+                    scalars, self.structure = tree_flatten(output)
+                    self.result = torch.stack([t.float() for t in scalars])
                 except Exception as error:
                     # Keep this error for the message, because PyTorch raises another error when the
                     # context ends, which does not name the cause.
@@ -172,6 +175,5 @@ class CapturedUpdate:
                 "runtime.cuda_graph=false."
             ) from failure or error
         self.buffers = [t for batch in static for t in batch]
-        self.kind = type(output)
         self.graph = graph
         return graph

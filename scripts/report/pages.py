@@ -164,7 +164,7 @@ class Curve(NamedTuple):
 
 
 TRAINING_PLOTS = (
-    Plot("Loss", "loss", "loss|eval_loss", log=True),
+    Plot("Loss", "loss", r"loss(_.+)?|eval_loss", log=True),
     Plot("Held-out loss by time t", "held-out loss", r"eval_loss_t[\d.]+_[\d.]+", log=True),
     Plot("Gradient norm", "norm before clipping", "grad_norm", log=True),
     Plot("Learning rate", "learning rate", "lr"),

@@ -123,7 +123,7 @@ def test_each_is_counted_learns_and_leaves_a_skipped_step_alone(way, plain_losse
     before = [copy_weights(training), read_state(training)]
     compute_losses = training.step.objective.compute_losses
     training.step.objective.compute_losses = lambda *a, **k: tuple(
-        t * float("nan") for t in compute_losses(*a, **k)
+        t * float("nan") for t in compute_losses(*a, **k)[:2]
     )
     assert training.take_step().skipped == 1
     assert_equal(copy_weights(training), before[0])

@@ -6,6 +6,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import accel.kernels
 from accel.kernels.counter_noise import Purpose
@@ -13,6 +14,7 @@ from accel.kernels.operator import MAX_SAMPLES_PER_LAUNCH, OPERATORS
 from accel.techniques.cuda_graph import CapturedUpdate
 from data.loader import Batch
 from tests.harness.operators import CASES, Sizes
+from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.pretended_gpu import Launching, pretend_graphs, run_backward
 from tests.harness.steps import allow_any_precision, tiny_training
 from tests.harness.words import CPU
@@ -26,6 +28,7 @@ STEPS = {
     "plain": ([], {}),
     "accumulation": (["accumulation_steps=2"], {}),
     "fp16": ([], {"precision": "fp16"}),
+    "an extra term": (EXTRA_TERM, {}),
     "spikes and drop path": (
         ["guards.spike_sigmas=6", "guards.spike_window=8", "model.drop_path=0.1"],
         {},
@@ -55,7 +58,8 @@ def train(words, values, graph, change=lambda training: None):
     outputs += [training.take_step() for _ in range(2)]
     training.state.load_state_dict(checkpoint)
     outputs += [training.take_step() for _ in range(2)]
-    return [[float(value) for value in output] for output in outputs], training
+    columns = [torch.cat([leaf.view(-1) for leaf in tree_leaves(output)]) for output in outputs]
+    return [column.tolist() for column in columns], training
 
 
 @pytest.mark.parametrize("kind", STEPS)

@@ -36,16 +36,16 @@ def plant_fault(kind: str, step: int) -> None:
     calls = iter(range(10**6))
 
     def failing(self: TrainStep, batch, held_out=False):
-        loss, t = losses(self, batch, held_out)
+        computed = losses(self, batch, held_out)
         if self.optimizer.state_dict()["state"] and next(calls) == step:
             if kind == "nan":
-                loss = loss * float("nan")
-            elif kind == "hang":
+                return computed._replace(flow=computed.flow * float("nan"))
+            if kind == "hang":
                 time.sleep(600)
             elif not (marker := Path(os.environ["FAULT_MARKER"])).exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-        return loss, t
+        return computed
 
     TrainStep.compute_losses = failing  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -269,6 +269,6 @@ def measure_kept_bytes(training, samples):
     numbers = torch.arange(samples, device=device)
     batch = Batch(latents, torch.zeros_like(numbers), numbers, numbers)
     with torch.compiler.set_stance("force_eager"), count_saved(training.model) as kept:
-        losses, _ = training.step.compute_losses(batch)
+        losses = training.step.compute_losses(batch)
     del losses
     return sum(kept.unmoved.values())

@@ -15,6 +15,7 @@ from evaluation.distances import Moments, frechet_distance
 from training.distributed.ranks import SINGLE
 from training.evaluate import evaluate
 from training.metrics import Meter
+from training.objective import Losses
 from training.step import EMA, SpikeGuard, StepOutput, TrainStep
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def test_the_loss_of_a_long_window():
     meter = Meter(batch_size=1, tokens=1, flops_per_sample=1, peak_flops=None)
     zero = torch.zeros(())
     for loss in losses:
-        meter.update(StepOutput(loss, zero, zero, zero))
+        meter.update(StepOutput({"loss": loss}, zero, zero, zero))
     assert relative_error(meter.report(lr=0.1)["loss"], exact_mean(losses)) < 1e-14
 
 
@@ -53,13 +54,13 @@ def test_gradients_and_loss_of_many_micro_batches():
     parameter = nn.Parameter(torch.ones(1000))
     slopes = draw_normal(512, 1000, mean=1.0, std=0.01).float()
     step = SimpleNamespace(
-        compute_losses=lambda slope: ((parameter * slope).sum().reshape(1), None),
+        compute_losses=lambda slope: Losses((parameter * slope).sum().reshape(1), slope),
         ema_weight=torch.zeros(()),
         synchronise=lambda last: nullcontext(),
         mark=lambda phase: None,
         scaler=None,
     )
-    loss = TrainStep.accumulate(step, list(slopes))
+    loss = TrainStep.accumulate(step, list(slopes))["loss"]
     exact = slopes.double().mean(0)
     assert relative_error(parameter.grad, exact) < 5e-6
     assert relative_error(loss, math.fsum(exact.tolist())) < 5e-6
@@ -132,7 +133,9 @@ def test_the_mean_of_held_out_losses():
             loader=loader,
             state=SimpleNamespace(use_averages=nullcontext),
             step=SimpleNamespace(
-                compute_losses=lambda batch, held_out: (losses[batch.position], t[batch.position])
+                compute_losses=lambda batch, held_out: Losses(
+                    losses[batch.position], t[batch.position]
+                )
             ),
         )
     )

@@ -20,7 +20,7 @@ def test_evaluation_is_fixed_and_uses_the_averages():
     assert evaluate(training) == losses
     batch = next(training.loader.held_out(1000))
     with training.state.use_averages(), torch.no_grad():
-        loss, t = training.step.compute_losses(batch, held_out=True)
+        loss, t, _ = training.step.compute_losses(batch, held_out=True)
     for i, name in enumerate(("t0.00_0.25", "t0.25_0.50", "t0.50_0.75", "t0.75_1.00")):
         inside = loss[(t >= i / 4) & (t < (i + 1) / 4)]
         assert losses[f"eval_loss_{name}"] == pytest.approx(inside.mean().item(), rel=1e-5)

@@ -1,13 +1,17 @@
-"""Flow matching: target, times, labels that are dropped, and draws by position."""
+"""Flow matching: target, times, labels that are dropped, and draws by position; extra terms of an
+objective, and the times of held-out samples."""
 
+import pytest
 import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.loader import Batch
 from models.sampler import shift_times
 from tests.harness.denoisers import fill_zero_layers, make_denoiser
+from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.steps import tiny_training
-from training.objective import FlowMatching
+from training.evaluate import evaluate
+from training.objective import FlowMatching, compute_held_out_times
 
 
 def make_batch(size):
@@ -25,17 +29,17 @@ def test_a_perfect_model_has_no_loss():
     """Where z is 0, the target v = ε - z is x / t."""
     batch = make_batch(64)
     batch = batch._replace(latents=torch.zeros_like(batch.latents))
-    losses, t = compute_losses(FlowMatching(), lambda x, t, y: x / t.view(-1, 1, 1, 1), batch)
+    losses, t, _ = compute_losses(FlowMatching(), lambda x, t, y: x / t.view(-1, 1, 1, 1), batch)
     assert losses.max() < 1e-10
     assert ((t > 0) & (t < 1)).all()
 
 
 def test_time_is_logit_normal_and_shifted():
-    _, t = compute_losses(FlowMatching(logit_mean=0.5, logit_std=0.7))
+    t = compute_losses(FlowMatching(logit_mean=0.5, logit_std=0.7)).t
     logit = torch.logit(t)
     assert abs(logit.mean() - 0.5) < 0.05
     assert abs(logit.std() - 0.7) < 0.05
-    _, shifted = compute_losses(FlowMatching(logit_mean=0.5, logit_std=0.7, timestep_shift=3.0))
+    shifted = compute_losses(FlowMatching(logit_mean=0.5, logit_std=0.7, timestep_shift=3.0)).t
     torch.testing.assert_close(shifted, shift_times(t, 3.0))
     assert (shifted > t).all()
 
@@ -66,6 +70,57 @@ def test_a_dropped_label_becomes_the_one_that_no_class_has():
 def test_draws_follow_the_position_not_the_batch():
     batch = make_batch(8)
     model = fill_zero_layers(make_denoiser("mamba", channels=1, height=4, width=4))
-    whole, _ = compute_losses(FlowMatching(), model, batch)
-    part, _ = compute_losses(FlowMatching(), model, Batch(*(t[3:5] for t in batch)))
-    torch.testing.assert_close(part, whole[3:5])
+    for held_out in (False, True):
+        whole = compute_losses(FlowMatching(), model, batch, held_out=held_out)
+        some = Batch(*(t[3:5] for t in batch))
+        part = compute_losses(FlowMatching(), model, some, held_out=held_out)
+        torch.testing.assert_close(part.flow, whole.flow[3:5])
+        torch.testing.assert_close(part.t, whole.t[3:5], rtol=0.0, atol=0.0)
+
+
+def measure_unevenness(u):
+    """The largest difference between the share of numbers below a limit, and the limit."""
+    u = u.double().sort().values
+    ranks = torch.arange(len(u), dtype=torch.float64)
+    return float(torch.maximum(u - ranks / len(u), (ranks + 1) / len(u) - u).max())
+
+
+@pytest.mark.parametrize("count", [1, 180, 1000])
+def test_held_out_times_are_quantiles(count):
+    """Their shares are those of the standard logit-normal distribution within 2.5 / n; those of
+    random numbers are off by more than 6 / n."""
+    t = compute_held_out_times(torch.arange(count))
+    assert measure_unevenness(torch.special.ndtr(torch.logit(t.double()))) < 2.5 / count
+    if count > 1:
+        random = torch.rand(count, generator=torch.Generator().manual_seed(0))
+        assert measure_unevenness(random) > 6.0 / count
+    far = compute_held_out_times(torch.arange(2**40, 2**40 + 1000))
+    assert ((far > 0.0) & (far < 1.0)).all()
+
+
+def test_held_out_losses_of_two_objectives_are_comparable():
+    """One model has one held-out loss: under another draw of t, extra terms or other batches."""
+    losses = evaluate(tiny_training())
+    draws = ["objective.logit_mean=1", "objective.logit_std=0.5", "objective.timestep_shift=3"]
+    for words in (draws, EXTRA_TERM, ["batch_size=5"]):
+        assert evaluate(tiny_training("mamba", *words)) == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_training_minimises_the_loss_and_the_extra_term(parts):
+    training = tiny_training("mamba", *EXTRA_TERM)
+    batch = next(training.loader)
+    flow, _, extra = training.step.compute_losses(batch)
+    parameters = list(training.model.parameters())
+    expected = torch.autograd.grad(flow.mean() + extra["size"].mean(), parameters)
+
+    chunks = zip(*(tensor.chunk(parts) for tensor in batch), strict=True)
+    means = training.step.accumulate([Batch(*columns) for columns in chunks])
+    torch.testing.assert_close([p.grad for p in parameters], [*expected], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(means, {"loss": flow.mean(), "loss_size": extra["size"].mean()})
+
+
+def test_an_objective_may_return_a_plain_tuple():
+    words = ["extensions=[tests]", "objective._target_=tests.harness.planted_objectives.PlainTuple"]
+    losses = tiny_training("mamba", *words).take_step().losses
+    assert losses == tiny_training().take_step().losses

@@ -19,6 +19,7 @@ from tests.harness.steps import (
     tiny_training,
 )
 from tests.harness.words import CPU
+from training.objective import Losses
 from training.step import EMA
 
 CUDA = torch.device("cuda")
@@ -34,7 +35,7 @@ def test_clipping_equals_pytorchs(fused):
     model, step, _, loader = assemble("mamba", "max_grad_norm=0.05", fused_adamw=fused)
     reference, other, _, other_loader = assemble("mamba", "max_grad_norm=0")
     step([next(loader)])
-    losses, _ = other.compute_losses(next(other_loader))
+    losses = other.compute_losses(next(other_loader)).flow
     losses.mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
     assert norm > 0.05
@@ -104,7 +105,9 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypat
     torch.use_deterministic_algorithms(True)
     with monkeypatch.context() as patch:
         patch.setattr(
-            training.step, "compute_losses", lambda batch: (losses(batch)[0] * torch.nan, None)
+            training.step,
+            "compute_losses",
+            lambda batch: Losses(losses(batch).flow * torch.nan, torch.tensor([])),
         )
         assert training.take_step().skipped == 1.0
     assert [float(training.take_step().skipped) for _ in range(3)] == [0.0] * 3

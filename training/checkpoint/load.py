@@ -24,7 +24,7 @@ from common.errors import UserError
 from common.files import read_object, rename
 from common.text import shorten_error
 from training.checkpoint.files import CHUNK_BYTES, RANK_FILE, WEIGHTS_FILES, assemble_state, flatten
-from training.config.schema import RuntimeConfig
+from training.config.schema import EmaConfig, RuntimeConfig
 from training.distributed.ranks import SINGLE, Ranks
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ MALFORMED_ERRORS = (
 HASH_DIGITS = 64
 """Number of hexadecimal digits of the hash at the start of a latent set's fingerprint; after the
 hash follow the names of the latents' normalisation, order and storage."""
+EVALUATION = "quantiles"
+"""How evaluations draw the time t of held-out samples, which a checkpoint states under
+`evaluation`: by fixed quantiles (see `compute_held_out_times` in training/objective.py). Earlier
+versions drew it as training does, and their checkpoints lack the entry. Scores `eval_loss` of the
+two kinds cannot be compared."""
 Result = TypeVar("Result")
 
 
@@ -281,8 +286,9 @@ of those versions. A comparison takes an absent key and this value as equal."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads the verified checkpoint in `folder` into `state`. Returns text that lists the settings
-    changed since the checkpoint was saved, "" if none was. ValueError if the checkpoint belongs to
+    """Loads the verified checkpoint in `folder` into `state`. Returns text that lists what has
+    changed since the checkpoint was saved, the settings and the evaluation; "" if nothing has.
+    ValueError if the checkpoint belongs to
     another run, or cannot be read. `run` is the description of this run that `describe_run`
     returns."""
     try:
@@ -291,11 +297,15 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
         content = {} if mismatch else assemble_state(folder, described, state.layouts, ranks)
         settings = described["settings"]
 
-        # A checkpoint of an earlier version lacks newer runtime keys. That run behaved as a run
-        # with the defaults of these keys, so fill in the defaults for the comparison.
-        if "runtime" in settings:
-            settings = settings | {"runtime": asdict(RuntimeConfig()) | settings["runtime"]}
+        # A checkpoint of an earlier version lacks newer runtime and ema keys. That run behaved as a
+        # run with the defaults of these keys, so fill in the defaults for the comparison.
+        for name, defaults in (("runtime", RuntimeConfig()), ("ema", EmaConfig())):
+            if name in settings:
+                settings = settings | {name: asdict(defaults) | settings[name]}
         changed = describe_difference(settings, run["settings"])
+        if described.get("evaluation") != run["evaluation"]:
+            note = "eval_loss draws t differently and is not comparable with earlier lines"
+            changed = f"{changed}, {note}" if changed else note
     except torch.OutOfMemoryError:
         raise
     except MALFORMED_ERRORS as error:
