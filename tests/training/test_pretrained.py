@@ -2,19 +2,27 @@
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sampling.load import load_run
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_named_set
 from tests.harness.steps import tiny_training
+from tests.harness.words import CPU, TINY_RUN
+from train import train
 from training.assemble import restore
 from training.checkpoint.files import make_header
+from training.checkpoint.load import read_state_file
 from training.checkpoint.save import Checkpoints
+from training.config.compose import compose, read_config
+from training.weights.adapter_base import insert_pretrained
+from training.weights.pretrained import load_pretrained, read_description
 
 
 def test_weights_of_another_run_start_a_new_one(run, tmp_path):
@@ -97,3 +105,90 @@ def test_weights_without_a_description_start_a_run_that_they_fit(tmp_path):
         r"label_embed.table.weight has shape \(4, .* and the file names no classes"
     ):
         start_from(tmp_path / "old.safetensors", other)
+
+
+# The scan's order of tokens belongs to the weights.
+
+SCAN_RUN = [*TINY_RUN, "save_every=1"]
+WAYS = ["run_dir", "resume", "init_from", "file"]
+
+
+def compose_scan(folder, columns, *words):
+    """Composes a run as if the model's file in conf/ had the order `columns`."""
+    composed = compose([*SCAN_RUN, f"run_dir={folder}", *words])
+    model, source = (
+        node | {"mixer": node["mixer"] | {"columns": columns}}
+        for node in (composed.cfg.model, composed.source["model"])
+    )
+    cfg = dataclasses.replace(composed.cfg, model=model)
+    return composed._replace(cfg=cfg, source=composed.source | {"model": source})
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory):
+    """A run whose description lacks the order, as in earlier versions, and one that scans columns
+    too. Read only."""
+    folder = tmp_path_factory.mktemp("scans")
+    train(compose([*SCAN_RUN, f"run_dir={folder / 'rows'}", "~model.mixer.columns"]))
+    train(compose_scan(folder / "columns", True))
+    return folder
+
+
+def start_with(run, way, folder):
+    """Returns run_dir and an override of a run that starts with the weights of `run`."""
+    if way == "run_dir":
+        return shutil.copytree(run, folder / "copy"), "resume=auto"
+    if way == "file":
+        return folder / "new", f"init_from={run / 'checkpoints/step-2/model.safetensors'}"
+    return folder / "new", f"{way}={run}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_run_keeps_the_order_of_the_weights_with_which_it_starts(
+    columns, way, scans, tmp_path, capsys
+):
+    run, word = start_with(scans / ("columns" if columns else "rows"), way, tmp_path)
+    train(compose_scan(run, not columns, word, "total_samples=32"))
+    sentence = f"need model.mixer.columns={str(columns).lower()}, so this run keeps"
+    assert capsys.readouterr().out.count(sentence) == 1
+    checkpoint = run / "checkpoints" / "step-4"
+    for model in (
+        read_config(run / "config.yaml")["model"],
+        read_state_file(checkpoint)["model"],
+        read_description(checkpoint / "ema.safetensors").model,
+    ):
+        assert model["mixer"]["columns"] is columns
+    blocks = load_pretrained(checkpoint / "ema.safetensors", CPU)[0].blocks
+    assert [block.rows_1 is not None for block in blocks] == [False, columns]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_command_that_asks_for_another_order_is_refused(way, scans, tmp_path):
+    run, word = start_with(scans / "rows", way, tmp_path)
+    with expect_refusal("model.mixer.columns=true: the weights in .* leave the word out"):
+        train(compose_scan(run, True, word, "model.mixer.columns=true"))
+
+
+def test_weights_without_a_description_take_the_order_of_the_command(scans, tmp_path):
+    file = tmp_path / "plain.safetensors"
+    save_file(load_file(scans / "columns/checkpoints/step-2/model.safetensors"), file)
+    for given in ([], ["model.mixer.columns=true"]):
+        composed = compose_scan(tmp_path / "run", True, f"init_from={file}", *given)
+        assert insert_pretrained(composed).cfg.model["mixer"]["columns"] is bool(given)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_finished_run_of_an_earlier_version_stays_finished(saved, scans, tmp_path, capsys):
+    run = shutil.copytree(scans / "rows", tmp_path / "run")
+    if not saved:
+        shutil.rmtree(run / "checkpoints")
+    train(compose_scan(run, True, *([] if saved else ["save_every=0"])))
+    assert "holds a finished run, of 16 samples; there is nothing to do" in capsys.readouterr().out
+
+
+def test_weights_without_an_order_draw_row_by_row(scans):
+    file = scans / "rows/checkpoints/step-2/ema.safetensors"
+    assert "columns" not in read_description(file).model["mixer"]
+    blocks = load_run(scans / "rows").model.blocks
+    assert all(block.rows_1 is None for block in blocks)
