@@ -51,6 +51,7 @@ GROUPS = [
     "data",
     "objective",
     "optim",
+    "recipe",
     "runtime",
     "logger",
     "experiment",
@@ -77,7 +78,8 @@ def test_a_default_stands_once():
     """What the dataclasses say is what composes."""
     job = compose(["source=x", "out=y"], "precompute_latents").cfg
     job_defaults = PrecomputeConfig(source="x", out="y")
-    for cfg, defaults in ((compose().cfg, TrainConfig()), (job, job_defaults)):
+    run = compose(["recipe=none"]).cfg
+    for cfg, defaults in ((run, TrainConfig()), (job, job_defaults)):
         differing = {key for key, value in vars(cfg).items() if value != getattr(defaults, key)}
         assert differing <= set(GROUPS)
     assert compose(["runtime=eager"]).cfg.runtime == RuntimeConfig()
@@ -89,6 +91,48 @@ def test_an_experiment_overrides_the_runtime_and_the_command_line_overrides_both
     runtime = compose(words).cfg.runtime
     assert runtime.on_unavailable.value == "degrade"
     assert not runtime.tf32
+
+
+RATES = {
+    "adafactor": 1e-1,
+    "adamw": 2e-3,
+    "adamw_4bit": 2e-3,
+    "adamw_8bit": 2e-3,
+    "adamw_fp8": 2e-3,
+    "muon": 2e-3,
+    "sgd": 3e-1,
+}
+"""Optimizer -> its learning rate for all models and data without a recipe."""
+
+
+def test_only_the_digits_have_a_recipe():
+    """Larger models, other data and the experiments keep their rates."""
+    assert [*RATES] == list_choices("optim")
+    for name, rate in RATES.items():
+        for words in (["model=mamba_s"], ["data=synthetic"], ["recipe=none"]):
+            cfg = compose([f"optim={name}", *words]).cfg
+            assert (cfg.optim["lr"], cfg.schedule.warmup_samples) == (rate, 1280)
+    for words, rate in (
+        (["experiment=fastrun", "data=synthetic"], 2e-3),
+        (["experiment=fastrun", "model=dit_s"], 2e-3),
+        (["experiment=fullrun"], 2e-4),
+        (["experiment=small_card"], 1e-4),
+    ):
+        assert compose(words).cfg.optim["lr"] == rate
+
+
+@pytest.mark.parametrize("recipe", list_choices("recipe"))
+def test_a_recipe_follows_from_the_choices(recipe):
+    """The command line has the last word."""
+    if recipe == "none":
+        assert compose(["optim=sgd"]).choices["recipe"] == recipe
+        return
+    data, optim, size = re.fullmatch("([a-z]+)_(.*)_([a-z]+)", recipe).groups()
+    words = [f"data={data}", f"optim={optim}", f"model=dit_{size}"]
+    tuned = compose(words)
+    assert tuned.choices["recipe"] == recipe
+    assert tuned.cfg.optim["lr"] != compose([*words, "recipe=none"]).cfg.optim["lr"]
+    assert compose([*words, "optim.lr=0.5"]).cfg.optim["lr"] == 0.5
 
 
 def test_help_is_quick_and_lists_groups_with_examples():

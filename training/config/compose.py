@@ -38,6 +38,7 @@ from training.config.words import (
     CONF_FOLDER,
     FOREIGN_DRAWING_KEYS,
     describe_unreadable,
+    list_choices,
     quote,
     refuse_foreign,
     refuse_form,
@@ -63,6 +64,21 @@ def make_mutable_schema(kind: type) -> DictConfig:
     return schema
 
 
+# conf/train.yaml uses this resolver for the folder of a sweep.
+OmegaConf.register_new_resolver(
+    "or_else", lambda value, other: other if value is None else os.path.expanduser(value)
+)
+
+
+def name_recipe(data: str, optim: str, model: str) -> str:
+    """Returns the name of the file in conf/recipe for these choices: `<data>_<optim>_<size>`, where
+    the size is the end of the model's name, such as xs of mamba_xs; `none` if there is no such
+    file. conf/train.yaml calls the function as a resolver."""
+    name = f"{data}_{optim}_{model.rpartition('_')[2]}"
+    return name if name in list_choices("recipe") else "none"
+
+
+OmegaConf.register_new_resolver("recipe", name_recipe)
 # Store the schemas under the names by which the primary files in conf/ include them.
 for name, kind in SCHEMAS.items():
     ConfigStore.instance().store(name=f"{name}_schema", node=make_mutable_schema(kind))
