@@ -29,7 +29,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from common.terminal import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
-    from training.averages import Snapshots
+    from training.averages import prepare_snapshots, save_snapshot_if_due
     from training.config.build import build  # imported here: importing torch slows down --help
     from training.distributed.exit import Request, StopRequest
     from training.evaluate import draw_sample_grid, evaluate
@@ -67,8 +67,7 @@ def train(composed: Composed) -> dict[str, Any]:
     checkpoints = run.open_checkpoints()
     described = describe_run(composed, spec, ledger, training.base)
     origin = restore(cfg, state, checkpoints, described)
-    snapshots = Snapshots(training, run.folder, described)
-    origin += ranks.broadcast_result(snapshots.prepare)
+    origin += ranks.broadcast_result(lambda: prepare_snapshots(training, run.folder))
     progress = Progress(
         cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
     )
@@ -131,7 +130,7 @@ def train(composed: Composed) -> dict[str, Any]:
                 draw()
             # Write the snapshot before the checkpoint, because a run that resumes from the
             # checkpoint does not write earlier snapshots again.
-            snapshots.save_if_due()
+            save_snapshot_if_due(training, run.folder, described)
             if save_due:
                 save(scores)
             run.write_time(state, saved=save_due)

@@ -11,6 +11,7 @@ import os
 import socket
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,20 @@ LOCK_FILE = ".lock"
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replaces the content of `file` by `text`, all or nothing: writes a temporary file, flushes it
-    to disk and renames it to `file`."""
+    """Replaces the content of `file` by `text`, all or nothing."""
+    with replace_file(file) as temporary, temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def replace_file(file: Path) -> Iterator[Path]:
+    """Yields the path of a temporary file, which the `with` block writes and flushes to disk, and
+    then renames it to `file`. If the block fails, removes the temporary file instead."""
     temporary = file.with_name(file.name + ".tmp")
     try:
-        with temporary.open("w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        yield temporary
     except OSError as error:
         # Add the file's name, so that the error message can name the file: `write` leaves it out,
         # for example if the disk is full.

@@ -311,4 +311,6 @@ def load_run(
 def find_run_folder(weights: Path) -> Path | None:
     """Returns the run folder that contains the file `weights`, or None if the file is not in a run
     folder."""
+    if weights.parent.name == "averages":
+        return weights.parents[1]
     return weights.parents[2] if weights.parent.parent.name == "checkpoints" else None

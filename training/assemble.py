@@ -72,7 +72,7 @@ def build_optimizer(
     def make(groups: Groups) -> torch.optim.Optimizer:
         return build(node, "optim", groups, kind=torch.optim.Optimizer, **extra)
 
-    return stack.on_optimizer(make)(make_parameter_groups(model, node.get("weight_decay", 0.0)))
+    return stack.on_optimizer(make)(make_parameter_groups(model, node))
 
 
 def build_stack(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from common.errors import UserError
 from data.loader import LatentLoader
 from models.adapters import find_adapted_layers, find_trained_parameters
 from models.denoiser import Denoiser
+from training.averages import PowerAverage
 from training.checkpoint.files import Layout, flatten, nest
 from training.metrics import Meter
 from training.step import EMA, SpikeGuard
@@ -26,6 +27,7 @@ COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
 LAYOUTS = {
     "model": Layout.whole,
     "ema": Layout.whole,
+    "averages": Layout.shared,
     "optimizer": Layout.shared,
     "techniques": Layout.shared,
     "guards": Layout.shared,
@@ -64,6 +66,8 @@ class TrainState:
     """Place of a damaged data block that any rank skipped -> number of its samples."""
     began_at: int = 0
     """Step at which this process started or resumed."""
+    power_averages: Sequence[PowerAverage] = ()
+    """Averages that the run keeps besides `ema` if `ema.snapshots` is set."""
     layouts = LAYOUTS
 
     def advance(self, samples: int) -> None:
@@ -93,6 +97,9 @@ class TrainState:
         return {
             "model": select_saved_weights(self.model),
             "ema": self.ema.state_dict(),
+            "averages": dict(
+                flatten({f"{a.length:.0%}": a.state_dict() for a in self.power_averages})
+            ),
             "optimizer": dict(flatten(self.optimizer.state_dict()["state"])),
             "techniques": dict(flatten(self.stack.state_dict())),
             "guards": self.spikes.state_dict() if self.spikes else {},
@@ -108,6 +115,9 @@ class TrainState:
         model."""
         load_weights(self.model, state["model"])
         self.ema.load_state_dict(state["ema"])
+        averages = nest(state["averages"])
+        for average in self.power_averages:
+            average.load_state_dict(averages.get(f"{average.length:.0%}", {}))
         load_moments(self.optimizer, state["optimizer"])
         self.stack.load_state_dict(nest(state["techniques"]))
         if self.spikes is not None:

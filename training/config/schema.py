@@ -289,6 +289,9 @@ class EmaConfig:
     # upper limit of the half-life, as a fraction of the samples seen so far; early in training this
     # limit is below half_life_samples and shortens the half-life
     ramp: float = 0.05
+    # above 0: keep two more averages, and write this number of snapshots of them, spread evenly
+    # over the run, from which scripts.average makes averages of other lengths after the run
+    snapshots: Natural = 0
 
 
 @dataclass(frozen=True)
@@ -352,10 +355,13 @@ class FdConfig:
     inception: str | None = None  # path of the file with torch-fidelity's Inception weights
     dinov2: str | None = None  # folder of the DINOv2 model, or its id on the Hugging Face hub
 
+    def list_scores(self) -> list[str]:
+        """Lists the names of both distances in each feature space, such as fd_encoder."""
+        return [f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features]
+
     def refuse_best(self, keep_best: str) -> None:
         """Raises ValueError if this run does not measure the score that `keep_best` names."""
-        measured = ["eval_loss"]
-        measured += [f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features]
+        measured = ["eval_loss", *self.list_scores()]
         if keep_best not in measured:
             raise UserError(
                 f"keep_best={keep_best} is not measured by this run; choose {', '.join(measured)}."
@@ -403,6 +409,9 @@ class TrainConfig:
     # score that decides which checkpoint is the best: the one with the lowest value; eval_loss or,
     # if fd_every is set, fd_<features> or kd_<features>, such as fd_dinov2
     keep_best: str = "eval_loss"
+    # metric that a run of a sweep (-m) returns to hydra/sweeper: its last loss, eval_loss,
+    # fd_<features> or kd_<features>, or samples_per_s; null: none
+    sweep_metric: str | None = None
     # checkpoints at multiples of this number of steps are never removed; 0: none
     keep_every: Natural = 0
     # write checkpoints in the background: training waits only while the state is copied
@@ -420,6 +429,12 @@ class TrainConfig:
     optim: Any = None
     logger: Any = None
 
+    def list_metrics(self) -> list[str]:
+        """Lists the metrics that `sweep_metric` may name, which this run measures at its end."""
+        scores = ["eval_loss"] if self.eval_every else []
+        scores += self.fd.list_scores() if self.fd_every else []
+        return [*scores, "loss", "samples_per_s"]
+
     def check(self) -> None:
         """Raises ValueError for a value, or a combination of keys, with which no run can train."""
         refuse_values(self)
@@ -433,6 +448,11 @@ class TrainConfig:
         check_momentum(self.optim or {})
         self.sampling.check()
         self.fd.refuse_best(self.keep_best)
+        if self.sweep_metric not in (None, *self.list_metrics()):
+            raise UserError(
+                f"sweep_metric={self.sweep_metric} is not measured by this run; choose "
+                f"{', '.join(self.list_metrics())}."
+            )
         if self.keep_best != "eval_loss" and (not self.fd_every or self.save_every % self.fd_every):
             raise UserError(
                 f"keep_best={self.keep_best} needs that figure at every checkpoint; set fd_every "

@@ -1,0 +1,136 @@
+"""Makes an average of a run's weights that has another length, from the snapshots of the run.
+
+    python -m scripts.average run_dir=runs/mine length=0.08
+    python -m scripts.average run_dir=runs/mine length=0.15 samples=51200 out=ema15.safetensors
+    python -m scripts.sample weights=runs/mine/averages/length-0.08-at-102400.safetensors
+
+The run must have trained with ema.snapshots=<n>, such as 32. `length`, from 0.03 to 0.2, is the
+standard deviation of the average's weights over training, as a fraction of the samples seen. The
+command approximates this average by a sum of snapshots, each times a number, and prints how well
+the numbers fit (Karras et al. 2024, EDM2, arXiv 2312.02696). Other commands take the file that it
+writes as weights=<file>.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from torch import Tensor
+
+from common.errors import UserError
+from training.averages import LENGTHS, Snapshot, find_exponent, list_snapshots, write_average
+from training.checkpoint.files import METADATA_KEY
+from training.config.compose import parse_words, report_user_errors
+from training.weights.pretrained import explain_read_errors, read_description
+
+SHORTEST = 0.03
+LONGEST = 0.20
+GRID_CELLS = 5000
+"""Number of parts of the run in which `fit_profile` compares profiles."""
+MAX_RESIDUAL = 0.11
+"""Largest error of the fit, as a fraction of the norm of the profile that was asked for. From eight
+snapshots on, spread evenly over the run, the error is smaller for all lengths from SHORTEST to
+LONGEST; the average of a random walk is then within 1 % of the one that a run would keep."""
+
+
+@dataclass(frozen=True)
+class AverageConfig:
+    """Keys of the command: the run, and the average to make."""
+
+    run_dir: str | None = None
+    length: float | None = None
+    samples: int | None = None
+    """Number of training samples at the end of the average; null: those of the last snapshot."""
+    out: str | None = None
+    """File to write; null: <run_dir>/averages/length-<length>-at-<samples>.safetensors."""
+
+
+def fit_profile(snapshots: Sequence[Snapshot], wanted: Snapshot) -> tuple[np.ndarray, float]:
+    """Finds the numbers, with sum 1, by which to multiply the snapshots so that the sum of their
+    profiles is nearest to that of the average `wanted`, by least squares. Returns the numbers, and
+    the norm of the remaining difference as a fraction of the norm of the profile of `wanted`.
+
+    The profile of an average with exponent γ at time T is (γ + 1)·t^γ / T^(γ + 1) for t from 0 to
+    T, and 0 later.
+    """
+    # Compute each profile, a row, at the middle of GRID_CELLS equal parts of the time from 0 to 1,
+    # the time of `wanted`.
+    averages = [*snapshots, wanted]
+    exponents = np.array([[find_exponent(average.length)] for average in averages])
+    ends = np.array([[average.samples / wanted.samples] for average in averages])
+    times = (np.arange(GRID_CELLS) + 0.5) / GRID_CELLS
+    profiles = (exponents + 1.0) * (times / ends) ** exponents / ends * (times < ends)
+
+    # The numbers have the sum 1 if the last snapshot gets 1 minus the sum of the others. So
+    # subtract its profile from all others, and fit these differences.
+    differences = (profiles[:-2] - profiles[-2]).T
+    target = profiles[-1] - profiles[-2]
+    numbers = np.linalg.lstsq(differences, target)[0]
+    residual = np.linalg.norm(target - differences @ numbers) / np.linalg.norm(profiles[-1])
+    return np.append(numbers, 1.0 - numbers.sum()), float(residual)
+
+
+def add_snapshots(snapshots: Sequence[Snapshot], numbers: np.ndarray) -> dict[str, Tensor]:
+    """Returns the sum of the snapshots, each times its number, as tensors in fp32 by name. Memory
+    holds the sums, in fp64, and one tensor of a snapshot."""
+    sums: dict[str, Tensor] = {}
+    for snapshot, number in zip(snapshots, numbers.tolist(), strict=True):
+        with explain_read_errors(snapshot.file), safe_open(snapshot.file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # no mapping
+                part = opened.get_tensor(name).double() * number
+                sums[name] = part + sums.get(name, 0.0)
+    return {name: total.float() for name, total in sums.items()}
+
+
+def average(cfg: AverageConfig) -> Path:
+    """Writes the average that `cfg` describes, and returns the path of the file. Raises ValueError
+    if a key is missing or out of range, or if the run's snapshots do not suffice."""
+    if cfg.run_dir is None or cfg.length is None:
+        raise UserError("run_dir or length is not set; say run_dir=runs/<name> length=0.08.")
+    if not SHORTEST <= cfg.length <= LONGEST:
+        raise UserError(
+            f"length={cfg.length} must be from {SHORTEST} to {LONGEST}; snapshots of the lengths "
+            f"{LENGTHS} do not add up to an average much shorter or longer."
+        )
+
+    # Select the snapshots up to the end of the average.
+    run = Path(cfg.run_dir).expanduser()
+    snapshots = list_snapshots(run)
+    if not snapshots:
+        raise UserError(f"run_dir={cfg.run_dir} has no snapshots; train with ema.snapshots=32.")
+    samples = cfg.samples or snapshots[-1].samples
+    ends = {snapshot.samples for snapshot in snapshots}
+    if samples not in ends:
+        raise UserError(f"samples={samples} has no snapshot; choose one of {sorted(ends)}.")
+    snapshots = [snapshot for snapshot in snapshots if snapshot.samples <= samples]
+
+    name = f"averages/length-{cfg.length:g}-at-{samples}.safetensors"
+    out = Path(cfg.out or run / name).expanduser()
+    if out.exists():
+        raise UserError(f"out={out} is there already; choose another file, or delete it.")
+    numbers, residual = fit_profile(snapshots, Snapshot(samples, cfg.length, out))
+    facts = f"{len(snapshots)} files leave {residual:.2%} of the profile of length={cfg.length}"
+    if residual > MAX_RESIDUAL:
+        raise UserError(
+            f"{facts}, and at most {MAX_RESIDUAL:.0%} is accepted; use a length nearer to one of "
+            f"{LENGTHS}, or train with a larger ema.snapshots."
+        )
+    header = json.dumps(asdict(read_description(snapshots[-1].file)))
+    write_average(out, add_snapshots(snapshots, numbers), {METADATA_KEY: header})
+    print(f"{out}: {facts}", flush=True)
+    return out
+
+
+def main() -> None:
+    with report_user_errors():
+        average(parse_words(AverageConfig, sys.argv[1:], __doc__ or ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Keeps two power-function averages of the parameters and writes snapshots of them, from which
+`scripts.average` makes averages of other lengths after the run (Karras et al. 2024, EDM2, arXiv
+2312.02696).
+
+A power-function average over N samples gives the parameters after n samples a weight proportional
+to n^γ. Its length σ is the standard deviation of n under this weight, as a fraction of N:
+σ = √(γ + 1) / ((γ + 2)·√(γ + 3)).
+
+If `ema.snapshots` is S, a run writes a snapshot after each step at which the number of samples seen
+reaches or passes a multiple of total_samples / S. A snapshot is a file for each of `LENGTHS`, with
+the model's description in its header, so that it can be sampled from like other weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch import Tensor, nn
+
+from common.errors import UserError
+from common.files import make_folder, replace_file
+from training.checkpoint.files import Layout, make_header, stage, write_tensors
+from training.checkpoint.load import find_branch, list_complete
+from training.config.schema import TrainConfig
+from training.environment import GIB
+from training.goodput import CLOCK
+from training.step import MovingAverage
+
+if TYPE_CHECKING:
+    from training.assemble import Training
+
+LENGTHS = (0.05, 0.10)
+"""Lengths σ of the averages that a run keeps."""
+SNAPSHOT_BYTES = 4 * len(LENGTHS)
+"""Bytes of a snapshot per trained parameter; its averages are in fp32."""
+
+
+def find_exponent(length: float) -> float:
+    """Returns the exponent γ of the power-function average of length σ = `length`, which must be
+    above 0 and below 0.28."""
+    # The definition of σ, squared, is (γ + 2)²·(γ + 3) = (γ + 1) / σ². This cubic equation has one
+    # root above -1, which is the largest.
+    roots = np.roots([1.0, 7.0, 16.0 - length**-2, 12.0 - length**-2])
+    return float(roots.real.max())
+
+
+class PowerAverage(MovingAverage):
+    """Power-function average of the parameters in fp32, over all samples of the run so far.
+
+    With n samples seen, the weight of the new parameters is w = 1 - (1 - batch / n)^(γ + 1).
+    """
+
+    def __init__(self, model: nn.Module, length: float) -> None:
+        super().__init__(model)
+        self.length = length
+        self.exponent = find_exponent(length)
+
+    def compute_weight(self, samples: int, batch_size: int) -> float:
+        return 1.0 - (1.0 - batch_size / samples) ** (self.exponent + 1.0)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads the average. Raises ValueError if `state` is empty, because an average of the whole
+        run cannot begin in its middle."""
+        if not state:
+            raise UserError(
+                "it has no averages for ema.snapshots, and they begin with the first sample of a "
+                "run; use ema.snapshots=0, or a new run."
+            )
+        super().load_state_dict(state)
+
+
+class Snapshot(NamedTuple):
+    """A file that holds the power-function average of a length over the first samples of a run."""
+
+    samples: int
+    length: float
+    file: Path
+
+
+def list_snapshots(run: Path) -> list[Snapshot]:
+    """Lists the snapshots in the run folder `run`, oldest first; empty if it has none."""
+    snapshots = []
+    for file in run.glob("averages/samples-*.safetensors"):
+        _, samples, length = file.stem.split("-")
+        snapshots.append(Snapshot(int(samples), float(length), file))
+    return sorted(snapshots)
+
+
+def count_due(cfg: TrainConfig, samples: int) -> int:
+    """Returns how many snapshots a run must have written when it has seen `samples` samples."""
+    return samples * cfg.ema.snapshots // cfg.total_samples
+
+
+def prepare_snapshots(training: Training, run: Path) -> str:
+    """Makes the run folder `run` hold the snapshots up to the step at which this process starts.
+    Returns a line about the space that later snapshots will need at most, or "" if the run writes
+    none. Raises ValueError if the disk has less space. Only the first rank may call it."""
+    cfg = training.cfg
+    state = training.state
+    if not cfg.ema.snapshots:
+        return ""
+
+    # Remove snapshots of steps that this process takes again.
+    for snapshot in list_snapshots(run):
+        if snapshot.samples > state.samples:
+            snapshot.file.unlink()
+
+    # If this run starts from a checkpoint of another run, copy the snapshots up to this checkpoint,
+    # because averages over the whole run need them.
+    folder = run / "averages"
+    make_folder(folder)
+    checkpoints = run / "checkpoints"
+    branch = find_branch(cfg.resume, checkpoints)
+    if branch is not None and not list_complete(checkpoints):
+        for snapshot in list_snapshots(branch.parents[1]):
+            if snapshot.samples <= state.samples:
+                shutil.copy(snapshot.file, folder)
+
+    # Compare the space that the other snapshots need with the free space.
+    count = cfg.ema.snapshots - count_due(cfg, state.samples)
+    size = count * SNAPSHOT_BYTES * sum(p.numel() for p in state.ema.parameters)
+    free = shutil.disk_usage(folder).free
+    sentence = f"{count} snapshots of {len(LENGTHS)} averages: {size / GIB:.3g} GiB in {folder}"
+    if free < size:
+        raise UserError(
+            f"ema.snapshots={cfg.ema.snapshots}: {sentence}, where {free / GIB:.3g} GiB are free; "
+            "free space, or use fewer snapshots."
+        )
+    return f"\n{sentence}"
+
+
+def save_snapshot_if_due(training: Training, run: Path, described: Mapping[str, Any]) -> None:
+    """Writes a snapshot to the run folder `run` if one is due after the last step. `described` is
+    the description of the run that `describe_run` returns.
+
+    Meanwhile the meter pauses, so that the time does not lower the training rate. All ranks must
+    call the function, because it gathers sharded averages. Raises OSError if a file cannot be
+    written.
+    """
+    cfg = training.cfg
+    state = training.state
+    ranks = training.ranks
+    before = count_due(cfg, state.samples - cfg.batch_size)
+    if not state.moved or count_due(cfg, state.samples) == before:
+        return
+    header = make_header({**described, "step": state.step}, "ema")
+    for average in state.power_averages:
+        file = run / f"averages/samples-{state.samples}-{average.length:.2f}.safetensors"
+        with state.meter.pause(), CLOCK.count_as("saving"):
+            pieces = {"ema": average.state_dict()}
+            staged = stage(pieces, {"ema": Layout.whole}, ranks.first, copy=False)
+            ranks.broadcast_result(
+                partial(write_average, file, staged.whole.get("ema", {}), header)
+            )
+
+
+def write_average(file: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
+    """Writes an average to a weights file, all or nothing."""
+    make_folder(file.parent)
+    with replace_file(file) as temporary:
+        write_tensors(temporary, tensors, header)
