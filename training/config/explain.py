@@ -77,6 +77,8 @@ def explain_word(text: str, words: list[str]) -> str | None:
     missing = re.search("Could not (?:find|load) '([^'/]+)/([^']+)'", text)
     if missing:
         group, name = missing.groups()
+        if name == "sweeper/optuna":
+            return "hydra/sweeper: Optuna is not installed; run `pip install -e '.[sweep]'`."
         lines = text.splitlines()
         options = [line.strip() for line in lines if line.startswith("\t") and "=" not in line]
         choices = ", ".join(options or list_choices(group))

@@ -56,8 +56,9 @@ class StopRequest:
     Under nohup, which ignores SIGHUP, SIGHUP stays ignored.
     """
 
-    def __init__(self, ranks: Ranks, *failure_checks: Callable[[], bool]) -> None:
+    def __init__(self, ranks: Ranks | None = None, *failure_checks: Callable[[], bool]) -> None:
         self.ranks = ranks
+        """The ranks of the run; None if there is only this process."""
         self.failure_checks = failure_checks
         self.name = ""
         """Name of the last signal that arrived, such as SIGTERM; empty before the first one."""
@@ -100,7 +101,7 @@ class StopRequest:
             request = Request.look
         if self.name:
             request = Request.stop
-        if self.ranks.world_size == 1:
+        if self.ranks is None or self.ranks.world_size == 1:
             return request
         highest = self.answer() if self.answer else Request.nothing
         self.answer = self.ranks.begin_max(request)

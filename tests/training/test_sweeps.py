@@ -1,0 +1,124 @@
+"""Sweeps: each trial is the run it would be by itself, and a failed trial fails alone."""
+
+import importlib
+import os
+import re
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.errors import UserError
+from common.files import read_object, write_json
+from common.text import replace_non_finite
+from tests.harness.refusals import expect_refusal
+from tests.harness.words import TINY_RUN, TINY_SYNTHETIC
+from tests.training.test_config import run_command
+from train import train
+from training.config.compose import compose
+from training.distributed.exit import RESUMABLE_EXIT_CODE, run_app
+from training.sweeps import refuse_trial
+
+
+def learn(composed):
+    """Stands in for a training run, whose loss is optim.lr; its seed decides how it ends."""
+    seed = composed.cfg.seed
+    loss = composed.cfg.optim["lr"]
+    if seed == 1:
+        raise UserError("batch_size=7 is no good; choose 8.")
+    if seed == 2:
+        raise ZeroDivisionError("a bug")
+    if seed == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if seed == 4:
+        loss = float("nan")
+    if seed == 5:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getppid(), signal.SIGUSR1)
+        signal.pause()
+    os.environ["LEAKED"] = "yes"
+    write_json(Path(composed.cfg.run_dir) / "summary.json", replace_non_finite({"loss": loss}))
+
+
+@pytest.fixture
+def sweep(monkeypatch, tmp_path):
+    """`sweep("key=value", …)` runs trials that do not train, as a command would."""
+
+    def start(*words):
+        monkeypatch.setattr("train.train", learn)
+        words = ["train.py", "-m", f"run_dir={tmp_path / 'sweep'}", *words]
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
+        run_app(importlib.import_module("train").main)
+
+    return start
+
+
+def test_a_trial_has_the_bits_of_the_same_run_by_itself(tmp_path):
+    """Also after a trial that was refused; and its clock begins with the trial."""
+    words = [*TINY_RUN, *TINY_SYNTHETIC, "save_every=2", "sample_every=2"]
+    output = run_command("-m", *words, "optim.lr=1e-3,-1,2e-3", f"run_dir={tmp_path}")
+    assert output.startswith("1\n")
+    assert output.endswith("error: optim: Invalid learning rate: -1.0; AdamW refuses that value.\n")
+    train(compose([*words, "optim.lr=2e-3", f"run_dir={tmp_path / 'alone'}"]))
+    for name in ("checkpoints/step-2/model.safetensors", "checkpoints/step-2/ema.safetensors"):
+        assert (tmp_path / "2" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    times = [read_object(tmp_path / name / "time.json") for name in "02"]
+    assert times[1]["first"] >= times[0]["last"]
+
+
+def test_a_failed_trial_fails_alone(sweep, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="1"):
+        sweep("seed=1,2,3,4,0", "sweep_metric=loss", "optim.lr=0.5")
+    output, errors = capfd.readouterr()
+    for trial, reason in enumerate(
+        (
+            "batch_size=7 is no good; choose 8.",
+            "run_dir=.*/1: its process ended with code 1.",
+            "run_dir=.*/2: its process ended with code -9.",
+            "sweep_metric=loss is not finite at the end of run_dir=.*/3.",
+        )
+    ):
+        assert re.search(rf"trial {trial} \(.*\) failed: {reason}\n", errors)
+    assert errors.count("Traceback") == errors.count("ZeroDivisionError: a bug") == 1
+    assert errors.endswith("error: batch_size=7 is no good; choose 8.\n")
+    assert re.search(r"trial 4 \(.*\) ended; loss: 0\.5\n", output)
+    assert {file.name for file in (tmp_path / "sweep").iterdir()} == {*"01234", "multirun.yaml"}
+    assert "LEAKED" not in os.environ
+
+
+def test_a_signal_ends_the_sweep_and_not_one_trial(sweep, capfd):
+    with pytest.raises(SystemExit) as ending:
+        sweep("seed=0,5,6")
+    assert ending.value.code == RESUMABLE_EXIT_CODE
+    output = "".join(capfd.readouterr())
+    assert "trial 1 (" in output
+    assert "stopped; the same command with run_dir=" in output
+    assert "trial 2" not in output
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # Optuna 2 is older than its libraries
+@pytest.mark.skipif(not find_spec("optuna"), reason="Optuna is not installed; it is in .[sweep]")
+def test_optuna_searches_on_after_a_failed_trial(sweep, tmp_path):
+    words = ["optim.lr=interval(0.1,0.9)", "seed=choice(0,4)", "hydra.sweeper.n_trials=6"]
+    sweep("hydra/sweeper=search", "sweep_metric=loss", *words)
+    losses = [read_object(file)["loss"] for file in tmp_path.glob("sweep/*/summary.json")]
+    finite = [loss for loss in losses if loss is not None]
+    assert 0 < len(finite) < len(losses) == 6
+    results = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
+    assert results["best_value"] == min(finite)
+
+
+def test_a_sweep_that_cannot_compare_its_trials_is_refused(tmp_path, monkeypatch):
+    composed = compose(["sweep_metric=loss", f"run_dir={tmp_path}"])
+    (tmp_path / "config.yaml").write_text("seed: 7\n")
+    with expect_refusal("holds a run with other settings"):
+        refuse_trial(composed, "search")
+    with expect_refusal("sweep_metric=null; choose eval_loss, loss, samples_per_s"):
+        refuse_trial(compose(), "search")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with expect_refusal("WORLD_SIZE=2"):
+        refuse_trial(composed, "basic")

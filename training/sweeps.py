@@ -1,0 +1,135 @@
+"""Runs one trial of a sweep: one of the runs that `train.py -m` starts.
+
+This file must not import torch: each trial trains in a fork of this process, and the fork of a
+process that has used CUDA cannot use CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from common import require_python
+from common.errors import UserError
+from common.files import read_object
+from common.text import escape_unprintable
+from training.config.compose import (
+    Composed,
+    compose_from_hydra,
+    describe_failure,
+    parse_yaml,
+    read_config,
+    to_yaml,
+)
+from training.config.secrets import redact_text, redact_words
+from training.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest
+
+POLL_SECONDS = 0.2
+"""Seconds between two looks at whether a signal has arrived."""
+
+
+def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | None:
+    """Trains with the configuration that Hydra composed for a trial, in a folder of its own.
+    Returns the metric that the key `sweep_metric` names, None if the key is null.
+
+    If the trial fails, the function prints why and raises an Exception, after which Hydra starts
+    the next trial. If a signal stops the trial, the function raises SystemExit, which ends the
+    sweep.
+    """
+    hydra = HydraConfig.get()
+    trial = f"trial {hydra.job.num} ({' '.join(redact_words(list(hydra.overrides.task)))})"
+    source["run_dir"] = os.path.join(hydra.sweep.dir, str(hydra.sweep.subdir))
+    try:
+        composed = compose_from_hydra(source)
+        refuse_trial(composed, hydra.runtime.choices["hydra/sweeper"])
+        train_apart(train, composed)
+        value = read_metric(composed.cfg)
+    except SystemExit:
+        print(f"{trial} stopped; the same command with run_dir={hydra.sweep.dir} continues")
+        raise
+    except Exception as error:
+        message = redact_text(describe_failure(error) or repr(error))
+        print(f"{trial} failed: {escape_unprintable(message)}", file=sys.stderr)
+        raise
+    print(f"\n{trial} ended; {composed.cfg.sweep_metric or 'no metric'}: {value}", flush=True)
+    return value
+
+
+def refuse_trial(composed: Composed, sweeper: str) -> None:
+    """Raises ValueError if `sweeper`, Hydra's choice of hydra/sweeper, needs a metric and none is
+    set, if torchrun started several processes, or if the trial's folder holds a run with other
+    settings."""
+    cfg = composed.cfg
+    if sweeper != "basic" and cfg.sweep_metric is None:
+        raise UserError(
+            f"hydra/sweeper={sweeper} compares trials, but sweep_metric=null; choose "
+            f"{', '.join(cfg.list_metrics())}."
+        )
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise UserError(
+            f"WORLD_SIZE={ranks}, but a sweep (-m) trains in one process; give torchrun one run."
+        )
+    file = Path(cfg.run_dir) / "config.yaml"
+    settings = parse_yaml(to_yaml(composed.source))
+    if file.exists() and read_config(file) | {"run_dir": settings["run_dir"]} != settings:
+        raise UserError(
+            f"run_dir={cfg.run_dir} holds a run with other settings; choose another run_dir."
+        )
+
+
+def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
+    """Trains in a process of its own, so that no state, such as random generators, flags of PyTorch
+    or a broken CUDA context, passes to the next trial.
+
+    Raises UserError if training fails, and SystemExit if a signal asks this process to stop.
+    """
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        # Count the time of this run from here on.
+        require_python.PROCESS_START = time.perf_counter()
+        try:
+            train(composed)
+        except Exception as error:
+            message = describe_failure(error)
+            if message is None:
+                raise
+            sender.send(message)
+            sys.exit(1)
+
+    process = context.Process(target=work)
+    with StopRequest() as stop:
+        process.start()
+        while process.is_alive():
+            process.join(POLL_SECONDS)
+            if stop.name:
+                process.terminate()
+    if stop.name or process.exitcode == RESUMABLE_EXIT_CODE:
+        raise SystemExit(RESUMABLE_EXIT_CODE)
+    if process.exitcode:
+        message = f"run_dir={composed.cfg.run_dir}: its process ended with code {process.exitcode}."
+        raise UserError(receiver.recv() if receiver.poll() else message)
+
+
+def read_metric(cfg: Any) -> float | None:
+    """Returns the metric `sweep_metric` of the finished run, None if the key is null. ValueError if
+    the metric is not finite."""
+    if cfg.sweep_metric is None:
+        return None
+    value = read_object(Path(cfg.run_dir) / "summary.json")[cfg.sweep_metric]
+    if value is None or not math.isfinite(value):
+        raise UserError(
+            f"sweep_metric={cfg.sweep_metric} is not finite at the end of run_dir={cfg.run_dir}."
+        )
+    return value
