@@ -144,9 +144,8 @@ class SeedsConfig(BenchConfig):
 class SpeedrunConfig(SeedsConfig):
     """Keys of the command `speedrun`, which measures rows of the leaderboard in docs/speedrun.md.
 
-    Without overrides the command measures the rows of tables.yaml. With overrides it measures one
-    row, with these overrides and the name `name`. Overrides of the data, of sampling and of `fd`
-    apply to the baseline too.
+    Without overrides the command measures the rows of tables.yaml, with overrides one row that has
+    them. Overrides of the data, of sampling and of `fd` apply to the baseline too.
     """
 
     setting: str | None = "digits"
@@ -155,7 +154,7 @@ class SpeedrunConfig(SeedsConfig):
     """Names of the rows to measure; empty: all."""
     baseline: str = "mamba"
     """Name of the row with which the others are compared."""
-    samples: Positive = 25_600
+    total_samples: Positive = 25_600
     """Training samples of the baseline's runs."""
     speedups: list[float] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0, 2.5, 3.0])
     """Speed-ups to try, in ascending order, until every figure is worse than the baseline's."""

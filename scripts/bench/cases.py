@@ -40,8 +40,6 @@ ATTENTION_FAMILY = "dit"
 """Model family with attention. The command `python -m scripts.bench mixers` compares every other
 family with it."""
 PRECISIONS = TABLES["precisions"]
-SHARED_OVERRIDES = ("data=", "data.", "sampling.", "fd.", "runtime.device=")
-"""Beginnings of the user's overrides that apply to all runs of a leaderboard, the baseline too."""
 TECHNIQUE_EXCEPTIONS = TABLES["techniques"]
 CALIBRATED_FAMILIES = {"mamba": "", "ssd_mlp": "", ATTENTION_FAMILY: ""}
 """Model family whose fused kernels the benchmark `calibration` tries -> further Hydra overrides, ""
@@ -196,43 +194,6 @@ def plan_counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
         )
 
 
-def plan_speedrun(cfg: SpeedrunConfig, words: Words) -> Iterator[Case]:
-    """Plans a case for each row of the leaderboard, or, if the user gave overrides of a training
-    run, one case with these overrides. The case's baseline is the row `cfg.baseline`."""
-    rows = TABLES["speedrun"].get(cfg.setting)
-    if rows is None:
-        choices = ", ".join(TABLES["speedrun"])
-        raise UserError(f"setting={cfg.setting}: the leaderboard has {choices}; choose one.")
-    for name in (cfg.baseline, *cfg.rows):
-        if name not in rows:
-            raise UserError(f"{name}: there is no such row; choose one of {', '.join(rows)}.")
-    if not cfg.speedups or min(cfg.speedups) <= 0.0 or not cfg.seeds:
-        raise UserError("speedups and seeds need a number or more, and speed-ups are above 0.")
-
-    # Keep all overrides of the setting, also those of a group that the user overrides, because all
-    # rows have its patch size and width.
-    setting_words = SETTINGS[cfg.setting]["words"].split()
-    added = [word for word in words if word not in setting_words]
-    shared = [word for word in added if word.startswith(SHARED_OVERRIDES)]
-    own = [word for word in added if word not in shared]
-    for word in own:
-        if word.startswith(("seed=", "total_samples=")):
-            raise UserError(f"{word}: the leaderboard sets it; use seeds= and samples= instead.")
-
-    common = [*setting_words, *shared]
-    baseline = [*common, *rows[cfg.baseline].split()]
-    judge = [word for word in shared if not word.startswith("runtime.")]
-    labels = {"judge": " ".join([str(cfg.setting), *judge]), "against": cfg.baseline}
-    chosen = {name: rows[name].split() for name in cfg.rows or rows}
-    if own:
-        is_named = cfg.name != f"speedrun_{cfg.setting}"
-        chosen = {str(cfg.name) if is_named else " ".join(own): own}
-    for name, row in chosen.items():
-        yield Case(
-            name, speedrun.measure_speedup, [*common, *row], baseline, seconds=240.0, labels=labels
-        )
-
-
 Plan = Callable[[Any, Words], Iterator[Case]]
 
 
@@ -265,7 +226,7 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "memory": (SeedsConfig, make_plan(measure.measure_seeds, TABLES["memory"], 60.0)),
     "plan": (BenchConfig, make_plan(measure.measure_planned, TABLES["planned"])),
     "counted": (BenchConfig, plan_counted),
-    "speedrun": (SpeedrunConfig, plan_speedrun),
+    "speedrun": (SpeedrunConfig, speedrun.plan_rows),
 }
 """Name of a bench command -> (class of the command's keys, function that plans the command's
 cases)."""

@@ -36,6 +36,7 @@ PLACES = {
     "guides": "docs/techniques.md",
     "hardware": "docs/kernels.md",
     "overview": "docs/benchmarks/README.md",
+    "speedrun": "docs/speedrun.md",
 }
 """Name of a part of results.md.jinja -> path of the page that shows the table which this part
 makes."""
@@ -227,7 +228,7 @@ def make_tables(pages: Sequence[Page]) -> dict[str, str]:
         return [page for page in newest if page.name == name and page.cuda == cuda]
 
     facts = {"of": find_pages, "items": TABLES["queue"], "rows": TABLES["front"], "guides": GUIDES}
-    facts |= {"kinds": TECHNIQUES, "hardware": compare_cards(CARDS)}
+    facts |= {"kinds": TECHNIQUES, "hardware": compare_cards(CARDS), "pages": newest}
     return {name: fill(name, no_difference=shows_no_difference, **facts) for name in PLACES}
 
 

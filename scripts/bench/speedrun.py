@@ -11,19 +11,15 @@ length from them as a number of samples: `find_cost` times steps of both configu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
-from math import isfinite, nan
-from typing import Any
-
-import numpy as np
-import torch
+from functools import cache
+from math import isnan, nan
 
 from common.errors import UserError
 from common.text import replace_non_finite
 from evaluation.evaluator import TrainingDistances
-from scripts.bench import Case, Figures, SpeedrunConfig, Words
+from scripts.bench import TABLES, Case, Figures, SpeedrunConfig, Words
 from scripts.bench.step import Workload, time_steps
 from scripts.commands import format_table
 from scripts.timing import compute_ratios, measure_seconds, summarise
@@ -33,12 +29,38 @@ from training.weights.pretrained import build_autoencoder
 SPACES = ("fd_encoder", "fd_random")
 FIGURES = (*SPACES, "eval_loss")
 """Names of the figures by which runs are compared; smaller is better."""
+SHARED_OVERRIDES = ("data", "sampling.", "fd.", "runtime.device=")
+"""Beginnings of the user's overrides that apply to all runs of a leaderboard, the baseline too."""
+CLOCKS = {"cuda": time.perf_counter, "cpu": time.process_time}
+"""Type of a device -> clock of its training steps: wall time, or the seconds for which all threads
+of this process computed."""
 
 
-def choose_clock(device: torch.device) -> Callable[[], float]:
-    """Returns the clock for training steps: of wall time on a GPU, else of the seconds for which
-    all threads of this process computed."""
-    return time.perf_counter if device.type == "cuda" else time.process_time
+def plan_rows(cfg: SpeedrunConfig, words: Words) -> Iterator[Case]:
+    """Plans a case for each row of the leaderboard, or, if the user gave overrides of a training
+    run, one case with these overrides. The case's baseline is the row `cfg.baseline`."""
+    rows = TABLES["speedrun"].get(cfg.setting, {})
+    for name in (cfg.baseline, *cfg.rows):
+        if name not in rows:
+            raise UserError(
+                f"setting={cfg.setting} has no row {name}; scripts/bench/tables.yaml lists the "
+                "settings and rows under `speedrun`."
+            )
+    if min(cfg.speedups, default=0.0) <= 0.0:
+        raise UserError(f"speedups={cfg.speedups} must be numbers above 0.")
+
+    # Keep all overrides of the setting, also those of a group that the user overrides, because all
+    # rows have its patch size and width.
+    common = TABLES["settings"][cfg.setting]["words"].split()
+    shared = [word for word in words if word.startswith(SHARED_OVERRIDES) and word not in common]
+    own = [word for word in words if word not in (*common, *shared)]
+    chosen = {" ".join(own): own} if own else {n: rows[n].split() for n in cfg.rows or rows}
+
+    common += shared
+    baseline = [*common, *rows[cfg.baseline].split()]
+    labels = {"board": f"{' '.join((cfg.setting or '', *shared))}, against {cfg.baseline}"}
+    for name, row in chosen.items():
+        yield Case(name, measure_speedup, [*common, *row], baseline, seconds=240.0, labels=labels)
 
 
 def find_cost(case: Case, cfg: SpeedrunConfig) -> Figures:
@@ -49,18 +71,17 @@ def find_cost(case: Case, cfg: SpeedrunConfig) -> Figures:
     loops = {"base": base}
     if case.overrides != case.baseline:
         loops["case"] = Workload(case.overrides)
-    times = time_steps(loops, cfg.steps, cfg.repeats, choose_clock(base.device))
+    times = time_steps(loops, cfg.steps, cfg.repeats, CLOCKS[base.device.type])
 
     loop = loops.get("case", base)
     step_ms = times.get("case", times["base"])
     figures = loop.describe_steps(step_ms)
     batch_ratio = base.cfg.batch_size / loop.cfg.batch_size
     ratios = [batch_ratio * ratio for ratio in compute_ratios(step_ms, times["base"])]
-    base_flops = base.training.state.meter.train_flops
     return {
         **figures,
         **summarise("cost", ratios),
-        "flops_ratio": figures["flops_a_sample"] / base_flops,
+        "flops_ratio": figures["flops_a_sample"] / base.training.state.meter.train_flops,
         # Name only techniques that the case lost and its baseline did not.
         "not_on": sorted({*figures["not_on"]} - {*base.list_missing()}),
     }
@@ -79,76 +100,57 @@ def train_run(words: tuple[str, ...], samples: int, seed: int, sets: int) -> dic
     averaged weights, and the `seconds` of its steps.
 
     A distance is the mean over `sets` sets of generated samples, because the noise of one set is
-    some percent. A figure that cannot be computed is NaN. The function keeps its results, so that
-    the cases of one command share the runs of their baseline.
+    some percent; it is NaN if it cannot be computed. The function keeps its results, so that the
+    cases of one command share the runs of their baseline.
     """
     workload = Workload([*words, f"total_samples={samples}", f"seed={seed}"])
     training = workload.training
-    run = partial(workload.run, samples // workload.cfg.batch_size)
-    seconds = measure_seconds(run, workload.device, choose_clock(workload.device))
+    steps = samples // workload.cfg.batch_size
+    device = workload.device
+    seconds = measure_seconds(lambda: workload.run(steps), device, CLOCKS[device.type])
 
     spec = training.loader.spec
-    distances = TrainingDistances(training, build_autoencoder(spec, workload.device))
+    distances = TrainingDistances(training, build_autoencoder(spec, device))
     drawn = []
     for number in range(sets):
         distances.stream = replace(distances.stream, seed=number)
         drawn.append(distances())
     means = {name: sum(one.get(name, nan) for one in drawn) / sets for name in SPACES}
-    return means | {"eval_loss": evaluate(training).get("eval_loss", nan), "seconds": seconds}
+    return means | evaluate(training) | {"seconds": seconds}
 
 
 def train_seeds(words: Words, samples: int, cfg: SpeedrunConfig) -> Figures:
-    """Trains a run from each seed; returns the figures of each run, and their medians, which are
-    NaN if the figure of one seed is NaN."""
+    """Trains a run from each seed. Returns the figures of the runs, and the median and the range of
+    each figure, which are NaN if the figure of one seed is NaN."""
     runs = [train_run(tuple(words), samples, seed, cfg.sets) for seed in cfg.seeds]
-    medians = {name: float(np.median([run[name] for run in runs])) for name in FIGURES}
-    return {"samples": samples, "medians": medians, "runs": runs}
+    result: Figures = {"samples": samples, "runs": runs}
+    for name in FIGURES:
+        result |= summarise(name, [run.get(name, nan) for run in runs])
+    return result
 
 
 def climb(
     speedups: Iterable[float], baseline: Figures, train: Callable[[float], Figures]
-) -> list[Figures]:
+) -> tuple[list[Figures], dict[str, float]]:
     """Tries the speed-ups in ascending order: `train(k)` trains runs that take 1/k of the
-    baseline's seconds. Returns what `train` returned for each, with `times_faster` (k) and
-    `no_worse`, the names of the figures that are at most the baseline's for this k and for all
-    smaller ones.
+    baseline's seconds. Returns a list of what `train` returned, with `times_faster` (k); and a
+    dict: name of a figure -> the largest speed-up such that, there and at all smaller ones, the
+    figure was at most the baseline's; 0 if there is none.
 
-    Stops after the first speed-up at which no figure is left. A figure that was worse once is not
-    compared again, so chance gets no second attempt.
+    Stops at the speed-up at which the last figure is worse. A figure that was worse once is not
+    compared again: a second attempt would be another chance to be lucky.
     """
     attempts = []
-    left = list(FIGURES)
+    left = [*FIGURES]
+    best = dict.fromkeys(left, 0.0)
     for times_faster in sorted(speedups):
         attempt = train(times_faster)
-        medians = attempt["medians"]
-        left = [name for name in left if medians[name] <= baseline["medians"][name]]
-        attempts.append({"times_faster": times_faster, **attempt, "no_worse": left})
+        attempts.append({"times_faster": times_faster, **attempt})
+        left = [name for name in left if attempt[name] <= baseline[name]]
+        best |= dict.fromkeys(left, times_faster)
         if not left:
             break
-    return attempts
-
-
-def find_largest(attempts: Sequence[Figures], names: Iterable[str]) -> float:
-    """Returns the largest speed-up at which none of the figures `names` is worse than the
-    baseline's; 0 if there is none."""
-    passed = [one["times_faster"] for one in attempts if {*names} <= {*one["no_worse"]}]
-    return max(passed, default=0.0)
-
-
-def format_attempts(name: str, baseline: Figures, attempts: Sequence[Figures]) -> str:
-    """Formats a table of the baseline and all attempts: for each figure the median, the smallest
-    and the largest value over the seeds."""
-    rows: list[Sequence[object]] = [(name, "samples", *FIGURES, "no worse in")]
-    base: Figures = {"times_faster": "baseline", "no_worse": []}
-    for attempt in (baseline | base, *attempts):
-        cells = []
-        for figure in FIGURES:
-            values = [run[figure] for run in attempt["runs"]]
-            median = attempt["medians"][figure]
-            cells.append(f"{median:.4g} ({min(values):.4g}–{max(values):.4g})")
-        no_worse = ", ".join(attempt["no_worse"])
-        rows.append((attempt["times_faster"], attempt["samples"], *cells, no_worse))
-    return format_table(rows)
+    return attempts, best
 
 
 def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
@@ -159,30 +161,31 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
     `k_flops` is the ratio of the baseline's FLOPs to those of the case's runs at `k`. UserError if
     the baseline has no figures to compare with.
     """
-    figures = find_cost(case, cfg)
-    baseline = train_seeds(case.baseline, cfg.samples, cfg)
-    missing = [name for name, value in baseline["medians"].items() if not isfinite(value)]
-    if missing:
-        raise UserError(
-            f"the baseline has no {', '.join(missing)}: its samples are not finite, or fd.count is "
-            "too small; correct the baseline, or raise fd.count."
-        )
+    cost = find_cost(case, cfg)
+    baseline = train_seeds(case.baseline, cfg.total_samples, cfg)
+    for name in FIGURES:
+        if isnan(baseline[name]):
+            raise UserError(
+                f"baseline={cfg.baseline} has no {name}: its samples are not finite, or fd.count "
+                "is too small; choose another baseline, or raise fd.count."
+            )
 
     def train(times_faster: float) -> Figures:
-        cost = figures["cost"]
-        samples = count_samples(cfg.samples, times_faster, cost, figures["batch_size"])
+        samples = count_samples(cfg.total_samples, times_faster, cost["cost"], cost["batch_size"])
         return train_seeds(case.overrides, samples, cfg)
 
-    attempts = climb(cfg.speedups, baseline, train)
-    k = find_largest(attempts, SPACES)
-    result: dict[str, Any] = {
-        **figures,
+    attempts, best = climb(cfg.speedups, baseline, train)
+    k = min(best[name] for name in SPACES)
+    columns = TABLES["attempts"]
+    rows = [[case.name, *columns]]
+    for attempt in ({"times_faster": "baseline", **baseline}, *attempts):
+        rows.append(["", *(form.format(**attempt) for form in columns.values())])
+    return {
+        **cost,
         "k": k,
-        **{f"k_{name}": find_largest(attempts, [name]) for name in FIGURES},
-        "k_flops": k * figures["cost"] / figures["flops_ratio"],
-        "seeds": len(cfg.seeds),
+        **{f"k_{name}": value for name, value in best.items()},
+        "k_flops": k * cost["cost"] / cost["flops_ratio"],
         "baseline": baseline,
-        "attempts": attempts,
-        "text": format_attempts(case.name, baseline, attempts),
+        "attempts": replace_non_finite(attempts),
+        "text": format_table(rows),
     }
-    return replace_non_finite(result)

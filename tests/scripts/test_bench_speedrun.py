@@ -1,0 +1,206 @@
+"""The leaderboard of learning speeds: its rule, the length of its runs, its rows."""
+
+import time
+from math import isnan, nan
+
+import pytest
+import torch
+
+from scripts.bench import TABLES, speedrun
+from scripts.bench.cases import plan_job
+from scripts.bench.measure import measure_case
+from scripts.bench.publish import Page, Result, format_entries, make_tables
+from scripts.bench.runner import Runner
+from scripts.bench.speedrun import FIGURES, climb, count_samples
+from scripts.timing import measure_seconds
+from training.components import foresee_latents
+from training.config.compose import compose
+from training.weights.pretrained import build_on_meta
+
+SPEEDUPS = [3.0, 1.0, 2.0, 1.5]
+SMALL = "model.dim=32 model.depth=1 runtime=eager"
+QUICK = "steps=1 repeats=1 seeds=[0,1] total_samples=256 speedups=[1] runtime.device=cpu"
+QUICK += " fd.count=520 fd.reference_count=520 sampling.steps=1"
+
+
+# The rule.
+
+
+def climb_with(**faster):
+    """Climbs with a run whose figures are as good as the baseline's up to these speed-ups."""
+    faster = dict.fromkeys(FIGURES, 2.0) | faster
+    baseline = dict.fromkeys(FIGURES, 1.0)
+    return climb(SPEEDUPS, baseline, lambda k: {name: k / faster[name] for name in FIGURES})
+
+
+@pytest.mark.parametrize(
+    ("faster", "best", "tried"),
+    [
+        ({}, (2.0, 2.0, 2.0), 4),
+        ({"fd_random": 0.99}, (2.0, 0.0, 2.0), 4),
+        ({"fd_encoder": 1.7, "fd_random": 1.0, "eval_loss": 1.4}, (1.5, 1.0, 1.0), 3),
+        ({"fd_encoder": nan}, (0.0, 2.0, 2.0), 4),
+        (dict.fromkeys(FIGURES, 0.5), (0.0, 0.0, 0.0), 1),
+        (dict.fromkeys(FIGURES, 9.0), (3.0, 3.0, 3.0), 4),
+    ],
+)
+def test_a_run_is_as_many_times_faster_as_its_figures_are_no_worse(faster, best, tried):
+    attempts, found = climb_with(**faster)
+    assert tuple(found[name] for name in FIGURES) == best
+    assert [attempt["times_faster"] for attempt in attempts] == sorted(SPEEDUPS)[:tried]
+
+
+def test_a_figure_that_was_worse_once_gets_no_second_chance():
+    baseline = dict.fromkeys(FIGURES, 1.0)
+    lucky = dict.fromkeys(FIGURES, 0.5)
+    _, best = climb(SPEEDUPS, baseline, lambda k: lucky | {"fd_random": 1.1 if k == 1.5 else 0.5})
+    assert best == {"fd_encoder": 3.0, "fd_random": 1.0, "eval_loss": 3.0}
+
+
+def test_medians_are_over_seeds_and_a_seed_without_a_figure_spoils_them(monkeypatch):
+    values = {0: 3.0, 1: 1.0, 2: 2.0}
+    runs = {seed: dict.fromkeys(FIGURES, value) for seed, value in values.items()}
+    del runs[1]["fd_random"]
+    monkeypatch.setattr(speedrun, "train_run", lambda words, samples, seed, sets: runs[seed])
+    cfg = plan_job("speedrun", ["rows=[dit]"]).cfg
+    figures = speedrun.train_seeds([], 64, cfg)
+    assert (figures["fd_encoder"], figures["fd_encoder_max"]) == (2.0, 3.0)
+    assert isnan(figures["fd_random"])
+
+
+@pytest.mark.parametrize(
+    ("times_faster", "cost", "batch", "samples"),
+    [(1.0, 1.0, 64, 25600), (2.0, 1.25, 64, 10240), (1.5, 1.0, 64, 17024), (3.0, 0.5, 100, 17000)],
+)
+def test_the_length_of_a_run_follows_from_its_seconds(times_faster, cost, batch, samples):
+    assert count_samples(25_600, times_faster, cost, batch) == samples
+    assert samples * cost * times_faster <= 25_600
+
+
+# Measuring.
+
+
+@pytest.fixture
+def board(monkeypatch):
+    """Two tiny rows; steps of the second one take twice as long, and its rate is higher."""
+    rows = {"mamba": f"{SMALL} optim.lr=1e-5", "faster": f"{SMALL} optim.lr=2e-2"}
+    monkeypatch.setitem(TABLES["speedrun"], "digits", rows)
+
+    def take_fixed_times(loops, steps, repeats, clock):
+        assert clock is time.process_time
+        return {name: [8.0 if name == "case" else 4.0] for name in loops}
+
+    monkeypatch.setattr(speedrun, "time_steps", take_fixed_times)
+    speedrun.train_run.cache_clear()
+    yield rows
+    speedrun.train_run.cache_clear()
+
+
+def test_a_board_is_measured_and_published(board, monkeypatch):
+    trained = []
+
+    class Noted(speedrun.Workload):
+        def run(self, steps):
+            cfg = self.cfg
+            trained.append((cfg.optim["lr"], cfg.seed, cfg.total_samples, steps * cfg.batch_size))
+            super().run(steps)
+
+    monkeypatch.setattr(speedrun, "Workload", Noted)
+    job = plan_job("speedrun", QUICK.split())
+    entries = [
+        {"name": case.name, **case.labels, **measure_case(case, job.cfg)} for case in job.cases
+    ]
+    # Each run has its own schedule, and the rows share the runs of their baseline.
+    lengths = {1e-5: 256, 2e-2: 128}
+    assert trained == [(lr, seed, n, n) for lr, n in lengths.items() for seed in (0, 1)]
+    base, faster = entries
+    assert base["k"] == base["k_flops"] == base["cost"] == 1.0
+    assert faster["baseline"] == base["baseline"]
+    assert (faster["k"], faster["k_flops"], faster["cost"]) == (1.0, 2.0, 2.0)
+
+    # The best row comes first.
+    assert "held-out loss" in format_entries("speedrun", entries)[0]
+    assert "baseline" in faster["text"]
+    run = {"command": job.command, "date": "2026-11-25", "device": "cpu", "hardware": "a CPU"}
+    shown = [base | {"k": 0.0}, faster, faster | {"name": "best", "k": 1.5}, {"name": "failed"}]
+    page = Page("speedrun_digits", [Result(entry, run) for entry in shown])
+    lines = make_tables([page])["speedrun"].splitlines()
+    assert f"### {base['board']}; a CPU" in lines
+    rows = [line.split("|")[1:3] for line in lines if line.startswith("| `")]
+    expected = [
+        (" `best` ", " **1.5** "),
+        (" `faster` ", " **≥ 1.0** "),
+        (" `mamba` ", " **< 1.0** "),
+    ]
+    assert [tuple(row) for row in rows] == expected
+    assert make_tables([])["speedrun"].strip() == "Not measured yet."
+
+
+def test_distances_are_means_over_sets_of_noise(board):
+    words = tuple(plan_job("speedrun", QUICK.split()).cases[0].overrides)
+    one, two = (speedrun.train_run(words, 64, 0, sets) for sets in (1, 2))
+    assert one["eval_loss"] == two["eval_loss"]
+    assert 0.0 < abs(one["fd_random"] - two["fd_random"]) < 0.2 * one["fd_random"]
+
+
+def test_seconds_are_those_of_the_given_clock():
+    times = iter((1.0, 4.0))
+    assert measure_seconds(lambda: None, torch.device("cpu"), times.__next__) == 3.0
+
+
+def test_a_baseline_without_distances_is_refused(board):
+    job = plan_job("speedrun", [*QUICK.split(), "seeds=[0]", "fd.count=100"])
+    error = measure_case(job.cases[0], job.cfg)["error"]
+    assert "baseline=mamba has no fd_encoder" in error
+
+
+# Rows.
+
+
+@pytest.mark.parametrize(("setting", "tokens"), [("digits", 16), ("deep", 64)])
+def test_rows_are_of_one_size_and_at_tuned_rates(setting, tokens):
+    cases = plan_job("speedrun", [f"setting={setting}"]).cases
+    sizes = {}
+    for case in cases:
+        cfg = compose(case.overrides).cfg
+        model = build_on_meta(cfg.model, foresee_latents(cfg.data, cfg.seed, 2**40)[0])
+        assert model.tokens == tokens
+        assert (cfg.optim["lr"] == 2e-3) == case.name.endswith("default_rate")
+        sizes[case.name] = sum(p.numel() for p in model.parameters())
+    assert min(sizes.values()) > 0.8 * sizes["mamba"] >= 0.8 * max(sizes.values())
+    assert cases[0].baseline == cases[0].overrides
+
+
+def test_words_of_a_user_are_a_row_and_those_of_the_judge_are_for_all():
+    words = ["setting=deep", "name=mine", "model=dit_xs", "optim=muon", "fd.count=600"]
+    (case,) = plan_job("speedrun", [*words, "baseline=conv"]).cases
+    assert case.name == "model=dit_xs optim=muon"
+    assert case.labels["board"] == "deep fd.count=600, against conv"
+    cfg, baseline = (compose(overrides).cfg for overrides in (case.overrides, case.baseline))
+    assert (cfg.model["dim"], cfg.model["patch_size"]) == (64, 1)
+    assert cfg.fd.count == baseline.fd.count == 600
+    assert cfg.optim != baseline.optim
+
+
+def test_a_row_is_stored_once_whichever_rows_are_chosen(tmp_path):
+    runs = Runner(tmp_path, machine={"hardware": "a CPU", "versions": {}})
+    jobs = [plan_job("speedrun", words) for words in ([], ["rows=[dit]"], ["rows=[dit]", "sets=1"])]
+    files = [
+        runs.find_file(job, next(case for case in job.cases if case.name == "dit")) for job in jobs
+    ]
+    assert files[0] == files[1] != files[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rows=[mambo]"], "setting=digits has no row mambo"),
+        (["baseline=x"], "has no row x"),
+        (["setting=tiny"], "setting=tiny has no row mamba"),
+        (["speedups=[1,0]"], r"speedups=\[1.0, 0.0\] must be numbers above 0"),
+        (["speedups=[]"], r"speedups=\[\] must be"),
+    ],
+)
+def test_mistakes_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        plan_job("speedrun", words)
