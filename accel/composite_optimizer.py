@@ -67,13 +67,6 @@ def list_parameters(groups: Groups) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def select_groups(groups: Groups, wanted: Callable[[Tensor], bool]) -> Groups:
-    """Returns the groups with only those parameters for which `wanted` returns True; leaves out
-    groups that are then empty."""
-    selected = [group | {"params": [p for p in group["params"] if wanted(p)]} for group in groups]
-    return [group for group in selected if group["params"]]
-
-
 class Members(torch.optim.Optimizer):
     """An optimizer that consists of other optimizers, `members`; each member updates its own
     parameters.

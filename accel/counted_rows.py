@@ -3,7 +3,8 @@ switches: the form of the optimizer's state, counted
 from its tensors, and whether an adapter trains, counted from its gradients.
 
 Forms of an optimizer's state: `fp32`: two fp32 moments (AdamW, 8 bytes per element of a parameter);
-`momentum`: one fp32 moment (Muon's matrices, SGD, 4 bytes per element); `8bit`, `4bit`, `fp8`: two
+`momentum`: one fp32 moment (Muon's matrices, SGD, 4 bytes per element), for Muon besides AdamW's
+moments of a few rows; `8bit`, `4bit`, `fp8`: two
 quantised moments (2, 1 and 2 bytes per element, plus the scales); `factored`: per matrix a row and
 a column of second moments (Adafactor); `none`: no state.
 """
@@ -18,9 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel.composite_optimizer import COMPENSATION, collect_state, is_fused, parameters_of
+from accel.composite_optimizer import (
+    COMPENSATION,
+    collect_state,
+    is_fused,
+    iterate_innermost,
+    locate_state,
+    parameters_of,
+)
 from accel.evidence import Evidence
-from accel.sharding import get_world_size, to_local
+from accel.sharding import add_up, get_world_size, to_local
 from accel.technique import AnyStep, Model, Observation, Technique, find_switches
 
 MIN_NARROW_ELEMENTS = 4096
@@ -37,15 +45,17 @@ class Promise(NamedTuple):
     block: int = 1
     """Number of elements of a moment that the library quantises as one block; the promise holds
     only for parameters whose number of elements is a multiple of this number."""
+    needs_matrices: bool = False
+    """Whether the promise holds only for parameters with matrices that Muon orthogonalises."""
 
-    def holds_for(self, parameter: Tensor) -> bool:
+    def holds_for(self, parameter: Tensor, has_matrices: bool = False) -> bool:
         """Returns whether the optimizer promises to keep the state of `parameter` in `self.form`:
         not, for example, 8-bit state for small parameters, or factored moments for vectors."""
         if self.form in ("8bit", "4bit", "fp8"):
             return parameter.numel() >= MIN_NARROW_ELEMENTS and parameter.numel() % self.block == 0
         if self.form == "factored":
             return parameter.ndim > 1
-        return parameter.ndim == 2 or self.form != "momentum"
+        return has_matrices or not self.needs_matrices
 
 
 def find_promise(kind: type, momentum: float = 0.0) -> Promise:
@@ -55,7 +65,9 @@ def find_promise(kind: type, momentum: float = 0.0) -> Promise:
         return Promise("momentum" if momentum else "none")
     if kind is torch.optim.Adafactor:
         return Promise("factored")
-    return Promise(getattr(kind, "form", "fp32"), getattr(kind, "block", 1))
+    return Promise(
+        getattr(kind, "form", "fp32"), getattr(kind, "block", 1), hasattr(kind, "takes_matrices")
+    )
 
 
 def name_form(state: Mapping[str, Any], size: int) -> str:
@@ -94,13 +106,15 @@ class OptimizerState(Technique):
     # moments may keep fp32 ones. So look at dtype and size of every tensor in the state.
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = self.optimizer
+        matrices = find_matrices(optimizer)
         promised: Counter[str] = Counter()
         others: Counter[str] = Counter()
         total = 0
         size = 0
         for parameter in parameters_of(optimizer):
             state = collect_state(optimizer, parameter)
-            counts = promised if self.promise.holds_for(parameter) else others
+            holds = self.promise.holds_for(parameter, bool(matrices[parameter]))
+            counts = promised if holds else others
             counts[name_form(state, parameter.numel())] += 1
             total += sum(t.nbytes for t in state.values() if isinstance(t, Tensor))
             size += parameter.numel()
@@ -111,10 +125,40 @@ class OptimizerState(Technique):
         if wrong:
             note += f" ({format_counts(wrong)})"
         if others:
-            note += f"; {others.total()} smaller or of another shape: {format_counts(others)}"
+            note += f"; {others.total()} others: {format_counts(others)}"
+        complete = True
+        if self.promise.needs_matrices:
+            complete, rules = describe_rules(optimizer, matrices)
+            note += f"; {rules}"
         note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
         note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
-        return Observation("mixed" if wrong else form, note)
+        return Observation(form if complete and not wrong else "mixed", note)
+
+
+def find_matrices(optimizer: Any) -> dict[Tensor, Any]:
+    """Returns a mapping: parameter -> the ranges of its rows that are matrices for Muon, () for
+    parameters of other optimizers."""
+    groups = [group for inner in iterate_innermost(optimizer) for group in inner.param_groups]
+    matrices = {p: group.get("matrices", ()) for group in groups for p in group["params"]}
+    return {p: matrices[locate_state(optimizer, p)[1]] for p in parameters_of(optimizer)}
+
+
+def describe_rules(optimizer: Any, matrices: Mapping[Tensor, Any]) -> tuple[bool, str]:
+    """Counts what Muon and AdamW updated in the latest step. Returns whether Muon orthogonalised
+    all matrices that the layers state, and a text with the counts."""
+    wanted = sum(len(ranges) for ranges in matrices.values())
+    fused = [ranges for ranges in matrices.values() if len(ranges) > 1]
+    slices = sum(len(ranges) for ranges in fused)
+    here = sum(inner.orthogonalised for inner in iterate_innermost(optimizer))
+    parameter = parameters_of(optimizer)[0]
+    done = int(add_up(torch.tensor(float(here), device=parameter.device), parameter))
+    moments = [collect_state(optimizer, p).get("exp_avg_sq") for p in matrices]
+    sizes = [moment.numel() for moment in moments if moment is not None]
+    text = (
+        f"Muon orthogonalised {done} of {wanted} matrices, {slices} of them slices of fused "
+        f"projections; AdamW updates {sum(sizes)} elements of {len(sizes)} parameters"
+    )
+    return done == wanted, text
 
 
 def format_counts(forms: Counter[str]) -> str:

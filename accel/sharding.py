@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 MAX_NORM_ELEMENTS = 2**18
 """Number of elements above which `total_norm` sums a tensor in chunks on the CPU. Up to this number
@@ -124,6 +124,39 @@ def find_first_row(tensor: DTensor) -> int | None:
         if replicated and place:
             return None
     return locate_shard(tensor)[1][0]
+
+
+def add_up(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns the sum of the tensors of all processes that share the sharded parameter `like`;
+    `tensor` itself if `like` is not sharded."""
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    places = [Partial() if place.is_shard() else place for place in like.placements]
+    part = DTensor.from_local(tensor.to(mesh.device_type), mesh, places)
+    return part.full_tensor().to(tensor.device)
+
+
+def divide_anew(part: Tensor, like: Tensor, *, old: int, new: int, count: int) -> Tensor:
+    """Divides a stack of `count` tensors, of the shape of the sharded parameter `like`, anew among
+    the processes that share `like`.
+
+    `part` is this process's part of the stack while it is divided along the dimension `old`. The
+    function returns the part that this process has when the stack is divided along `new`; `part`
+    itself if `like` is not sharded. An all-to-all exchanges the parts; on CPUs PyTorch gathers all
+    of them instead.
+    """
+    if not isinstance(like, DTensor):
+        return part
+    mesh = like.device_mesh
+    before, after = (
+        [Shard(dim) if place.is_shard() else place for place in like.placements]
+        for dim in (old, new)
+    )
+    shape = torch.Size([count, *like.shape])
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(part.to(mesh.device_type), mesh, before, shape=shape, stride=stride)
+    return whole.redistribute(placements=after).to_local().to(part.device)
 
 
 def shard_like(tensor: Any, like: Any) -> Any:

@@ -1,46 +1,63 @@
-"""Parameter groups, the learning-rate schedule, and optimizers that PyTorch lacks.
+"""Parameter groups, the learning-rate schedule, and AdamW with a smaller state.
 
-These optimizers are AdamW with a smaller state, from bitsandbytes and torchao, and Muon; all have
-PyTorch's interface.
+These optimizers come from bitsandbytes and torchao, and have PyTorch's interface. Muon, another
+optimizer with a smaller state, is in training/muon.py.
 
 AdamW's state takes 8 bytes a parameter. With 8-bit or fp8 moments it takes 2 bytes, with 4-bit
-moments 1 byte, plus the moments' scales. Muon's state takes 4 bytes for each element of a matrix.
-The costs: moments are rounded (docs/memory.md has measured losses), and none of these optimizers
-can skip a step on the device, so the host reads one flag a step, and `runtime.cuda_graph` refuses
-them. The ledger's row `optim` shows the bytes of the state, and how many parameters really have
-their state in the promised form.
+moments 1 byte, plus the moments' scales. The costs: moments are rounded (docs/memory.md has
+measured losses), and none of these optimizers can skip a step on the device, so the host reads one
+flag a step, and `runtime.cuda_graph` refuses them. The ledger's row `optim` shows the bytes of the
+state, and how many parameters really have their state in the promised form.
 
 References: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861 (8-bit); Li et al. 2023,
-https://arxiv.org/abs/2309.01507 (4-bit); Jordan 2024, https://kellerjordan.github.io/posts/muon/;
-Liu et al. 2025, https://arxiv.org/abs/2502.16982 (Muon's rate matched to AdamW's by RMS).
+https://arxiv.org/abs/2309.01507 (4-bit).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from accel.composite_optimizer import Groups, Members, select_groups
+from accel.composite_optimizer import Groups, Members
 from common.libraries import import_optional
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
+from models.layers import Ranges
+from training.config.build import resolve_target
 from training.config.schema import ScheduleKind
 
 
-def make_parameter_groups(model: Denoiser, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the trained parameters in two groups, with and without weight decay; the model's
-    `no_weight_decay()` names those without. Leaves out a group that has no parameters."""
+def make_parameter_groups(model: Denoiser, optim: Mapping[str, Any]) -> Groups:
+    """Returns the trained parameters in groups for the optimizer that `optim`, its configuration,
+    describes: first those with weight decay, then those that the model's `no_weight_decay()` names.
+
+    If the optimizer's class has the attribute `takes_matrices`, each group is divided further, so
+    that its parameters have the same shape and the same matrices. The matrices become the group's
+    option `matrices` (`Layer.list_matrices`); groups without matrices are not divided.
+    """
+    kind = resolve_target(optim.get("_target_", ""), "optim")
+    matrices: dict[Tensor, Ranges] = {}
+    for layer in model.blocks.modules() if hasattr(kind, "takes_matrices") else ():
+        if hasattr(layer, "list_matrices"):
+            matrices |= layer.list_matrices()  # pyright: ignore[reportCallIssue]
+
     exempt = model.no_weight_decay()
-    named = find_trained_parameters(model).items()
-    groups = [
-        {"params": [p for name, p in named if name not in exempt], "weight_decay": weight_decay},
-        {"params": [p for name, p in named if name in exempt], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    decays = {True: optim.get("weight_decay", 0.0), False: 0.0}
+    groups: dict[Any, dict[str, Any]] = {}
+    for has_decay, decay in decays.items():
+        for name, parameter in find_trained_parameters(model).items():
+            if (name not in exempt) is has_decay:
+                ranges = matrices.get(parameter, ())
+                key = (has_decay, ranges, parameter.shape if ranges else ())
+                options = {"params": [], "weight_decay": decay, "matrices": ranges}
+                groups.setdefault(key, options)["params"].append(parameter)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -131,32 +148,3 @@ class AdamWFp8(TorchaoAdamW):
 
     form = "fp8"
     block = 256
-
-
-class Muon(Members):
-    """Muon for 2-D parameters and AdamW for all other parameters. Both use the same learning rate,
-    because Muon's updates are scaled to the RMS of AdamW's updates."""
-
-    form = "momentum"
-
-    def __init__(
-        self,
-        groups: Groups,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.95),
-        momentum: float = 0.95,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        matrices = select_groups(groups, lambda p: p.ndim == 2)
-        others = select_groups(groups, lambda p: p.ndim != 2)
-        shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-        members: list[torch.optim.Optimizer] = []
-        if matrices:
-            muon = torch.optim.Muon(
-                matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw", **shared
-            )
-            members.append(muon)
-        if others:
-            members.append(torch.optim.AdamW(others, betas=betas, eps=eps, **shared))
-        super().__init__(groups, members)

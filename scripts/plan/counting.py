@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import collect_state, count_largest_part, iterate_innermost
+from accel.ledger import AUTO
 from accel.stack import AccelerationStack
-from accel.technique import Technique
+from accel.technique import Technique, find_switches
 from data.loader import Batch, LatentSpec
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
@@ -180,7 +181,14 @@ def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Trainin
         stack=lambda cfg, _: build_planned_stack(cfg, gpu),
         weights=lambda *_: None,
     )
-    return assemble(cfg, CPU, parts=parts)
+    training = assemble(cfg, CPU, parts=parts)
+    if gpu:
+        # Let `auto` take `flash` on the fake CPU tensors, because no kernel of a GPU keeps the
+        # scores, as the products of a CPU do.
+        for layer in find_switches(training.model, "attention_backend"):
+            if layer.attention_backend == AUTO:
+                layer.attention_backend = "flash"  # pyright: ignore[reportArgumentType]
+    return training
 
 
 def with_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
@@ -294,5 +302,5 @@ def count_update(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> dict[str, flo
     temporary = max(0.0, tracker.peaks["optimizer", None].live - start)
     return lasting | {
         "temporary": temporary,
-        "part": count_largest_part(make_parameter_groups(training.model, 0.0)),
+        "part": count_largest_part(make_parameter_groups(training.model, cfg.optim)),
     }

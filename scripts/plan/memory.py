@@ -247,7 +247,7 @@ class Forecast:
     def count_update_bytes(self) -> float:
         """Returns the temporary bytes of an update on one GPU. If the optimizer updates the
         parameters part by part, these are the bytes for its largest part."""
-        part = count_largest_part(make_parameter_groups(self.model, 0.0))
+        part = count_largest_part(make_parameter_groups(self.model, self.question.cfg.optim))
         sizes = [technique.count_part_bytes(part) for technique in self.techniques]
         part_sizes = [size for size in sizes if size is not None]
         if not part_sizes:
