@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.files import make_folder, replace_file
+from models.adapters import find_trained_parameters
 from training.checkpoint.files import Layout, make_header, stage, write_tensors
 from training.checkpoint.load import find_branch, list_complete
 from training.config.schema import TrainConfig
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 LENGTHS = (0.05, 0.10)
 """Lengths σ of the averages that a run keeps."""
-SNAPSHOT_BYTES = 4 * len(LENGTHS)
-"""Bytes of a snapshot per trained parameter; its averages are in fp32."""
 
 
 def find_exponent(length: float) -> float:
@@ -91,6 +90,11 @@ def list_snapshots(run: Path) -> list[Snapshot]:
     return sorted(snapshots)
 
 
+def count_snapshot_bytes(model: nn.Module) -> int:
+    """Returns the bytes of a snapshot, which has averages of all `LENGTHS` in fp32."""
+    return 4 * len(LENGTHS) * sum(p.numel() for p in find_trained_parameters(model).values())
+
+
 def count_due(cfg: TrainConfig, samples: int) -> int:
     """Returns how many snapshots a run must have written when it has seen `samples` samples."""
     return samples * cfg.ema.snapshots // cfg.total_samples
@@ -123,7 +127,7 @@ def prepare_snapshots(training: Training, run: Path) -> str:
 
     # Compare the space that the other snapshots need with the free space.
     count = cfg.ema.snapshots - count_due(cfg, state.samples)
-    size = count * SNAPSHOT_BYTES * sum(p.numel() for p in state.ema.parameters)
+    size = count * count_snapshot_bytes(training.model)
     free = shutil.disk_usage(folder).free
     sentence = f"{count} snapshots of {len(LENGTHS)} averages: {size / GIB:.3g} GiB in {folder}"
     if free < size:

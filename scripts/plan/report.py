@@ -27,6 +27,7 @@ from scripts.plan.savings import (
     merge_values,
 )
 from scripts.plan.scale import Share, find_card
+from training.averages import count_snapshot_bytes
 from training.config.compose import to_yaml
 from training.config.schema import Positive, TrainConfig, refuse_values
 from training.config.words import CONF_FOLDER
@@ -170,6 +171,7 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "phases_gib": {phase: needs.total / GIB for phase, needs in plan.phases.items()},
         "kept_mib_a_block_and_sample": plan.kept / (plan.model.depth * samples * 2**20),
         "on_host_gib": plan.lasting["on_host"] / GIB,
+        "snapshots_gib": train.ema.snapshots * count_snapshot_bytes(plan.model) / GIB,
         "micro_batch": samples,
         "largest_micro_batch": find_largest_micro_batch(plan, card.memory),
         "samples": train.total_samples,
@@ -226,6 +228,8 @@ def format_plan(plan: dict[str, Any]) -> str:
         + (f"; {on_host:.2f} GiB lie in host memory" if on_host else ""),
         describe_time_and_cost(plan),
     ]
+    if plan["snapshots_gib"]:
+        lines.append(f"ema.snapshots: {plan['snapshots_gib']:.2f} GiB on the disk")
     change = plan["change"]
     if change:
         lines.append(

@@ -1,0 +1,144 @@
+"""Power-function averages and their snapshots."""
+
+import errno
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from tests.harness.outcomes import FOUR_STEPS, TWELVE_STEPS, are_equal, read_outcome
+from tests.harness.refusals import expect_refusal
+from tests.harness.steps import tiny_training
+from tests.harness.words import TINY_RUN
+from train import train
+from training.averages import PowerAverage, find_exponent, list_snapshots
+from training.config.compose import compose
+from training.weights.pretrained import read_description
+
+WORDS = [*TINY_RUN, *TWELVE_STEPS, "keep_checkpoints=9", "ema.snapshots=5"]
+
+
+def start_run(folder, *words):
+    train(compose([*WORDS, *words, f"run_dir={folder}"]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return start_run(tmp_path_factory.mktemp("averages") / "run")
+
+
+def copy_until(run, folder, step):
+    """Copies a run with the checkpoints up to `step`, and all of its snapshots."""
+    shutil.copytree(run, folder)
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    return folder
+
+
+def read_snapshots(run):
+    return {snapshot.file.name: snapshot.file.read_bytes() for snapshot in list_snapshots(run)}
+
+
+@pytest.mark.parametrize(("length", "exponent"), [(0.05, 16.97), (0.10, 6.94)])
+def test_an_average_has_its_profile_in_closed_form(length, exponent):
+    """Also after the batch has changed; exponents as published."""
+    assert find_exponent(length) == pytest.approx(exponent, abs=5e-3)
+    ends = np.cumsum([8] * 300 + [16] * 200)
+    walk = np.cumsum(np.random.default_rng(0).standard_normal((500, 16)), axis=0)
+    model = torch.nn.ParameterDict({"p": torch.nn.Parameter(torch.full((16,), 1e3))})
+    average = PowerAverage(model, length)
+    for end, batch, values in zip(ends, np.diff(ends, prepend=0), walk, strict=True):
+        model["p"].data = torch.from_numpy(values).float()
+        average.update(torch.tensor(average.compute_weight(int(end), int(batch))))
+
+    shares = np.diff((ends / ends[-1]) ** (find_exponent(length) + 1), prepend=0.0)
+    expected = torch.from_numpy(shares @ walk).float()
+    assert_close(average.averages[0], expected, rtol=1e-5, atol=1e-4)
+    middles = (ends - 4) / ends[-1]
+    assert np.sqrt(shares @ middles**2 - (shares @ middles) ** 2) == pytest.approx(length, rel=0.02)
+
+
+def test_a_skipped_step_changes_no_average_and_bf16_weights_have_wide_ones():
+    training = tiny_training("mamba", "ema.snapshots=4", weights="bf16", fused_adamw=True)
+    training.take_step()
+    averages = [t for a in training.state.power_averages for t in a.averages]
+    parameters = [*training.model.parameters()] * 2
+    assert_close(averages, [p.detach().float() for p in parameters], rtol=1e-6, atol=1e-7)
+    before = [tensor.clone() for tensor in averages]
+    batch = next(training.loader)
+    training.step.schedule(8)
+    nan = batch._replace(latents=batch.latents * torch.nan)
+    assert training.step([nan]).skipped == 1.0
+    assert are_equal(averages, before)
+    training.take_step()
+    assert not any(torch.equal(*pair) for pair in zip(averages, before, strict=True))
+
+
+def test_snapshots_are_where_they_are_due_and_describe_their_model(whole):
+    """Every 19.2 of 96 samples, in steps of 8."""
+    found = [(snapshot.samples, snapshot.length) for snapshot in list_snapshots(whole)]
+    assert found == [(n, length) for n in (24, 40, 64, 80, 96) for length in (0.05, 0.10)]
+    assert read_description(list_snapshots(whole)[2].file).step == 5
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_a_resumed_run_writes_the_same_bytes(branch, whole, tmp_path):
+    """In its folder, where a snapshot of a step that it takes again lies, or in a new one."""
+    folder = copy_until(whole, tmp_path / "copy", 6)
+    if branch:
+        folder = start_run(tmp_path / "new", f"resume={folder}")
+    else:
+        shutil.copy(list_snapshots(folder)[0].file, folder / "averages/samples-72-0.05.safetensors")
+        start_run(folder)
+    assert read_snapshots(folder) == read_snapshots(whole)
+    assert read_outcome(folder).state == read_outcome(whole).state
+
+
+def test_a_run_that_goes_on_keeps_its_snapshots(whole, tmp_path):
+    folder = start_run(copy_until(whole, tmp_path / "copy", 12), "total_samples=192")
+    assert read_snapshots(whole).items() < read_snapshots(folder).items()
+    ends = sorted({snapshot.samples for snapshot in list_snapshots(folder)})
+    assert ends == [24, 40, 64, 80, 96, 120, 160, 192]
+
+
+def test_what_cannot_be_had_is_refused(run, tmp_path, monkeypatch):
+    run("save_every=1", "total_samples=8")
+    with expect_refusal(r"it has no averages for ema\.snapshots"):
+        run("save_every=1", "ema.snapshots=2")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with expect_refusal(r"ema\.snapshots=2: 2 snapshots of 2 averages: .* GiB are free"):
+            run("ema.snapshots=2", folder="small")
+
+
+def test_a_disk_that_fills_up_ends_the_run_in_a_sentence(whole, tmp_path, monkeypatch):
+    def refuse(file, *_):
+        file.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.averages.write_tensors", refuse)
+        with expect_refusal(r"samples-24-0\.05\.safetensors cannot be written .*from step-2"):
+            start_run(tmp_path / "run")
+    assert not list((tmp_path / "run" / "averages").iterdir())
+    assert read_snapshots(start_run(tmp_path / "run")) == read_snapshots(whole)
+
+
+def test_sharded_averages_are_those_of_one_process(zygote, tmp_path):
+    """Snapshots of two processes, one of which continues alone."""
+    words = [*FOUR_STEPS, "save_every=2", "ema.snapshots=4"]
+    sharded = ["runtime.parallel.mode=fsdp", "total_samples=24", "ema.snapshots=2"]
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    assert zygote(alone, *words) == [0]
+    assert zygote(shared, *words, *sharded, ranks=2) == [0, 0]
+    assert zygote(shared, *words) == [0]
+    pairs = zip(list_snapshots(alone), list_snapshots(shared), strict=True)
+    for expected, snapshot in pairs:
+        assert expected.file.name == snapshot.file.name
+        assert_close(load_file(snapshot.file), load_file(expected.file), rtol=1e-4, atol=1e-5)
