@@ -6,6 +6,7 @@ Shapes: B samples, K heads, L tokens, P head dim.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,9 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+MAX_PRODUCT_TOKENS = 256
+"""Largest number of tokens for which "auto" on a CPU computes bf16 attention by products (measured:
+docs/kernels.md)."""
 
 
 def attend(
@@ -32,7 +36,9 @@ def attend(
     groups: Int[Tensor, "L"] | None = None,
 ) -> Float[Tensor, "B K L P"]:
     """Computes `softmax(q·kᵀ / √P)·v`. `backend` is a key of `BACKENDS`, "flex" (FlexAttention), or
-    "auto" (PyTorch chooses).
+    "auto": `attend_by_products` for at most `MAX_PRODUCT_TOKENS` tokens in bf16 on a CPU, otherwise
+    PyTorch chooses. In fp32 PyTorch's kernel is faster at every length; fp16 was not measured on
+    the only CPUs that can train in it.
 
     `groups[l]` is the index of the group of token l: a token attends only to the tokens of its
     group. All backends but "flex" compute every score, and mask the scores between different
@@ -49,9 +55,27 @@ def attend(
 
     mask = None if groups is None else groups[:, None] == groups
     if backend == "auto":
+        in_bf16_on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
+        if in_bf16_on_cpu and q.shape[2] <= MAX_PRODUCT_TOKENS:
+            return attend_by_products(q, k, v, mask)
         return F.scaled_dot_product_attention(q, k, v, mask)
     with sdpa_kernel(BACKENDS[backend]):
         return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Computes attention by two batched matrix products, in the dtype of q, and stores the L × L
+    scores. `mask[i, j]` (L, L), if not None, says whether token i attends to token j.
+
+    The scores are rounded to the dtype of q, which PyTorch's kernels keep in fp32.
+    """
+    samples_and_heads = q.shape[:2]
+    q, k, v = (part.flatten(0, 1) for part in (q, k, v))
+    bias = q.new_zeros(1) if mask is None else q.new_zeros(mask.shape).masked_fill(~mask, -math.inf)
+    scores = torch.baddbmm(
+        bias, q, k.transpose(1, 2), beta=int(mask is not None), alpha=q.shape[2] ** -0.5
+    )
+    return torch.bmm(scores.softmax(-1), v).unflatten(0, samples_and_heads)
 
 
 def attend_by_flex(q: Tensor, k: Tensor, v: Tensor, groups: Tensor | None) -> Tensor:

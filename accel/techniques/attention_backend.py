@@ -1,7 +1,9 @@
 """Chooses the kernel that computes softmax attention.
 
 `auto` leaves the choice to PyTorch, which takes the first of its backends flash, cuDNN, efficient
-and math that supports the inputs; the name of a backend allows only that backend. `flex` is
+and math that supports the inputs; but in bf16 on a CPU, `auto` computes short sequences by plain
+matrix products (accel/kernels/attend.py), which the ledger calls `products`. The name of a backend
+allows only that backend. `flex` is
 FlexAttention, which is compiled even if the model is not. `flash3` and `flash4` replace the kernels
 of PyTorch's backend `flash`, in the whole process, by those of the separate packages
 FlashAttention-3 and -4; PyTorch calls this replacement a prototype. Any other value restores
@@ -123,7 +125,8 @@ class AttentionBackend(Technique):
         return ({}, *({self.key: name} for name in ("cudnn", "flash", "efficient")))
 
     def on_fake_device(self) -> None:
-        self.value = "math" if self.value == "math" else AUTO
+        if self.value not in ("flash", "math"):
+            self.value = AUTO
 
     def on_process(self) -> None:
         if not self.implementation:
@@ -192,8 +195,11 @@ class AttentionBackend(Technique):
 
         `implementation` is PyTorch's name of the kernels that replace its flash attention, or None.
         In a compiled step `flex` and `math` leave no event on the host. If the profiler recorded no
-        kernels either, the function counts the layers under `UNSEEN`.
+        kernels either, the function counts the layers under `UNSEEN`. On a CPU PyTorch chooses
+        `math` only if it is named; so with `auto`, attention without an event was `products`.
         """
+        is_auto = not self.enabled or self.failure is not None
+        decomposed = "products" if is_auto and self.device.type == "cpu" else "math"
         values = {found.name: value for value, found in IMPLEMENTATIONS.items()}
         backend_of = BACKEND_OF
         if implementation:
@@ -211,7 +217,9 @@ class AttentionBackend(Technique):
             if calls and not ran and flex_on_device:
                 ran["flex"] = layers
             elif calls and all(may_be_decomposed(call.ops) for call in calls):
-                ran[UNSEEN if evidence.kernels_unseen else "math"] += max(0, layers - ran.total())
+                ran[UNSEEN if evidence.kernels_unseen else decomposed] += max(
+                    0, layers - ran.total()
+                )
             total += ran
         return total
 

@@ -54,9 +54,10 @@ def test_the_kept_bytes_are_those_of_inputs_and_of_kept_results(precision, size)
         del outputs
     input_bytes = notes[-1].input_bytes
     hidden = block.layers[1].w2.in_features
-    # The policy keeps the results of qkv, attention, out_proj, w13 and w2; attention also keeps the
-    # logarithms of its sums, in fp32.
-    results = size * B * L * (3 * D + D + D + 2 * hidden + D) + 4 * B * heads * L
+    # The policy keeps the results of qkv, attention, out_proj, w13 and w2. Attention also keeps the
+    # logarithms of its sums in fp32; or, computed by products in bf16, its scores.
+    results = size * B * L * (3 * D + D + D + 2 * hidden + D)
+    results += B * heads * L * (size * L if precision == "bf16" else 4)
     assert saved["blocks"] == input_bytes
     assert saved["selective"] == input_bytes + results
     assert saved[None] > saved["selective"]
