@@ -38,14 +38,15 @@ def replace_file(file: Path) -> Iterator[Path]:
     temporary = file.with_name(file.name + ".tmp")
     try:
         yield temporary
+        rename(temporary, file)
+        sync_folder(file.parent)
     except OSError as error:
         # Add the file's name, so that the error message can name the file: `write` leaves it out,
         # for example if the disk is full.
         error.filename = error.filename or str(file)
-        temporary.unlink(missing_ok=True)
         raise
-    rename(temporary, file)
-    sync_folder(file.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -29,14 +29,12 @@ from training.checkpoint.files import METADATA_KEY
 from training.config.compose import parse_words, report_user_errors
 from training.weights.pretrained import explain_read_errors, read_description
 
-SHORTEST = 0.03
-LONGEST = 0.20
 GRID_CELLS = 5000
 """Number of parts of the run in which `fit_profile` compares profiles."""
 MAX_RESIDUAL = 0.11
 """Largest error of the fit, as a fraction of the norm of the profile that was asked for. From eight
-snapshots on, spread evenly over the run, the error is smaller for all lengths from SHORTEST to
-LONGEST; the average of a random walk is then within 1 % of the one that a run would keep."""
+snapshots on, spread evenly over the run, the error is smaller for all lengths that are
+accepted; the average of a random walk is then within 1 % of the one that a run would keep."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,9 @@ def average(cfg: AverageConfig) -> Path:
     if a key is missing or out of range, or if the run's snapshots do not suffice."""
     if cfg.run_dir is None or cfg.length is None:
         raise UserError("run_dir or length is not set; say run_dir=runs/<name> length=0.08.")
-    if not SHORTEST <= cfg.length <= LONGEST:
+    if not 0.03 <= cfg.length <= 0.20:
         raise UserError(
-            f"length={cfg.length} must be from {SHORTEST} to {LONGEST}; snapshots of the lengths "
+            f"length={cfg.length} must be from 0.03 to 0.20; snapshots of the lengths "
             f"{LENGTHS} do not add up to an average much shorter or longer."
         )
 

@@ -109,7 +109,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     cfg.check()
     import torch
 
-    from common.files import make_folder, rename
+    from common.files import make_folder, replace_file
     from encoding.published import DIT_NAME, DIT_REFUSAL, convert_published, read_checkpoint
     from training.checkpoint.files import make_header, write_tensors
     from training.weights.pretrained import load_pretrained
@@ -141,13 +141,9 @@ def import_weights(cfg: WeightsConfig) -> Path:
     spec = make_spec(cfg, published)
     description = {"model": published.node, "spec": spec.as_dict(), "step": 0}
     make_folder(out.parent)
-    temporary = out.with_name(out.name + ".tmp")
-    try:
+    with replace_file(out) as temporary:
         write_tensors(temporary, published.tensors, make_header(description, cfg.weights.value))
         model, _ = load_pretrained(temporary, torch.device("cpu"))
-        rename(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
     count = sum(p.numel() for p in model.parameters())
     print(
         f"{out}: {count:,} parameters, {published.classes} classes, latents "

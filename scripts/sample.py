@@ -27,7 +27,7 @@ from annotated_types import Ge, Le
 from PIL import Image
 
 from common.errors import UserError
-from common.files import rename, write_json
+from common.files import replace_file, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
 from training.config.compose import parse_words, refuse_drawing
 from training.distributed.exit import resumable_command
@@ -111,14 +111,13 @@ def sample_run(cfg: SampleConfig) -> Path:
 def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> None:
     """Writes one .npz with the arrays `name` (count, …) and `labels` (count,). Memory holds only
     one chunk at a time."""
-    temporary = file.with_name(file.name + ".tmp")
     like = chunks.read(0)["samples"].numpy()
     header = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape[1:])}
     labels = []
 
     # Make each ZipInfo from a name, which gives it a fixed date, so that equal samples give equal
     # bytes.
-    with zipfile.ZipFile(temporary, "w") as archive:
+    with replace_file(file) as temporary, zipfile.ZipFile(temporary, "w") as archive:
         with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array_header_1_0(stream, header)
             for number in range(chunks.count):
@@ -127,7 +126,6 @@ def write_npz(file: Path, chunks: ResumableChunks, count: int, name: str) -> Non
                 labels.append(chunk["labels"].numpy())
         with archive.open(zipfile.ZipInfo("labels.npy"), "w", force_zip64=True) as stream:
             np.lib.format.write_array(stream, np.concatenate(labels), version=(1, 0))
-    rename(temporary, file)
 
 
 def write_pngs(folder: Path, chunks: ResumableChunks, size: int) -> None:

@@ -317,7 +317,6 @@ def restore(
         except ValueError as error:
             raise UserError(f"init_from={cfg.init_from}: {error}") from error
         load_weights(state.model, tensors)
-        for average in (state.ema, *state.power_averages):
-            average.load_state_dict({n: p.detach() for n, p in state.model.named_parameters()})
+        state.ema.load_state_dict({name: p.detach() for name, p in state.model.named_parameters()})
         return f"starting with the weights of {file}{rows}"
     return "starting from scratch"

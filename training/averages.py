@@ -26,7 +26,6 @@ from common.errors import UserError
 from common.files import make_folder, replace_file
 from models.adapters import find_trained_parameters
 from training.checkpoint.files import Layout, make_header, stage, write_tensors
-from training.checkpoint.load import find_branch, list_complete
 from training.config.schema import TrainConfig
 from training.environment import GIB
 from training.goodput import CLOCK
@@ -101,9 +100,9 @@ def count_due(cfg: TrainConfig, samples: int) -> int:
 
 
 def prepare_snapshots(training: Training, run: Path) -> str:
-    """Makes the run folder `run` hold the snapshots up to the step at which this process starts.
-    Returns a line about the space that later snapshots will need at most, or "" if the run writes
-    none. Raises ValueError if the disk has less space. Only the first rank may call it."""
+    """Prepares the run folder `run` for the snapshots after the step at which this process starts.
+    Returns a line about the space that they will need at most, or "" if the run writes none. Raises
+    ValueError if the disk has less space. Only the first rank may call the function."""
     cfg = training.cfg
     state = training.state
     if not cfg.ema.snapshots:
@@ -114,18 +113,9 @@ def prepare_snapshots(training: Training, run: Path) -> str:
         if snapshot.samples > state.samples:
             snapshot.file.unlink()
 
-    # If this run starts from a checkpoint of another run, copy the snapshots up to this checkpoint,
-    # because averages over the whole run need them.
+    # Compare the space that later snapshots need with the free space.
     folder = run / "averages"
     make_folder(folder)
-    checkpoints = run / "checkpoints"
-    branch = find_branch(cfg.resume, checkpoints)
-    if branch is not None and not list_complete(checkpoints):
-        for snapshot in list_snapshots(branch.parents[1]):
-            if snapshot.samples <= state.samples:
-                shutil.copy(snapshot.file, folder)
-
-    # Compare the space that the other snapshots need with the free space.
     count = cfg.ema.snapshots - count_due(cfg, state.samples)
     size = count * count_snapshot_bytes(training.model)
     free = shutil.disk_usage(folder).free

@@ -13,6 +13,7 @@ from accel.techniques.compilation import Compile
 from common.files import ROOT
 from precompute_latents import precompute
 from sampling.load import load_run
+from scripts.average import AverageConfig
 from scripts.bench.cases import plan_job
 from scripts.commands import split_words
 from scripts.evaluate import EvaluateConfig, evaluate_run
@@ -54,6 +55,7 @@ OTHERS = sorted(
 EXTENSION = "PYTHONPATH=../code "
 CONFIGS = {
     "scripts.sample": SampleConfig,
+    "scripts.average": AverageConfig,
     "scripts.evaluate": EvaluateConfig,
     "scripts.export": ExportConfig,
     "scripts.import_weights": WeightsConfig,

@@ -300,8 +300,7 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
         # A checkpoint of an earlier version lacks newer runtime and ema keys. That run behaved as a
         # run with the defaults of these keys, so fill in the defaults for the comparison.
         for name, defaults in (("runtime", RuntimeConfig()), ("ema", EmaConfig())):
-            if name in settings:
-                settings = settings | {name: asdict(defaults) | settings[name]}
+            settings = settings | {name: asdict(defaults) | settings.get(name, {})}
         changed = describe_difference(settings, run["settings"])
         if described.get("evaluation") != run["evaluation"]:
             note = "eval_loss draws t differently and is not comparable with earlier lines"
