@@ -6,13 +6,13 @@ from math import isnan, nan
 import pytest
 import torch
 
-from scripts.bench import TABLES, speedrun
+from scripts.bench import TABLES, Case, speedrun
 from scripts.bench.cases import plan_job
 from scripts.bench.measure import measure_case
 from scripts.bench.publish import Page, Result, format_entries, make_tables
 from scripts.bench.runner import Runner
 from scripts.bench.speedrun import FIGURES, climb, count_samples
-from scripts.timing import measure_seconds
+from scripts.timing import measure_seconds, summarise
 from training.components import foresee_latents
 from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
@@ -75,6 +75,25 @@ def test_medians_are_over_seeds_and_a_seed_without_a_figure_spoils_them(monkeypa
 def test_the_length_of_a_run_follows_from_its_seconds(times_faster, cost, batch, samples):
     assert count_samples(25_600, times_faster, cost, batch) == samples
     assert samples * cost * times_faster <= 25_600
+
+
+def test_both_spaces_must_be_no_worse(monkeypatch):
+    def plant(words, samples, cfg):
+        values = dict.fromkeys(FIGURES, 1.0)
+        if words:
+            values["fd_random"] = 0.6 + 0.2 * cfg.total_samples / samples
+        figures = {"samples": samples}
+        for name, value in values.items():
+            figures |= summarise(name, [value])
+        return figures
+
+    costs = {"cost": 1.0, "batch_size": 64, "flops_ratio": 0.8}
+    monkeypatch.setattr(speedrun, "find_cost", lambda case, cfg: costs)
+    monkeypatch.setattr(speedrun, "train_seeds", plant)
+    case = Case("x", speedrun.measure_speedup, ["own"], [])
+    figures = speedrun.measure_speedup(case, plan_job("speedrun", []).cfg)
+    found = [figures[name] for name in ("k", "k_fd_encoder", "k_fd_random", "k_flops")]
+    assert found == [2.0, 3.0, 2.0, 2.5]
 
 
 # Measuring.
