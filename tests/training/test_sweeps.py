@@ -102,7 +102,7 @@ def test_a_signal_ends_the_sweep_and_not_one_trial(sweep, capfd):
 
 @pytest.mark.filterwarnings("ignore::Warning")  # Optuna 2 is older than its libraries
 @pytest.mark.skipif(not find_spec("optuna"), reason="Optuna is not installed; it is in .[sweep]")
-def test_optuna_searches_on_after_a_failed_trial(sweep, tmp_path):
+def test_optuna_searches_on_after_a_failed_trial(sweep, tmp_path, capfd):
     words = ["optim.lr=interval(0.1,0.9)", "seed=choice(0,4)", "hydra.sweeper.n_trials=6"]
     sweep("hydra/sweeper=search", "sweep_metric=loss", *words)
     losses = [read_object(file)["loss"] for file in tmp_path.glob("sweep/*/summary.json")]
@@ -110,6 +110,11 @@ def test_optuna_searches_on_after_a_failed_trial(sweep, tmp_path):
     assert 0 < len(finite) < len(losses) == 6
     results = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     assert results["best_value"] == min(finite)
+    with pytest.raises(SystemExit, match="1"):
+        sweep("hydra/sweeper=search", "seed=4", "optim.lr=interval(0.1,0.9)", "sweep_metric=loss")
+    assert capfd.readouterr().err.endswith(
+        "error: every trial of the sweep failed; the lines above say why.\n"
+    )
 
 
 def test_a_sweep_that_cannot_compare_its_trials_is_refused(tmp_path, monkeypatch):

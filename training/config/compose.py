@@ -198,6 +198,8 @@ def report_user_errors() -> Iterator[None]:
 def describe_failure(error: Exception) -> str | None:
     """Returns the message for the user about an exception; None if the exception is a bug, which
     needs its traceback."""
+    if str(error) == "No trials are completed yet.":  # Optuna's words
+        return "every trial of the sweep failed; the lines above say why."
     machine_fault = describe_machine_fault(error)
     if machine_fault is None and is_library_error(error):
         schema = PrecomputeConfig if "precompute" in Path(sys.argv[0]).name else TrainConfig
