@@ -45,8 +45,16 @@ MAX_WAIT_SECONDS = 1e6
 """Largest timeout in seconds that is given to the operating system, which refuses an infinite
 one."""
 MEASURED_FOLDERS = (
-    *("accel", "common", "conf", "data", "encoding", "evaluation"),
-    *("models", "sampling", "scripts", "training"),
+    "accel",
+    "common",
+    "conf",
+    "data",
+    "encoding",
+    "evaluation",
+    "models",
+    "sampling",
+    "scripts",
+    "training",
 )
 """Folders whose code may change a measurement; `hash_code` hashes their .py and .yaml files."""
 UNMEASURED_FILES = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
