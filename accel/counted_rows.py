@@ -147,9 +147,8 @@ def describe_rules(optimizer: Any, matrices: Mapping[Tensor, Any]) -> tuple[bool
     """Counts what Muon and AdamW updated in the latest step. Returns whether Muon orthogonalised
     all matrices that the layers state, and a text with the counts."""
     wanted = sum(len(ranges) for ranges in matrices.values())
-    fused = [ranges for ranges in matrices.values() if len(ranges) > 1]
-    slices = sum(len(ranges) for ranges in fused)
-    here = sum(inner.orthogonalised for inner in iterate_innermost(optimizer))
+    slices = sum(len(ranges) for ranges in matrices.values() if len(ranges) > 1)
+    here = sum(getattr(inner, "orthogonalised", 0) for inner in iterate_innermost(optimizer))
     parameter = parameters_of(optimizer)[0]
     done = int(add_up(torch.tensor(float(here), device=parameter.device), parameter))
     moments = [collect_state(optimizer, p).get("exp_avg_sq") for p in matrices]

@@ -39,7 +39,7 @@ class SwiGLU(Layer):
             fused_swiglu(joined) if self.fused_swiglu else silu_product(*joined.chunk(2, dim=-1))
         )
 
-    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+    def list_matrices(self) -> dict[Tensor, Ranges]:
         hidden = self.w2.weight.shape[1]
         return super().list_matrices() | {self.w13.weight: cut_rows(hidden, hidden)}
 

@@ -67,7 +67,7 @@ class Layer(nn.Module):
         tokens."""
         return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
 
-    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+    def list_matrices(self) -> dict[Tensor, Ranges]:
         """Returns a mapping: weight -> ranges of its rows. The rows of each range are one matrix,
         which the optimizer Muon orthogonalises by itself (training/muon.py). AdamW updates the rows
         in no range, and the parameters that the mapping lacks.

@@ -110,7 +110,7 @@ class Muon(torch.optim.Optimizer):
             if parameters and group["matrices"]:
                 stacks.append(Stack(parameters, group, self.update_momenta(parameters)))
             else:
-                self.run_adamw(parameters, parameters, [p.grad for p in parameters], group)
+                self.run_adamw(parameters, parameters, list_grads(parameters), group)
         self.orthogonalise(stacks)
         for stack in stacks:
             self.update_matrices(*stack)
@@ -151,7 +151,7 @@ class Muon(torch.optim.Optimizer):
             if "momentum" not in self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
         momenta = [to_local(self.state[p]["momentum"]) for p in parameters]
-        grads = [to_local(p.grad) for p in parameters]
+        grads = [to_local(grad) for grad in list_grads(parameters)]
         torch._foreach_lerp_(momenta, grads, 1.0 - self.momentum)
         ahead = [g.lerp(m, self.momentum).bfloat16() for g, m in zip(grads, momenta, strict=True)]
         # Divide the stack of parameters instead of their rows, so that each matrix is whole.
@@ -187,7 +187,7 @@ class Muon(torch.optim.Optimizer):
         copies = [copy_rows(p, gaps) for p in parameters]
         if gaps:
             # The gradients become equal on all processes, so the moments stay equal too.
-            grads = torch.stack([copy_rows(p.grad, gaps) for p in parameters])
+            grads = torch.stack([copy_rows(grad, gaps) for grad in list_grads(parameters)])
             self.run_adamw(parameters, copies, list(add_up(grads, like)), group)
 
         steps = divide_anew(steps, like, old=0, new=1, count=len(parameters))
@@ -208,6 +208,10 @@ def iterate(x: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def list_grads(parameters: list[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def list_gaps(ranges: Ranges, rows: int) -> Ranges:

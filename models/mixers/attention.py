@@ -138,7 +138,7 @@ class Attention(Layer):
         y = attend(q, k, v, self.attention_backend, self.windows)
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+    def list_matrices(self) -> dict[Tensor, Ranges]:
         width = self.heads * self.head_dim
         return super().list_matrices() | {self.qkv.weight: cut_rows(width, width, width)}
 

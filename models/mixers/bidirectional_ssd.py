@@ -108,13 +108,11 @@ class BidirectionalSSD(Layer):
             y = mixed_ssd(*mix_inputs, *scan_inputs, mix, scan)
         return self.out_proj(y.flatten(2))
 
-    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
-        """Returns the matrices; those of `in_proj` compute z, x, and B and C of both directions. The
-        rows that compute dt, one number for each head, are no matrix."""
-        groups = 4 * (self.state_dim,)
-        return super().list_matrices() | {
-            self.in_proj.weight: cut_rows(self.inner, self.inner, *groups)
-        }
+    def list_matrices(self) -> dict[Tensor, Ranges]:
+        """Returns the matrices; those of `in_proj` compute z, x, and B and C of both directions.
+        The rows that compute dt, one number for each head, are no matrix."""
+        ranges = cut_rows(self.inner, self.inner, *4 * (self.state_dim,))
+        return super().list_matrices() | {self.in_proj.weight: ranges}
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""

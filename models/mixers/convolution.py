@@ -51,7 +51,7 @@ class Convolution(Layer):
         mix = fused_local_mix if self.fused_conv else local_mix
         return self.out_proj(silu_product(z, mix(x, self.conv_weight, self.conv_bias, self.grid)))
 
-    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+    def list_matrices(self) -> dict[Tensor, Ranges]:
         return super().list_matrices() | {self.in_proj.weight: cut_rows(self.inner, self.inner)}
 
     def flops(self, tokens: int) -> int:

@@ -89,7 +89,7 @@ class SelectiveScan(Layer):
         y = scan(x, self.dt_proj(dt), self.dt_bias, self.A_log, B_in, C_out, self.D)
         return self.out_proj(silu_product(z, y))
 
-    def list_matrices(self) -> dict[nn.Parameter, Ranges]:
+    def list_matrices(self) -> dict[Tensor, Ranges]:
         """Returns the matrices; those of `x_proj` compute B and C. AdamW updates the bottleneck
         through which the step sizes go."""
         matrices = super().list_matrices()
