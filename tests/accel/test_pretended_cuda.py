@@ -101,11 +101,12 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_blocks_become_one_or_two_graphs_that_call_our_operators(name, compiled):
+def test_blocks_become_at_most_three_graphs_that_call_our_operators(name, compiled):
+    """A third one where blocks of rows and of columns take turns."""
     result = get_result(compiled, name)
     assert result["breaks"] == {}
-    assert 1 <= result["forward"] <= 2
-    assert 1 <= result["backward"] <= 2
+    assert 1 <= result["forward"] <= 3
+    assert 1 <= result["backward"] <= 3
     assert result["kernels"] > 0
     expected = OPERATORS[COMPILED[name].split()[0]]
     assert expected | {f"{operator}_backward" for operator in expected} <= set(result["operators"])

@@ -170,6 +170,14 @@ def test_a_command_that_asks_for_another_order_is_refused(way, scans, tmp_path):
         train(compose_scan(run, True, word, "model.mixer.columns=true"))
 
 
+def test_a_model_without_the_key_gets_the_order_of_its_weights(scans, tmp_path):
+    words = [*SCAN_RUN, f"run_dir={tmp_path / 'run'}", f"init_from={scans / 'columns'}"]
+    composed = insert_pretrained(compose([*words, "~model.mixer.columns"]))
+    assert composed.cfg.model["mixer"]["columns"] is True
+    other = compose([*words, "model=conv_xs"])
+    assert insert_pretrained(other) == other
+
+
 def test_weights_without_a_description_take_the_order_of_the_command(scans, tmp_path):
     file = tmp_path / "plain.safetensors"
     save_file(load_file(scans / "columns/checkpoints/step-2/model.safetensors"), file)

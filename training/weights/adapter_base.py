@@ -102,8 +102,7 @@ def keep_scan_order(composed: Composed) -> Composed:
     then = dict(flatten(description.model)) if description else {}
     now = dict(flatten(cfg.model or {}))
     order = bool(then.get(SCAN_ORDER))
-    mixer = now.get("mixer._target_")
-    has_order = SCAN_ORDER in now or (mixer and mixer == then.get("mixer._target_"))
+    has_order = SCAN_ORDER in now or then.get("mixer._target_") == now.get("mixer._target_")
     if file is None or not has_order or order == bool(now.get(SCAN_ORDER)):
         return composed
 
@@ -117,13 +116,8 @@ def keep_scan_order(composed: Composed) -> Composed:
     if given:
         raise UserError(f"{word}: {fact}; leave the word out, or start with new weights.")
     Ranks.from_environment().say(f"{fact}, so this run keeps their order of tokens")
-    model, source_model = (
-        node | {"mixer": node["mixer"] | {"columns": order}}
-        for node in (cfg.model, composed.source["model"])
-    )
-    return composed._replace(
-        cfg=replace(cfg, model=model), source=composed.source | {"model": source_model}
-    )
+    parts = {"model": cfg.model | {"mixer": cfg.model["mixer"] | {"columns": order}}}
+    return composed._replace(cfg=replace(cfg, **parts), source=composed.source | parts)
 
 
 def find_first_weights(cfg: TrainConfig) -> tuple[Path | None, Description | None]:
