@@ -1,0 +1,254 @@
+"""Muon: which rows of which weights it takes, what a step computes, and what the ledger says."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from models.adapters import Lora, attach
+from models.block import GeluMLP
+from models.mixers.attention import Attention
+from tests.harness.denoisers import make_denoiser
+from tests.harness.outcomes import FOUR_STEPS, read_columns
+from tests.harness.steps import read_ledger, tiny_training
+from tests.harness.zygote import read_output
+from training.muon import Muon
+from training.optimizers import make_parameter_groups
+
+IN_PROJ = [(0, 128), (128, 256), (256, 272), (272, 288), (288, 304), (304, 320)]
+NARROW_IN_PROJ = [(0, 64), (64, 128), (128, 144), (144, 160), (160, 176), (176, 192)]
+MLP = {"1.w13": [(0, 160), (160, 320)], "1.w2": [(0, 64)]}
+QKV = {"0.qkv": [(0, 64), (64, 128), (128, 192)], "0.out_proj": [(0, 64)]}
+SCAN = {"0.in_proj": IN_PROJ, "0.out_proj": [(0, 64)]}
+RULES = {
+    "mamba": SCAN,
+    "zigzag": SCAN,
+    "ssd_mlp": {"0.in_proj": NARROW_IN_PROJ, "0.out_proj": [(0, 64)], **MLP},
+    "mamba1": {
+        "0.in_proj": [(0, 128), (128, 256)],
+        "0.x_proj": [(4, 12), (12, 20)],
+        "0.out_proj": [(0, 64)],
+    },
+    "conv": {"0.in_proj": [(0, 96), (96, 192)], "0.out_proj": [(0, 64)], **MLP},
+    "dit": {**QKV, **MLP},
+    "gelu": {**QKV, "1.fc1": [(0, 160)], "1.fc2": [(0, 64)]},
+    "adapted": {},
+    "users": {},
+}
+"""Family -> linear layer of a block -> the ranges of its rows that are matrices. AdamW has all
+other rows, such as those of dt, and all other parameters."""
+NODE = {"_target_": "training.muon.Muon", "weight_decay": 0.1}
+SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8}
+
+
+class UsersMixer(nn.Module):
+    def __init__(self, dim, head_dim, grid):
+        super().__init__()
+        self.proj = nn.Linear(dim, dim)
+
+    def init_weights(self):
+        pass
+
+
+def make_model(family):
+    if family == "gelu":
+        return make_denoiser("dit", mixer=partial(Attention, bias=True), mlp=GeluMLP)
+    if family == "users":
+        return make_denoiser("mamba", mixer=UsersMixer)
+    model = make_denoiser("ssd_mlp" if family == "adapted" else family)
+    if family == "adapted":
+        attach(model, Lora(rank=2))
+    return model
+
+
+def name_matrices(family):
+    """The full names of the weights with matrices -> ranges of rows."""
+    return {
+        f"blocks.{block}.layers.{layer}.weight": tuple(ranges)
+        for block in range(2)
+        for layer, ranges in RULES[family].items()
+    }
+
+
+@pytest.mark.parametrize("family", RULES)
+def test_the_rule_of_every_parameter(family):
+    model = make_model(family)
+    groups = make_parameter_groups(model, NODE)
+    rules = {p: group["matrices"] for group in groups for p in group["params"]}
+    assert rules.keys() == {p for p in model.parameters() if p.requires_grad}
+    named = {name: rules.get(p) for name, p in model.named_parameters()}
+    assert {name: ranges for name, ranges in named.items() if ranges} == name_matrices(family)
+
+
+def test_groups_for_adamw_keep_their_numbers():
+    model = make_denoiser("mamba")
+    groups = make_parameter_groups(model, NODE | {"_target_": "torch.optim.AdamW"})
+    exempt = model.no_weight_decay()
+    parts = ([], [])
+    for name, parameter in model.named_parameters():
+        parts[name in exempt].append(parameter)
+    assert [[id(p) for p in g["params"]] for g in groups] == [[id(p) for p in g] for g in parts]
+
+
+def orthogonalise_exactly(matrix):
+    """U f(S) Vᵀ in fp64, where f applies Jordan's polynomial five times to each singular value."""
+    u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ vt
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba1", "dit"])
+def test_steps_are_those_of_each_matrix_by_itself_and_of_adamw(family):
+    """Reference: each matrix by its singular values in fp64, everything else by torch's AdamW."""
+    model = make_model(family)
+    exempt = model.no_weight_decay()
+    options = {"lr": 0.02, "adamw_lr": 0.01, "momentum": 0.9, **SETTINGS}
+    optimizer = Muon(make_parameter_groups(model, NODE), **options)
+    matrices = {}
+    rest = []
+    names = name_matrices(family)
+    for name, parameter in model.named_parameters():
+        ranges = names.get(name, ())
+        rows = torch.ones(len(parameter), dtype=torch.bool)
+        for first, last in ranges:
+            rows[first:last] = False
+            weight = parameter.detach()[first:last].double()
+            matrices[name, first] = (slice(first, last), weight, torch.zeros_like(weight))
+        if rows.any():
+            copied = parameter.detach()[rows].clone().requires_grad_()
+            decay = 0.0 if name in exempt else 0.1
+            other = torch.optim.AdamW([copied], lr=0.01, weight_decay=decay, fused=True, **SETTINGS)
+            rest.append((name, rows, copied, other))
+
+    parameters = dict(model.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    for _ in range(3):
+        for parameter in parameters.values():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        for (name, _), (rows, weight, momentum) in matrices.items():
+            grad = parameters[name].grad[rows].double()
+            momentum.mul_(0.9).add_(0.1 * grad)
+            step = orthogonalise_exactly(0.1 * grad + 0.9 * momentum)
+            weight.mul_(1 - 0.02 * 0.1).sub_(0.02 * 0.2 * max(weight.shape) ** 0.5 * step)
+        for name, rows, copied, other in rest:
+            copied.grad = parameters[name].grad[rows]
+            other.step()
+
+    for (name, _), (rows, weight, _) in matrices.items():
+        moved = parameters[name].detach()[rows] - before[name][rows]
+        expected = weight - before[name][rows]
+        assert (moved - expected).norm() < 0.02 * expected.norm(), (name, rows)
+    for name, rows, copied, _ in rest:
+        assert torch.equal(parameters[name][rows], copied), name
+
+
+def test_gradients_of_zero_and_none_do_no_harm():
+    """The blocks' gradients are zero in the first steps, because modulations start at zero."""
+    model = make_denoiser("mamba")
+    optimizer = Muon(make_parameter_groups(model, NODE), lr=0.1)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    model.blocks[1].layers[0].in_proj.weight.grad = None
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"lr": 0.0}, "optim.lr=0.0"),
+        ({"adamw_lr": -1.0}, "optim.adamw_lr=-1.0 must be above 0"),
+        ({"betas": (0.9, 1.0)}, r"optim.betas=\[0.9, 1.0\]"),
+    ],
+)
+def test_impossible_values_are_refused(values, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Muon([{"params": [nn.Parameter(torch.ones(2))]}], **values)
+
+
+def test_the_ledger_counts_matrices_and_what_adamw_has():
+    """Of fp32 state, in_proj has the rows of dt besides its momentum."""
+    training = tiny_training("mamba", "optim=muon")
+    row = read_ledger(training)["optim"]
+    assert row.active == "momentum"
+    sizes = {name: p.numel() for name, p in training.model.named_parameters()}
+    others = sum(size for name, size in sizes.items() if "_proj" not in name)
+    assert "orthogonalised 14 of 14 matrices, 12 of them slices of fused" in row.evidence
+    assert f"AdamW updates {others + 2 * 8 * 64} elements of 26 parameters" in row.evidence
+
+
+def test_a_slice_left_out(monkeypatch):
+    orthogonalise = Muon.orthogonalise
+
+    def leave_out(self, stacks):
+        group = stacks[0].group
+        shorter = group | {"matrices": group["matrices"][1:]}
+        orthogonalise(self, [stacks[0]._replace(group=shorter), *stacks[1:]])
+
+    monkeypatch.setattr(Muon, "orthogonalise", leave_out)
+    row = read_ledger(tiny_training("mamba", "optim=muon"))["optim"]
+    assert row.missing
+    assert "12 of 14 matrices" in row.evidence
+
+
+@pytest.fixture(scope="module")
+def run_muon(zygote):
+    """`run_muon(folder, ranks, *words)`: loss and gradient norm of each step, and the ledger's
+    row."""
+
+    def start(folder, ranks, *words):
+        words = [*FOUR_STEPS, "optim=muon", "optim.weight_decay=0.1", "save_every=1", *words]
+        codes = zygote(folder, *words, ranks=ranks)
+        assert codes == [0] * ranks, read_output(folder)
+        row = json.loads((folder / "ledger.json").read_text())["optim"]
+        return read_columns(folder, "loss", "grad_norm"), row["evidence"]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def single(run_muon, tmp_path_factory):
+    return run_muon(tmp_path_factory.mktemp("single") / "run", 1)[0]
+
+
+FSDP = "runtime.parallel.mode=fsdp"
+HSDP = "runtime.parallel.mode=hsdp"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, [FSDP, "runtime.parallel.cpu_offload=true", "accumulation_steps=2"]),
+        pytest.param(3, [FSDP, "runtime.gradient_checkpointing=true"], marks=pytest.mark.slow),
+        pytest.param(4, [HSDP, "runtime.parallel.shard_degree=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["runtime.parallel.mode=ddp"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_muon, single, tmp_path):
+    values, evidence = run_muon(tmp_path / "run", ranks, *words)
+    assert_close(torch.tensor(values), torch.tensor(single), rtol=1e-4, atol=0.0)
+    assert "orthogonalised 14 of 14 matrices" in evidence
+
+
+@pytest.mark.fault(
+    "Muon on another number of processes: 2, 3, 1", "the same losses within rounding"
+)
+def test_a_checkpoint_of_muon_fits_any_number_of_processes(run_muon, single, tmp_path):
+    """AdamW's moments of dt's rows are whole at every process, and the momentum is sharded."""
+    for ranks, samples, mode in ((2, 24, "fsdp"), (3, 36, "fsdp"), (1, 48, "none")):
+        words = [f"total_samples={samples}", f"runtime.parallel.mode={mode}"]
+        values, _ = run_muon(tmp_path / "run", ranks, *words)
+    assert_close(torch.tensor(values), torch.tensor(single), rtol=1e-4, atol=0.0)
