@@ -105,7 +105,7 @@ def test_an_average_is_a_weights_file_of_its_run(kept):
     ("changes", "sentence"),
     [
         ({"length": None}, "run_dir or length is not set"),
-        ({"length": 0.02}, r"length=0\.02 must be from 0\.03 to 0\.2; snapshots"),
+        ({"length": 0.02}, r"length=0\.02 must be from 0\.03 to 0\.20; snapshots"),
         ({"run_dir": "nowhere"}, "run_dir=nowhere has no snapshots; train with ema.snapshots=32"),
         ({"samples": 33}, r"samples=33 has no snapshot; choose one of \[32, 64"),
         ({"samples": 160, "length": 0.2}, "10 files leave 1[0-9].* and at most 11% is accepted"),

@@ -15,6 +15,7 @@ from tests.harness.steps import tiny_training
 from tests.harness.words import TINY_RUN
 from train import train
 from training.averages import PowerAverage, find_exponent, list_snapshots
+from training.checkpoint.files import write_tensors
 from training.config.compose import compose
 from training.weights.pretrained import read_description
 
@@ -47,7 +48,9 @@ def read_snapshots(run):
 @pytest.mark.parametrize(("length", "exponent"), [(0.05, 16.97), (0.10, 6.94)])
 def test_an_average_has_its_profile_in_closed_form(length, exponent):
     """Also after the batch has changed; exponents as published."""
-    assert find_exponent(length) == pytest.approx(exponent, abs=5e-3)
+    found = find_exponent(length)
+    assert found == pytest.approx(exponent, abs=5e-3)
+    assert np.sqrt(found + 1) / (found + 2) / np.sqrt(found + 3) == pytest.approx(length, rel=1e-9)
     ends = np.cumsum([8] * 300 + [16] * 200)
     walk = np.cumsum(np.random.default_rng(0).standard_normal((500, 16)), axis=0)
     model = torch.nn.ParameterDict({"p": torch.nn.Parameter(torch.full((16,), 1e3))})
@@ -56,11 +59,9 @@ def test_an_average_has_its_profile_in_closed_form(length, exponent):
         model["p"].data = torch.from_numpy(values).float()
         average.update(torch.tensor(average.compute_weight(int(end), int(batch))))
 
-    shares = np.diff((ends / ends[-1]) ** (find_exponent(length) + 1), prepend=0.0)
+    shares = np.diff((ends / ends[-1]) ** (found + 1), prepend=0.0)
     expected = torch.from_numpy(shares @ walk).float()
     assert_close(average.averages[0], expected, rtol=1e-5, atol=1e-4)
-    middles = (ends - 4) / ends[-1]
-    assert np.sqrt(shares @ middles**2 - (shares @ middles) ** 2) == pytest.approx(length, rel=0.02)
 
 
 def test_a_skipped_step_changes_no_average_and_bf16_weights_have_wide_ones():
@@ -69,9 +70,9 @@ def test_a_skipped_step_changes_no_average_and_bf16_weights_have_wide_ones():
     averages = [t for a in training.state.power_averages for t in a.averages]
     parameters = [*training.model.parameters()] * 2
     assert_close(averages, [p.detach().float() for p in parameters], rtol=1e-6, atol=1e-7)
+    training.take_step()
     before = [tensor.clone() for tensor in averages]
     batch = next(training.loader)
-    training.step.schedule(8)
     nan = batch._replace(latents=batch.latents * torch.nan)
     assert training.step([nan]).skipped == 1.0
     assert are_equal(averages, before)
@@ -113,17 +114,21 @@ def test_what_cannot_be_had_is_refused(run, tmp_path, monkeypatch):
             run("ema.snapshots=2", folder="small")
 
 
-def test_a_disk_that_fills_up_ends_the_run_in_a_sentence(whole, tmp_path, monkeypatch):
-    def refuse(file, *_):
-        file.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_full_disk_loses_no_snapshot(whole, tmp_path, monkeypatch):
+    """Step 8 is of a snapshot and of a checkpoint."""
+    folder = tmp_path / "run"
+
+    def refuse(file, *content):
+        write_tensors(file, *content)
+        if file.name.startswith("samples-64-0.10"):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("training.averages.write_tensors", refuse)
-        with expect_refusal(r"samples-24-0\.05\.safetensors cannot be written .*from step-2"):
-            start_run(tmp_path / "run")
-    assert not list((tmp_path / "run" / "averages").iterdir())
-    assert read_snapshots(start_run(tmp_path / "run")) == read_snapshots(whole)
+        with expect_refusal(r"samples-64-0\.10\.safetensors cannot be written .*from step-6"):
+            start_run(folder, "async_checkpoints=false")
+    assert {file.suffix for file in (folder / "averages").iterdir()} == {".safetensors"}
+    assert read_snapshots(start_run(folder)) == read_snapshots(whole)
 
 
 def test_sharded_averages_are_those_of_one_process(zygote, tmp_path):
