@@ -56,6 +56,7 @@ class BidirectionalSSD(Layer):
         expand: int = 2,
         state_dim: int = 64,
         eps: float = 1e-6,
+        *,
         columns: bool = False,
         layer: int = 0,
     ) -> None:
