@@ -35,6 +35,7 @@ STEPS = {
     ),
     "bf16 weights, stochastic": ([], {"weights": "bf16"}),
     "bf16 weights, Kahan": (["runtime.rounding=kahan"], {"weights": "bf16"}),
+    "power-function averages": (["ema.snapshots=4"], {}),
     "checkpointing": ([], {"gradient_checkpointing": True}),
     "Adam": (["optim._target_=torch.optim.Adam"], {}),
 }
@@ -58,6 +59,8 @@ def train(words, values, graph, change=lambda training: None):
     outputs += [training.take_step() for _ in range(2)]
     training.state.load_state_dict(checkpoint)
     outputs += [training.take_step() for _ in range(2)]
+    averages = [training.state.ema, *training.state.power_averages]
+    outputs.append([average.averages for average in averages])
     columns = [torch.cat([leaf.view(-1) for leaf in tree_leaves(output)]) for output in outputs]
     return [column.tolist() for column in columns], training
 
