@@ -53,12 +53,16 @@ def plan_rows(cfg: SpeedrunConfig, words: Words) -> Iterator[Case]:
     # rows have its patch size and width.
     common = TABLES["settings"][cfg.setting]["words"].split()
     shared = [word for word in words if word.startswith(SHARED_OVERRIDES) and word not in common]
-    own = [word for word in words if word not in (*common, *shared)]
+    common += shared
+    own = [word for word in words if word not in common]
     chosen = {" ".join(own): own} if own else {n: rows[n].split() for n in cfg.rows or rows}
 
-    common += shared
     baseline = [*common, *rows[cfg.baseline].split()]
-    labels = {"board": f"{' '.join((cfg.setting or '', *shared))}, against {cfg.baseline}"}
+    board = (
+        f"{' '.join([str(cfg.setting), *shared])}, {cfg.total_samples:,} samples, "
+        f"{len(cfg.seeds)} seeds, {cfg.sets} sets, against {cfg.baseline}"
+    )
+    labels = {"board": board}
     for name, row in chosen.items():
         yield Case(name, measure_speedup, [*common, *row], baseline, seconds=240.0, labels=labels)
 

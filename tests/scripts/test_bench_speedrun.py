@@ -188,7 +188,9 @@ def test_words_of_a_user_are_a_row_and_those_of_the_judge_are_for_all():
     words = ["setting=deep", "name=mine", "model=dit_xs", "optim=muon", "fd.count=600"]
     (case,) = plan_job("speedrun", [*words, "baseline=conv"]).cases
     assert case.name == "model=dit_xs optim=muon"
-    assert case.labels["board"] == "deep fd.count=600, against conv"
+    assert (
+        case.labels["board"] == "deep fd.count=600, 25,600 samples, 3 seeds, 2 sets, against conv"
+    )
     cfg, baseline = (compose(overrides).cfg for overrides in (case.overrides, case.baseline))
     assert (cfg.model["dim"], cfg.model["patch_size"]) == (64, 1)
     assert cfg.fd.count == baseline.fd.count == 600
