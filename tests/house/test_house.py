@@ -32,7 +32,7 @@ FSTRING_START = getattr(tokenize, "FSTRING_START", -1)  # Python 3.12 takes an f
 FSTRING_END = getattr(tokenize, "FSTRING_END", -2)
 FRAGMENT = re.compile(r"(Of|The same|That|Those|These|So|With what|From what|By what|As) ")
 FED_FROM_YAML = {"Denoiser", "ResidentLatents", "StreamedLatents", "SyntheticLatents"}
-FED_FROM_YAML |= {"Attention", "FastlatentTransformer", "FastlatentPipeline"}
+FED_FROM_YAML |= {"Attention", "BidirectionalSSD", "FastlatentTransformer", "FastlatentPipeline"}
 """Classes with a parameter for each key of their yaml, or each setting of diffusers."""
 
 
