@@ -20,14 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import UserError
 from training.averages import LENGTHS, Snapshot, find_exponent, list_snapshots, write_average
 from training.checkpoint.files import METADATA_KEY
 from training.config.compose import parse_words, report_user_errors
-from training.weights.pretrained import explain_read_errors, read_description
+from training.weights.pretrained import read_description, read_tensors
 
 GRID_CELLS = 5000
 """Number of parts of the run in which `fit_profile` compares profiles."""
@@ -74,18 +73,6 @@ def fit_profile(snapshots: Sequence[Snapshot], wanted: Snapshot) -> tuple[np.nda
     return np.append(numbers, 1.0 - numbers.sum()), float(residual)
 
 
-def add_snapshots(snapshots: Sequence[Snapshot], numbers: np.ndarray) -> dict[str, Tensor]:
-    """Returns the sum of the snapshots, each times its number, as tensors in fp32 by name. Memory
-    holds the sums, in fp64, and one tensor of a snapshot."""
-    sums: dict[str, Tensor] = {}
-    for snapshot, number in zip(snapshots, numbers.tolist(), strict=True):
-        with explain_read_errors(snapshot.file), safe_open(snapshot.file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # no mapping
-                part = opened.get_tensor(name).double() * number
-                sums[name] = part + sums.get(name, 0.0)
-    return {name: total.float() for name, total in sums.items()}
-
-
 def average(cfg: AverageConfig) -> Path:
     """Writes the average that `cfg` describes, and returns the path of the file. Raises ValueError
     if a key is missing or out of range, or if the run's snapshots do not suffice."""
@@ -108,19 +95,28 @@ def average(cfg: AverageConfig) -> Path:
         raise UserError(f"samples={samples} has no snapshot; choose one of {sorted(ends)}.")
     snapshots = [snapshot for snapshot in snapshots if snapshot.samples <= samples]
 
-    name = f"averages/length-{cfg.length:g}-at-{samples}.safetensors"
-    out = Path(cfg.out or run / name).expanduser()
+    default = run / f"averages/length-{cfg.length:g}-at-{samples}.safetensors"
+    out = Path(cfg.out or default).expanduser()
     if out.exists():
         raise UserError(f"out={out} is there already; choose another file, or delete it.")
     numbers, residual = fit_profile(snapshots, Snapshot(samples, cfg.length, out))
-    facts = f"{len(snapshots)} files leave {residual:.2%} of the profile of length={cfg.length}"
+    facts = (
+        f"length={cfg.length} from {len(snapshots)} files: the fit has an error of {residual:.2%}"
+    )
     if residual > MAX_RESIDUAL:
         raise UserError(
             f"{facts}, and at most {MAX_RESIDUAL:.0%} is accepted; use a length nearer to one of "
             f"{LENGTHS}, or train with a larger ema.snapshots."
         )
+
+    # Sum the snapshots, each times its number, in fp64; memory holds one snapshot at a time.
+    sums: dict[str, Tensor] = {}
+    for snapshot, number in zip(snapshots, numbers.tolist(), strict=True):
+        for name, tensor in read_tensors(snapshot.file).items():
+            sums[name] = sums.get(name, 0.0) + number * tensor.double()
+    tensors = {name: total.float() for name, total in sums.items()}
     header = json.dumps(asdict(read_description(snapshots[-1].file)))
-    write_average(out, add_snapshots(snapshots, numbers), {METADATA_KEY: header})
+    write_average(out, tensors, {METADATA_KEY: header})
     print(f"{out}: {facts}", flush=True)
     return out
 

@@ -60,8 +60,10 @@ def train(words, values, graph, change=lambda training: None):
     training.state.load_state_dict(checkpoint)
     outputs += [training.take_step() for _ in range(2)]
     averages = [training.state.ema, *training.state.power_averages]
-    outputs.append([average.averages for average in averages])
-    columns = [torch.cat([leaf.view(-1) for leaf in tree_leaves(output)]) for output in outputs]
+    tensors = [average.averages for average in averages]
+    columns = [
+        torch.cat([leaf.view(-1) for leaf in tree_leaves(output)]) for output in (*outputs, tensors)
+    ]
     return [column.tolist() for column in columns], training
 
 

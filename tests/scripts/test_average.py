@@ -80,7 +80,7 @@ def test_an_average_of_a_run_is_the_one_it_would_have_kept(length, kept, tmp_pat
     """1e-5 of the weights at the lengths that the run kept, and 1e-3 at others."""
     run, averages = kept
     out = average(AverageConfig(str(run), length, out=str(tmp_path / "x.safetensors")))
-    assert "64 files leave" in capsys.readouterr().out
+    assert "from 64 files: the fit has an error of" in capsys.readouterr().out
     sums = load_file(out)
     assert sums.keys() == averages[length].keys()
     made, expected, other = (
@@ -108,7 +108,10 @@ def test_an_average_is_a_weights_file_of_its_run(kept):
         ({"length": 0.02}, r"length=0\.02 must be from 0\.03 to 0\.20; snapshots"),
         ({"run_dir": "nowhere"}, "run_dir=nowhere has no snapshots; train with ema.snapshots=32"),
         ({"samples": 33}, r"samples=33 has no snapshot; choose one of \[32, 64"),
-        ({"samples": 160, "length": 0.2}, "10 files leave 1[0-9].* and at most 11% is accepted"),
+        (
+            {"samples": 160, "length": 0.2},
+            "10 files: the fit has an error of 1.* and at most 11% is accepted",
+        ),
         ({"out": __file__}, "is there already"),
     ],
 )
