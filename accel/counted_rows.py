@@ -24,7 +24,6 @@ from accel.composite_optimizer import (
     collect_state,
     is_fused,
     iterate_innermost,
-    locate_state,
     parameters_of,
 )
 from accel.evidence import Evidence
@@ -46,16 +45,18 @@ class Promise(NamedTuple):
     """Number of elements of a moment that the library quantises as one block; the promise holds
     only for parameters whose number of elements is a multiple of this number."""
     needs_matrices: bool = False
-    """Whether the promise holds only for parameters with matrices that Muon orthogonalises."""
+    """Whether the promise holds only for parameters with matrices that Muon orthogonalises; those
+    have a momentum."""
 
-    def holds_for(self, parameter: Tensor, has_matrices: bool = False) -> bool:
-        """Returns whether the optimizer promises to keep the state of `parameter` in `self.form`:
-        not, for example, 8-bit state for small parameters, or factored moments for vectors."""
+    def holds_for(self, parameter: Tensor, state: Mapping[str, Any]) -> bool:
+        """Returns whether the optimizer promises to keep `state`, the state of `parameter`, in
+        `self.form`: not, for example, 8-bit state for small parameters, or factored moments for
+        vectors."""
         if self.form in ("8bit", "4bit", "fp8"):
             return parameter.numel() >= MIN_NARROW_ELEMENTS and parameter.numel() % self.block == 0
         if self.form == "factored":
             return parameter.ndim > 1
-        return has_matrices or not self.needs_matrices
+        return "momentum" in state or not self.needs_matrices
 
 
 def find_promise(kind: type, momentum: float = 0.0) -> Promise:
@@ -106,15 +107,13 @@ class OptimizerState(Technique):
     # moments may keep fp32 ones. So look at dtype and size of every tensor in the state.
     def observe(self, evidence: Evidence) -> Observation:
         optimizer = self.optimizer
-        matrices = find_matrices(optimizer)
         promised: Counter[str] = Counter()
         others: Counter[str] = Counter()
         total = 0
         size = 0
         for parameter in parameters_of(optimizer):
             state = collect_state(optimizer, parameter)
-            holds = self.promise.holds_for(parameter, bool(matrices[parameter]))
-            counts = promised if holds else others
+            counts = promised if self.promise.holds_for(parameter, state) else others
             counts[name_form(state, parameter.numel())] += 1
             total += sum(t.nbytes for t in state.values() if isinstance(t, Tensor))
             size += parameter.numel()
@@ -128,31 +127,28 @@ class OptimizerState(Technique):
             note += f"; {others.total()} others: {format_counts(others)}"
         complete = True
         if self.promise.needs_matrices:
-            complete, rules = describe_rules(optimizer, matrices)
+            complete, rules = describe_rules(optimizer)
             note += f"; {rules}"
         note += f"; {total / max(1, size):.2f} bytes a parameter, {total / 2**20:.2f} MiB"
         note += "" if is_fused(optimizer) else "; to skip a step the host reads one flag a step"
         return Observation(form if complete and not wrong else "mixed", note)
 
 
-def find_matrices(optimizer: Any) -> dict[Tensor, Any]:
-    """Returns a mapping: parameter -> the ranges of its rows that are matrices for Muon, () for
-    parameters of other optimizers."""
-    groups = [group for inner in iterate_innermost(optimizer) for group in inner.param_groups]
-    matrices = {p: group.get("matrices", ()) for group in groups for p in group["params"]}
-    return {p: matrices[locate_state(optimizer, p)[1]] for p in parameters_of(optimizer)}
-
-
-def describe_rules(optimizer: Any, matrices: Mapping[Tensor, Any]) -> tuple[bool, str]:
+def describe_rules(optimizer: Any) -> tuple[bool, str]:
     """Counts what Muon and AdamW updated in the latest step. Returns whether Muon orthogonalised
     all matrices that the layers state, and a text with the counts."""
-    wanted = sum(len(ranges) for ranges in matrices.values())
-    slices = sum(len(ranges) for ranges in matrices.values() if len(ranges) > 1)
-    here = sum(getattr(inner, "orthogonalised", 0) for inner in iterate_innermost(optimizer))
+    inner = list(iterate_innermost(optimizer))
+    groups = [group for member in inner for group in member.param_groups]
+    wanted = sum(len(group["matrices"]) * len(group["params"]) for group in groups)
+    fused = [group for group in groups if len(group["matrices"]) > 1]
+    slices = sum(len(group["matrices"]) * len(group["params"]) for group in fused)
+
+    # Each process has counted the matrices that it owns.
+    here = sum(getattr(member, "orthogonalised", 0) for member in inner)
     parameter = parameters_of(optimizer)[0]
     done = int(add_up(torch.tensor(float(here), device=parameter.device), parameter))
-    moments = [collect_state(optimizer, p).get("exp_avg_sq") for p in matrices]
-    sizes = [moment.numel() for moment in moments if moment is not None]
+    states = [state for member in inner for state in member.state.values()]
+    sizes = [state["exp_avg_sq"].numel() for state in states if "exp_avg_sq" in state]
     text = (
         f"Muon orthogonalised {done} of {wanted} matrices, {slices} of them slices of fused "
         f"projections; AdamW updates {sum(sizes)} elements of {len(sizes)} parameters"

@@ -154,7 +154,7 @@ def divide_anew(part: Tensor, like: Tensor, *, old: int, new: int, count: int) -
         for dim in (old, new)
     )
     shape = torch.Size([count, *like.shape])
-    stride = torch.empty(shape, device="meta").stride()
+    stride = (like.numel(), *like.stride())
     whole = DTensor.from_local(part.to(mesh.device_type), mesh, before, shape=shape, stride=stride)
     return whole.redistribute(placements=after).to_local().to(part.device)
 
