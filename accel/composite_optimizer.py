@@ -1,5 +1,5 @@
 """An optimizer made of several others, its members: a library's optimizer behind PyTorch's
-interface, two kinds of optimizer side by side, or one optimizer for each part of the parameters.
+interface, or one optimizer for each part of the parameters.
 
 Its state dict holds plain tensors, so that a checkpoint contains no class of a library and can be
 read without that library.
