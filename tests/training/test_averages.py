@@ -17,6 +17,7 @@ from train import train
 from training.averages import PowerAverage, find_exponent, list_snapshots
 from training.checkpoint.files import write_tensors
 from training.config.compose import compose
+from training.goodput import CLOCK
 from training.weights.pretrained import read_description
 
 WORDS = [*TINY_RUN, *TWELVE_STEPS, "keep_checkpoints=9", "ema.snapshots=5"]
@@ -101,6 +102,13 @@ def test_a_run_that_goes_on_keeps_its_snapshots(whole, tmp_path):
     assert read_snapshots(whole).items() < read_snapshots(folder).items()
     ends = sorted({snapshot.samples for snapshot in list_snapshots(folder)})
     assert ends == [24, 40, 64, 80, 96, 120, 160, 192]
+
+
+def test_a_snapshot_takes_no_time_of_training(run, monkeypatch):
+    kinds = []
+    monkeypatch.setattr("training.averages.write_average", lambda *_: kinds.append(CLOCK.kind))
+    run("ema.snapshots=2")
+    assert kinds == ["saving"] * 4
 
 
 def test_what_cannot_be_had_is_refused(run, tmp_path, monkeypatch):
