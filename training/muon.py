@@ -184,17 +184,19 @@ class Muon(torch.optim.Optimizer):
         # Let AdamW update copies of its rows, because Muon's step goes over all rows.
         like = parameters[0]
         gaps = list_gaps(group["matrices"], like.shape[0])
-        copies = [copy_rows(p, gaps) for p in parameters]
+        partial = parameters if gaps else []
+        copies = [copy_rows(p, gaps) for p in partial]
         if gaps:
             # The gradients become equal on all processes, so the moments stay equal too.
-            grads = torch.stack([copy_rows(grad, gaps) for grad in list_grads(parameters)])
-            self.run_adamw(parameters, copies, list(add_up(grads, like)), group)
+            grads = torch.stack([copy_rows(grad, gaps) for grad in list_grads(partial)])
+            self.run_adamw(partial, copies, list(add_up(grads, like)), group)
 
         steps = divide_anew(steps, like, old=0, new=1, count=len(parameters))
-        for parameter, copied, step in zip(parameters, copies, steps, strict=True):
+        for parameter, step in zip(parameters, steps, strict=True):
             weight = to_local(parameter)
             weight.mul_(1.0 - group["lr"] * group["weight_decay"])
             weight.add_(step.float(), alpha=-group["lr"])
+        for parameter, copied in zip(partial, copies, strict=True):
             for held, new in pair_rows(parameter, copied, gaps):
                 held.copy_(new)
 

@@ -147,6 +147,8 @@ def fused_update(lists, *tensors, **options):
         )
     for t in chain(*tensors[lists:]):
         assert t.device == device, f"a step count on {t.device} beside parameters on {device}"
+    if options["grad_scale"] is None:
+        return  # the host decides whether Muon takes a step
     for name in ("grad_scale", "found_inf", "lr"):
         value = options[name]
         assert isinstance(value, Tensor), f"{name} is {value}, a number of the host"
