@@ -129,6 +129,8 @@ class Muon(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(weight)
                 state["exp_avg_sq"] = torch.zeros_like(weight)
                 state["step"] = torch.zeros((), device=weight.device)
+
+        # Update this process's shards, or whole tensors if they are not sharded.
         moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
         adamw(
             *[[to_local(tensor) for tensor in part] for part in (weights, grads, *moments)],

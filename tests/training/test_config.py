@@ -5,7 +5,6 @@ import importlib
 import operator
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +16,7 @@ import yaml
 
 from common.files import ROOT
 from scripts.import_latents import ImportConfig
+from tests.harness.commands import run_command
 from tests.harness.refusals import expect_refusal
 from train import train
 from training.config.build import build, resolve_target
@@ -32,13 +32,6 @@ from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from training.config.words import FOREIGN_KEYS
 from training.distributed.exit import run_app
 from training.loggers import NoLogger
-
-
-def run_command(*words, cwd=ROOT, environment=None):
-    """Runs `train.py` as a user would; returns what it prints, after its exit code."""
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    return f"{done.returncode}\n{done.stdout}{done.stderr}"
 
 
 def list_choices(group):

@@ -14,9 +14,9 @@ import yaml
 from common.errors import UserError
 from common.files import read_object, write_json
 from common.text import replace_non_finite
+from tests.harness.commands import run_command
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import TINY_RUN, TINY_SYNTHETIC
-from tests.training.test_config import run_command
 from train import train
 from training.config.compose import compose
 from training.distributed.exit import RESUMABLE_EXIT_CODE, run_app
