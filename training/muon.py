@@ -131,6 +131,8 @@ class Muon(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), device=weight.device)
 
         # Update this process's shards, or whole tensors if they are not sharded.
+
+        # Sharded tensors are updated shard by shard, because AdamW is elementwise.
         moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
         adamw(
             *[[to_local(tensor) for tensor in part] for part in (weights, grads, *moments)],
