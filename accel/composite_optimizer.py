@@ -89,7 +89,7 @@ class Members(torch.optim.Optimizer):
         if any(isinstance(p, DTensor) for p in self.numbered_parameters):
             raise UserError(
                 f"{type(self).__name__} keeps a state that cannot be cut over several processes; "
-                "use optim=adamw with runtime.parallel.mode=fsdp or hsdp, or "
+                "use optim=adamw or muon with runtime.parallel.mode=fsdp or hsdp, or "
                 "runtime.parallel.mode=ddp."
             )
         fused = all(member.defaults.get("fused") for member in self.members)

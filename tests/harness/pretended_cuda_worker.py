@@ -190,8 +190,8 @@ def take_steps(training, watched):
         batches = make_batches(training)
         with watched:
             output = training.step(batches)
-        for name, value in output._asdict().items():
-            assert value.is_cuda, f"{name} of the step is on {value.device}"
+        for value in tree_leaves(output):
+            assert value.is_cuda, f"a result of the step is on {value.device}: {output}"
 
 
 def run_steps(words):
