@@ -89,11 +89,13 @@ def build_uninitialised(build_model):
 
 
 def switch_kernels(model):
-    """Switches the fused operators on."""
+    """Switches the fused operators on, and attention to the backend that a GPU takes."""
     for module in model.modules():
         for switch in KERNEL_KEYS:
             if hasattr(module, switch):
                 setattr(module, switch, True)
+        if hasattr(module, "attention_backend"):
+            module.attention_backend = "flash"
     return model
 
 
