@@ -33,8 +33,8 @@ def write_atomically(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replace_file(file: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file, which the `with` block writes and flushes to disk, and
-    then renames it to `file`. If the block fails, removes the temporary file instead."""
+    """Yields the path of a temporary file, which the `with` block must write and flush to disk, and
+    renames that file to `file` at the end. If the block fails, removes the temporary file."""
     temporary = file.with_name(file.name + ".tmp")
     try:
         yield temporary

@@ -139,8 +139,8 @@ def save_snapshot_if_due(training: Training, run: Path, described: Mapping[str, 
     cfg = training.cfg
     state = training.state
     ranks = training.ranks
-    before = count_due(cfg, state.samples - cfg.batch_size)
-    if not state.moved or count_due(cfg, state.samples) == before:
+    before = state.samples - cfg.batch_size
+    if not state.moved or count_due(cfg, state.samples) == count_due(cfg, before):
         return
     header = make_header({**described, "step": state.step}, "ema")
     for average in state.power_averages:
@@ -148,9 +148,8 @@ def save_snapshot_if_due(training: Training, run: Path, described: Mapping[str, 
         with state.meter.pause(), CLOCK.count_as("saving"):
             pieces = {"ema": average.state_dict()}
             staged = stage(pieces, {"ema": Layout.whole}, ranks.first, copy=False)
-            ranks.broadcast_result(
-                partial(write_average, file, staged.whole.get("ema", {}), header)
-            )
+            tensors = staged.whole.get("ema", {})
+            ranks.broadcast_result(partial(write_average, file, tensors, header))
 
 
 def write_average(file: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:

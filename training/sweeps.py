@@ -66,8 +66,7 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
 
 def refuse_trial(composed: Composed, sweeper: str) -> None:
     """Raises ValueError if `sweeper`, Hydra's choice of hydra/sweeper, needs a metric and none is
-    set, if torchrun started several processes, or if the trial's folder holds a run with other
-    settings."""
+    set, or if torchrun started several processes."""
     cfg = composed.cfg
     if sweeper != "basic" and cfg.sweep_metric is None:
         raise UserError(
@@ -79,11 +78,20 @@ def refuse_trial(composed: Composed, sweeper: str) -> None:
         raise UserError(
             f"WORLD_SIZE={ranks}, but a sweep (-m) trains in one process; give torchrun one run."
         )
-    file = Path(cfg.run_dir) / "config.yaml"
-    settings = parse_yaml(to_yaml(composed.source))
-    if file.exists() and read_config(file) | {"run_dir": settings["run_dir"]} != settings:
+
+
+def refuse_other_run(composed: Composed) -> None:
+    """Raises ValueError if the trial's folder holds a run with other settings."""
+    file = Path(composed.cfg.run_dir) / "config.yaml"
+    if not file.exists():
+        return
+    from training.weights.adapter_base import insert_pretrained  # imports torch
+
+    # The file names the model that replaced model=pretrained.
+    settings = parse_yaml(to_yaml(insert_pretrained(composed).source))
+    if read_config(file) | {"run_dir": settings["run_dir"]} != settings:
         raise UserError(
-            f"run_dir={cfg.run_dir} holds a run with other settings; choose another run_dir."
+            f"run_dir={file.parent} holds a run with other settings; choose another run_dir."
         )
 
 
@@ -91,7 +99,8 @@ def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
     """Trains in a process of its own, so that no state, such as random generators, flags of PyTorch
     or a broken CUDA context, passes to the next trial.
 
-    Raises UserError if training fails, and SystemExit if a signal asks this process to stop.
+    Raises UserError if `refuse_other_run` refuses the folder or training fails, and SystemExit if a
+    signal asks this process to stop.
     """
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -100,6 +109,7 @@ def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
         # Count the time of this run from here on.
         require_python.PROCESS_START = time.perf_counter()
         try:
+            refuse_other_run(composed)
             train(composed)
         except Exception as error:
             message = describe_failure(error)

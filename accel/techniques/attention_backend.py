@@ -3,15 +3,14 @@
 `auto` leaves the choice to PyTorch, which takes the first of its backends flash, cuDNN, efficient
 and math that supports the inputs; but in bf16 on a CPU, `auto` computes short sequences by plain
 matrix products (accel/kernels/attend.py), which the ledger calls `products`. The name of a backend
-allows only that backend. `flex` is
-FlexAttention, which is compiled even if the model is not. `flash3` and `flash4` replace the kernels
-of PyTorch's backend `flash`, in the whole process, by those of the separate packages
-FlashAttention-3 and -4; PyTorch calls this replacement a prototype. Any other value restores
-PyTorch's kernels. The ledger shows the backend that ran.
+allows only that backend. `flex` is FlexAttention, which is compiled even if the model is not.
+`flash3` and `flash4` replace the kernels of PyTorch's backend `flash`, in the whole process, by
+those of the separate packages FlashAttention-3 and -4; PyTorch calls this replacement a prototype.
+Any other value restores PyTorch's kernels. The ledger shows the backend that ran.
 
-The choice costs nothing, except that `math` stores the scores of all L² pairs of L tokens. Speed on
-a GPU is not measured yet. `flash3` and `flash4` have never run on a GPU: the tests register
-stand-ins that have no kernels in PyTorch's registry of flash implementations. References:
+The choice costs nothing, except that `math` and `products` store the scores of all L² pairs of L
+tokens. Speed on a GPU is not measured yet. `flash3` and `flash4` have never run on a GPU: the tests
+register stand-ins that have no kernels in PyTorch's registry of flash implementations. References:
 https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 and https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html;
 torch.nn.attention.activate_flash_attention_impl

@@ -14,13 +14,15 @@ import yaml
 from common.errors import UserError
 from common.files import read_object, write_json
 from common.text import replace_non_finite
+from tests.harness.adapters import make_words, save_base
 from tests.harness.commands import run_command
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import TINY_RUN, TINY_SYNTHETIC
 from train import train
-from training.config.compose import compose
+from training.config.compose import compose, to_yaml
 from training.distributed.exit import RESUMABLE_EXIT_CODE, run_app
-from training.sweeps import refuse_trial
+from training.sweeps import refuse_other_run, refuse_trial
+from training.weights.adapter_base import compose_pretrained
 
 
 def learn(composed):
@@ -59,7 +61,7 @@ def sweep(monkeypatch, tmp_path):
 
 def test_a_trial_has_the_bits_of_the_same_run_by_itself(tmp_path):
     """Also after a trial that was refused; and its clock begins with the trial."""
-    words = [*TINY_RUN, *TINY_SYNTHETIC, "save_every=2", "sample_every=2"]
+    words = [*TINY_RUN, *TINY_SYNTHETIC, "runtime=eager", "save_every=2", "sample_every=2"]
     output = run_command("-m", *words, "optim.lr=1e-3,-1,2e-3", f"run_dir={tmp_path}")
     assert output.startswith("1\n")
     assert output.endswith("error: optim: Invalid learning rate: -1.0; AdamW refuses that value.\n")
@@ -111,17 +113,29 @@ def test_optuna_searches_on_after_a_failed_trial(sweep, tmp_path, capfd):
     results = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     assert results["best_value"] == min(finite)
     with pytest.raises(SystemExit, match="1"):
-        sweep("hydra/sweeper=search", "seed=4", "optim.lr=interval(0.1,0.9)", "sweep_metric=loss")
+        sweep(
+            "hydra/sweeper=search",
+            "sweep_metric=loss",
+            "seed=4",
+            words[0],
+            "hydra.sweeper.n_trials=2",
+        )
     assert capfd.readouterr().err.endswith(
         "error: every trial of the sweep failed; the lines above say why.\n"
     )
+
+
+def test_a_trial_continues_that_trains_on_from_a_base(tmp_path):
+    words = make_words(save_base(tmp_path / "base.safetensors"), f"run_dir={tmp_path}")
+    (tmp_path / "config.yaml").write_text(to_yaml(compose_pretrained(words).source))
+    refuse_other_run(compose(words))
 
 
 def test_a_sweep_that_cannot_compare_its_trials_is_refused(tmp_path, monkeypatch):
     composed = compose(["sweep_metric=loss", f"run_dir={tmp_path}"])
     (tmp_path / "config.yaml").write_text("seed: 7\n")
     with expect_refusal("holds a run with other settings"):
-        refuse_trial(composed, "search")
+        refuse_other_run(composed)
     with expect_refusal("sweep_metric=null; choose eval_loss, loss, samples_per_s"):
         refuse_trial(compose(), "search")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -359,13 +359,12 @@ class FdConfig:
         """Lists the names of both distances in each feature space, such as fd_encoder."""
         return [f"{kind}_{name}" for kind in ("fd", "kd") for name in self.features]
 
-    def refuse_best(self, keep_best: str) -> None:
-        """Raises ValueError if this run does not measure the score that `keep_best` names."""
-        measured = ["eval_loss", *self.list_scores()]
-        if keep_best not in measured:
-            raise UserError(
-                f"keep_best={keep_best} is not measured by this run; choose {', '.join(measured)}."
-            )
+
+def refuse_unmeasured(key: str, name: str, measured: list[str]) -> None:
+    """Raises ValueError if `name`, the value of the key `key`, is not in `measured`, the metrics of
+    the run."""
+    if name not in measured:
+        raise UserError(f"{key}={name} is not measured by this run; choose {', '.join(measured)}.")
 
 
 @dataclass(frozen=True)
@@ -447,12 +446,9 @@ class TrainConfig:
         # Refuse keys that contradict each other.
         check_momentum(self.optim or {})
         self.sampling.check()
-        self.fd.refuse_best(self.keep_best)
-        if self.sweep_metric not in (None, *self.list_metrics()):
-            raise UserError(
-                f"sweep_metric={self.sweep_metric} is not measured by this run; choose "
-                f"{', '.join(self.list_metrics())}."
-            )
+        refuse_unmeasured("keep_best", self.keep_best, ["eval_loss", *self.fd.list_scores()])
+        if self.sweep_metric is not None:
+            refuse_unmeasured("sweep_metric", self.sweep_metric, self.list_metrics())
         if self.keep_best != "eval_loss" and (not self.fd_every or self.save_every % self.fd_every):
             raise UserError(
                 f"keep_best={self.keep_best} needs that figure at every checkpoint; set fd_every "

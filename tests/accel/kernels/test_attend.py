@@ -65,8 +65,10 @@ def test_products_compile_as_one_graph_and_do_not_see_the_batch(grouped):
 
 
 @pytest.mark.usefixtures("quick_compiler", "any_precision")
-@pytest.mark.parametrize("scope", [None, "blocks"])
-@pytest.mark.parametrize(("asked", "active"), [("auto", "products"), ("math", "math")])
+@pytest.mark.parametrize(
+    ("asked", "active", "scope"),
+    [("auto", "products", None), ("auto", "products", "blocks"), ("math", "math", None)],
+)
 def test_the_ledger_tells_products_from_a_kernel(asked, active, scope):
     values = {"attention": asked, "precision": "bf16"} | compile_values(scope)
     row = ledger_of("dit", **values)["attention"]
