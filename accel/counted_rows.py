@@ -1,12 +1,12 @@
 """Two rows of the ledger (the table of what a profiled step shows to be on) that no runtime key
-switches: the form of the optimizer's state, counted
-from its tensors, and whether an adapter trains, counted from its gradients.
+switches: the form of the optimizer's state, counted from its tensors, and whether an adapter
+trains, counted from its gradients.
 
 Forms of an optimizer's state: `fp32`: two fp32 moments (AdamW, 8 bytes per element of a parameter);
-`momentum`: one fp32 moment (Muon's matrices, SGD, 4 bytes per element), for Muon besides AdamW's
-moments of a few rows; `8bit`, `4bit`, `fp8`: two
-quantised moments (2, 1 and 2 bytes per element, plus the scales); `factored`: per matrix a row and
-a column of second moments (Adafactor); `none`: no state.
+`momentum`: one fp32 moment (Muon's matrices, SGD, 4 bytes per element; Muon also keeps AdamW's two
+moments for rows that belong to no matrix); `8bit`, `4bit`, `fp8`: two quantised moments (2, 1 and 2
+bytes per element, plus the scales); `factored`: per matrix a row and a column of second moments
+(Adafactor); `none`: no state.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def average(cfg: AverageConfig) -> Path:
     snapshots = list_snapshots(run)
     if not snapshots:
         raise UserError(f"run_dir={cfg.run_dir} has no snapshots; train with ema.snapshots=32.")
-    samples = cfg.samples or snapshots[-1].samples
+    samples = snapshots[-1].samples if cfg.samples is None else cfg.samples
     ends = {snapshot.samples for snapshot in snapshots}
     if samples not in ends:
         raise UserError(f"samples={samples} has no snapshot; choose one of {sorted(ends)}.")
@@ -97,8 +97,8 @@ def average(cfg: AverageConfig) -> Path:
 
     default = run / f"averages/length-{cfg.length:g}-at-{samples}.safetensors"
     out = Path(cfg.out or default).expanduser()
-    if out.exists():
-        raise UserError(f"out={out} is there already; choose another file, or delete it.")
+    if out.suffix != ".safetensors" or out.exists():
+        raise UserError(f"out={out} must be a new file whose name ends in .safetensors.")
     numbers, residual = fit_profile(snapshots, Snapshot(samples, cfg.length, out))
     facts = (
         f"length={cfg.length} from {len(snapshots)} files: the fit has an error of {residual:.2%}"

@@ -89,8 +89,11 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         if lr <= 0.0 or (adamw_lr is not None and adamw_lr <= 0.0):
             raise UserError(f"optim.lr={lr} and optim.adamw_lr={adamw_lr} must be above 0.")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise UserError(f"optim.betas={list(betas)} must be at least 0 and below 1.")
+        if not all(0.0 <= beta < 1.0 for beta in (*betas, momentum)) or weight_decay < 0.0:
+            raise UserError(
+                f"optim.betas={list(betas)} and optim.momentum={momentum} must be at least 0 and "
+                f"below 1, and optim.weight_decay={weight_decay} at least 0."
+            )
         self.adamw_ratio = 1.0 if adamw_lr is None else adamw_lr / lr
         self.betas = betas
         self.momentum = momentum
@@ -129,8 +132,6 @@ class Muon(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(weight)
                 state["exp_avg_sq"] = torch.zeros_like(weight)
                 state["step"] = torch.zeros((), device=weight.device)
-
-        # Update this process's shards, or whole tensors if they are not sharded.
 
         # Sharded tensors are updated shard by shard, because AdamW is elementwise.
         moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]

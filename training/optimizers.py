@@ -48,15 +48,15 @@ def make_parameter_groups(model: Denoiser, optim: Mapping[str, Any]) -> Groups:
             matrices |= layer.list_matrices()  # pyright: ignore[reportCallIssue]
 
     exempt = model.no_weight_decay()
-    decays = {True: optim.get("weight_decay", 0.0), False: 0.0}
     groups: dict[Any, dict[str, Any]] = {}
-    for has_decay, decay in decays.items():
-        for name, parameter in find_trained_parameters(model).items():
-            if (name not in exempt) is has_decay:
-                ranges = matrices.get(parameter, ())
-                key = (has_decay, ranges, parameter.shape if ranges else ())
-                options = {"params": [], "weight_decay": decay, "matrices": ranges}
-                groups.setdefault(key, options)["params"].append(parameter)
+    trained = find_trained_parameters(model)
+    for name in sorted(trained, key=exempt.__contains__):  # a stable sort
+        parameter = trained[name]
+        ranges = matrices.get(parameter, ())
+        decay = 0.0 if name in exempt else optim.get("weight_decay", 0.0)
+        key = (name in exempt, ranges, parameter.shape if ranges else ())
+        options = {"params": [], "weight_decay": decay, "matrices": ranges}
+        groups.setdefault(key, options)["params"].append(parameter)
     return list(groups.values())
 
 

@@ -195,18 +195,18 @@ class SpikeGuard:
 class TrainStep:
     """Takes one optimizer step: forward and backward per micro-batch, clipping, update, EMA.
 
-    The loss is on the batches' device. Learning rates, EMA weight and the flag that decides about
-    the update are on the parameters' device. The two devices differ only under
+    The loss is on the batches' device. Learning rates, weights of the averages and the flag that
+    decides about the update are on the parameters' device. The two devices differ only under
     `parallel.cpu_offload`.
 
     Techniques wrap `forward`, the network's forward pass, and `update`, the whole step; evaluation
     and sampling use the same `forward`. A benchmark sets `mark(phase)` to time the phases. Data
     parallelism sets `synchronise(last)`, a context manager around each micro-batch, which disables
     gradient synchronisation for all micro-batches but the last. `schedule(samples)` moves learning
-    rate and EMA weight to the device before the step, so that the step itself never copies from the
-    host. A fused optimizer decides on the device whether to update: it takes the clipping factor as
-    `grad_scale` and skips the update if `found_inf` is set. For any other optimizer the host reads
-    one flag a step and decides.
+    rate and weights of the averages to the device before the step, so that the step itself never
+    copies from the host. A fused optimizer decides on the device whether to update: it takes the
+    clipping factor as `grad_scale` and skips the update if `found_inf` is set. For any other
+    optimizer the host reads one flag a step and decides.
     """
 
     def __init__(

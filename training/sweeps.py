@@ -121,10 +121,11 @@ def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
     process = context.Process(target=work)
     with StopRequest() as stop:
         process.start()
-        while process.is_alive():
+        while process.is_alive() and not stop.name:
             process.join(POLL_SECONDS)
-            if stop.name:
-                process.terminate()
+        if stop.name:
+            process.terminate()
+        process.join()
     if stop.name or process.exitcode == RESUMABLE_EXIT_CODE:
         raise SystemExit(RESUMABLE_EXIT_CODE)
     if process.exitcode:

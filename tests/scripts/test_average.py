@@ -112,7 +112,7 @@ def test_an_average_is_a_weights_file_of_its_run(kept):
             {"samples": 160, "length": 0.2},
             "10 files: the fit has an error of 1.* and at most 11% is accepted",
         ),
-        ({"out": __file__}, "is there already"),
+        ({"out": __file__}, "must be a new file"),
     ],
 )
 def test_what_snapshots_cannot_give_is_refused(changes, sentence, kept):

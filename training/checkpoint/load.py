@@ -288,9 +288,10 @@ of those versions. A comparison takes an absent key and this value as equal."""
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
     """Loads the verified checkpoint in `folder` into `state`. Returns text that lists what has
     changed since the checkpoint was saved, the settings and the evaluation; "" if nothing has.
-    ValueError if the checkpoint belongs to
-    another run, or cannot be read. `run` is the description of this run that `describe_run`
-    returns."""
+
+    Raises ValueError if the checkpoint belongs to another run, or cannot be read. `run` is the
+    description of this run that `describe_run` returns.
+    """
     try:
         described = {"adapter": {}} | read_state_file(folder)  # earlier versions lack this key
         mismatch = find_mismatch(described, run)
