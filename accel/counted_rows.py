@@ -45,7 +45,7 @@ class Promise(NamedTuple):
     """Number of elements of a moment that the library quantises as one block; the promise holds
     only for parameters whose number of elements is a multiple of this number."""
     needs_matrices: bool = False
-    """Whether the promise holds only for parameters with matrices that Muon orthogonalises; those
+    """If true, the promise holds only for parameters with matrices that Muon orthogonalises; those
     have a momentum."""
 
     def holds_for(self, parameter: Tensor, state: Mapping[str, Any]) -> bool:
@@ -139,9 +139,9 @@ def describe_rules(optimizer: Any) -> tuple[bool, str]:
     all matrices that the layers state, and a text with the counts."""
     inner = list(iterate_innermost(optimizer))
     groups = [group for member in inner for group in member.param_groups]
-    wanted = sum(len(group["matrices"]) * len(group["params"]) for group in groups)
-    fused = [group for group in groups if len(group["matrices"]) > 1]
-    slices = sum(len(group["matrices"]) * len(group["params"]) for group in fused)
+    counts = [(len(group["matrices"]), len(group["params"])) for group in groups]
+    wanted = sum(matrices * weights for matrices, weights in counts)
+    slices = sum(matrices * weights for matrices, weights in counts if matrices > 1)
 
     # Each process has counted the matrices that it owns.
     here = sum(getattr(member, "orthogonalised", 0) for member in inner)

@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
 
     form = "momentum"
     takes_matrices = True
-    """Whether `make_parameter_groups` states the matrices in the parameter groups."""
+    """`make_parameter_groups` states the matrices in the groups of a class with this attribute."""
     orthogonalised = 0
     """Number of matrices that this process orthogonalised in the latest step."""
 
