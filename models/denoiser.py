@@ -24,6 +24,7 @@ from models.layers import (
     refuse_below_one,
     sincos_positions,
 )
+from models.mixers.attention import Attention
 
 
 class Denoiser(nn.Module):
@@ -31,11 +32,12 @@ class Denoiser(nn.Module):
 
     `channels`, `height`, `width` and `num_classes` describe the data; `dim`, `depth`, `head_dim`,
     `patch_size` and `drop_path` the model. `mixer(dim=, head_dim=, grid=)` builds one token mixer;
-    if `mixer` has a parameter `layer`, it also gets the block's index, from 0. With `mlp_ratio` 0 a
-    block is the mixer alone (the Mamba recipe); otherwise `mlp(dim, hidden)` follows the mixer,
-    with a hidden width of about mlp_ratio · dim (the transformer recipe). `mlp`, `norm` and
-    `time_scale` (the factor by which t is multiplied before its sinusoids) exist for weights that
-    were trained elsewhere (scripts/import_weights.py).
+    if `mixer` has a parameter `layer`, it also gets the number of blocks before this one that have
+    the same kind of mixer. If `attention_every` is k > 0, `attention` builds the mixer of every
+    k-th block instead: a hybrid. With `mlp_ratio` 0 a block is the mixer alone (the Mamba recipe);
+    otherwise `mlp(dim, hidden)` follows the mixer, with a hidden width of about mlp_ratio · dim
+    (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by which t is multiplied
+    before its sinusoids) exist for weights that were trained elsewhere (scripts/import_weights.py).
 
     Training expects of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList of modules with
     the arguments and results of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path`
@@ -57,6 +59,8 @@ class Denoiser(nn.Module):
         head_dim: int,
         patch_size: int,
         mixer: Callable[..., nn.Module],
+        attention_every: int = 0,
+        attention: Callable[..., nn.Module] = Attention,
         mlp_ratio: float = 0.0,
         drop_path: float = 0.0,
         eps: float = 1e-6,
@@ -86,16 +90,16 @@ class Denoiser(nn.Module):
         self.label_embed = LabelEmbedding(dim, num_classes)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        takes_layer = "layer" in inspect.signature(mixer).parameters
+        kinds = choose_mixers(mixer, attention, attention_every, depth)
 
         # Build the blocks. A block returns the output of its last layer in the token order of that
         # layer (`leaving`; None: the order of the residual stream). The next block adds this output
         # to the residual stream, so it needs `leaving` to permute the tokens back.
         self.blocks = nn.ModuleList()
         leaving = None
-        for number in range(depth):
-            options = {"layer": number} if takes_layer else {}
-            layers = [mixer(dim=dim, head_dim=head_dim, grid=self.grid, **options)]
+        for kind, layer in kinds:
+            options = {"layer": layer} if "layer" in inspect.signature(kind).parameters else {}
+            layers = [kind(dim=dim, head_dim=head_dim, grid=self.grid, **options)]
             if hidden:
                 layers.append(mlp(dim=dim, hidden=hidden))
             block = Block(layers, eps, leaving, norm)
@@ -220,6 +224,34 @@ class Denoiser(nn.Module):
         )
         blocks = sum(block.flops(self.tokens) for block in self.blocks)  # pyright: ignore[reportCallIssue]
         return blocks + 2 * (self.tokens * per_token + per_sample)
+
+
+def choose_mixers(
+    mixer: Callable[..., nn.Module],
+    attention: Callable[..., nn.Module],
+    attention_every: int,
+    depth: int,
+) -> list[tuple[Callable[..., nn.Module], int]]:
+    """Returns for each block a pair: the function that builds its mixer, and the number of earlier
+    blocks with the same function. Every `attention_every`-th block has `attention`, all others have
+    `mixer`; with 0 all have `mixer`. Scans alternate between rows and columns, and attention between
+    windows, by this number, so neither loses a direction to the blocks of the other.
+
+    Raises UserError if `attention_every` is negative or above `depth`.
+    """
+    if not 0 <= attention_every <= depth:
+        raise UserError(
+            f"model.attention_every={attention_every} must be at least 0 and at most "
+            f"model.depth={depth}; 0: no block has attention."
+        )
+    kinds = []
+    for number in range(depth):
+        before = number // attention_every if attention_every else 0
+        if attention_every and (number + 1) % attention_every == 0:
+            kinds.append((attention, before))
+        else:
+            kinds.append((mixer, number - before))
+    return kinds
 
 
 def refuse_shape(

@@ -29,10 +29,10 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
     """Computes the velocity ε - z of x = (1-t)·z + t·ε, from latents x (B, C, H, W), times t (B,)
     and labels y (B,).
 
-    t = 1 is noise; y is int64, and the label `num_classes` stands for "no class". `mixer` and `mlp`
-    each describe a layer: the key "name" has the name of the layer's class, all other keys are its
-    keyword arguments. Only the pipeline uses `latents`, which has the statistics of the latents,
-    the class names, and the settings of the sampler.
+    t = 1 is noise; y is int64, and the label `num_classes` stands for "no class". `mixer`,
+    `attention` and `mlp` each describe a layer: the key "name" has the name of the layer's class,
+    all other keys are its keyword arguments. Only the pipeline uses `latents`, which has the
+    statistics of the latents, the class names, and the settings of the sampler.
     """
 
     @register_to_config
@@ -48,6 +48,8 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         head_dim: int,
         patch_size: int,
         mixer: dict[str, Any],
+        attention_every: int = 0,
+        attention: dict[str, Any] | None = None,
         mlp_ratio: float = 0.0,
         drop_path: float = 0.0,
         eps: float = 1e-6,
@@ -66,12 +68,17 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             head_dim=head_dim,
             patch_size=patch_size,
             mixer=make_layer(mixer),
+            attention_every=attention_every,
             mlp_ratio=mlp_ratio,
             drop_path=drop_path,
             eps=eps,
             norm=norm,
             time_scale=time_scale,
-            **({"mlp": make_layer(mlp)} if mlp else {}),
+            **{
+                name: make_layer(node)
+                for name, node in (("attention", attention), ("mlp", mlp))
+                if node
+            },
         )
         with torch.no_grad():
             self.init_buffers()

@@ -7,6 +7,7 @@ overhead of the caching allocator. The constants of this file have not been chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -331,7 +332,9 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
     if cfg.adapter:
         add_adapter(model, cfg.adapter, find_base(cfg, spec).new_classes)
     techniques = build_planned_stack(cfg, question.gpu).techniques
+    # Blocks repeat after `period` blocks: those of a hybrid, and those with activation checkpointing.
     period = max(technique.period for technique in techniques)
+    period = math.lcm(period, cfg.model.get("attention_every") or 1)
     first = period + model.depth % period
     is_deep = "depth" in cfg.model and model.depth > first + period
     depths = [first, first + period] if is_deep else [model.depth]

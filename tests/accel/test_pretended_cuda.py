@@ -95,6 +95,7 @@ OPERATORS = {
     "zigzag": {"add_norm", "ssd_mixed"},
     "mamba1": {"add_norm", "selective_scan"},
     "ssd_mlp": {"add_norm", "ssd_mixed", "swiglu"},
+    "hybrid": {"add_norm", "ssd_mixed", "qk_rope", "swiglu"},
     "conv": {"add_norm", "local_mix", "swiglu"},
     "dit": {"add_norm", "qk_rope", "swiglu"},
 }

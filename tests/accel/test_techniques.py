@@ -47,8 +47,8 @@ def test_every_technique_is_enrolled():
     "family",
     [
         "mamba",
-        "dit",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssd_mlp", "zigzag", "mamba1")),
+        "hybrid",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dit", "zigzag", "mamba1")),
     ],
 )
 @EVERY

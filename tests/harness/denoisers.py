@@ -18,6 +18,11 @@ FAMILIES = {
     "zigzag": {"mixer": partial(ZigzagSSD, expand=2, state_dim=16)},
     "mamba1": {"mixer": partial(SelectiveScan, state_dim=8)},
     "conv": {"mixer": Convolution, "mlp_ratio": 8 / 3},
+    "hybrid": {
+        "mixer": partial(BidirectionalSSD, expand=1, state_dim=16, columns=True),
+        "mlp_ratio": 8 / 3,
+        "attention_every": 2,
+    },
     "dit_plain": {"mixer": partial(Attention, qk_norm=False), "mlp_ratio": 8 / 3},
     "dit_windows": {"mixer": partial(Attention, window=2), "mlp_ratio": 8 / 3},
 }

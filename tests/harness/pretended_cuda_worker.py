@@ -32,7 +32,7 @@ from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
 
 CUDA = torch.device("cuda")
-FAMILIES = ("mamba", "zigzag", "mamba1", "ssd_mlp", "conv", "dit")
+FAMILIES = ("mamba", "zigzag", "mamba1", "ssd_mlp", "hybrid", "conv", "dit")
 STEPS = {
     f"{family}, {preset}": f"{family} {preset}"
     for family in FAMILIES

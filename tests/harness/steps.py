@@ -104,6 +104,7 @@ def tiny_training(family="mamba", *words, device=CPU, depth=2, **values):
         "total_samples=1000",
     ]
     sizes += [] if family in ("dit", "conv") else ["model.mixer.state_dim=16"]
+    sizes += ["model.attention_every=2"] if family == "hybrid" else []
     rates = [
         "schedule.kind=constant",
         "schedule.warmup_samples=0",

@@ -1,5 +1,7 @@
 """Denoisers of every family: contract, identity at the start, sizes, FLOPs."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +19,7 @@ from training.config.compose import compose
 PARAMETERS = {
     "conv": (511_952, 32_977_168, 130_540_048, 458_195_472, 675_250_960),
     "dit": (509_520, 32_917_264, 130_418_704, 457_081_872, 674_824_464),
+    "hybrid": (508_671, 32_576_542, 127_144_108, 443_763_888, 654_338_418),
     "mamba1": (542_416, 34_814_224, 135_983_632, 475_854_864, 700_496_656),
     "mamba": (549_704, 35_761_840, 136_490_320, 474_805_776, 697_553_520),
     "ssd_mlp": (507_822, 32_462_968, 126_052_576, 439_324_560, 647_509_736),
@@ -47,6 +50,32 @@ def test_any_channels_and_any_rectangle(family, channels, height, width):
     x, t, y = make_inputs(fill_zero_layers(model))
     assert model(x, t, y).shape == x.shape == (2, channels, height, width)
     assert torch.equal(model.unpatchify(model.patchify(x)), x)
+
+
+@pytest.mark.parametrize("family", ["mamba", "ssd_mlp"])
+def test_every_kth_block_of_a_hybrid_has_attention(family):
+    """The scans take rows and columns in turn as if the blocks with attention were not there."""
+    mixer = partial(FAMILIES[family]["mixer"], columns=True)
+    pure, hybrid = (
+        make_denoiser(family, mixer=mixer, depth=7, attention_every=every) for every in (0, 3)
+    )
+    attention = make_denoiser("dit").blocks[0].layers[0]
+    scan = pure.blocks[0].layers[0]
+    mixers = [block.layers[0] for block in hybrid.blocks]
+    assert [type(layer) is type(attention) for layer in mixers] == [0, 0, 1, 0, 0, 1, 0]
+    scans = [layer for layer in mixers if isinstance(layer, type(scan))]
+    assert [hasattr(layer, "order") for layer in scans] == [False, True] * 2 + [False]
+    assert all(layer.q_weight is not None and layer.rotations is not None for layer in mixers[2::3])
+
+    # Two blocks exchange a scan for attention, and nothing else changes.
+    counts = [sum(p.numel() for p in part.parameters()) for part in (scan, attention)]
+    total = sum(p.numel() for p in pure.parameters()) + 2 * (counts[1] - counts[0])
+    assert sum(p.numel() for p in hybrid.parameters()) == total
+    width = 64
+    products = 2 * 16 * 4 * width * width + 4 * 16 * 16 * width
+    assert attention.flops(16) == products
+    difference = hybrid.flops_per_sample() - pure.flops_per_sample()
+    assert difference == 2 * (products - scan.flops(16))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,7 +142,14 @@ def test_positions_are_all_different():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("patch_size", 3), ("head_dim", 48), ("drop_path", 1.0)]
+    ("key", "value"),
+    [
+        ("patch_size", 3),
+        ("head_dim", 48),
+        ("drop_path", 1.0),
+        ("attention_every", -1),
+        ("attention_every", 3),  # of two blocks
+    ],
 )
 def test_impossible_sizes_are_refused(key, value):
     with pytest.raises(ValueError, match=f"model.{key}={value}"):

@@ -122,13 +122,13 @@ def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path)
     assert "vae=" not in (named / "README.md").read_text()
 
 
-SSD = ("mamba", "ssd_mlp")
+SSD = ("mamba", "dit")
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.11's own loader
 @pytest.mark.parametrize(
     "family",
-    ["zigzag", "conv", "dit", *(pytest.param(name, marks=pytest.mark.slow) for name in SSD)],
+    ["zigzag", "conv", "hybrid", *(pytest.param(name, marks=pytest.mark.slow) for name in SSD)],
 )
 def test_torch_export_gives_equal_bits_at_any_batch(family, tmp_path):
     weights = save_base(tmp_path / "base.safetensors", family)

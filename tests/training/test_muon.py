@@ -36,8 +36,9 @@ RULES = {
     "dit": {**QKV, **MLP},
     "gelu": {**QKV, "1.fc1": [(0, 160)], "1.fc2": [(0, 64)]},
 }
+RULES["hybrid"] = (RULES["ssd_mlp"], RULES["dit"])
 """Family -> linear layer of a block -> the ranges of its rows that are matrices. AdamW has all
-other rows, such as those of dt, and all other parameters."""
+other rows, such as those of dt, and all other parameters. A tuple has the rules of each block."""
 NODE = {"_target_": "training.muon.Muon", "weight_decay": 0.1}
 SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8}
 
@@ -50,10 +51,11 @@ def make_model(family):
 
 def name_matrices(family):
     """The full names of the weights with matrices -> ranges of rows."""
+    rules = RULES[family]
     return {
         f"blocks.{block}.layers.{layer}.weight": tuple(ranges)
-        for block in range(2)
-        for layer, ranges in RULES[family].items()
+        for block, own in enumerate(rules if isinstance(rules, tuple) else (rules, rules))
+        for layer, ranges in own.items()
     }
 
 
