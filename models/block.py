@@ -128,6 +128,19 @@ class Block(nn.Module):
         options |= {"branch_rows": getattr(self, f"rows_{layers}"), "h_rows": h_rows}
         return normalise(branch, gate, residual, scale, shift, centred=self.centred, **options)
 
+    def read_stream(
+        self,
+        branch: Float[Tensor, "B L D"],
+        gate: Float[Tensor, "B D"],
+        residual: Float[Tensor, "B L D"],
+    ) -> Float[Tensor, "B L D"]:
+        """Computes the residual stream after this block, `residual + gate·branch`, in fp32 with the
+        tokens in raster order, from what `forward` returned."""
+        rows = getattr(self, f"rows_{len(self.layers)}")
+        if rows is not None:
+            branch = branch.index_select(1, rows)
+        return residual.float() + gate.float().unsqueeze(1) * branch.float()
+
     def init_weights(self) -> None:
         for layer in self.layers:
             layer.init_weights()  # pyright: ignore[reportCallIssue]

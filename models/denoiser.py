@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -19,12 +19,15 @@ from common.errors import UserError
 from models.block import Block, Norm, SwiGLU
 from models.layers import (
     LabelEmbedding,
+    Layer,
     TimestepEmbedding,
     init_linear,
     refuse_below_one,
     sincos_positions,
 )
 from models.mixers.attention import Attention
+
+Value = TypeVar("Value")
 
 
 class Denoiser(nn.Module):
@@ -38,6 +41,8 @@ class Denoiser(nn.Module):
     otherwise `mlp(dim, hidden)` follows the mixer, with a hidden width of about mlp_ratio · dim
     (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by which t is multiplied
     before its sinusoids) exist for weights that were trained elsewhere (scripts/import_weights.py).
+
+    An objective may add auxiliary heads, which read the residual stream; see `attach`.
 
     Training expects of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList of modules with
     the arguments and results of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path`
@@ -112,6 +117,10 @@ class Denoiser(nn.Module):
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
+        self.aux_heads = nn.ModuleDict()
+        self.taps: dict[str, int] = {}
+        """Name of an auxiliary head -> number of the block, from 1, after which it reads the
+        stream."""
         if not self.pos_embed.is_meta:
             self.init_weights()
 
@@ -141,15 +150,30 @@ class Denoiser(nn.Module):
             if hasattr(part, "init_buffers"):
                 part.init_buffers()  # pyright: ignore[reportCallIssue]
 
+    def attach(self, name: str, head: Layer, block: int) -> None:
+        """Adds an auxiliary head that reads the residual stream after block number `block`, from 1.
+        In training mode `forward` then also returns the head's output.
+
+        The head gets the stream as fp32 (B, L, D), with the tokens in raster order. It returns
+        patches (B, L, E), which `forward` joins to the shape of the latents. Averages and files of
+        weights leave auxiliary heads out, because sampling does not need them.
+        """
+        self.aux_heads[name] = head
+        self.taps[name] = block
+
     def forward(
         self,
         x: Float[Tensor, "B C H W"],
         t: Float[Tensor, "B"],
         y: Int[Tensor, "B"],
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
-    ) -> Float[Tensor, "B C H W"]:
-        """Computes the velocity at (x, t) for labels y. `drop_uniforms` (B, depth), random numbers
-        in (0, 1), decide which blocks each sample drops; None: no sample drops a block."""
+    ) -> Any:
+        """Computes the velocity (B, C, H, W) at (x, t) for labels y. In training mode, a model with
+        auxiliary heads returns the pair (velocity, name of a head -> its output (B, C, H, W)).
+
+        `drop_uniforms` (B, depth), random numbers in (0, 1), decide which blocks each sample drops;
+        None: no sample drops a block.
+        """
         cond = self.modulation(nn.functional.silu(self.time_embed(t) + self.label_embed(y)))
         cond, last = cond.unflatten(1, (-1, self.dim)).split(
             (self.depth * self.modulations, 2), dim=1
@@ -164,14 +188,21 @@ class Denoiser(nn.Module):
         residual = self.pos_embed.expand_as(branch).contiguous()
         # Split `cond` by unbind, because its backward pass is one copy, while the backward pass of
         # cond[:, i] writes a gradient as large as `cond` for each block.
-        for block, modulations in zip(self.blocks, cond.unbind(1), strict=True):
+        outputs = {}
+        for number, modulations in enumerate(cond.unbind(1), start=1):
+            block = cast("Block", self.blocks[number - 1])
             branch, gate, residual = block(branch, gate, residual, modulations)
+            for name, tapped in self.taps.items():
+                if self.training and tapped == number:
+                    stream = block.read_stream(branch, gate, residual)
+                    outputs[name] = self.unpatchify(self.aux_heads[name](stream))
 
         # Compute the final norm by the last block's `normalise`: it adds the last branch to the
         # stream and norms the sum in one operation, by the fused kernel if that is on.
         final = cast("Block", self.blocks[-1])
         h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], len(final.layers))
-        return self.unpatchify(self.head(h))
+        velocity = self.unpatchify(self.head(h))
+        return (velocity, outputs) if outputs else velocity
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
         """Returns `cond` with the gates of dropped blocks set to 0, and the gates of all other
@@ -211,19 +242,34 @@ class Denoiser(nn.Module):
         }
 
     def flops_per_sample(self) -> int:
-        """Computes the FLOPs of one forward pass of one sample by formulas: matrix products, scan
-        or attention, convolution, modulations.
+        """Computes the FLOPs of one forward pass of one sample in training by formulas: matrix
+        products, scan or attention, convolution, modulations, auxiliary heads.
 
         A training step costs three times as much (the backward pass has two products for each
         product of the forward pass). Elementwise operations and recomputation do not count.
+        AttributeError if a subclass has a part without a method `flops`.
         """
-        linears = (self.patch_embed, self.head)
-        per_token = sum(layer.weight.numel() for layer in linears)
-        per_sample = sum(
-            m.weight.numel() for m in (self.time_embed.fc1, self.time_embed.fc2, self.modulation)
-        )
-        blocks = sum(block.flops(self.tokens) for block in self.blocks)  # pyright: ignore[reportCallIssue]
-        return blocks + 2 * (self.tokens * per_token + per_sample)
+        parts = dict(self.named_children())
+        del parts["label_embed"]  # a look-up
+        total = 0
+        for name, uses in (("patch_embed", self.tokens), ("head", self.tokens), ("modulation", 1)):
+            total += 2 * uses * cast("nn.Linear", parts.pop(name)).weight.numel()
+
+        # Any other part must count itself: a subclass may add parts.
+        counted: list[Any] = [*parts.pop("blocks").children(), *parts.pop("aux_heads").children()]
+        counted += parts.values()
+        return total + sum(part.flops(self.tokens) for part in counted)
+
+
+def select_aux_heads(tensors: Mapping[str, Value]) -> dict[str, Value]:
+    """Selects the tensors of auxiliary heads from those of a model; `tensors` maps names of
+    parameters to values."""
+    return {name: value for name, value in tensors.items() if name.startswith("aux_heads.")}
+
+
+def drop_aux_heads(tensors: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns `tensors` without what `select_aux_heads` selects."""
+    return {name: value for name, value in tensors.items() if not name.startswith("aux_heads.")}
 
 
 def choose_mixers(
@@ -234,8 +280,8 @@ def choose_mixers(
 ) -> list[tuple[Callable[..., nn.Module], int]]:
     """Returns for each block a pair: the function that builds its mixer, and the number of earlier
     blocks with the same function. Every `attention_every`-th block has `attention`, all others have
-    `mixer`; with 0 all have `mixer`. Scans alternate between rows and columns, and attention between
-    windows, by this number, so neither loses a direction to the blocks of the other.
+    `mixer`; with 0 all have `mixer`. By this number scans alternate between rows and columns, and
+    attention between windows, so that neither depends on the blocks of the other.
 
     Raises UserError if `attention_every` is negative or above `depth`.
     """

@@ -64,8 +64,12 @@ class Layer(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of the linear layers in one forward pass of one sample of `tokens`
-        tokens."""
-        return 2 * tokens * sum(cast("nn.Linear", m).weight.numel() for m in self.children())
+        tokens. TypeError for a child that is no linear layer: its class must override this
+        method."""
+        weights = [cast("nn.Linear", layer).weight for layer in self.children()]
+        if any(weight.ndim != 2 for weight in weights):
+            raise TypeError(f"{type(self).__name__}.flops must count its layers.")
+        return 2 * tokens * sum(weight.numel() for weight in weights)
 
     def list_matrices(self) -> dict[Tensor, Ranges]:
         """Returns a mapping: weight -> ranges of its rows. The rows of each range are one matrix,
@@ -94,6 +98,10 @@ class TimestepEmbedding(nn.Module):
         for layer in (self.fc1, self.fc2):
             nn.init.normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
+
+    def flops(self, tokens: int) -> int:
+        """Returns the FLOPs of one forward pass of one sample, for any number of tokens."""
+        return 2 * (self.fc1.weight.numel() + self.fc2.weight.numel())
 
     def forward(self, t: Float[Tensor, "B"]) -> Float[Tensor, "B D"]:
         exponents = (

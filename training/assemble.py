@@ -222,6 +222,8 @@ def assemble(
         if rows:
             ranks.say(f"the adapter's base is {base.file}{rows}")
         add_adapter(model, cfg.adapter, base.new_classes)
+    if hasattr(objective, "attach_heads"):
+        objective.attach_heads(model)
     model = stack.on_model(model)
     optimizer = build_optimizer(cfg.optim, model, stack)
 
@@ -317,6 +319,6 @@ def restore(
         except ValueError as error:
             raise UserError(f"init_from={cfg.init_from}: {error}") from error
         load_weights(state.model, tensors)
-        state.ema.load_state_dict({name: p.detach() for name, p in state.model.named_parameters()})
+        state.ema.restart()
         return f"starting with the weights of {file}{rows}"
     return "starting from scratch"

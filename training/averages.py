@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.files import make_folder, replace_file
 from models.adapters import find_trained_parameters
+from models.denoiser import drop_aux_heads
 from training.checkpoint.files import Layout, make_header, stage, write_tensors
 from training.config.schema import TrainConfig
 from training.environment import GIB
@@ -91,7 +92,8 @@ def list_snapshots(run: Path) -> list[Snapshot]:
 
 def count_snapshot_bytes(model: nn.Module) -> int:
     """Returns the bytes of a snapshot, which has averages of all `LENGTHS` in fp32."""
-    return 4 * len(LENGTHS) * sum(p.numel() for p in find_trained_parameters(model).values())
+    averaged = drop_aux_heads(find_trained_parameters(model))
+    return 4 * len(LENGTHS) * sum(p.numel() for p in averaged.values())
 
 
 def count_due(cfg: TrainConfig, samples: int) -> int:

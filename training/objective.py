@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel.kernels.counter_noise import MASK, Purpose, counter_normal, counter_uniform
 from common.errors import UserError
+from models.layers import Layer
 from models.sampler import shift_times
 
 if TYPE_CHECKING:
     from data.loader import Batch
+    from models.denoiser import Denoiser
 
+BETA = 0.05
+"""Difference between two normalised values below which the smooth L1 distance is quadratic."""
 GOLDEN = 0x9E3779B9
 """2³² divided by the golden ratio, rounded to an odd number."""
 
@@ -40,6 +45,21 @@ class Losses(NamedTuple):
     def name_terms(self) -> dict[str, Float[Tensor, "B"]]:
         """Returns the terms that training minimises: name of the metric -> term."""
         return {"loss": self.flow} | {f"loss_{name}": term for name, term in self.extra.items()}
+
+
+class LatentHead(Layer):
+    """Auxiliary head that estimates the clean latents, as patches of `patch_values` values, from
+    the residual stream of width `dim`, by an MLP with one hidden layer."""
+
+    def __init__(self, dim: int, patch_values: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, dim)
+        self.fc2 = nn.Linear(dim, patch_values)
+        if not self.fc1.weight.is_meta:
+            self.init_weights()
+
+    def forward(self, stream: Float[Tensor, "B L D"]) -> Float[Tensor, "B L E"]:
+        return self.fc2(F.silu(self.fc1(stream)))
 
 
 def compute_held_out_times(position: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -70,12 +90,21 @@ class FlowMatching:
     al. 2024), then shifted by `timestep_shift`; on held-out data `compute_held_out_times` gives t.
     The null label replaces a share `label_dropout` of the labels: classifier-free guidance needs a
     model that is also trained without labels.
+
+    If `align_weight` is above 0, a small MLP (`LatentHead`) estimates the clean latents from the
+    residual stream after block `align_block`, from 1 (null: after a third of the blocks), and
+    `align_weight` times the smooth L1 distance to the clean latents is added to the loss
+    (self-representation alignment, SRA 2, https://arxiv.org/abs/2601.17830). From
+    `align_until_samples` samples on the weight is 0 (null: never).
     """
 
     logit_mean: float = 0.0
     logit_std: float = 1.0
     timestep_shift: float = 1.0
     label_dropout: float = 0.1
+    align_weight: float = 0.0
+    align_block: int | None = None
+    align_until_samples: int | None = None
 
     def __post_init__(self) -> None:
         if self.logit_std <= 0.0 or self.timestep_shift <= 0.0:
@@ -87,6 +116,24 @@ class FlowMatching:
             raise UserError(
                 f"objective.label_dropout={self.label_dropout} must lie between 0 and 1."
             )
+        if self.align_weight < 0.0:
+            raise UserError(f"objective.align_weight={self.align_weight} must be at least 0.")
+
+    def attach_heads(self, model: Denoiser) -> None:
+        """Attaches to the model the auxiliary head that the loss needs, if any. UserError if there
+        is no block of the number `align_block`."""
+        if not self.align_weight:
+            return
+        block = self.align_block
+        if block is None:
+            block = max(1, round(model.depth / 3))
+        if not 1 <= block <= model.depth:
+            raise UserError(
+                f"objective.align_block={block} must be from 1 to model.depth={model.depth}."
+            )
+        weight = model.head.weight
+        with torch.device(weight.device):
+            model.attach("latent", LatentHead(model.dim, len(weight)), block)
 
     def compute_losses(
         self,
@@ -132,5 +179,15 @@ class FlowMatching:
         # Compare the model's velocity at x with the velocity of the path, noise - latents.
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
         velocity = model(x, t, labels, **extra)
+        terms = {}
+        if isinstance(velocity, tuple):
+            velocity, outputs = velocity
+            error = F.smooth_l1_loss(
+                outputs["latent"].float(), latents, reduction="none", beta=BETA
+            )
+            # After the last sample with the term its weight is 0: if the term were dropped, ddp
+            # would wait for the gradients of the head.
+            weight = self.align_weight * (position < (self.align_until_samples or MASK))
+            terms["latent"] = weight * error.mean(dim=(1, 2, 3))
         error = velocity.float() - (noise - latents)
-        return Losses(error.square().mean(dim=(1, 2, 3)), t)
+        return Losses(error.square().mean(dim=(1, 2, 3)), t, terms)

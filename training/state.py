@@ -17,7 +17,7 @@ from accel.stack import AccelerationStack
 from common.errors import UserError
 from data.loader import LatentLoader
 from models.adapters import find_adapted_layers, find_trained_parameters
-from models.denoiser import Denoiser
+from models.denoiser import Denoiser, drop_aux_heads, select_aux_heads
 from training.averages import PowerAverage
 from training.checkpoint.files import Layout, flatten, nest
 from training.metrics import Meter
@@ -28,6 +28,7 @@ LAYOUTS = {
     "model": Layout.whole,
     "ema": Layout.whole,
     "averages": Layout.shared,
+    "aux_heads": Layout.shared,
     "optimizer": Layout.shared,
     "techniques": Layout.shared,
     "guards": Layout.shared,
@@ -100,6 +101,7 @@ class TrainState:
             "averages": dict(
                 flatten({f"{a.length:.0%}": a.state_dict() for a in self.power_averages})
             ),
+            "aux_heads": select_aux_heads(self.model.state_dict()),
             "optimizer": dict(flatten(self.optimizer.state_dict()["state"])),
             "techniques": dict(flatten(self.stack.state_dict())),
             "guards": self.spikes.state_dict() if self.spikes else {},
@@ -113,7 +115,7 @@ class TrainState:
         """Loads what `state_dict` returned. Hyper-parameters, such as the learning rate, come from
         the configuration, not from `state`. Raises ValueError if the tensors do not fit the
         model."""
-        load_weights(self.model, state["model"])
+        load_weights(self.model, {**state["model"], **state["aux_heads"]})
         self.ema.load_state_dict(state["ema"])
         averages = nest(state["averages"])
         for average in self.power_averages:
@@ -171,12 +173,12 @@ class TrainState:
 
 
 def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of a model that a checkpoint stores, by name: all tensors, or, if the
-    model has an adapter, only the trained ones."""
+    """Returns the tensors of a model that the file of its weights stores, by name: all tensors but
+    those of auxiliary heads, or, if the model has an adapter, only the trained ones."""
     tensors = model.state_dict()
-    if not find_adapted_layers(model):
-        return tensors
-    return {name: tensors[name] for name in find_trained_parameters(model)}
+    if find_adapted_layers(model):
+        tensors = {name: tensors[name] for name in find_trained_parameters(model)}
+    return drop_aux_heads(tensors)
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -18,6 +18,7 @@ from accel.sharding import replicate_like, slice_like, to_local, total_norm
 from common.errors import UserError
 from data.loader import Batch
 from models.adapters import find_trained_parameters
+from models.denoiser import drop_aux_heads
 from training.config.schema import TrainConfig
 from training.objective import Losses
 from training.optimizers import Schedule
@@ -51,10 +52,11 @@ class StepOutput(NamedTuple):
 
 class MovingAverage:
     """Average of the parameters in fp32, which each step moves towards the new parameters:
-    average ← average + w·(parameter - average). Subclasses compute the weight w."""
+    average ← average + w·(parameter - average). Subclasses compute the weight w. Auxiliary heads
+    have no average."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = find_trained_parameters(model)
+        named = drop_aux_heads(find_trained_parameters(model))
         self.names = list(named)
         self.parameters = list(named.values())
         self.averages = [p.detach().float().clone() for p in self.parameters]
@@ -108,6 +110,12 @@ class MovingAverage:
             parameter.copy_(average)
             if before.dtype == torch.float32:
                 average.copy_(before)
+
+    def restart(self) -> None:
+        """Sets each average to its parameter."""
+        self.load_state_dict(
+            {name: p.detach() for name, p in zip(self.names, self.parameters, strict=True)}
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns parameter name -> its average, which is a state dict that the model can load."""

@@ -332,7 +332,7 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
     if cfg.adapter:
         add_adapter(model, cfg.adapter, find_base(cfg, spec).new_classes)
     techniques = build_planned_stack(cfg, question.gpu).techniques
-    # Blocks repeat after `period` blocks: those of a hybrid, and those with activation checkpointing.
+    # Kinds of blocks repeat every `period` blocks, under checkpointing and in a hybrid.
     period = max(technique.period for technique in techniques)
     period = math.lcm(period, cfg.model.get("attention_every") or 1)
     first = period + model.depth % period

@@ -117,9 +117,7 @@ def tiny_training(family="mamba", *words, device=CPU, depth=2, **values):
     cfg = compose_words(f"model={family}_s", *sizes, *rates, *runtime, *words)
     training = assemble_run(cfg, device)
     fill_zero_layers(training.model)
-    training.state.ema.load_state_dict(
-        {name: p.detach() for name, p in training.model.named_parameters()}
-    )
+    training.state.ema.restart()
     if training.step.scaler is not None:
         # The scaler spends no step on the search for its scale.
         training.step.scaler.scale.fill_(1024.0)

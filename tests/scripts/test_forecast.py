@@ -85,9 +85,10 @@ def draw_words(seed):
     family = draw.choice(["ssd_mlp", "mamba", "dit", "conv", "zigzag"])
     accumulation = draw.choice([1, 2, 4])
     compiled = draw.random() < 0.2
-    hybrid = " model.attention_every=2" if family == "mamba" and seed % 2 else ""
+    hybrid = "model.attention_every=2" if family == "mamba" and seed % 2 else ""
     words = [
-        f"model={family}_xs{hybrid} model.dim=64 model.head_dim=32 model.depth={draw.randint(4, 7)}",
+        f"model={family}_xs model.dim=64 model.head_dim=32 model.depth={draw.randint(4, 7)}",
+        hybrid,
         f"batch_size={accumulation * draw.choice([2, 5, 16])} accumulation_steps={accumulation}",
         f"runtime={draw.choice(['eager', 'fast'])} "
         f"runtime.precision={draw.choice(['fp32', 'bf16'])}",

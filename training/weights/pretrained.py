@@ -26,7 +26,7 @@ from accel.sharding import to_full
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
 from data.loader import Count, LatentSpec, find_wrong_lengths
-from models.denoiser import Denoiser
+from models.denoiser import Denoiser, drop_aux_heads
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
 from training.checkpoint.files import METADATA_KEY
@@ -243,7 +243,7 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     """
     description = find_description(file)
     tensors = read_tensors(file)
-    model_tensors = model.state_dict()
+    model_tensors = drop_aux_heads(model.state_dict())
     note = ""
     tables = [
         f"{name}.table.weight"
