@@ -136,8 +136,8 @@ class Denoiser(nn.Module):
             self.pos_embed.copy_(sincos_positions(self.grid, self.dim))
         self.time_embed.init_weights()
         self.label_embed.init_weights()
-        for block in self.blocks:
-            block.init_weights()  # pyright: ignore[reportCallIssue]
+        for part in (*self.blocks, *self.aux_heads.values()):
+            part.init_weights()  # pyright: ignore[reportCallIssue]
         for layer in (self.modulation, self.head):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)

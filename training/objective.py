@@ -5,6 +5,7 @@ Letters in shapes: B samples, C channels, H and W height and width of the latent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -180,14 +181,15 @@ class FlowMatching:
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
         velocity = model(x, t, labels, **extra)
         terms = {}
-        if isinstance(velocity, tuple):
+        if self.align_weight and not held_out:
+            if not isinstance(velocity, tuple):
+                raise RuntimeError("the model has not called the head of objective.align_weight")
             velocity, outputs = velocity
-            error = F.smooth_l1_loss(
-                outputs["latent"].float(), latents, reduction="none", beta=BETA
-            )
-            # After the last sample with the term its weight is 0: if the term were dropped, ddp
-            # would wait for the gradients of the head.
-            weight = self.align_weight * (position < (self.align_until_samples or MASK))
-            terms["latent"] = weight * error.mean(dim=(1, 2, 3))
+            guess = outputs["latent"].float()
+            distance = F.smooth_l1_loss(guess, latents, reduction="none", beta=BETA)
+            # Keep the term when it has ended: without it ddp would wait for the head's gradients.
+            until = math.inf if self.align_until_samples is None else self.align_until_samples
+            weight = self.align_weight * (position < until)
+            terms["latent"] = weight * distance.mean(dim=(1, 2, 3))
         error = velocity.float() - (noise - latents)
         return Losses(error.square().mean(dim=(1, 2, 3)), t, terms)

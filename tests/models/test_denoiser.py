@@ -4,15 +4,18 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.kernels import bidirectional_ssd
-from models.layers import sincos_positions
+from models.denoiser import drop_aux_heads
+from models.layers import Layer, sincos_positions
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.block_traffic import LATENTS
 from tests.harness.denoisers import FAMILIES, fill_zero_layers, make_denoiser, make_inputs
 from training.config.build import build
 from training.config.compose import compose
+from training.objective import LatentHead
 
 # Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and
 # every comparison.
@@ -92,6 +95,85 @@ def test_every_block_starts_as_the_identity(family):
         assert gate.eq(0).all()
         torch.testing.assert_close(residual + gate[:, None] * branch, stream)
     assert model(*make_inputs(model)).eq(0).all()
+
+
+class KeepStream(Layer):
+    """Keeps the stream that it reads, and returns patches of zeros."""
+
+    def forward(self, stream):
+        self.stream = stream
+        return torch.zeros(*stream.shape[:2], 16)
+
+
+def add_up_stream(model, x, t, y, blocks):
+    """The stream after so many blocks in fp32, by the textbook: z ← z + gate·layer(norm(z)·(1 +
+    scale) + shift), with the tokens permuted around each layer."""
+    cond = model.modulation(F.silu(model.time_embed(t) + model.label_embed(y)))
+    vectors = iter(cond.unflatten(1, (-1, 1, model.dim)).unbind(1))
+    z = model.patch_embed(model.patchify(x)) + model.pos_embed
+    for block in model.blocks[:blocks]:
+        for layer in block.layers:
+            h = F.rms_norm(z, (model.dim,), eps=1e-6) * (1 + next(vectors)) + next(vectors)
+            order = getattr(layer, "order", torch.arange(model.tokens))
+            z = z + next(vectors) * layer(h[:, order])[:, order.argsort()]
+    return z
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
+    """In training only; velocity, weights files and averages are the same as without it."""
+    model = fill_zero_layers(make_denoiser(family, depth=3))
+    inputs = make_inputs(model)
+    plain = model(*inputs)
+    weights = model.state_dict()
+    heads = {f"after_{block}": KeepStream() for block in (1, 2, 3)}
+    for block, name in enumerate(heads, start=1):
+        model.attach(name, heads[name], block)
+    velocity, outputs = model(*inputs)
+    assert torch.equal(velocity, plain)
+    assert {name: out.shape for name, out in outputs.items()} == dict.fromkeys(heads, plain.shape)
+    for blocks, head in enumerate(heads.values(), start=1):
+        torch.testing.assert_close(head.stream, add_up_stream(model, *inputs, blocks))
+    assert drop_aux_heads(model.state_dict()).keys() == weights.keys()
+    assert torch.equal(model.eval()(*inputs), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.train()(*inputs)
+    assert all(head.stream.dtype == torch.float32 for head in heads.values())
+
+
+@pytest.mark.parametrize("family", PARAMETERS)
+def test_a_model_made_on_meta_has_the_same_initial_bits_each_time(family):
+    """Memory that is not initialised holds NaN here; auxiliary heads are part of the model."""
+
+    def make():
+        with torch.device("meta"):
+            model = make_denoiser(family)
+            model.attach("latent", LatentHead(64, 16), 1)
+        model.to_empty(device="cpu")
+        for tensor in (*model.parameters(), *model.buffers()):
+            torch.nn.init.constant_(tensor, float("nan") if tensor.is_floating_point() else -1)
+        torch.manual_seed(3)
+        model.init_weights()
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    first = make()
+    assert not any(tensor.isnan().any() or (tensor == -1).all() for tensor in first.values())
+    torch.testing.assert_close(make(), first, rtol=0.0, atol=0.0)
+
+
+def test_a_layer_that_nobody_counted_is_an_error():
+    model = make_denoiser("dit")
+    plain = model.flops_per_sample()
+    model.attach("latent", LatentHead(64, 16), 1)
+    assert model.flops_per_sample() == plain + 2 * 16 * (64 * 64 + 64 * 16)
+    model.extra = torch.nn.Linear(64, 64)
+    with pytest.raises(AttributeError, match="flops"):
+        model.flops_per_sample()
+    head = LatentHead(64, 16)
+    head.norm = torch.nn.LayerNorm(64)
+    with pytest.raises(TypeError, match=r"LatentHead\.flops must count its layers"):
+        head.flops(16)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,12 +6,14 @@ import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.loader import Batch
+from models.denoiser import drop_aux_heads, select_aux_heads
 from models.sampler import shift_times
 from tests.harness.denoisers import fill_zero_layers, make_denoiser
 from tests.harness.planted_objectives import EXTRA_TERM
-from tests.harness.steps import tiny_training
+from tests.harness.steps import assemble_run, compose_words, tiny_training
+from tests.harness.words import CPU
 from training.evaluate import evaluate
-from training.objective import FlowMatching, compute_held_out_times
+from training.objective import FlowMatching, LatentHead, compute_held_out_times
 
 
 def make_batch(size):
@@ -117,6 +119,62 @@ def test_training_minimises_the_loss_and_the_extra_term(parts):
     means = training.step.accumulate([Batch(*columns) for columns in chunks])
     torch.testing.assert_close([p.grad for p in parameters], [*expected], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(means, {"loss": flow.mean(), "loss_size": extra["size"].mean()})
+
+
+ALIGN = ["objective.align_weight=0.5", "objective.align_block=1"]
+
+
+def test_the_latent_is_estimated_from_an_early_block():
+    """The term is the smooth L1 distance to the clean latents, and trains the head and the blocks
+    before it; in evaluation it is absent."""
+    training = tiny_training("hybrid", *ALIGN)
+    outputs = []
+    forward = training.step.forward
+    training.step.forward = lambda *inputs: outputs.append(forward(*inputs)) or outputs[-1]
+    batch = next(training.loader)
+    losses = training.step.compute_losses(batch)
+    difference = (outputs[0][1]["latent"] - batch.latents).abs()
+    distance = torch.where(difference < 0.05, 10 * difference.square(), difference - 0.025)
+    torch.testing.assert_close(losses.extra["latent"], 0.5 * distance.mean(dim=(1, 2, 3)))
+
+    losses.extra["latent"].mean().backward()
+    reached = {n for n, p in training.model.named_parameters() if p.grad is not None}
+    assert select_aux_heads(dict.fromkeys(reached)).keys() == {
+        f"aux_heads.latent.{name}" for name, _ in LatentHead(64, 4).named_parameters()
+    }
+    assert any(name.startswith("blocks.0.") for name in reached)
+    assert not any(name.startswith(("blocks.1.", "head.")) for name in reached)
+    held_out = evaluate(training)
+    training.model.taps.clear()
+    assert evaluate(training) == held_out
+    with pytest.raises(RuntimeError, match="has not called the head"):
+        training.step.compute_losses(batch)
+
+
+def test_a_model_starts_the_same_with_and_without_the_head():
+    def start(*words):
+        torch.manual_seed(0)
+        return assemble_run(compose_words(*words), CPU)
+
+    plain = start()
+    aligned = start(*ALIGN[:1])
+    assert not plain.model.aux_heads
+    weights = drop_aux_heads(aligned.model.state_dict())
+    torch.testing.assert_close(weights, plain.model.state_dict(), rtol=0.0, atol=0.0)
+    assert aligned.take_step().loss == plain.take_step().loss
+    assert aligned.model.taps == {"latent": 1}
+    assert start("model=mamba_s", *ALIGN[:1]).model.taps == {"latent": 8}
+
+
+def test_the_estimate_ends_by_a_weight_of_zero():
+    """The head still gets gradients, of zeros: ddp waits for all gradients."""
+    training = tiny_training("mamba", *ALIGN, "objective.align_until_samples=11")
+    for samples in (0, 8):
+        losses = training.step.compute_losses(next(training.loader))
+        assert (losses.extra["latent"] > 0).tolist() == [samples + i < 11 for i in range(8)]
+    training.step.accumulate([next(training.loader)])
+    grads = [p.grad for p in training.model.aux_heads.parameters()]
+    assert all(grad is not None and not grad.any() for grad in grads)
 
 
 def test_an_objective_may_return_a_plain_tuple():

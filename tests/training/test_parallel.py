@@ -20,7 +20,6 @@ from torch.testing import assert_close
 
 from common.files import ROOT
 from tests.harness.outcomes import FOUR_STEPS, are_equal, read_columns, read_lines
-from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.sets import cover_pairs
 from tests.harness.zygote import read_output
 
@@ -131,12 +130,14 @@ def test_the_same_run_at_any_number_of_processes(words, ranks, run_ranks, single
 
 
 def test_an_extra_term_is_the_same_at_any_number_of_processes(run_ranks, folder, tmp_path):
-    """A resume at step 2 continues the log window of the first three steps."""
-    words = [*EXTRA_TERM, "log_every=3", "save_every=2", "keep_checkpoints=2"]
+    """A resume at step 2 continues the log window of the first three steps, and the auxiliary head,
+    whose term ends after step 3."""
+    words = ["model=hybrid_xs", "objective.align_weight=1", "objective.align_until_samples=48"]
+    words += ["log_every=3", "save_every=2", "keep_checkpoints=2"]
     run_ranks(tmp_path / "one", *words, ranks=1)
-    for _ in range(2):
-        run_ranks(folder, *words, "runtime.parallel.mode=ddp")
-        assert_same_metrics(folder, tmp_path / "one", "step", "loss", "loss_size", "grad_norm")
+    for mode in ("ddp", "fsdp"):
+        run_ranks(folder, *words, f"runtime.parallel.mode={mode}")
+        assert_same_metrics(folder, tmp_path / "one", "step", "loss", "loss_latent", "grad_norm")
         shutil.rmtree(folder / "checkpoints" / "step-4")
 
 

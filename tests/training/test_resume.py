@@ -10,7 +10,6 @@ import shutil
 import pytest
 
 from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
-from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_random_set
 from tests.harness.words import TINY_RUN
@@ -73,7 +72,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, ste
         ["data=synthetic", "data.height=8", "data.width=8"],
         ["runtime=fast", "model=dit_xs"],
         # The checkpoint of step 5 holds a part of a log window, with the sum of the extra term.
-        EXTRA_TERM,
+        ["model=hybrid_xs", "objective.align_weight=1"],
         ["data=webdataset", "data.window=6", "data.num_workers=1"],
         # Device memory for a part of the set: it is read in chunks.
         ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],
