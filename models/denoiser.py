@@ -25,7 +25,6 @@ from models.layers import (
     refuse_below_one,
     sincos_positions,
 )
-from models.mixers.attention import Attention
 
 Value = TypeVar("Value")
 
@@ -65,7 +64,7 @@ class Denoiser(nn.Module):
         patch_size: int,
         mixer: Callable[..., nn.Module],
         attention_every: int = 0,
-        attention: Callable[..., nn.Module] = Attention,
+        attention: Callable[..., nn.Module] | None = None,
         mlp_ratio: float = 0.0,
         drop_path: float = 0.0,
         eps: float = 1e-6,
@@ -274,7 +273,7 @@ def drop_aux_heads(tensors: Mapping[str, Value]) -> dict[str, Value]:
 
 def choose_mixers(
     mixer: Callable[..., nn.Module],
-    attention: Callable[..., nn.Module],
+    attention: Callable[..., nn.Module] | None,
     attention_every: int,
     depth: int,
 ) -> list[tuple[Callable[..., nn.Module], int]]:
@@ -283,8 +282,14 @@ def choose_mixers(
     `mixer`; with 0 all have `mixer`. By this number scans alternate between rows and columns, and
     attention between windows, so that neither depends on the blocks of the other.
 
-    Raises UserError if `attention_every` is negative or above `depth`.
+    Raises UserError if `attention_every` is negative or above `depth`, or if it is above 0 without
+    `attention`.
     """
+    if attention is None and attention_every:
+        raise UserError(
+            f"model.attention_every={attention_every} needs model.attention; choose "
+            "model=hybrid_<size>, mamba_<size> or ssd_mlp_<size>, or 0."
+        )
     if not 0 <= attention_every <= depth:
         raise UserError(
             f"model.attention_every={attention_every} must be at least 0 and at most "
@@ -293,7 +298,7 @@ def choose_mixers(
     kinds = []
     for number in range(depth):
         before = number // attention_every if attention_every else 0
-        if attention_every and (number + 1) % attention_every == 0:
+        if attention and attention_every and (number + 1) % attention_every == 0:
             kinds.append((attention, before))
         else:
             kinds.append((mixer, number - before))

@@ -84,11 +84,14 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
+    if not node.get("attention_every"):
+        arguments.pop("attention", None)
+
     # In config.json, name each layer by its class instead of by `_target_`, because
     # the exported file of code contains these classes. List both classes in `kinds`, so that
     # `join_sources` copies them into that file.
     kinds = []
-    for key in [key for key in ("mixer", "attention", "mlp") if key in node]:
+    for key in [key for key in ("mixer", "attention", "mlp") if key in arguments]:
         layer = dict(node[key])
         kind = resolve_target(layer.pop("_target_"), f"model.{key}")
         layer.pop("_partial_", None)

@@ -21,6 +21,7 @@ FAMILIES = {
     "hybrid": {
         "mixer": partial(BidirectionalSSD, expand=1, state_dim=16, columns=True),
         "mlp_ratio": 8 / 3,
+        "attention": Attention,
         "attention_every": 2,
     },
     "dit_plain": {"mixer": partial(Attention, qk_norm=False), "mlp_ratio": 8 / 3},

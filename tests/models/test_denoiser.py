@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from accel.kernels import bidirectional_ssd
 from models.denoiser import drop_aux_heads
 from models.layers import Layer, sincos_positions
+from models.mixers.attention import Attention
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.block_traffic import LATENTS
 from tests.harness.denoisers import FAMILIES, fill_zero_layers, make_denoiser, make_inputs
@@ -60,12 +61,13 @@ def test_every_kth_block_of_a_hybrid_has_attention(family):
     """The scans take rows and columns in turn as if the blocks with attention were not there."""
     mixer = partial(FAMILIES[family]["mixer"], columns=True)
     pure, hybrid = (
-        make_denoiser(family, mixer=mixer, depth=7, attention_every=every) for every in (0, 3)
+        make_denoiser(family, mixer=mixer, depth=7, attention=Attention, attention_every=every)
+        for every in (0, 3)
     )
-    attention = make_denoiser("dit").blocks[0].layers[0]
+    attention = Attention(64, 32, (4, 4))
     scan = pure.blocks[0].layers[0]
     mixers = [block.layers[0] for block in hybrid.blocks]
-    assert [type(layer) is type(attention) for layer in mixers] == [0, 0, 1, 0, 0, 1, 0]
+    assert [isinstance(layer, Attention) for layer in mixers] == [0, 0, 1, 0, 0, 1, 0]
     scans = [layer for layer in mixers if isinstance(layer, type(scan))]
     assert [hasattr(layer, "order") for layer in scans] == [False, True] * 2 + [False]
     assert all(layer.q_weight is not None and layer.rotations is not None for layer in mixers[2::3])
