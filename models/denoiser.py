@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from common.errors import UserError
 from models.block import Block, Norm, SwiGLU
 from models.layers import (
+    InternalHead,
     LabelEmbedding,
     Layer,
     TimestepEmbedding,
@@ -41,7 +42,9 @@ class Denoiser(nn.Module):
     (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by which t is multiplied
     before its sinusoids) exist for weights that were trained elsewhere (scripts/import_weights.py).
 
-    An objective may add auxiliary heads, which read the residual stream; see `attach`.
+    If `internal_block` is k > 0, a second head estimates the velocity from the residual stream
+    after block k, from 1, for internal guidance; it changes no other gradient. An objective may add
+    further heads, which sampling does not need; see `attach`.
 
     Training expects of any denoiser: `forward(x, t, y)`, `blocks` (an nn.ModuleList of modules with
     the arguments and results of models/block.py), `num_classes`, `tokens`, `depth`, `drop_path`
@@ -67,6 +70,7 @@ class Denoiser(nn.Module):
         attention: Callable[..., nn.Module] | None = None,
         mlp_ratio: float = 0.0,
         drop_path: float = 0.0,
+        internal_block: int = 0,
         eps: float = 1e-6,
         mlp: Callable[..., nn.Module] = SwiGLU,
         norm: Norm = "rms",
@@ -116,6 +120,8 @@ class Denoiser(nn.Module):
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
+        self.internal_block = internal_block
+        self.internal = InternalHead(dim, patch_values, eps) if internal_block else None
         self.aux_heads = nn.ModuleDict()
         self.taps: dict[str, int] = {}
         """Name of an auxiliary head -> number of the block, from 1, after which it reads the
@@ -135,7 +141,8 @@ class Denoiser(nn.Module):
             self.pos_embed.copy_(sincos_positions(self.grid, self.dim))
         self.time_embed.init_weights()
         self.label_embed.init_weights()
-        for part in (*self.blocks, *self.aux_heads.values()):
+        internal = [] if self.internal is None else [self.internal]
+        for part in (*self.blocks, *internal, *self.aux_heads.values()):
             part.init_weights()  # pyright: ignore[reportCallIssue]
         for layer in (self.modulation, self.head):
             nn.init.zeros_(layer.weight)
@@ -166,14 +173,18 @@ class Denoiser(nn.Module):
         t: Float[Tensor, "B"],
         y: Int[Tensor, "B"],
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
+        internal_guidance: float | None = None,
     ) -> Any:
         """Computes the velocity (B, C, H, W) at (x, t) for labels y. In training mode, a model with
-        auxiliary heads returns the pair (velocity, name of a head -> its output (B, C, H, W)).
+        further heads returns the pair (velocity, name of a head -> its output (B, C, H, W)).
 
         `drop_uniforms` (B, depth), random numbers in (0, 1), decide which blocks each sample drops;
-        None: no sample drops a block.
+        None: no sample drops a block. `internal_guidance` w moves the velocity v away from the
+        estimate u of the internal head, to u + w·(v - u), at almost no cost (Internal Guidance,
+        https://arxiv.org/abs/2512.24176); None: returns v.
         """
-        cond = self.modulation(nn.functional.silu(self.time_embed(t) + self.label_embed(y)))
+        condition = nn.functional.silu(self.time_embed(t) + self.label_embed(y))
+        cond = self.modulation(condition)
         cond, last = cond.unflatten(1, (-1, self.dim)).split(
             (self.depth * self.modulations, 2), dim=1
         )
@@ -191,6 +202,11 @@ class Denoiser(nn.Module):
         for number, modulations in enumerate(cond.unbind(1), start=1):
             block = cast("Block", self.blocks[number - 1])
             branch, gate, residual = block(branch, gate, residual, modulations)
+            wanted = self.training or internal_guidance is not None
+            if self.internal is not None and wanted and number == self.internal_block:
+                # Detach the inputs: the head must not change what the blocks learn.
+                stream = block.read_stream(branch, gate, residual).detach()
+                outputs["internal"] = self.unpatchify(self.internal(stream, condition.detach()))
             for name, tapped in self.taps.items():
                 if self.training and tapped == number:
                     stream = block.read_stream(branch, gate, residual)
@@ -201,7 +217,10 @@ class Denoiser(nn.Module):
         final = cast("Block", self.blocks[-1])
         h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], len(final.layers))
         velocity = self.unpatchify(self.head(h))
-        return (velocity, outputs) if outputs else velocity
+        if internal_guidance is not None:
+            inner = outputs["internal"].float()
+            velocity = inner + internal_guidance * (velocity.float() - inner)
+        return (velocity, outputs) if self.training and outputs else velocity
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
         """Returns `cond` with the gates of dropped blocks set to 0, and the gates of all other

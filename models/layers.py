@@ -126,6 +126,33 @@ class LabelEmbedding(nn.Module):
         return self.table(y)
 
 
+class InternalHead(nn.Module):
+    """Estimates the velocity from the residual stream between two blocks of a denoiser, as the
+    denoiser's last layers do: RMSNorm, scale and shift from the condition, and a linear layer to
+    patches of `patch_values` values. It starts at zero."""
+
+    def __init__(self, dim: int, patch_values: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.modulation = nn.Linear(dim, 2 * dim)
+        self.head = nn.Linear(dim, patch_values)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def flops(self, tokens: int) -> int:
+        """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""
+        return 2 * (self.modulation.weight.numel() + tokens * self.head.weight.numel())
+
+    def forward(
+        self, stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]
+    ) -> Float[Tensor, "B L E"]:
+        scale, shift = self.modulation(condition).unsqueeze(1).chunk(2, dim=2)
+        h = F.rms_norm(stream, stream.shape[2:], eps=self.eps)
+        return self.head(h * (1.0 + scale) + shift)
+
+
 def axial_angles(grid: tuple[int, int], count: int, base: float) -> list[Tensor]:
     """Returns two tensors of angles, both (L, count) in fp64: the row index of each token times
     `count` frequencies, and its column index times the same frequencies. The frequencies fall from

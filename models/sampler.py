@@ -41,6 +41,8 @@ def make_guided_velocity(
     null_label: int,
     guidance: float = 1.0,
     guidance_interval: tuple[float, float] = (0.0, 1.0),
+    internal_guidance: float = 1.0,
+    internal_interval: tuple[float, float] = (0.0, 1.0),
 ) -> Velocity:
     """Returns a function of (x, t) that computes the velocity in fp32: v_null + guidance·(v_label -
     v_null) for t inside `guidance_interval`, v_label outside it.
@@ -48,15 +50,21 @@ def make_guided_velocity(
     Guidance: Ho & Salimans 2022; limited to an interval: Kynkäänniemi et al. 2024,
     https://arxiv.org/abs/2404.07724. With guidance the model runs on a doubled batch: once with the
     labels, once with the null label. If guidance is 1 or t is outside the interval, the model runs
-    on the labelled batch only.
+    on the labelled batch only. For t inside `internal_interval` each velocity, v_label and v_null,
+    first gets internal guidance, unless that is 1; see `Denoiser.forward`.
     """
     nulls = torch.full_like(labels, null_label)
 
+    def run(x: Tensor, t: float, y: Tensor) -> Tensor:
+        inside = internal_interval[0] <= t <= internal_interval[1]
+        options = {"internal_guidance": internal_guidance} if inside else {}
+        options = {} if internal_guidance == 1.0 else options
+        return model(x, torch.full((len(x),), t, device=x.device), y, **options).float()
+
     def velocity(x: Tensor, t: float) -> Tensor:
-        time = torch.full((len(x),), t, device=x.device)
         if guidance == 1.0 or not guidance_interval[0] <= t <= guidance_interval[1]:
-            return model(x, time, labels).float()
-        both = model(torch.cat((x, x)), torch.cat((time, time)), torch.cat((labels, nulls))).float()
+            return run(x, t, labels)
+        both = run(torch.cat((x, x)), t, torch.cat((labels, nulls)))
         with_label, with_null = both.chunk(2)
         return with_null + guidance * (with_label - with_null)
 
@@ -127,6 +135,16 @@ def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> 
         raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
 
 
+def check_internal_guidance(model: object, guidance: float, prefix: str = "") -> None:
+    """Raises a UserError if internal guidance is on (not 1) but the model has no internal head;
+    `prefix` stands before the key in the message."""
+    if guidance != 1.0 and not getattr(model, "internal_block", 0):
+        raise UserError(
+            f"{prefix}internal_guidance={guidance} needs a model that was trained with "
+            f"model.internal_block; set {prefix}internal_guidance=1."
+        )
+
+
 def draw_latents(
     model: Callable[..., Tensor],
     spec: LatentSpec,
@@ -143,8 +161,15 @@ def draw_latents(
         return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, shape)
 
     noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
-    low, high = sampling.guidance_interval
-    velocity = make_guided_velocity(model, labels, spec.num_classes, sampling.guidance, (low, high))
+    velocity = make_guided_velocity(
+        model,
+        labels,
+        spec.num_classes,
+        sampling.guidance,
+        (sampling.guidance_interval[0], sampling.guidance_interval[1]),
+        sampling.internal_guidance,
+        (sampling.internal_interval[0], sampling.internal_interval[1]),
+    )
     return spec.denormalise(
         sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)
     )

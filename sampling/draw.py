@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from sampling.load import Labels
     from training.distributed.ranks import Ranks
 
-SAMPLER_KEYS = ("guidance", "guidance_interval", "solver", "steps", "shift")
+SAMPLER_KEYS = ("guidance", "guidance_interval", "internal_guidance", "internal_interval")
+SAMPLER_KEYS += ("solver", "steps", "shift")
 CHUNK_SAMPLES = 512
 """Number of samples in a chunk, rounded down to a multiple of the batch size; if a batch has more
 samples, a chunk is one batch."""
@@ -91,6 +92,8 @@ class DrawConfig(ModelConfig):
     count: Positive = 64
     guidance: float | None = None
     guidance_interval: list[float] | None = None
+    internal_guidance: float | None = None
+    internal_interval: list[float] | None = None
     solver: Solver | None = None
     steps: int | None = None
     shift: float | None = None

@@ -24,7 +24,7 @@ from common.errors import UserError
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
-from models.sampler import check_guidance, draw_latents
+from models.sampler import check_guidance, check_internal_guidance, draw_latents
 from training.checkpoint.load import find_weights_file, read_newest
 from training.components import build_loader, prove_kernels, to_kwargs
 from training.config.compose import apply_schema, read_config
@@ -127,6 +127,7 @@ class TrainedModel:
         )
         sampling.check()
         check_guidance(self.spec, sampling.guidance)
+        check_internal_guidance(self.model, sampling.internal_guidance)
         return sampling
 
     def sample(
@@ -213,6 +214,9 @@ class SampleStream:
         """
         sampling = to_kwargs(self.sampling)
         del sampling["per_class"]
+        # Without internal guidance leave out its keys, which protocols of earlier versions lack.
+        if sampling["internal_guidance"] == 1.0:
+            del sampling["internal_guidance"], sampling["internal_interval"]
         return {
             "count": count,
             "labels": labels,

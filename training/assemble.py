@@ -22,7 +22,7 @@ from common.errors import UserError
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.adapters import count_passes
 from models.denoiser import Denoiser
-from models.sampler import check_guidance
+from models.sampler import check_guidance, check_internal_guidance
 from training.averages import LENGTHS, PowerAverage
 from training.checkpoint.load import (
     EVALUATION,
@@ -211,6 +211,7 @@ def assemble(
         )
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
+    check_internal_guidance(model, cfg.sampling.internal_guidance, "sampling.")
 
     # Apply the techniques before building the optimizer, because sharding replaces the parameters.
     stack = parts.stack(cfg, device)

@@ -48,6 +48,13 @@ class Losses(NamedTuple):
         return {"loss": self.flow} | {f"loss_{name}": term for name, term in self.extra.items()}
 
 
+def measure_square(
+    velocity: Float[Tensor, "B C H W"], target: Float[Tensor, "B C H W"]
+) -> Float[Tensor, "B"]:
+    """Returns the mean square of the error of each sample's velocity, in fp32."""
+    return (velocity.float() - target).square().mean(dim=(1, 2, 3))
+
+
 class LatentHead(Layer):
     """Auxiliary head that estimates the clean latents, as patches of `patch_values` values, from
     the residual stream of width `dim`, by an MLP with one hidden layer."""
@@ -179,17 +186,19 @@ class FlowMatching:
 
         # Compare the model's velocity at x with the velocity of the path, noise - latents.
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))
-        velocity = model(x, t, labels, **extra)
+        result = model(x, t, labels, **extra)
+        velocity, outputs = result if isinstance(result, tuple) else (result, {})
+        target = noise - latents
         terms = {}
+        if "internal" in outputs:
+            terms["internal"] = measure_square(outputs["internal"], target)
         if self.align_weight and not held_out:
-            if not isinstance(velocity, tuple):
+            if "latent" not in outputs:
                 raise RuntimeError("the model has not called the head of objective.align_weight")
-            velocity, outputs = velocity
             guess = outputs["latent"].float()
             distance = F.smooth_l1_loss(guess, latents, reduction="none", beta=BETA)
             # Keep the term when it has ended: without it ddp would wait for the head's gradients.
             until = math.inf if self.align_until_samples is None else self.align_until_samples
             weight = self.align_weight * (position < until)
             terms["latent"] = weight * distance.mean(dim=(1, 2, 3))
-        error = velocity.float() - (noise - latents)
-        return Losses(error.square().mean(dim=(1, 2, 3)), t, terms)
+        return Losses(measure_square(velocity, target), t, terms)

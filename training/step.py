@@ -241,6 +241,8 @@ class TrainStep:
         self.batch_size = cfg.batch_size
         self.max_grad_norm = cfg.max_grad_norm or math.inf
         self.parameters = list(state.model.parameters())
+        internal = getattr(state.model, "internal", None)
+        self.internal_parameters = set(internal.parameters()) if internal else set()
 
         # Keep the learning rates of a fused optimizer on the device, so that a captured CUDA graph
         # sees new values.
@@ -294,7 +296,7 @@ class TrainStep:
         # Decide on the device whether the parameters are updated.
         self.phase = "the optimizer"
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = total_norm(grads)
+        norm = self.measure_norm()
         backed_off = torch.zeros_like(norm)
         if self.scaler is not None:
             scale = self.scaler.scale
@@ -319,6 +321,18 @@ class TrainStep:
         self.phase = "the pause between two steps"
         output = StepOutput(losses, norm, (~taken).float() - backed_off, backed_off)
         return tree_map(lambda scalar: scalar.to(output.loss.device), output)
+
+    def measure_norm(self) -> Tensor:
+        """Returns the norm of the gradients without those of the internal head, which must not
+        change how the others are clipped; NaN if a gradient of the head is not finite."""
+        grads: dict[bool, list[Tensor]] = {False: [], True: []}
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                grads[parameter in self.internal_parameters].append(parameter.grad)
+        norm = total_norm(grads[False])
+        if not grads[True]:
+            return norm
+        return torch.where(total_norm(grads[True]).isfinite(), norm, torch.nan)
 
     def accumulate(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Accumulates the gradients of the mean loss over all micro-batches, with the extra terms;

@@ -52,6 +52,7 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         attention: dict[str, Any] | None = None,
         mlp_ratio: float = 0.0,
         drop_path: float = 0.0,
+        internal_block: int = 0,
         eps: float = 1e-6,
         mlp: dict[str, Any] | None = None,
         norm: Norm = "rms",
@@ -71,6 +72,7 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             attention_every=attention_every,
             mlp_ratio=mlp_ratio,
             drop_path=drop_path,
+            internal_block=internal_block,
             eps=eps,
             norm=norm,
             time_scale=time_scale,
@@ -84,14 +86,19 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             self.init_buffers()
 
     def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, drop_uniforms: Tensor | None = None
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor,
+        drop_uniforms: Tensor | None = None,
+        internal_guidance: float | None = None,
     ) -> Tensor:
         """Computes the velocity (B, C, H, W) in fp32. If the weights have 16 bits, matrix products
         run in the dtype of the weights; all other operations run in fp32."""
         if self.dtype == torch.float32:
-            return super().forward(x, t, y, drop_uniforms)
+            return super().forward(x, t, y, drop_uniforms, internal_guidance)
         with torch.autocast(x.device.type, self.dtype):
-            return super().forward(x.float(), t, y, drop_uniforms).float()
+            return super().forward(x.float(), t, y, drop_uniforms, internal_guidance).float()
 
 
 def make_layer(node: dict[str, Any]) -> Callable[..., nn.Module]:
@@ -135,6 +142,8 @@ class FastlatentPipeline(DiffusionPipeline):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         guidance_interval: tuple[float, float] | None = None,
+        internal_guidance: float | None = None,
+        internal_interval: tuple[float, float] | None = None,
         solver: str | None = None,
         shift: float | None = None,
         seed: int = 0,
@@ -143,8 +152,9 @@ class FastlatentPipeline(DiffusionPipeline):
     ) -> ImagePipelineOutput:
         """Draws one image for each label, the number or the name of a class.
 
-        Settings that are None take their values from training: steps, guidance (1: none), the
-        interval of times with guidance, the solver (euler, heun, ab2, sde), and the timestep shift.
+        Settings that are None take their values from training: steps, guidance (1: none) and the
+        interval of times with guidance, the same two of internal guidance, the solver (euler, heun,
+        ab2, sde), and the timestep shift.
         `latents` (N, C, H, W) replaces the noise of `seed`. `output_type` is "pil", "np" (uint8, N
         × H × W × 3) or "latent" (raw, ready to decode). Raises ValueError for an unknown class or
         value.
@@ -154,6 +164,8 @@ class FastlatentPipeline(DiffusionPipeline):
             "steps": num_inference_steps,
             "guidance": guidance_scale,
             "guidance_interval": guidance_interval,
+            "internal_guidance": internal_guidance,
+            "internal_interval": internal_interval,
             "solver": solver,
             "shift": shift,
         }
@@ -197,10 +209,9 @@ class FastlatentPipeline(DiffusionPipeline):
             noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
         else:
             noise = latents.to(device)
-        low, high = settings["guidance_interval"]
-        velocity = make_guided_velocity(
-            model, label, model.num_classes, settings["guidance"], (low, high)
-        )
+        guidance = (settings["guidance"], settings["guidance_interval"])
+        internal = (settings["internal_guidance"], settings["internal_interval"])
+        velocity = make_guided_velocity(model, label, model.num_classes, *guidance, *internal)
         normalised = sample(
             velocity, noise, settings["steps"], settings["solver"], settings["shift"], fresh
         )

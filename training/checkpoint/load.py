@@ -281,7 +281,7 @@ MUST_MATCH = tuple(select_identity({}))
 """Names of the parts of the configuration that must be equal in a checkpoint and the run that loads
 it."""
 ADDED_KEYS = {"mixer.window": None, "mixer.shift": None, "mixer.columns": False}
-ADDED_KEYS |= {"attention_every": 0, "attention._partial_": True}
+ADDED_KEYS |= {"internal_block": 0, "attention_every": 0, "attention._partial_": True}
 ADDED_KEYS |= {"attention._target_": "models.mixers.attention.Attention"}
 """Key of `model` that checkpoints of earlier versions lack -> the value that selects the behaviour
 of those versions. A comparison takes an absent key and this value as equal."""

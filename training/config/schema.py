@@ -319,6 +319,11 @@ class SamplingConfig:
     guidance: float = 1.5  # scale of classifier-free guidance; 1: no guidance
     # smallest and largest time t at which guidance is on: t = 1 is noise, t = 0 is data
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    # scale of internal guidance, at almost no cost; needs a model trained with
+    # model.internal_block; 1: none; try 1.2
+    internal_guidance: float = 1.0
+    # smallest and largest time t at which internal guidance is on
+    internal_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     # shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t = 1,
     # the noise; 1: equally long steps
     shift: Annotated[float, Gt(0)] = 1.0
@@ -329,12 +334,12 @@ class SamplingConfig:
         """Raises ValueError for a value with which sampling is impossible; `prefix` stands before
         the key in the error's message."""
         refuse_values(self, prefix)
-        interval = self.guidance_interval
-        if len(interval) != 2 or interval[0] > interval[1]:
-            raise UserError(
-                f"{prefix}guidance_interval={interval} must be two increasing times, such as "
-                "[0.1,0.9]."
-            )
+        for key in ("guidance_interval", "internal_interval"):
+            interval = getattr(self, key)
+            if len(interval) != 2 or interval[0] > interval[1]:
+                raise UserError(
+                    f"{prefix}{key}={interval} must be two increasing times, such as [0.1,0.9]."
+                )
 
 
 @dataclass(frozen=True)
