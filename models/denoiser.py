@@ -120,6 +120,11 @@ class Denoiser(nn.Module):
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
+        if not 0 <= internal_block <= depth:
+            raise UserError(
+                f"model.internal_block={internal_block} must be at least 0 and at most "
+                f"model.depth={depth}; 0: no internal head."
+            )
         self.internal_block = internal_block
         self.internal = InternalHead(dim, patch_values, eps) if internal_block else None
         self.aux_heads = nn.ModuleDict()

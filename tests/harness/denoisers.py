@@ -48,7 +48,8 @@ def make_denoiser(family, **changes):
 
 def fill_zero_layers(model):
     """Draws the modulations and the head, which start at zero, so that every part matters."""
-    for layer in (model.modulation, model.head):
+    internal = [] if model.internal is None else model.internal.children()
+    for layer in (model.modulation, model.head, *internal):
         # drawn in fp32, so that the draws are the same whatever dtype holds them
         weight = torch.nn.init.normal_(torch.empty_like(layer.weight, dtype=torch.float32), std=0.2)
         with torch.no_grad():

@@ -124,21 +124,34 @@ def add_up_stream(model, x, t, y, blocks):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
-    """In training only; velocity, weights files and averages are the same as without it."""
-    model = fill_zero_layers(make_denoiser(family, depth=3))
+    """In training only; velocity, weights files and averages are the same as without it. The
+    internal head reads the same sum; guidance moves the velocity away from its estimate."""
+    model = fill_zero_layers(make_denoiser(family, depth=3, internal_block=2))
     inputs = make_inputs(model)
-    plain = model(*inputs)
+    plain, outputs = model(*inputs)
+    inner = outputs["internal"]
     weights = model.state_dict()
     heads = {f"after_{block}": KeepStream() for block in (1, 2, 3)}
     for block, name in enumerate(heads, start=1):
         model.attach(name, heads[name], block)
     velocity, outputs = model(*inputs)
     assert torch.equal(velocity, plain)
-    assert {name: out.shape for name, out in outputs.items()} == dict.fromkeys(heads, plain.shape)
+    shapes = dict.fromkeys(("internal", *heads), plain.shape)
+    assert {name: out.shape for name, out in outputs.items()} == shapes
     for blocks, head in enumerate(heads.values(), start=1):
         torch.testing.assert_close(head.stream, add_up_stream(model, *inputs, blocks))
     assert drop_aux_heads(model.state_dict()).keys() == weights.keys()
     assert torch.equal(model.eval()(*inputs), plain)
+
+    # The internal head has the same form as the last layers.
+    _, t, y = inputs
+    condition = F.silu(model.time_embed(t) + model.label_embed(y))
+    scale, shift = model.internal.modulation(condition)[:, None].chunk(2, dim=2)
+    h = F.rms_norm(add_up_stream(model, *inputs, 2), (64,), eps=1e-6)
+    expected = model.unpatchify(model.internal.head(h * (1 + scale) + shift))
+    torch.testing.assert_close(inner, expected)
+    guided = model(*inputs, internal_guidance=3.0)
+    torch.testing.assert_close(guided, inner + 3 * (plain - inner))
     with torch.autocast("cpu", torch.bfloat16):
         model.train()(*inputs)
     assert all(head.stream.dtype == torch.float32 for head in heads.values())
@@ -150,7 +163,7 @@ def test_a_model_made_on_meta_has_the_same_initial_bits_each_time(family):
 
     def make():
         with torch.device("meta"):
-            model = make_denoiser(family)
+            model = make_denoiser(family, internal_block=1)
             model.attach("latent", LatentHead(64, 16), 1)
         model.to_empty(device="cpu")
         for tensor in (*model.parameters(), *model.buffers()):
@@ -169,6 +182,8 @@ def test_a_layer_that_nobody_counted_is_an_error():
     plain = model.flops_per_sample()
     model.attach("latent", LatentHead(64, 16), 1)
     assert model.flops_per_sample() == plain + 2 * 16 * (64 * 64 + 64 * 16)
+    internal = make_denoiser("dit", internal_block=1).flops_per_sample() - plain
+    assert internal == 2 * (64 * 128 + 16 * 64 * 16)
     model.extra = torch.nn.Linear(64, 64)
     with pytest.raises(AttributeError, match="flops"):
         model.flops_per_sample()
@@ -233,6 +248,7 @@ def test_positions_are_all_different():
         ("drop_path", 1.0),
         ("attention_every", -1),
         ("attention_every", 3),  # of two blocks
+        ("internal_block", 3),
     ],
 )
 def test_impossible_sizes_are_refused(key, value):

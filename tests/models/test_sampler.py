@@ -17,7 +17,8 @@ def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():
 
 
 def test_every_setting_of_the_sampler_reaches_the_samples():
-    training = tiny_training()
+    training = tiny_training("mamba", "model.internal_block=1")
+    training.model.eval()
     labels = torch.arange(4)
 
     settings = {
@@ -26,6 +27,7 @@ def test_every_setting_of_the_sampler_reaches_the_samples():
         "solver": "euler",
         "guidance": 3.0,
         "guidance_interval": [0.1, 0.9],
+        "internal_guidance": 2.0,
     }
 
     def draw(*keys):
@@ -51,6 +53,31 @@ def test_guidance_extrapolates_inside_its_interval_only():
     assert velocity(x, 0.5).flatten().tolist() == [5 + 3 * (1 - 5), 5 + 3 * (2 - 5)]
     assert velocity(x, 0.9).flatten().tolist() == [1, 2]
     assert sizes == [4, 2]
+
+
+def test_internal_guidance_comes_before_the_other_one_inside_its_interval():
+    calls = []
+
+    def model(x, t, y, internal_guidance=None):
+        calls.append(internal_guidance)
+        velocity = y.view(-1, 1, 1, 1).float().expand_as(x)
+        inner = 0.5 * velocity  # of the internal head
+        return (
+            velocity
+            if internal_guidance is None
+            else inner + internal_guidance * (velocity - inner)
+        )
+
+    labels = torch.tensor([1, 2])
+    x = torch.zeros(2, 1, 1, 1)
+    velocity = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.5, (0.3, 1.0))
+    expected = {0.2: (5, 1, 2), 0.5: (6.25, 1.25, 2.5)}
+    for t, (null, *with_labels) in expected.items():
+        assert velocity(x, t).flatten().tolist() == [null + 3 * (v - null) for v in with_labels]
+    assert velocity(x, 0.9).flatten().tolist() == [1.25, 2.5]
+    plain = make_guided_velocity(model, labels, 5, 3.0, (0.0, 0.7), 1.0, (0.3, 1.0))
+    plain(x, 0.5)
+    assert calls == [None, 1.5, 1.5, None]
 
 
 @pytest.mark.parametrize(("steps", "solver"), [(0, "heun"), (4, "dpm")])

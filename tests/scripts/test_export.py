@@ -164,6 +164,7 @@ for kind, part in ((DiffusionPipeline, {}), (AutoModel, {"subfolder": "transform
 AutoModel.from_pretrained(folder, **part, trust_remote_code=True)
 pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
 how = {"guidance_scale": 1.5, "guidance_interval": (0.1, 0.9), "num_inference_steps": 3}
+how |= {"internal_guidance": 1.5, "internal_interval": (0.3, 1.0)}
 how |= {"shift": 2.0, "seed": 7, "output_type": "np"}
 found = {s: pipe(["pear", 0, "plum"], solver=s, **how).images for s in ("heun", "sde")}
 noise = pipe(["pear"], output_type="latent", num_inference_steps=1).images
@@ -185,7 +186,14 @@ def test_stock_diffusers_draws_the_same_images(tmp_path):
     trust_remote_code."""
     vae = save_tiny_taef2(tmp_path / "vae")
     data = ["data=synthetic", "data.channels=4", "data.height=8", "data.width=8"]
-    words = ["model=dit_xs", "runtime=eager", "batch_size=4", "data.num_classes=3", *data]
+    words = [
+        "model=hybrid_xs",
+        "model.internal_block=1",
+        "runtime=eager",
+        "batch_size=4",
+        "data.num_classes=3",
+        *data,
+    ]
     training = assemble(compose(words).cfg, CPU)
     spec = dataclasses.replace(
         training.loader.spec,
@@ -210,6 +218,7 @@ def test_stock_diffusers_draws_the_same_images(tmp_path):
     theirs = np.load(tmp_path / "drawn.npz")
     ours = load_run(file, device="cpu")
     settings = {"guidance": 1.5, "guidance_interval": [0.1, 0.9], "steps": 3, "shift": 2.0}
+    settings |= {"internal_guidance": 1.5, "internal_interval": [0.3, 1.0]}
     for solver in ("heun", "sde"):
         images = ours.sample(["pear", 0, "plum"], solver=solver, seed=7, **settings)
         assert np.array_equal(theirs[solver], images)

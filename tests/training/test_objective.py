@@ -151,6 +151,22 @@ def test_the_latent_is_estimated_from_an_early_block():
         training.step.compute_losses(batch)
 
 
+def test_the_internal_head_learns_the_velocity_and_nothing_else():
+    training = tiny_training("mamba", "model.internal_block=2")
+    calls = []
+    forward = training.step.forward
+    training.step.forward = lambda *inputs: calls.append((inputs, forward(*inputs))) or calls[-1][1]
+    batch = next(training.loader)
+    losses = training.step.compute_losses(batch)
+    (x, t, _), (_, outputs) = calls[0]
+    target = (x - batch.latents) / t.view(-1, 1, 1, 1)
+    error = (outputs["internal"] - target).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(losses.extra["internal"], error)
+    losses.extra["internal"].mean().backward()
+    reached = {name for name, p in training.model.named_parameters() if p.grad is not None}
+    assert reached == {f"internal.{name}" for name, _ in training.model.internal.named_parameters()}
+
+
 def test_a_model_starts_the_same_with_and_without_the_head():
     def start(*words):
         torch.manual_seed(0)

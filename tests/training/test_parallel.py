@@ -133,11 +133,12 @@ def test_an_extra_term_is_the_same_at_any_number_of_processes(run_ranks, folder,
     """A resume at step 2 continues the log window of the first three steps, and the auxiliary head,
     whose term ends after step 3."""
     words = ["model=hybrid_xs", "objective.align_weight=1", "objective.align_until_samples=48"]
-    words += ["log_every=3", "save_every=2", "keep_checkpoints=2"]
+    words += ["model.internal_block=1", "log_every=3", "save_every=2", "keep_checkpoints=2"]
     run_ranks(tmp_path / "one", *words, ranks=1)
     for mode in ("ddp", "fsdp"):
         run_ranks(folder, *words, f"runtime.parallel.mode={mode}")
-        assert_same_metrics(folder, tmp_path / "one", "step", "loss", "loss_latent", "grad_norm")
+        terms = ("loss", "loss_latent", "loss_internal")
+        assert_same_metrics(folder, tmp_path / "one", "step", *terms, "grad_norm")
         shutil.rmtree(folder / "checkpoints" / "step-4")
 
 

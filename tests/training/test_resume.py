@@ -71,8 +71,8 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, ste
     [
         ["data=synthetic", "data.height=8", "data.width=8"],
         ["runtime=fast", "model=dit_xs"],
-        # The checkpoint of step 5 holds a part of a log window, with the sum of the extra term.
-        ["model=hybrid_xs", "objective.align_weight=1"],
+        # The checkpoint of step 5 holds a part of a log window, with the sums of extra terms.
+        ["model=hybrid_xs", "objective.align_weight=1", "model.internal_block=1"],
         ["data=webdataset", "data.window=6", "data.num_workers=1"],
         # Device memory for a part of the set: it is read in chunks.
         ["data=resident", f"data.device_memory_gib={30 * 240 / 2**30}"],

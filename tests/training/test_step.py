@@ -20,6 +20,7 @@ from tests.harness.steps import (
 )
 from tests.harness.words import CPU
 from training.objective import Losses
+from training.state import load_weights
 from training.step import EMA
 
 CUDA = torch.device("cuda")
@@ -41,6 +42,37 @@ def test_clipping_equals_pytorchs(fused):
     assert norm > 0.05
     other.optimizer.step()
     assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_internal_head_changes_nothing_but_itself(fused):
+    """Neither the gradients of other parameters, nor how they are clipped, nor what is a spike."""
+    words = ["max_grad_norm=0.05", "guards.spike_sigmas=6", "guards.spike_window=8"]
+    plain = tiny_training("hybrid", *words, fused_adamw=fused)
+    training = tiny_training("hybrid", *words, "model.internal_block=1", fused_adamw=fused)
+    load_weights(training.model, plain.model.state_dict() | select_internal(training.model))
+    before = select_internal(training.model)
+    for _ in range(3):
+        outputs = [run.take_step() for run in (plain, training)]
+        assert outputs[0].grad_norm == outputs[1].grad_norm
+    state = training.model.state_dict()
+    assert are_equal(
+        {name: state[name] for name in plain.model.state_dict()}, plain.model.state_dict()
+    )
+    assert torch.equal(plain.step.spikes.norms, training.step.spikes.norms)
+    after = select_internal(training.model)
+    assert not any(torch.equal(after[name], before[name]) for name in after)
+
+    # A gradient of the head that is not finite skips the step.
+    training.model.internal.head.bias.register_hook(lambda grad: grad * torch.nan)
+    weights = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    assert training.take_step().skipped == 1.0
+    assert are_equal(weights, training.model.state_dict())
+
+
+def select_internal(model):
+    tensors = model.state_dict()
+    return {name: tensors[name].clone() for name in tensors if name.startswith("internal.")}
 
 
 @pytest.mark.parametrize("fused", [False, True])
