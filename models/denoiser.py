@@ -82,6 +82,7 @@ class Denoiser(nn.Module):
             (height, width),
             mlp_ratio,
             drop_path,
+            {"attention_every": attention_every, "internal_block": internal_block},
         )
         self.channels = channels
         self.num_classes = num_classes
@@ -98,18 +99,16 @@ class Denoiser(nn.Module):
         self.label_embed = LabelEmbedding(dim, num_classes)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        kinds = choose_mixers(mixer, attention, attention_every, depth)
+        sizes = {"dim": dim, "head_dim": head_dim, "grid": self.grid}
+        mixers = build_mixers(mixer, attention, attention_every, depth, **sizes)
 
         # Build the blocks. A block returns the output of its last layer in the token order of that
         # layer (`leaving`; None: the order of the residual stream). The next block adds this output
         # to the residual stream, so it needs `leaving` to permute the tokens back.
         self.blocks = nn.ModuleList()
         leaving = None
-        for kind, layer in kinds:
-            options = {"layer": layer} if "layer" in inspect.signature(kind).parameters else {}
-            layers = [kind(dim=dim, head_dim=head_dim, grid=self.grid, **options)]
-            if hidden:
-                layers.append(mlp(dim=dim, hidden=hidden))
+        for first in mixers:
+            layers = [first, mlp(dim=dim, hidden=hidden)] if hidden else [first]
             block = Block(layers, eps, leaving, norm)
             self.blocks.append(block)
             leaving = block.orders[-1]
@@ -120,11 +119,6 @@ class Denoiser(nn.Module):
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
-        if not 0 <= internal_block <= depth:
-            raise UserError(
-                f"model.internal_block={internal_block} must be at least 0 and at most "
-                f"model.depth={depth}; 0: no internal head."
-            )
         self.internal_block = internal_block
         self.internal = InternalHead(dim, patch_values, eps) if internal_block else None
         self.aux_heads = nn.ModuleDict()
@@ -295,45 +289,49 @@ def drop_aux_heads(tensors: Mapping[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in tensors.items() if not name.startswith("aux_heads.")}
 
 
-def choose_mixers(
+def build_mixers(
     mixer: Callable[..., nn.Module],
     attention: Callable[..., nn.Module] | None,
     attention_every: int,
     depth: int,
-) -> list[tuple[Callable[..., nn.Module], int]]:
-    """Returns for each block a pair: the function that builds its mixer, and the number of earlier
-    blocks with the same function. Every `attention_every`-th block has `attention`, all others have
-    `mixer`; with 0 all have `mixer`. By this number scans alternate between rows and columns, and
-    attention between windows, so that neither depends on the blocks of the other.
+    **sizes: Any,
+) -> list[nn.Module]:
+    """Builds the mixers of `depth` blocks, with the arguments `sizes`: every `attention_every`-th
+    one by `attention`, all others by `mixer`; with 0 all by `mixer`.
 
-    Raises UserError if `attention_every` is negative or above `depth`, or if it is above 0 without
-    `attention`.
+    A mixer's argument `layer` is the number of earlier blocks of the same kind. So scans take rows
+    and columns in turn, and attention shifts its windows, as if the other kind were not there.
+    UserError if `attention_every` is above 0 without `attention`.
     """
     if attention is None and attention_every:
         raise UserError(
             f"model.attention_every={attention_every} needs model.attention; choose "
             "model=hybrid_<size>, mamba_<size> or ssd_mlp_<size>, or 0."
         )
-    if not 0 <= attention_every <= depth:
-        raise UserError(
-            f"model.attention_every={attention_every} must be at least 0 and at most "
-            f"model.depth={depth}; 0: no block has attention."
-        )
-    kinds = []
+    mixers = []
     for number in range(depth):
-        before = number // attention_every if attention_every else 0
-        if attention and attention_every and (number + 1) % attention_every == 0:
-            kinds.append((attention, before))
-        else:
-            kinds.append((mixer, number - before))
-    return kinds
+        kind = mixer
+        layer = number
+        if attention is not None and attention_every:
+            earlier = number // attention_every
+            has_attention = (number + 1) % attention_every == 0
+            kind = attention if has_attention else mixer
+            layer = earlier if has_attention else number - earlier
+        options = {"layer": layer} if "layer" in inspect.signature(kind).parameters else {}
+        mixers.append(kind(**sizes, **options))
+    return mixers
 
 
 def refuse_shape(
-    sizes: dict[str, int], latents: tuple[int, int], mlp_ratio: float, drop_path: float
+    sizes: dict[str, int],
+    latents: tuple[int, int],
+    mlp_ratio: float,
+    drop_path: float,
+    blocks: dict[str, int],
 ) -> None:
     """Raises ValueError if one of `sizes` is below 1, if patch_size does not divide a side of
-    `latents`, if `mlp_ratio` is negative, or if `drop_path` is not in [0, 1)."""
+    `latents`, if `mlp_ratio` is negative, if `drop_path` is not in [0, 1), or if one of `blocks`,
+    numbers of blocks from 1 or 0 for none, is negative or above the depth."""
     refuse_below_one(sizes)
     patch_size = sizes["patch_size"]
     if any(side % patch_size for side in latents):
@@ -345,3 +343,9 @@ def refuse_shape(
         raise UserError(f"model.mlp_ratio={mlp_ratio} must be at least 0.")
     if not 0.0 <= drop_path < 1.0:
         raise UserError(f"model.drop_path={drop_path} must be at least 0 and below 1.")
+    for key, block in blocks.items():
+        if not 0 <= block <= sizes["depth"]:
+            raise UserError(
+                f"model.{key}={block} must be at least 0 and at most "
+                f"model.depth={sizes['depth']}; 0: none."
+            )

@@ -39,12 +39,13 @@ from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
 from training.distributed.ranks import SINGLE, Ranks
+from training.ema import EMA
 from training.environment import find_peak_flops
 from training.goodput import CLOCK
 from training.metrics import Meter
 from training.optimizers import Schedule, make_parameter_groups
 from training.state import TrainState, load_weights
-from training.step import EMA, SpikeGuard, StepOutput, TrainStep
+from training.step import SpikeGuard, StepOutput, TrainStep
 from training.weights.adapter_base import Base, add_adapter, find_base, load_base
 from training.weights.pretrained import build_model, fit_weights
 

@@ -28,9 +28,9 @@ from models.adapters import find_trained_parameters
 from models.denoiser import drop_aux_heads
 from training.checkpoint.files import Layout, make_header, stage, write_tensors
 from training.config.schema import TrainConfig
+from training.ema import MovingAverage
 from training.environment import GIB
 from training.goodput import CLOCK
-from training.step import MovingAverage
 
 if TYPE_CHECKING:
     from training.assemble import Training

@@ -20,8 +20,9 @@ from models.adapters import find_adapted_layers, find_trained_parameters
 from models.denoiser import Denoiser, drop_aux_heads, select_aux_heads
 from training.averages import PowerAverage
 from training.checkpoint.files import Layout, flatten, nest
+from training.ema import EMA
 from training.metrics import Meter
-from training.step import EMA, SpikeGuard
+from training.step import SpikeGuard
 
 COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
 LAYOUTS = {

@@ -59,6 +59,10 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         time_scale: float = 1000.0,
         latents: dict[str, Any] | None = None,
     ) -> None:
+        # Leave out layers that are not given, so that the model has its defaults.
+        nodes = {"mixer": mixer, "attention": attention, "mlp": mlp}
+        layers: dict[str, Any] = {name: make_layer(node) for name, node in nodes.items() if node}
+
         super().__init__(
             channels=channels,
             height=height,
@@ -68,7 +72,6 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             depth=depth,
             head_dim=head_dim,
             patch_size=patch_size,
-            mixer=make_layer(mixer),
             attention_every=attention_every,
             mlp_ratio=mlp_ratio,
             drop_path=drop_path,
@@ -76,11 +79,7 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             eps=eps,
             norm=norm,
             time_scale=time_scale,
-            **{
-                name: make_layer(node)
-                for name, node in (("attention", attention), ("mlp", mlp))
-                if node
-            },
+            **layers,
         )
         with torch.no_grad():
             self.init_buffers()

@@ -32,9 +32,9 @@ from scripts.plan.counting import (
 )
 from training.components import foresee_latents
 from training.config.schema import TrainConfig
+from training.ema import EMA
 from training.environment import GIB
 from training.optimizers import make_parameter_groups
-from training.step import EMA
 from training.weights.adapter_base import add_adapter, find_base
 from training.weights.pretrained import build_on_meta
 

@@ -13,10 +13,11 @@ from accel.sharding import total_norm
 from encoding.job import ChannelSums, compute_channel_statistics
 from evaluation.distances import Moments, frechet_distance
 from training.distributed.ranks import SINGLE
+from training.ema import EMA
 from training.evaluate import evaluate
 from training.metrics import Meter
 from training.objective import Losses
-from training.step import EMA, SpikeGuard, StepOutput, TrainStep
+from training.step import SpikeGuard, StepOutput, TrainStep
 
 CPU = torch.device("cpu")
 BF16 = 2.0**-9

@@ -19,9 +19,9 @@ from tests.harness.steps import (
     tiny_training,
 )
 from tests.harness.words import CPU
+from training.ema import EMA
 from training.objective import Losses
 from training.state import load_weights
-from training.step import EMA
 
 CUDA = torch.device("cuda")
 
