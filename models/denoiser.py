@@ -122,9 +122,8 @@ class Denoiser(nn.Module):
         self.internal_block = internal_block
         self.internal = InternalHead(dim, patch_values, eps) if internal_block else None
         self.aux_heads = nn.ModuleDict()
-        self.taps: dict[str, int] = {}
-        """Name of an auxiliary head -> number of the block, from 1, after which it reads the
-        stream."""
+        self.taps = {"internal": internal_block} if internal_block else {}
+        """Name of a head -> number of the block, from 1, after which it reads the stream."""
         if not self.pos_embed.is_meta:
             self.init_weights()
 
@@ -159,9 +158,10 @@ class Denoiser(nn.Module):
         """Adds an auxiliary head that reads the residual stream after block number `block`, from 1.
         In training mode `forward` then also returns the head's output.
 
-        The head gets the stream as fp32 (B, L, D), with the tokens in raster order. It returns
-        patches (B, L, E), which `forward` joins to the shape of the latents. Averages and files of
-        weights leave auxiliary heads out, because sampling does not need them.
+        The head gets the stream as fp32 (B, L, D), with the tokens in raster order, and the
+        condition (B, D) of time and label. It returns patches (B, L, E), which `forward` joins to
+        the shape of the latents. Averages and files of weights leave auxiliary heads out, because
+        sampling does not need them.
         """
         self.aux_heads[name] = head
         self.taps[name] = block
@@ -195,21 +195,20 @@ class Denoiser(nn.Module):
         branch = self.patch_embed(self.patchify(x))
         gate = torch.ones_like(branch[:, 0])
         residual = self.pos_embed.expand_as(branch).contiguous()
+        # Training runs all heads, guidance only the internal one.
+        wanted = [*self.taps] if self.training else ["internal"] * (internal_guidance is not None)
+        outputs = {}
         # Split `cond` by unbind, because its backward pass is one copy, while the backward pass of
         # cond[:, i] writes a gradient as large as `cond` for each block.
-        outputs = {}
         for number, modulations in enumerate(cond.unbind(1), start=1):
             block = cast("Block", self.blocks[number - 1])
             branch, gate, residual = block(branch, gate, residual, modulations)
-            wanted = self.training or internal_guidance is not None
-            if self.internal is not None and wanted and number == self.internal_block:
-                # Detach the inputs: the head must not change what the blocks learn.
-                stream = block.read_stream(branch, gate, residual).detach()
-                outputs["internal"] = self.unpatchify(self.internal(stream, condition.detach()))
-            for name, tapped in self.taps.items():
-                if self.training and tapped == number:
-                    stream = block.read_stream(branch, gate, residual)
-                    outputs[name] = self.unpatchify(self.aux_heads[name](stream))
+            heads = [name for name in wanted if self.taps[name] == number]
+            if heads:
+                stream = block.read_stream(branch, gate, residual)
+                for name in heads:
+                    head = self.internal if name == "internal" else self.aux_heads[name]
+                    outputs[name] = self.unpatchify(cast("Any", head)(stream, condition))
 
         # Compute the final norm by the last block's `normalise`: it adds the last branch to the
         # stream and norms the sum in one operation, by the fused kernel if that is on.

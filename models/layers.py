@@ -129,7 +129,10 @@ class LabelEmbedding(nn.Module):
 class InternalHead(nn.Module):
     """Estimates the velocity from the residual stream between two blocks of a denoiser, as the
     denoiser's last layers do: RMSNorm, scale and shift from the condition, and a linear layer to
-    patches of `patch_values` values. It starts at zero."""
+    patches of `patch_values` values. It starts at zero.
+
+    The head detaches its inputs, so it does not change what the rest of the denoiser learns.
+    """
 
     def __init__(self, dim: int, patch_values: int, eps: float) -> None:
         super().__init__()
@@ -148,8 +151,8 @@ class InternalHead(nn.Module):
     def forward(
         self, stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]
     ) -> Float[Tensor, "B L E"]:
-        scale, shift = self.modulation(condition).unsqueeze(1).chunk(2, dim=2)
-        h = F.rms_norm(stream, stream.shape[2:], eps=self.eps)
+        scale, shift = self.modulation(condition.detach()).unsqueeze(1).chunk(2, dim=2)
+        h = F.rms_norm(stream.detach(), stream.shape[2:], eps=self.eps)
         return self.head(h * (1.0 + scale) + shift)
 
 

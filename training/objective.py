@@ -66,7 +66,9 @@ class LatentHead(Layer):
         if not self.fc1.weight.is_meta:
             self.init_weights()
 
-    def forward(self, stream: Float[Tensor, "B L D"]) -> Float[Tensor, "B L E"]:
+    def forward(
+        self, stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]
+    ) -> Float[Tensor, "B L E"]:
         return self.fc2(F.silu(self.fc1(stream)))
 
 

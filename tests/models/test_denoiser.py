@@ -102,7 +102,7 @@ def test_every_block_starts_as_the_identity(family):
 class KeepStream(Layer):
     """Keeps the stream that it reads, and returns patches of zeros."""
 
-    def forward(self, stream):
+    def forward(self, stream, condition):
         self.stream = stream
         return torch.zeros(*stream.shape[:2], 16)
 
