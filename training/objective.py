@@ -134,6 +134,11 @@ class FlowMatching:
         is no block of the number `align_block`."""
         if not self.align_weight:
             return
+        if not hasattr(model, "attach"):
+            raise UserError(
+                f"objective.align_weight={self.align_weight} needs a subclass of "
+                f"models.denoiser.Denoiser, and {type(model).__name__} is none; set it to 0."
+            )
         block = self.align_block
         if block is None:
             block = max(1, round(model.depth / 3))

@@ -22,7 +22,7 @@ from models.autoencoders import add_global_branch
 from models.block import Norm
 from models.denoiser import Denoiser
 from models.images import select_rgb, to_uint8
-from models.sampler import STEP_STRIDE, make_guided_velocity, sample
+from models.sampler import STEP_STRIDE, check_internal_guidance, make_guided_velocity, sample
 
 
 class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
@@ -208,6 +208,7 @@ class FastlatentPipeline(DiffusionPipeline):
             noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
         else:
             noise = latents.to(device)
+        check_internal_guidance(model, settings["internal_guidance"])
         guidance = (settings["guidance"], settings["guidance_interval"])
         internal = (settings["internal_guidance"], settings["internal_interval"])
         velocity = make_guided_velocity(model, label, model.num_classes, *guidance, *internal)

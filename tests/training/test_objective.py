@@ -3,15 +3,19 @@ objective, and the times of held-out samples."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.loader import Batch
 from models.denoiser import drop_aux_heads, select_aux_heads
 from models.sampler import shift_times
+from sampling.load import load_run
 from tests.harness.denoisers import fill_zero_layers, make_denoiser
 from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.steps import assemble_run, compose_words, tiny_training
-from tests.harness.words import CPU
+from tests.harness.words import CPU, TINY_RUN
+from train import train
+from training.config.compose import compose
 from training.evaluate import evaluate
 from training.objective import FlowMatching, LatentHead, compute_held_out_times
 
@@ -180,6 +184,20 @@ def test_a_model_starts_the_same_with_and_without_the_head():
     assert aligned.take_step().loss == plain.take_step().loss
     assert aligned.model.taps == {"latent": 1}
     assert start("model=mamba_s", *ALIGN[:1]).model.taps == {"latent": 8}
+
+
+def test_files_of_weights_leave_the_head_out(tmp_path):
+    """So any run samples from them, and starts from them."""
+    run = tmp_path / "run"
+    words = [*TINY_RUN, "save_every=2"]
+    train(compose([*words, *ALIGN, "ema.snapshots=1", f"run_dir={run}"]))
+    files = [*run.glob("checkpoints/*/[em]*.safetensors"), *run.glob("averages/*.safetensors")]
+    assert len(files) == 4
+    assert not any(select_aux_heads(load_file(file)) for file in files)
+    assert load_run(run, device="cpu").sample([3], steps=1).shape == (1, 8, 8, 3)
+    for number, objective in enumerate(([], ALIGN)):
+        own = [f"init_from={run}", f"run_dir={tmp_path / str(number)}"]
+        train(compose([*words, *objective, *own]))
 
 
 def test_the_estimate_ends_by_a_weight_of_zero():

@@ -283,8 +283,9 @@ it."""
 ADDED_KEYS = {"mixer.window": None, "mixer.shift": None, "mixer.columns": False}
 ADDED_KEYS |= {"internal_block": 0, "attention_every": 0, "attention._partial_": True}
 ADDED_KEYS |= {"attention._target_": "models.mixers.attention.Attention"}
-"""Key of `model` that checkpoints of earlier versions lack -> the value that selects the behaviour
-of those versions. A comparison takes an absent key and this value as equal."""
+ADDED_KEYS |= {"align_weight": 0.0, "align_block": None, "align_until_samples": None}
+"""Key of `model` or `objective` that checkpoints of earlier versions lack -> the value that selects
+the behaviour of those versions. A comparison takes an absent key and this value as equal."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
