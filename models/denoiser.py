@@ -77,8 +77,9 @@ class Denoiser(nn.Module):
         time_scale: float = 1000.0,
     ) -> None:
         super().__init__()
+        sizes = {"dim": dim, "head_dim": head_dim}
         refuse_shape(
-            {"dim": dim, "depth": depth, "head_dim": head_dim, "patch_size": patch_size},
+            sizes | {"depth": depth, "patch_size": patch_size},
             (height, width),
             mlp_ratio,
             drop_path,
@@ -99,19 +100,8 @@ class Denoiser(nn.Module):
         self.label_embed = LabelEmbedding(dim, num_classes)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        sizes = {"dim": dim, "head_dim": head_dim, "grid": self.grid}
-        mixers = build_mixers(mixer, attention, attention_every, depth, **sizes)
-
-        # Build the blocks. A block returns the output of its last layer in the token order of that
-        # layer (`leaving`; None: the order of the residual stream). The next block adds this output
-        # to the residual stream, so it needs `leaving` to permute the tokens back.
-        self.blocks = nn.ModuleList()
-        leaving = None
-        for first in mixers:
-            layers = [first, mlp(dim=dim, hidden=hidden)] if hidden else [first]
-            block = Block(layers, eps, leaving, norm)
-            self.blocks.append(block)
-            leaving = block.orders[-1]
+        mixers = build_mixers(mixer, attention, attention_every, depth, sizes | {"grid": self.grid})
+        self.blocks = build_blocks(mixers, mlp, (dim, hidden), eps, norm)
 
         # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,
         # shift and gate of mixer and MLP), one without an MLP 3, and the final norm a scale and a
@@ -197,7 +187,7 @@ class Denoiser(nn.Module):
         residual = self.pos_embed.expand_as(branch).contiguous()
         # Training runs all heads, guidance only the internal one.
         wanted = [*self.taps] if self.training else ["internal"] * (internal_guidance is not None)
-        outputs = {}
+        outputs: dict[str, Tensor] = {}
         # Split `cond` by unbind, because its backward pass is one copy, while the backward pass of
         # cond[:, i] writes a gradient as large as `cond` for each block.
         for number, modulations in enumerate(cond.unbind(1), start=1):
@@ -206,9 +196,7 @@ class Denoiser(nn.Module):
             heads = [name for name in wanted if self.taps[name] == number]
             if heads:
                 stream = block.read_stream(branch, gate, residual)
-                for name in heads:
-                    head = self.internal if name == "internal" else self.aux_heads[name]
-                    outputs[name] = self.unpatchify(cast("Any", head)(stream, condition))
+                outputs |= self.run_heads(heads, stream, condition)
 
         # Compute the final norm by the last block's `normalise`: it adds the last branch to the
         # stream and norms the sum in one operation, by the fused kernel if that is on.
@@ -219,6 +207,13 @@ class Denoiser(nn.Module):
             inner = outputs["internal"].float()
             velocity = inner + internal_guidance * (velocity.float() - inner)
         return (velocity, outputs) if self.training and outputs else velocity
+
+    def run_heads(
+        self, names: list[str], stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]
+    ) -> dict[str, Float[Tensor, "B C H W"]]:
+        """Runs the heads of these names; returns the output of each."""
+        heads: dict[str, Any] = {"internal": self.internal, **self.aux_heads}
+        return {name: self.unpatchify(heads[name](stream, condition)) for name in names}
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
         """Returns `cond` with the gates of dropped blocks set to 0, and the gates of all other
@@ -293,7 +288,7 @@ def build_mixers(
     attention: Callable[..., nn.Module] | None,
     attention_every: int,
     depth: int,
-    **sizes: Any,
+    sizes: Mapping[str, Any],
 ) -> list[nn.Module]:
     """Builds the mixers of `depth` blocks, with the arguments `sizes`: every `attention_every`-th
     one by `attention`, all others by `mixer`; with 0 all by `mixer`.
@@ -319,6 +314,29 @@ def build_mixers(
         options = {"layer": layer} if "layer" in inspect.signature(kind).parameters else {}
         mixers.append(kind(**sizes, **options))
     return mixers
+
+
+def build_blocks(
+    mixers: list[nn.Module],
+    mlp: Callable[..., nn.Module],
+    widths: tuple[int, int],
+    eps: float,
+    norm: Norm,
+) -> nn.ModuleList:
+    """Builds a block around each mixer; `widths` are the block's width and the hidden width of its
+    MLP, 0 for no MLP."""
+    dim, hidden = widths
+    # A block returns the output of its last layer in the token order of that layer (`leaving`;
+    # None: the order of the residual stream). The next block adds this output to the residual
+    # stream, so it needs `leaving` to permute the tokens back.
+    blocks = nn.ModuleList()
+    leaving = None
+    for mixer in mixers:
+        layers = [mixer, mlp(dim=dim, hidden=hidden)] if hidden else [mixer]
+        block = Block(layers, eps, leaving, norm)
+        blocks.append(block)
+        leaving = block.orders[-1]
+    return blocks
 
 
 def refuse_shape(
