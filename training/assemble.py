@@ -189,6 +189,17 @@ class Parts(NamedTuple):
 REAL_PARTS = Parts()
 
 
+def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> None:
+    """Raises a UserError for guidance that the data or the model does not allow, and for a sweep's
+    metric that needs held-out samples if the data have none."""
+    check_guidance(loader.spec, cfg.sampling.guidance, "sampling.guidance")
+    check_internal_guidance(model, cfg.sampling.internal_guidance, "sampling.")
+    if cfg.sweep_metric == "eval_loss" and not loader.held_out_count:
+        raise UserError(
+            "sweep_metric=eval_loss needs held-out samples, and the data have none; choose loss."
+        )
+
+
 def assemble(
     cfg: TrainConfig,
     device: torch.device,
@@ -205,14 +216,9 @@ def assemble(
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
     loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks)
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
-    check_guidance(loader.spec, cfg.sampling.guidance, "sampling.guidance")
-    if cfg.sweep_metric == "eval_loss" and not loader.held_out_count:
-        raise UserError(
-            "sweep_metric=eval_loss needs held-out samples, and the data have none; choose loss."
-        )
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)
-    check_internal_guidance(model, cfg.sampling.internal_guidance, "sampling.")
+    refuse_unfit(cfg, loader, model)
 
     # Apply the techniques before building the optimizer, because sharding replaces the parameters.
     stack = parts.stack(cfg, device)
