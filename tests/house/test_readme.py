@@ -255,4 +255,4 @@ def test_the_readme_is_one_screen_and_the_pages_are_short():
     assert len(readme.split()) <= 1300
     assert "not measured" not in readme.lower()
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"]
-    assert sum(len(re.findall(r"\w[\w.,'-]*", page.read_text())) for page in pages) <= 10_300
+    assert sum(len(re.findall(r"\w[\w.,'-]*", page.read_text())) for page in pages) <= 10_600
