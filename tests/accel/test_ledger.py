@@ -62,7 +62,7 @@ def test_a_residual_that_may_be_16_bits_wide_is_so_where_products_are(precision,
     assert rows["residual_in_fp32"].active is wide
 
 
-@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.slow), "dit"])
+@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.slow), "hybrid"])
 @pytest.mark.parametrize("scope", [None, "blocks", pytest.param("model", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", [None, "blocks", "every_2", "selective"])
 def test_checkpointing_is_seen_in_what_the_blocks_keep(family, scope, policy):
