@@ -16,4 +16,9 @@ def list_choices(group):
     return sorted(file.stem for file in (CONF_FOLDER / group).glob("*.yaml"))
 
 
+def choose_model(family):
+    """Overrides that choose a model of two blocks; attention in the second makes it a hybrid."""
+    return [f"model={family}_s", *(["model.attention_every=2"] if family == "hybrid" else [])]
+
+
 FAMILIES = [name.removesuffix("_s") for name in list_choices("model") if name.endswith("_s")]

@@ -3,7 +3,7 @@ each, pairwise."""
 
 import pytest
 
-from tests.harness.combinations import DATA, FAMILIES, list_choices
+from tests.harness.combinations import DATA, FAMILIES, choose_model, list_choices
 from tests.harness.sets import cover_pairs, draw_random_samples, save_latent_set
 from tests.harness.words import CPU, TINY_MODEL, TINY_RUN
 from training.assemble import assemble
@@ -33,7 +33,7 @@ def test_every_loader_is_here():
 
 @pytest.mark.parametrize(("model", "data", "runtime"), cover_pairs(FAMILIES, list(DATA), RUNTIMES))
 def test_a_step_of_every_pair(model, data, runtime):
-    words = [f"model={model}_s", f"data={data}", f"runtime={runtime}", *DATA[data]]
+    words = [*choose_model(model), f"data={data}", f"runtime={runtime}", *DATA[data]]
     training = assemble(compose([*TINY_RUN, *words]).cfg, CPU)
     assert 0 < training.take_step().loss < 20
 
@@ -46,7 +46,7 @@ def test_a_step_of_every_pair(model, data, runtime):
     ],
 )
 def test_every_experiment_works_with_every_model_and_data(experiment, model, data, run):
-    choices = [f"experiment={experiment}", f"model={model}_s", f"data={data}", "runtime=fast"]
+    choices = [f"experiment={experiment}", *choose_model(model), f"data={data}", "runtime=fast"]
     sizes = ["batch_size=8", "total_samples=16", "sampling.steps=2", "sampling.per_class=1"]
     every = ["log_every=1", "save_every=1", "sample_every=1", "eval_every=1"]
     summary = run(*choices, *DATA[data], *sizes, *every, *TINY_MODEL)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from precompute_latents import precompute
-from tests.harness.combinations import DATA, FAMILIES, list_choices
+from tests.harness.combinations import DATA, FAMILIES, choose_model, list_choices
 from tests.harness.words import TINY_MODEL
 from train import train
 from training.config.compose import compose
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("runtime", list_choices("runtime"))
 @pytest.mark.parametrize(("model", "data"), list(product(FAMILIES, ["digits", "synthetic"])))
 def test_two_steps_of_everything_with_the_real_compiler(model, data, runtime, run):
-    choices = [f"model={model}_s", f"data={data}", f"runtime={runtime}"]
+    choices = [*choose_model(model), f"data={data}", f"runtime={runtime}"]
     summary = run(*choices, *DATA[data], "eval_every=1", *TINY_MODEL)
     assert summary["steps"] == 2
     assert summary["ledger"]["compile"]["active"] is (runtime == "production")
