@@ -27,6 +27,7 @@ from accel.techniques.fused_kernels import FusedKernel
 from common.files import ROOT
 from data.loader import Batch, LatentSpec
 from tests.harness.pretended_cuda import always, pretend_compiler, pretend_device, pretend_launches
+from tests.harness.steps import HEADS
 from training.assemble import Parts, assemble, build_stack
 from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
@@ -41,6 +42,7 @@ STEPS = {
 STEPS |= {
     "max, accumulation": "mamba max runtime.compile=false accumulation_steps=2",
     "max, spikes": "zigzag max runtime.compile=false guards.spike_sigmas=6",
+    "heads": f"hybrid max runtime.compile=false {' '.join(HEADS)}",
     "fp16": "dit fast runtime.precision=fp16",
     "fp16, accumulation, spikes": (
         "ssd_mlp fast runtime.precision=fp16 accumulation_steps=2 guards.spike_sigmas=6"
@@ -65,6 +67,7 @@ COMPILED = {family: f"{family} production" for family in FAMILIES}
 COMPILED |= {
     "max": "mamba max accumulation_steps=2",
     "whole model": "dit production runtime.compile_scope=model runtime.precision=fp16",
+    "heads": f"hybrid production runtime.compile_scope=model {' '.join(HEADS)}",
     "checkpointing": "ssd_mlp production runtime.gradient_checkpointing=true",
     "selective": (
         "ssd_mlp production runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective"
