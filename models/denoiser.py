@@ -212,8 +212,11 @@ class Denoiser(nn.Module):
         self, names: list[str], stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]
     ) -> dict[str, Float[Tensor, "B C H W"]]:
         """Runs the heads of these names; returns the output of each."""
-        heads: dict[str, Any] = {"internal": self.internal, **self.aux_heads}
-        return {name: self.unpatchify(heads[name](stream, condition)) for name in names}
+        outputs = {}
+        for name in names:
+            head = cast("Any", self.internal if name == "internal" else self.aux_heads[name])
+            outputs[name] = self.unpatchify(head(stream, condition))
+        return outputs
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
         """Returns `cond` with the gates of dropped blocks set to 0, and the gates of all other
