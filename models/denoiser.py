@@ -261,15 +261,21 @@ class Denoiser(nn.Module):
 
         A training step costs three times as much (the backward pass has two products for each
         product of the forward pass). Elementwise operations and recomputation do not count.
-        AttributeError if a subclass has a part without a method `flops`.
+        UserError if a subclass has a part without a method `flops`.
         """
         parts = dict(self.named_children())
-        del parts["label_embed"]  # a look-up
+        parts.pop("label_embed", None)  # a look-up
         total = 0
         for name, uses in (("patch_embed", self.tokens), ("head", self.tokens), ("modulation", 1)):
             total += 2 * uses * cast("nn.Linear", parts.pop(name)).weight.numel()
 
         # Any other part must count itself: a subclass may add parts.
+        for name, part in parts.items():
+            if name not in ("blocks", "aux_heads") and not hasattr(part, "flops"):
+                raise UserError(
+                    f"the model's part {name} has no method flops(tokens), which counts the FLOPs "
+                    "of one forward pass of one sample; add one."
+                )
         counted: list[Any] = [*parts.pop("blocks").children(), *parts.pop("aux_heads").children()]
         counted += parts.values()
         return total + sum(part.flops(self.tokens) for part in counted)

@@ -201,7 +201,10 @@ class FlowMatching:
             terms["internal"] = measure_square(outputs["internal"], target)
         if self.align_weight and not held_out:
             if "latent" not in outputs:
-                raise RuntimeError("the model has not called the head of objective.align_weight")
+                raise UserError(
+                    f"objective.align_weight={self.align_weight}: the model's forward has not run "
+                    "the head that the objective attached; run Denoiser's forward, or set it to 0."
+                )
             guess = outputs["latent"].float()
             distance = F.smooth_l1_loss(guess, latents, reduction="none", beta=BETA)
             # Keep the term when it has ended: without it ddp would wait for the head's gradients.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -131,8 +131,9 @@ class TrainStep:
         self.batch_size = cfg.batch_size
         self.max_grad_norm = cfg.max_grad_norm or math.inf
         self.parameters = list(state.model.parameters())
-        internal = getattr(state.model, "internal", None)
-        self.internal_parameters = set(internal.parameters()) if internal else set()
+        has_internal = getattr(state.model, "internal_block", 0) > 0
+        internal = cast("Any", state.model).internal.parameters() if has_internal else ()
+        self.internal_parameters = set(internal)
 
         # Keep the learning rates of a fused optimizer on the device, so that a captured CUDA graph
         # sees new values.
@@ -214,7 +215,8 @@ class TrainStep:
 
     def measure_norm(self) -> Tensor:
         """Returns the norm of the gradients without those of the internal head, which must not
-        change how the others are clipped; NaN if a gradient of the head is not finite."""
+        change how the others are clipped; NaN if a gradient of the head is not finite. Clipping
+        divides the head's gradients by the same factor as all others."""
         grads: dict[bool, list[Tensor]] = {False: [], True: []}
         for parameter in self.parameters:
             if parameter.grad is not None:

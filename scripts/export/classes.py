@@ -95,9 +95,13 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         """Computes the velocity (B, C, H, W) in fp32. If the weights have 16 bits, matrix products
         run in the dtype of the weights; all other operations run in fp32."""
         if self.dtype == torch.float32:
-            return super().forward(x, t, y, drop_uniforms, internal_guidance)
-        with torch.autocast(x.device.type, self.dtype):
-            return super().forward(x.float(), t, y, drop_uniforms, internal_guidance).float()
+            result = super().forward(x, t, y, drop_uniforms, internal_guidance)
+        else:
+            with torch.autocast(x.device.type, self.dtype):
+                result = super().forward(x.float(), t, y, drop_uniforms, internal_guidance)
+        # In training mode the result is a pair, with the outputs of the heads.
+        velocity = result[0] if isinstance(result, tuple) else result
+        return velocity.float()
 
 
 def make_layer(node: dict[str, Any]) -> Callable[..., nn.Module]:

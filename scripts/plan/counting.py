@@ -193,11 +193,15 @@ def build_without_data(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> Trainin
 
 def with_few_blocks(cfg: TrainConfig, depth: int, samples: int, micro_batches: int) -> TrainConfig:
     """Returns the configuration of a run on one process with `depth` blocks and `micro_batches`
-    micro-batches of `samples` samples. A model without the key `depth` keeps its number of
-    blocks."""
+    micro-batches of `samples` samples. A model without the key `depth` keeps its number of blocks.
+
+    Heads move to the first block, because they cost the same after every block.
+    """
+    few = {"depth": depth, "internal_block": min(1, cfg.model.get("internal_block") or 0)}
     return replace(
         cfg,
-        model=cfg.model | ({"depth": depth} if "depth" in cfg.model else {}),
+        model=cfg.model | {key: value for key, value in few.items() if key in cfg.model},
+        objective=cfg.objective | ({"align_block": 1} if "align_block" in cfg.objective else {}),
         batch_size=samples * micro_batches,
         accumulation_steps=micro_batches,
         runtime=replace(cfg.runtime, parallel=ParallelConfig()),

@@ -31,6 +31,7 @@ from scripts.plan.counting import (
     with_few_blocks,
 )
 from training.components import foresee_latents
+from training.config.build import build
 from training.config.schema import TrainConfig
 from training.ema import EMA
 from training.environment import GIB
@@ -331,6 +332,9 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
     model = build_on_meta(cfg.model, spec)
     if cfg.adapter:
         add_adapter(model, cfg.adapter, find_base(cfg, spec).new_classes)
+    objective = build(cfg.objective, "objective")
+    if hasattr(objective, "attach_heads"):
+        objective.attach_heads(model)
     techniques = build_planned_stack(cfg, question.gpu).techniques
     # Kinds of blocks repeat every `period` blocks, under checkpointing and in a hybrid.
     period = max(technique.period for technique in techniques)

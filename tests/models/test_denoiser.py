@@ -185,7 +185,7 @@ def test_a_layer_that_nobody_counted_is_an_error():
     internal = make_denoiser("dit", internal_block=1).flops_per_sample() - plain
     assert internal == 2 * (64 * 128 + 16 * 64 * 16)
     model.extra = torch.nn.Linear(64, 64)
-    with pytest.raises(AttributeError, match="flops"):
+    with pytest.raises(ValueError, match="the model's part extra has no method flops"):
         model.flops_per_sample()
     head = LatentHead(64, 16)
     head.norm = torch.nn.LayerNorm(64)

@@ -151,7 +151,7 @@ def test_the_latent_is_estimated_from_an_early_block():
     held_out = evaluate(training)
     training.model.taps.clear()
     assert evaluate(training) == held_out
-    with pytest.raises(RuntimeError, match="has not called the head"):
+    with pytest.raises(ValueError, match="has not run the head"):
         training.step.compute_losses(batch)
 
 
@@ -187,7 +187,7 @@ def test_a_model_starts_the_same_with_and_without_the_head():
 
 
 def test_files_of_weights_leave_the_head_out(tmp_path):
-    """So any run samples from them, and starts from them."""
+    """So any run samples from them, and starts from them, with or without an internal head."""
     run = tmp_path / "run"
     words = [*TINY_RUN, "save_every=2"]
     train(compose([*words, *ALIGN, "ema.snapshots=1", f"run_dir={run}"]))
@@ -195,8 +195,9 @@ def test_files_of_weights_leave_the_head_out(tmp_path):
     assert len(files) == 4
     assert not any(select_aux_heads(load_file(file)) for file in files)
     assert load_run(run, device="cpu").sample([3], steps=1).shape == (1, 8, 8, 3)
-    for number, objective in enumerate(([], ALIGN)):
+    for number, objective in enumerate(([], ALIGN, ["model.internal_block=1"], [])):
         own = [f"init_from={run}", f"run_dir={tmp_path / str(number)}"]
+        run = tmp_path / str(number)
         train(compose([*words, *objective, *own]))
 
 

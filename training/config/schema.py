@@ -319,7 +319,7 @@ class SamplingConfig:
     guidance: float = 1.5  # scale of classifier-free guidance; 1: no guidance
     # smallest and largest time t at which guidance is on: t = 1 is noise, t = 0 is data
     guidance_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    # scale of internal guidance, at almost no cost; needs a model trained with
+    # scale of internal guidance, which costs almost no time and needs a model that was trained with
     # model.internal_block; 1: none; try 1.2
     internal_guidance: float = 1.0
     # smallest and largest time t at which internal guidance is on

@@ -244,6 +244,10 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     description = find_description(file)
     tensors = read_tensors(file)
     model_tensors = drop_aux_heads(model.state_dict())
+    # A new internal head keeps its initial weights; one that the model lacks is left out.
+    internal = {n: t for n, t in model_tensors.items() if n.startswith("internal.")}
+    rest = {n: t for n, t in tensors.items() if internal or not n.startswith("internal.")}
+    tensors = {name: to_full(t).detach() for name, t in internal.items()} | rest
     note = ""
     tables = [
         f"{name}.table.weight"
