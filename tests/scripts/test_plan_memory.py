@@ -157,3 +157,13 @@ def test_models_of_other_makes_are_counted_whole_or_refused():
         ValueError, match=r"model._target_=tests.harness.planted_tuning.Looking: its step cannot be"
     ):
         forecast_run([*planted[:-1], f"{planted[-1]}Looking"], PlanConfig(), H200)
+
+
+def test_heads_after_deep_blocks_are_counted():
+    """Blocks are counted with few of them, where the heads stand after the first one."""
+    plain = forecast_words("model.depth=9")
+    heads = ["model.internal_block=8", "objective.align_weight=1", "objective.align_block=9"]
+    plan = forecast_words("model.depth=9", *heads)
+    assert plan.model.taps == {"internal": 8, "latent": 9}
+    assert plan.model.flops_per_sample() > plain.model.flops_per_sample()
+    assert plain.needs.total < plan.needs.total < 1.3 * plain.needs.total
