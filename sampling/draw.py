@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from sampling.load import Labels
     from training.distributed.ranks import Ranks
 
-SAMPLER_KEYS = ("guidance", "guidance_interval", "solver", "steps", "shift")
-SAMPLER_KEYS += ("internal_guidance", "internal_interval")
+SAMPLER_KEYS = (
+    *("guidance", "guidance_interval", "solver", "steps", "shift"),
+    *("internal_guidance", "internal_interval"),
+)
 CHUNK_SAMPLES = 512
 """Number of samples in a chunk, rounded down to a multiple of the batch size; if a batch has more
 samples, a chunk is one batch."""

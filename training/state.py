@@ -174,8 +174,8 @@ class TrainState:
 
 
 def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of a model that the file of its weights stores, by name: all tensors but
-    those of auxiliary heads, or, if the model has an adapter, only the trained ones."""
+    """Returns the tensors of a model that the file of its weights stores, by name: all tensors, or,
+    if the model has an adapter, only the trained ones; never those of auxiliary heads."""
     tensors = model.state_dict()
     if find_adapted_layers(model):
         tensors = {name: tensors[name] for name in find_trained_parameters(model)}

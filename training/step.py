@@ -132,8 +132,9 @@ class TrainStep:
         self.max_grad_norm = cfg.max_grad_norm or math.inf
         self.parameters = list(state.model.parameters())
         has_internal = getattr(state.model, "internal_block", 0) > 0
-        internal = cast("Any", state.model).internal.parameters() if has_internal else ()
-        self.internal_parameters = set(internal)
+        internal = set(cast("Any", state.model).internal.parameters()) if has_internal else set()
+        self.internal_parameters = [p for p in self.parameters if p in internal]
+        self.other_parameters = [p for p in self.parameters if p not in internal]
 
         # Keep the learning rates of a fused optimizer on the device, so that a captured CUDA graph
         # sees new values.
@@ -217,14 +218,11 @@ class TrainStep:
         """Returns the norm of the gradients without those of the internal head, which must not
         change how the others are clipped; NaN if a gradient of the head is not finite. Clipping
         divides the head's gradients by the same factor as all others."""
-        grads: dict[bool, list[Tensor]] = {False: [], True: []}
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                grads[parameter in self.internal_parameters].append(parameter.grad)
-        norm = total_norm(grads[False])
-        if not grads[True]:
+        norm = total_norm([p.grad for p in self.other_parameters if p.grad is not None])
+        internal = [p.grad for p in self.internal_parameters if p.grad is not None]
+        if not internal:
             return norm
-        return torch.where(total_norm(grads[True]).isfinite(), norm, torch.nan)
+        return torch.where(total_norm(internal).isfinite(), norm, torch.nan)
 
     def accumulate(self, batches: Sequence[Batch]) -> dict[str, Tensor]:
         """Accumulates the gradients of the mean loss over all micro-batches, with the extra terms;

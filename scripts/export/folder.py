@@ -88,7 +88,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         arguments.pop("attention", None)
 
     # In config.json, name each layer by its class instead of by `_target_`, because
-    # the exported file of code contains these classes. List both classes in `kinds`, so that
+    # the exported file of code contains these classes. List these classes in `kinds`, so that
     # `join_sources` copies them into that file.
     kinds = []
     for key in [key for key in ("mixer", "attention", "mlp") if key in arguments]:

@@ -187,7 +187,7 @@ def test_a_model_starts_the_same_with_and_without_the_head():
 
 
 def test_files_of_weights_leave_the_head_out(tmp_path):
-    """So any run samples from them, and starts from them, with or without an internal head."""
+    """Any run samples from them and starts from them, with or without an internal head."""
     run = tmp_path / "run"
     words = [*TINY_RUN, "save_every=2"]
     train(compose([*words, *ALIGN, "ema.snapshots=1", f"run_dir={run}"]))

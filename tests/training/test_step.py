@@ -46,7 +46,7 @@ def test_clipping_equals_pytorchs(fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_internal_head_changes_nothing_but_itself(fused):
-    """Neither the gradients of other parameters, nor how they are clipped, nor what is a spike."""
+    """The head changes neither other gradients, nor their clipping, nor what is a spike."""
     words = ["max_grad_norm=0.05", "guards.spike_sigmas=6", "guards.spike_window=8"]
     plain = tiny_training("hybrid", *words, fused_adamw=fused)
     training = tiny_training("hybrid", *words, "model.internal_block=1", fused_adamw=fused)

@@ -280,10 +280,18 @@ def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 MUST_MATCH = tuple(select_identity({}))
 """Names of the parts of the configuration that must be equal in a checkpoint and the run that loads
 it."""
-ADDED_KEYS = {"mixer.window": None, "mixer.shift": None, "mixer.columns": False}
-ADDED_KEYS |= {"internal_block": 0, "attention_every": 0, "attention._partial_": True}
-ADDED_KEYS |= {"attention._target_": "models.mixers.attention.Attention"}
-ADDED_KEYS |= {"align_weight": 0.0, "align_block": None, "align_until_samples": None}
+ADDED_KEYS = {
+    "mixer.window": None,
+    "mixer.shift": None,
+    "mixer.columns": False,
+    "internal_block": 0,
+    "attention_every": 0,
+    "attention._partial_": True,
+    "attention._target_": "models.mixers.attention.Attention",
+    "align_weight": 0.0,
+    "align_block": None,
+    "align_until_samples": None,
+}
 """Key of `model` or `objective` that checkpoints of earlier versions lack -> the value that selects
 the behaviour of those versions. A comparison takes an absent key and this value as equal."""
 
