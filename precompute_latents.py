@@ -30,6 +30,8 @@ def precompute(composed: Composed) -> Path:
     """Encodes the images that `composed.cfg` names, and returns the path of the manifest. With
     dry_run=true it only prints an estimate of size and time, and writes no manifest."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
+    from encoding.caption_job import CaptionJob
+    from encoding.captions import fill_templates
     from encoding.encoder import (
         PSNR_IMAGES,
         EncodeStep,
@@ -47,6 +49,7 @@ def precompute(composed: Composed) -> Path:
     )
     from encoding.sources import list_images
     from models.images import Autoencoder
+    from models.text_encoders import TextEncoder
     from training.config.build import build
     from training.distributed.ranks import Ranks
     from training.environment import pick_device
@@ -56,10 +59,19 @@ def precompute(composed: Composed) -> Path:
     ranks = Ranks.from_environment()
     device = ranks.device(pick_device(cfg.runtime.device.value))
     out = Path(cfg.out).expanduser()
-    images = list_images(cfg.source, cfg.classes, cfg.allow_cut)
+    given = cfg.captions == "given"
+    with_text = bool(cfg.text_encoder)
+    images = list_images(cfg.source, cfg.classes, cfg.allow_cut, with_text and given)
+    if with_text and not given:
+        images = fill_templates(images, cfg.captions)
     plan = plan_shards(images, cfg)
     ranks.say(images.describe(cfg.source, plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
+    captions = None
+    if with_text:
+        text_encoder = build(cfg.text_encoder, "text_encoder", kind=TextEncoder).to(device)
+        captions = CaptionJob.plan(plan, cfg, text_encoder)
+        ranks.say(captions.describe(plan.images))
 
     # 2. Accelerate the encoder, and encode one batch to check which techniques were active.
     on_unavailable = cfg.runtime.on_unavailable.value
@@ -83,13 +95,13 @@ def precompute(composed: Composed) -> Path:
     precision = ledger.precision
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
-    encoder = ShardEncoder(step, cfg, out, device, ranks)
+    encoder = ShardEncoder(step, cfg, out, device, ranks, captions)
     if cfg.dry_run:
         ranks.say(estimate(encoder, images, plan))
         return out / "manifest.json"
 
     # 4. Encode all images, shard by shard; the ranks share the shards.
-    job = describe_job(images, cfg, autoencoder.weights_sha256, precision)
+    job = describe_job(images, cfg, autoencoder.weights_sha256, precision, plan)
     with contextlib.ExitStack() as lock:
         # The first rank locks the folder and writes job.json; then all ranks compare job.json with
         # their own job.
@@ -99,6 +111,8 @@ def precompute(composed: Composed) -> Path:
         ranks.wait_for_all()
         claim_folder(out, job)
         began = time.perf_counter()
+        if captions is not None:
+            captions.run(plan, out, ranks)
         encoder.run(plan)
         ranks.wait_for_all()
         if not ranks.first:
@@ -117,9 +131,11 @@ def precompute(composed: Composed) -> Path:
     )
     if manifest.skipped:
         print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
-    # Guidance needs classes. If the set has none, the suggested command switches guidance off by
-    # guidance=1.
+    # Guidance needs classes or captions. If the set has neither, the suggested command switches
+    # guidance off by guidance=1.
     guidance = "" if manifest.class_names else " sampling.guidance=1"
+    if manifest.text is not None:
+        guidance = " model.conditioning=text"
     print(
         f"next: python train.py data=resident data.path={out} experiment=fastrun{guidance}",
         flush=True,

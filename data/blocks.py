@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import torch
 from jaxtyping import UInt8
@@ -23,9 +23,12 @@ from torch import Tensor
 from common.errors import UserError
 from common.text import escape_unprintable, shorten_error
 from common.workers import Prefetcher, Readers
-from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, LoaderArgs
+from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, LoaderArgs, choose_captions
 from data.manifest import Block, Manifest, Normalisation, Shard, make_spec, read_manifest
 from data.source import Source, describe_failed_read, open_source
+
+if TYPE_CHECKING:
+    from data.captions import CaptionTable
 
 OnCorrupt = Literal["error", "skip"]
 MAX_UNREACHABLE_BLOCKS = 3
@@ -92,13 +95,15 @@ class BlockReader:
         self.counts = [place.block.samples for place in self.places]
 
         self.shape = (manifest.channels, manifest.height, manifest.width)
-        latents = {"latents", "mirrored"} if manifest.flips else {"latents"}
-        self.allowed_names = [latents | {"labels"}]
+        names = {"latents", "labels"}
+        names |= {"mirrored"} if manifest.flips else set()
+        names |= {"captions"} if manifest.text else set()
+        self.allowed_names = [names]
         """Sets of tensor names that a block may have: without or with the std of a variational
         encoder. After the first good block only the names of that block are allowed."""
         if manifest.kind == "mean_std":
             stds = {"std", "mirrored_std"} if manifest.flips else {"std"}
-            self.allowed_names.append(self.allowed_names[0] | stds)
+            self.allowed_names.append(names | stds)
 
     def read(self, number: int) -> dict[str, Tensor]:
         """Returns name -> tensor of a block, and under "ids" the numbers of its samples in the
@@ -152,19 +157,12 @@ class BlockReader:
         """Reads a block as raw bytes, with all tensors of a sample in one row. A batch of rows then
         needs one slice, one copy and one file descriptor, instead of one for each tensor name."""
         tensors = self.read(number)
-        flat = [tensors[name].reshape(len(tensors["ids"]), -1) for name in self.sample_template]
-        return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
+        return join_rows([tensors[name] for name in self.sample_template])
 
     def unpack_rows(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
         """Converts rows of bytes, as `read_rows` returns them, to tensors on the device of
-        `rows`."""
-        parts = rows.split([tensor.nbytes for tensor in self.sample_template.values()], dim=1)
-        return LatentTensors(
-            **{
-                name: part.contiguous().flatten().view(sample.dtype).view(-1, *sample.shape[1:])
-                for (name, sample), part in zip(self.sample_template.items(), parts, strict=True)
-            }
-        )
+        `rows`. The rows may have further bytes, such as those of captions."""
+        return LatentTensors(**split_rows(rows[:, : self.row_bytes], self.sample_template))
 
     def take_reports(self) -> list[SkippedBlock]:
         reports = self.reports
@@ -229,8 +227,11 @@ class BlockReader:
         values that are not finite or out of range, such as labels that are no class."""
         actual = describe_tensor(tensor.shape, tensor.dtype)
         expected = describe_tensor((samples, *self.shape), getattr(torch, self.manifest.dtype))
+        text = self.manifest.text
         if name == "labels":
             expected = describe_tensor((samples,), torch.int64)
+        elif name == "captions" and text is not None:
+            expected = describe_tensor((samples, text.per_image), torch.int32)
         if actual != expected:
             raise DamagedBlockError(f"holds {name} {actual}, the manifest says {expected}")
 
@@ -242,6 +243,10 @@ class BlockReader:
             raise DamagedBlockError(
                 f"holds labels from {low} to {high}, but there are {classes} classes"
             )
+        if name == "captions" and text is not None and not -1 <= low <= high < text.count:
+            raise DamagedBlockError(
+                f"holds captions from {low} to {high}, but there are {text.count} captions"
+            )
         if not math.isfinite(low) or not math.isfinite(high):
             raise DamagedBlockError(f"holds {name} that are not finite")
         if name.endswith("std") and low < 0.0:
@@ -251,6 +256,22 @@ class BlockReader:
 def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
     """Returns dtype and shape as text, e.g. "float16[64, 4, 32, 32]"."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def join_rows(columns: list[Tensor]) -> UInt8[Tensor, "n bytes"]:
+    """Joins tensors with n rows each to the bytes of these rows."""
+    flat = [column.reshape(len(column), math.prod(column.shape[1:])) for column in columns]
+    return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
+
+
+def split_rows(rows: UInt8[Tensor, "n bytes"], template: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Splits rows that `join_rows` joined; `template` maps the names of the columns to one row of
+    each."""
+    parts = rows.split([row.nbytes for row in template.values()], dim=1)
+    return {
+        name: part.contiguous().flatten().view(row.dtype).view(len(rows), *row.shape[1:])
+        for (name, row), part in zip(template.items(), parts, strict=True)
+    }
 
 
 REMOTE_SETTINGS = ("cache", "timeout", "retries")
@@ -316,9 +337,29 @@ def add_skipped(skipped: dict[str, int], reports: list[SkippedBlock]) -> None:
             )
 
 
+def append_captions(
+    rows: UInt8[Tensor, "n bytes"],
+    blocks: BlockReader,
+    captions: CaptionTable | None,
+    seed: int,
+    epoch: Tensor | int,
+) -> UInt8[Tensor, "n bytes"]:
+    """Returns rows of samples with the bytes of one caption at the end of each, which
+    `choose_captions` chooses; without a table of captions returns `rows`. All tensors are on the
+    CPU."""
+    if captions is None:
+        return rows
+    numbers = choose_captions(blocks.unpack_rows(rows), seed, epoch)
+    return torch.cat((rows, captions.gather_rows(numbers)), dim=1)
+
+
 class BlockLoader(LatentLoader):
     """Base of the loaders that read blocks during training. It has a reader of each split, and
-    yields the held-out split."""
+    yields the held-out split.
+
+    Its captions are in host memory. Where a sample is read, its row of bytes gets the caption that
+    is chosen for it, so that the device only holds captions that it needs.
+    """
 
     def __init__(
         self,
@@ -331,6 +372,18 @@ class BlockLoader(LatentLoader):
         self.blocks = train
         self.held_out_blocks = held_out
         self.held_out_count = held_out.count
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample with its caption."""
+        return self.blocks.row_bytes + (self.captions.row_bytes if self.captions else 0)
+
+    def make_batch_of_rows(self, rows: UInt8[Tensor, "B bytes"], position: Tensor) -> Batch:
+        """Makes a training batch from rows of bytes, which `append_captions` made."""
+        text = None
+        if self.captions is not None:
+            text = self.captions.unpack_rows(rows[:, self.blocks.row_bytes :])
+        return self.make_batch(self.blocks.unpack_rows(rows), position, text)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         """Yields the held-out split once, in its fixed order (see `LatentLoader.held_out`). A

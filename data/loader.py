@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict, Unpack
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    TypedDict,
+    Unpack,
+)
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +25,11 @@ from pydantic import Field
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
+from common.encoded_text import EncodedText
 from common.errors import UserError
+
+if TYPE_CHECKING:
+    from data.captions import CaptionTable
 
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -24,6 +37,8 @@ Finite = Annotated[float, Field(gt=-1e12, lt=1e12, allow_inf_nan=False)]
 Above0 = Annotated[float, Field(gt=1e-12, lt=1e12, allow_inf_nan=False)]
 """Type of a positive number. The bounds of `Finite` and `Above0` keep normalised latents finite in
 fp32."""
+CAPTION_CHOICES = 1 << 24
+"""The random number that chooses a sample's first caption is an integer below this number."""
 
 
 class Batch(NamedTuple):
@@ -36,6 +51,41 @@ class Batch(NamedTuple):
     position: Int[Tensor, "B"]
     """For each sample, the number of samples that the run has seen before it. This position seeds
     the sample's noise, time t, mirroring and posterior draw."""
+    text: EncodedText | None = None
+    """One encoded caption for each sample; None if the run does not use text."""
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """Description of a latent set's encoded captions."""
+
+    encoder: dict[str, Any]
+    """`_target_` and arguments of the text encoder."""
+    encoder_sha256: str
+    width: Size
+    """Number of values of a vector."""
+    max_tokens: Count
+    """Largest number of tokens that are stored of a caption; 0 = pooled vectors only."""
+    dtype: Literal["float16", "int8"]
+    """dtype of the stored tokens."""
+    count: Count
+    """Number of different captions."""
+    per_image: Size
+    """Largest number of captions of an image."""
+    empty_pooled: list[Finite]
+    """The empty caption, which replaces dropped captions: its pooled vector, and below the vectors
+    of its tokens."""
+    empty_tokens: list[list[Finite]]
+
+    def find_faults(self) -> Iterator[str]:
+        """Yields a sentence for each contradiction between fields."""
+        rows = [self.empty_pooled, *self.empty_tokens]
+        if any(len(row) != self.width for row in rows):
+            yield f"a vector of the empty caption has not {self.width} values"
+        if not all(any(row) for row in rows):
+            yield "the empty caption has a vector of zeros"
+        if bool(self.empty_tokens) != bool(self.max_tokens):
+            yield f"the empty caption has {len(self.empty_tokens)} tokens"
 
 
 @dataclass(frozen=True)
@@ -65,12 +115,20 @@ class LatentSpec:
     earlier_fingerprint: str = ""
     """Fingerprint of this set in checkpoints of earlier versions of fastlatent; "" if it was the
     same."""
+    text: TextSpec | None = None
+    """Description of the captions; None if the set has none."""
 
     @property
     def labels(self) -> range:
         """Labels with which a model of this set can draw samples: the numbers of all classes, or
         only 0, the null label, if the set has no classes."""
         return range(max(1, self.num_classes))
+
+    @property
+    def null_label(self) -> int:
+        """The label that stands for "no class": the number of classes. A set with captions has at
+        least one class, because the null label also drops the caption."""
+        return max(self.num_classes, int(self.text is not None))
 
     @property
     def names(self) -> list[str]:
@@ -125,6 +183,9 @@ class LoaderArgs(TypedDict):
     device: torch.device
     rank: NotRequired[int]
     world_size: NotRequired[int]
+    text: NotRequired[str]
+    """What batches carry of their captions: "none" (the default), "pooled" for one vector
+    each, or "tokens" for the vectors of the tokens too."""
 
 
 class LatentLoader:
@@ -152,6 +213,9 @@ class LatentLoader:
         self.device = args["device"]
         self.rank = args.get("rank", 0)
         self.world_size = args.get("world_size", 1)
+        self.text = args.get("text", "none") if spec.text else "none"
+        self.captions: CaptionTable | None = None
+        """The captions; a subclass that can read captions sets them unless `text` is "none"."""
         self.normalise = spec.make_normaliser(self.device)
         self.samples_seen = 0
 
@@ -176,17 +240,26 @@ class LatentLoader:
         the ranks do not overlap."""
         raise NotImplementedError
 
-    def make_batch(self, rows: LatentTensors, position: Int[Tensor, "B"]) -> Batch:
+    def make_batch(
+        self, rows: LatentTensors, position: Int[Tensor, "B"], text: EncodedText | None = None
+    ) -> Batch:
         """Makes a training batch from raw samples: mirrors some, draws latents from the encoder's
-        posterior (both seeded by the sample's position in the run), then normalises the latents."""
+        posterior (both seeded by the sample's position in the run), then normalises the latents. If
+        the run uses text and `text` is None, chooses a caption for each sample."""
         latents = self.normalise(draw_samples(rows, self.seed, position))
-        return Batch(latents, rows.labels, rows.ids, position)
+        if text is None and self.captions is not None:
+            numbers = choose_captions(rows, self.seed, position // self.spec.count)
+            text = self.captions.gather(numbers)
+        return Batch(latents, rows.labels, rows.ids, position, text)
 
     def make_plain_batch(self, rows: LatentTensors, start: int) -> Batch:
         """Makes a held-out batch from raw samples, at the positions from `start` on: normalises the
-        latents, without mirroring or posterior draw."""
+        latents, without mirroring or posterior draw, and takes each sample's first caption."""
         position = torch.arange(start, start + len(rows.labels), device=self.device)
-        return Batch(self.normalise(rows.latents), rows.labels, rows.ids, position)
+        text = None
+        if self.captions is not None and rows.captions is not None:
+            text = self.captions.gather(rows.captions[:, 0].long())
+        return Batch(self.normalise(rows.latents), rows.labels, rows.ids, position, text)
 
     def held_out(self, batch_size: int) -> Iterator[Batch]:
         """Yields the held-out split once, in batches of `batch_size`, in a fixed order, without
@@ -228,8 +301,9 @@ class Int8Latents:
 @dataclass
 class LatentTensors:
     """Raw samples of a latent set, not normalised. `mirrored` is the latents of the mirrored
-    images; `std` and `mirrored_std` are the standard deviations of the encoder's posterior. These
-    three are None if the set does not have them."""
+    images; `std` and `mirrored_std` are the standard deviations of the encoder's posterior;
+    `captions` are the numbers of each sample's captions, from 0, filled up with -1. These four are
+    None if the set does not have them."""
 
     latents: Float[Tensor, "N C H W"] | Int8Latents
     labels: Int[Tensor, "N"]
@@ -238,6 +312,7 @@ class LatentTensors:
     std: Float[Tensor, "N C H W"] | Int8Latents | None = None
     mirrored: Float[Tensor, "N C H W"] | Int8Latents | None = None
     mirrored_std: Float[Tensor, "N C H W"] | Int8Latents | None = None
+    captions: Int[Tensor, "N M"] | None = None
 
     def __post_init__(self) -> None:
         if self.ids is None:
@@ -275,3 +350,18 @@ def draw_samples(
         return raw
     noise = counter_normal(seed, Purpose.POSTERIOR, position, raw.shape[1:])
     return raw.float() + std.float() * noise
+
+
+def choose_captions(
+    rows: LatentTensors, seed: int, epoch: Int[Tensor, "B"] | int
+) -> Int[Tensor, "B"]:
+    """Returns the number of one caption for each sample, -1 for a sample without captions.
+
+    A sample with k captions begins with a random one, a function of (seed, sample), and takes the
+    next one in each epoch: so in k epochs each of its captions comes once.
+    """
+    assert rows.captions is not None
+    count = (rows.captions >= 0).sum(1).clamp(min=1)
+    uniform = counter_uniform(seed, Purpose.CAPTION, rows.ids).squeeze(1)
+    place = ((uniform * CAPTION_CHOICES).long() + epoch) % count
+    return rows.captions.gather(1, place.unsqueeze(1)).squeeze(1).long()

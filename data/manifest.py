@@ -3,8 +3,9 @@
 `manifest.json` is in the same folder as the shards. It says how precompute_latents.py made the
 latents, how to normalise them, and what each shard contains. A shard is a WebDataset tar whose
 members are *blocks*: safetensors files with a few hundred samples each, as raw `latents` (n, C, H,
-W) and `labels` (n,), in some sets also `std`, `mirrored` and `mirrored_std`. A tar with one member
-per sample takes 26 times as long to read.
+W) and `labels` (n,), in some sets also `std`, `mirrored`, `mirrored_std` and `captions`. A tar with
+one member per sample takes 26 times as long to read. Shards of the split "captions" hold the
+encoded captions (data/captions.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.errors import UserError, describe_first_fault
 from common.files import write_json
-from data.loader import Above0, Count, Finite, LatentSpec, Size, find_wrong_lengths
+from data.loader import Above0, Count, Finite, LatentSpec, Size, TextSpec, find_wrong_lengths
 from data.source import Source, describe_failed_read, open_source
 
 FORMAT = 2
@@ -58,7 +59,7 @@ class Shard:
     samples."""
 
     file: str
-    split: Literal["train", "held_out"]
+    split: Literal["train", "held_out", "captions"]
     count: Size
     bytes: Size
     sha256: str
@@ -112,12 +113,16 @@ class Manifest:
     seed: int
     versions: dict[str, str]
     shards: list[Shard]
+    text: TextSpec | None = None
+    """Description of the captions; None if the set has none."""
     format: Literal[2] = FORMAT
 
     def compute_fingerprint(self) -> str:
         """Returns a hash of everything in the set on which training depends: the shards, their
         order and `FINGERPRINT_FIELDS`."""
         facts = {name: getattr(self, name) for name in FINGERPRINT_FIELDS.split()}
+        if self.text is not None:
+            facts["text"] = asdict(self.text)
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 
@@ -131,6 +136,8 @@ class Manifest:
     def find_faults(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between fields of the manifest."""
         yield from find_wrong_lengths(self)
+        if self.text is not None:
+            yield from self.text.find_faults()
         for role, names in (
             ("shard", [shard.file for shard in self.shards]),
             ("class", [repr(name) for name in self.class_names]),
@@ -141,7 +148,12 @@ class Manifest:
 
         for shard in self.shards:
             yield from self.find_shard_faults(shard)
-        for split, count in (("train", self.count), ("held_out", self.held_out)):
+        captions = self.text.count if self.text else 0
+        for split, count in (
+            ("train", self.count),
+            ("held_out", self.held_out),
+            ("captions", captions),
+        ):
             total = sum(shard.count for shard in self.shards if shard.split == split)
             if total != count:
                 yield f"the {split} shards hold {total} samples, and it says {count}"
@@ -155,8 +167,11 @@ class Manifest:
 
         # To find blocks that are too small for their number of samples, compute the bytes of the
         # smallest possible sample, which has latents and an int64 label.
+        # The smallest caption is its pooled vector.
         values = (1 + self.flips) * self.channels * self.height * self.width
         smallest = values * getattr(torch, self.dtype).itemsize + 8
+        if shard.split == "captions" and self.text is not None:
+            smallest = 2 * self.text.width
         end = 0
         for block in shard.blocks:
             if block.samples * smallest > block.size:
@@ -254,4 +269,5 @@ def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) 
         encoder_sha256=manifest.encoder_sha256,
         fingerprint=f"{manifest.compute_fingerprint()}-{normalisation_name}",
         earlier_fingerprint=f"{manifest.compute_earlier_fingerprint()}-{normalisation_name}",
+        text=manifest.text,
     )

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.workers import Prefetcher, Readers
-from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, open_set
+from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, append_captions, open_set
+from data.captions import CaptionTable, count_caption_bytes
 from data.loader import (
     Above0,
     Batch,
@@ -88,7 +89,7 @@ class ChunkedLatents(BlockLoader):
         cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if cuda else None
         self.last_batch = torch.cuda.Event() if cuda else None
-        rows = (self.order.chunk_size, self.blocks.row_bytes)
+        rows = (self.order.chunk_size, self.row_bytes)
         buffers = [
             (
                 torch.empty(rows, dtype=torch.uint8, device=self.device),
@@ -119,7 +120,13 @@ class ChunkedLatents(BlockLoader):
             for number in chunk.blocks:
                 if self.readers.closed.is_set():
                     return
-                block = self.blocks.read_rows(number)
+                block = append_captions(
+                    self.blocks.read_rows(number),
+                    self.blocks,
+                    self.captions,
+                    self.seed,
+                    chunk.epoch,
+                )
                 self.copy(block, rows[first : first + len(block)])
                 first += len(block)
 
@@ -154,7 +161,7 @@ class ChunkedLatents(BlockLoader):
             parts.append(self.rows.index_select(0, ids))
             start += len(ids)
             missing -= len(ids)
-        return self.make_batch(self.blocks.unpack_rows(torch.cat(parts)), position)
+        return self.make_batch_of_rows(torch.cat(parts), position)
 
     def take_next_chunk(self) -> None:
         """Waits until the next chunk is on the device, and makes it the current chunk. The thread
@@ -190,9 +197,10 @@ class ResidentLatents(LatentLoader):
     two, and why. `storage="int8"` halves the memory of 16-bit latents; the loader prints the
     rounding error. `normalisation`: "channel" uses the mean and std per channel that
     precompute_latents.py measured, "scale_shift" uses the autoencoder's constants, and `[[means],
-    [stds]]` these numbers. The loader refuses a set made with another encoder than `encoder` or
-    another scale than `latent_scale`. With `on_corrupt="skip"` the samples of the next good block
-    replace those of a damaged block.
+    [stds]]` these numbers. Captions, if the run uses them, are on the device with the whole set;
+    with chunks they are in host memory. The loader refuses a set made with another encoder than
+    `encoder` or another scale than `latent_scale`. With `on_corrupt="skip"` the samples of the next
+    good block replace those of a damaged block.
     """
 
     @classmethod
@@ -207,6 +215,7 @@ class ResidentLatents(LatentLoader):
         `device_memory_gib` (None: half of `memory`); see `LatentLoader.foresee`."""
         spec, train, held_out = open_set("resident", **settings)
         whole = count_sample_bytes(train, storage) * (train.count + held_out.count)
+        whole += count_caption_bytes(spec.text, "tokens")
         return spec, min(
             whole, memory / 2 if device_memory_gib is None else device_memory_gib * GIB
         )
@@ -234,7 +243,8 @@ class ResidentLatents(LatentLoader):
         device = self.device
         allowed = find_allowed_memory(device, device_memory_gib, self.world_size)
         sample_bytes = count_sample_bytes(train, storage)
-        whole = sample_bytes * (train.count + held_out.count)
+        caption_bytes = count_caption_bytes(spec.text, self.text)
+        whole = sample_bytes * (train.count + held_out.count) + caption_bytes
         self.loader: LatentLoader
         if whole <= allowed:
             plan = "all of it on the device"
@@ -252,10 +262,18 @@ class ResidentLatents(LatentLoader):
                 "time, or raise data.device_memory_gib."
             )
         else:
-            chunk_size = min(train.count, int(allowed // (2 * sample_bytes)))
+            row_bytes = sample_bytes
+            if spec.text is not None and self.text != "none":
+                row_bytes += caption_bytes // (spec.text.count + 1)
+            chunk_size = min(train.count, int(allowed // (2 * row_bytes)))
             plan = f"a window of {chunk_size} samples on the device, and the next one on its way"
             self.loader = ChunkedLatents(spec, train, held_out, chunk_size, **args)
 
+        if self.text != "none":
+            whole_set = isinstance(self.loader, InMemoryLatents)
+            place = device if whole_set else torch.device("cpu")
+            self.loader.captions = CaptionTable.read(train, self.text, place)
+        self.captions = self.loader.captions
         self.skipped = self.loader.skipped
         self.held_out_count = held_out.count
         if self.rank == 0:

@@ -26,7 +26,16 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from common.errors import UserError
 from common.text import shorten_error
 from common.workers import Prefetcher, Readers, refuse_small_shared_memory
-from data.blocks import BlockLoader, BlockReader, OnCorrupt, SkippedBlock, add_skipped, open_set
+from data.blocks import (
+    BlockLoader,
+    BlockReader,
+    OnCorrupt,
+    SkippedBlock,
+    add_skipped,
+    append_captions,
+    open_set,
+)
+from data.captions import CaptionTable
 from data.loader import Batch, Count, LatentSpec, LoaderArgs, Size
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
@@ -84,6 +93,7 @@ class StreamDataset(IterableDataset):
     blocks: BlockReader
     rank_positions: RankPositions
     start: int
+    captions: CaptionTable | None = None
 
     def __iter__(self) -> Iterator[WorkerBatch | str]:
         info = get_worker_info()
@@ -121,7 +131,12 @@ class StreamDataset(IterableDataset):
 
         # Skip rows before a wanted position, because their samples belong to other ranks.
         parts = [next(row for at, row in streams[p % every] if at == p) for p in wanted]
-        rows = torch.stack(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        rows = torch.empty(0, dtype=torch.uint8)
+        if parts:
+            epoch = torch.tensor(wanted) // self.order.count
+            rows = append_captions(
+                torch.stack(parts), self.blocks, self.captions, self.order.seed, epoch
+            )
         return rows, wanted, self.blocks.take_reports()
 
 
@@ -221,6 +236,8 @@ class StreamedLatents(BlockLoader):
         spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
         spec = spec.with_order(str(window), f"{streams or MAX_STREAMS}-{window}")
         super().__init__(spec, train, held_out, **args)
+        if self.text != "none":
+            self.captions = CaptionTable.read(train, self.text, torch.device("cpu"))
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
@@ -261,11 +278,15 @@ class StreamedLatents(BlockLoader):
             f"{windows / 2**20:.2f} MiB and reading about {reading / 2**20:.2f} MiB of host memory",
             flush=True,
         )
+        if self.captions is not None:
+            count = self.captions.spec.count
+            size = count * self.captions.row_bytes / 2**20
+            print(f"data: {count} captions take {size:.2f} MiB of host memory", flush=True)
 
     def start_reading(self) -> Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]]:
         """Starts the workers, and the thread that joins their parts of batches; returns an iterator
         of the joined batches."""
-        batch_bytes = self.batch_size * self.blocks.row_bytes
+        batch_bytes = self.batch_size * self.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
@@ -278,7 +299,9 @@ class StreamedLatents(BlockLoader):
         # Pass a `generator`: without one, the DataLoader draws a seed from PyTorch's global
         # generator, which changes the random numbers of the run.
         loader = DataLoader(
-            StreamDataset(self.order, self.blocks, self.rank_positions, self.samples_seen),
+            StreamDataset(
+                self.order, self.blocks, self.rank_positions, self.samples_seen, self.captions
+            ),
             batch_size=None,
             num_workers=self.num_workers,
             prefetch_factor=prefetch,
@@ -314,7 +337,7 @@ class StreamedLatents(BlockLoader):
         add_skipped(self.skipped, reports)
         rows = rows.to(self.device, non_blocking=True)
         position = position.to(self.device, non_blocking=True)
-        return self.make_batch(self.blocks.unpack_rows(rows), position)
+        return self.make_batch_of_rows(rows, position)
 
     def state_dict(self) -> dict[str, int]:
         return super().state_dict() | {"streams": self.order.streams}

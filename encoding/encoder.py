@@ -4,14 +4,12 @@ latents."""
 
 from __future__ import annotations
 
-import errno
-import json
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
-from common.files import write_atomically
 from common.terminal import Progress
+from encoding.caption_job import CaptionJob
 from encoding.images import (
     Decoded,
     DecodedImages,
@@ -37,8 +35,9 @@ from encoding.job import (
     Plan,
     ShardWriter,
     cast_tensors,
-    hash_sidecar,
+    explain_full_disk,
     read_finished,
+    write_sidecar,
 )
 from models.images import Autoencoder, psnr
 from training.config.schema import PrecomputeConfig
@@ -126,6 +125,7 @@ class ShardEncoder:
     out: Path
     device: torch.device
     ranks: Ranks = SINGLE
+    captions: CaptionJob | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Part of the job (decode, encode, write) -> seconds spent on it. "decode" counts only the
     seconds in which the encoder waits for decoded images."""
@@ -146,16 +146,8 @@ class ShardEncoder:
         progress = Progress(images, unit, initial=done)
         batches = self.decode_batches([entries for _, _, entries in todo])
         for name, split, entries in todo:
-            try:
+            with explain_full_disk(self.out, name):
                 self.encode_shard(name, split, len(entries), batches, progress)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                raise UserError(
-                    f"out={self.out}: no space is left for {name} ({error.strerror}). Finished "
-                    "shards are kept: free some space and run the same command again; "
-                    "dry_run=true says how much it takes."
-                ) from error
         progress.close()
 
     def encode_shard(
@@ -194,10 +186,7 @@ class ShardEncoder:
             for line in skipped:
                 progress.say(f"skipped {line}")
             with self.time_part("write"):
-                shard = asdict(writer.close())
-                sidecar = {"shard": shard, "skipped": skipped, "sums": sums.as_dict()}
-                sidecar["sha256"] = hash_sidecar(sidecar)
-                write_atomically(self.out / f"{name}.json", json.dumps(sidecar) + "\n")
+                write_sidecar(self.out, writer.close(), skipped, sums.as_dict())
 
     @contextmanager
     def time_part(self, part: str) -> Iterator[None]:
@@ -229,6 +218,8 @@ class ShardEncoder:
         if self.cfg.flips:
             tensors |= self.encode_latents(images.flip(3), numbers, "mirrored", "mirrored_std")
         tensors["labels"] = torch.tensor([entry.label for entry in entries])
+        if self.captions is not None:
+            tensors["captions"] = self.captions.number_captions(entries)
         return cast_tensors(tensors, self.cfg.dtype.value, [entry.key for entry in entries])
 
     def encode_latents(

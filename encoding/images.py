@@ -14,6 +14,7 @@ import re
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -78,17 +79,22 @@ class ImageEntry:
     file: str
     offset: int
     size: int
+    captions: tuple[str, ...] = ()
 
 
 class Unused:
-    """Counts the files that an image list does not use, by kind, with an example of each."""
+    """Counts the files that an image list does not use, by kind, with an example of each. Kinds in
+    `ignored` are not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: Collection[str] = ()) -> None:
+        self.ignored = ignored
         self.kinds: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, name: str) -> None:
         """Counts one more file of this kind. The kind's example is the file whose name sorts
         first."""
+        if kind in self.ignored:
+            return
         number, example = self.kinds.get(kind, (0, name))
         self.kinds[kind] = (number + 1, min(name, example))
 
@@ -120,7 +126,7 @@ class ImageList:
 
     def sha256(self) -> str:
         """Returns a hash of the images' keys, labels and sizes in their order, and of the class
-        names."""
+        names. Captions do not count."""
         lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries] + self.class_names
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

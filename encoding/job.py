@@ -10,13 +10,14 @@ shard with a valid sidecar again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
 import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ from common.files import (
     read_object,
     rename,
     sync_folder,
+    write_atomically,
     write_json,
 )
+from data.loader import TextSpec
 from data.manifest import MANIFEST_NAME, Block, Manifest, Shard
 from encoding.images import RESIZE, ImageEntry, ImageList
 from models.images import Autoencoder
@@ -56,6 +59,10 @@ class Plan:
     """(file name, split "held_out" or "train", images) of each shard"""
     held_out: int
     images: int
+    text: TextSpec | None = None
+    """Description of the captions; None if the set has none."""
+    caption_shards: list[str] = field(default_factory=list)
+    """File names of the shards of captions."""
 
 
 def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
@@ -78,12 +85,18 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 
 
 def describe_job(
-    images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str
+    images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str, plan: Plan
 ) -> dict[str, Any]:
     """Returns the settings that determine the content of the shards, by name. `precision` is the
     dtype in which the encoder's matrix products really ran, from the acceleration ledger."""
     image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
     job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
+    captions = [entry.captions[: cfg.max_captions] for entry in images.entries]
+    text = {
+        "captions_sha256": hashlib.sha256(json.dumps(captions).encode()).hexdigest(),
+        "text_tokens": cfg.text_tokens,
+        "text_dtype": cfg.text_dtype.value,
+    }
     return {
         **{key: getattr(cfg, key) for key in image_keys + job_keys},
         "classes": cfg.classes,
@@ -92,6 +105,8 @@ def describe_job(
         "precision": precision,
         "source_sha256": images.sha256(),
         "encoder_sha256": encoder_sha256,
+        "text_encoder": plan.text and plan.text.encoder_sha256,
+        **(text if plan.text else {}),
     }
 
 
@@ -104,9 +119,9 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
         return
 
     try:
-        # Add same_bytes=true if the file lacks this key: earlier versions did not write the key,
-        # and behaved as with same_bytes=true.
-        earlier = {"same_bytes": True} | read_object(file)
+        # Add the values of keys that earlier versions did not write, according to which they
+        # behaved.
+        earlier = {"same_bytes": True, "text_encoder": None} | read_object(file)
     except ValueError as error:
         raise UserError(
             f"{file} is broken, so nothing says which job this folder belongs to; choose "
@@ -164,6 +179,43 @@ def hash_sidecar(sidecar: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(sidecar).encode()).hexdigest()
 
 
+def write_sidecar(
+    out: Path, shard: Shard, skipped: Sequence[str] = (), sums: dict[str, Any] | None = None
+) -> None:
+    """Writes the sidecar of a finished shard. `skipped` are sentences about images that the shard
+    lacks, `sums` is `ChannelSums.as_dict()`; captions have neither."""
+    sidecar: dict[str, Any] = {"shard": asdict(shard), "skipped": list(skipped), "sums": sums}
+    sidecar["sha256"] = hash_sidecar(sidecar)
+    write_atomically(out / f"{shard.file}.json", json.dumps(sidecar) + "\n")
+
+
+@contextlib.contextmanager
+def explain_full_disk(out: Path, name: str) -> Iterator[None]:
+    """Raises a UserError if the disk gets full while the `with` block writes the shard `name`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(
+            f"out={out}: no space is left for {name} ({error.strerror}). Finished shards are "
+            "kept: free some space and run the same command again; dry_run=true says how much it "
+            "takes."
+        ) from error
+
+
+def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:
+    """Returns an encoder's configuration node with the full path of a local folder, or with the
+    commit `revision` of a hub id."""
+    encoder = dict(node)
+    folder = os.path.expanduser(encoder.get("path") or "")
+    if os.path.isdir(folder):
+        encoder["path"] = str(Path(folder).resolve())
+    if revision is not None:
+        encoder["revision"] = revision
+    return encoder
+
+
 def make_manifest_fields(
     autoencoder: Autoencoder,
     encoder: dict[str, Any],
@@ -173,19 +225,12 @@ def make_manifest_fields(
     """Returns a dict from name to value of the manifest's fields that describe the autoencoder, the
     shards, and the statistics of the channels. `encoder` is the autoencoder's configuration node;
     `sums` is a list with `ChannelSums.as_dict()` of each training shard."""
-    encoder = dict(encoder)
-    folder = os.path.expanduser(encoder.get("path") or "")
-    if os.path.isdir(folder):
-        encoder["path"] = str(Path(folder).resolve())
-    if autoencoder.revision is not None:
-        encoder["revision"] = autoencoder.revision
-
     mean, std = compute_channel_statistics(sums)
     return {
         "channels": len(mean),
         "mean": mean,
         "std": std,
-        "encoder": encoder,
+        "encoder": locate_encoder(encoder, autoencoder.revision),
         "encoder_class": autoencoder.kind,
         "encoder_sha256": autoencoder.weights_sha256,
         "scaling_factor": autoencoder.scaling_factor,
@@ -210,7 +255,8 @@ def write_manifest(
     """Merges the sidecars of all shards into `manifest.json`, and returns the manifest. `shape` is
     (C, H, W) of a latent. Raises ValueError if no training image was decoded."""
     out = Path(str(cfg.out)).expanduser()
-    sidecars = [read_object(out / f"{name}.json") for name, _, _ in plan.shards]
+    names = [*(name for name, _, _ in plan.shards), *plan.caption_shards]
+    sidecars = [read_object(out / f"{name}.json") for name in names]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
     skipped = [line for s in sidecars for line in s["skipped"]]
@@ -236,6 +282,7 @@ def write_manifest(
         source=str(cfg.source),
         source_sha256=images.sha256(),
         seed=cfg.seed,
+        text=plan.text,
     )
     manifest.write(out)
     return manifest
@@ -244,11 +291,11 @@ def write_manifest(
 def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Casts all tensors of a batch except `labels` to `dtype`, and moves these tensors to the CPU.
+    """Casts all latents of a batch to `dtype`, and moves these tensors to the CPU.
     `samples` are the names of the batch's samples: if a value overflows in `dtype`, a ValueError
     names the first sample with such a value."""
     block = dict(tensors)
-    for name in sorted(tensors.keys() - {"labels"}):
+    for name in sorted(tensors.keys() - {"labels", "captions"}):
         block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
         bad = ~block[name].isfinite().flatten(1).all(1)
         if bad.any():
@@ -328,7 +375,11 @@ class ShardWriter:
         """Writes the first `block_size` pending samples as one safetensors member of the tar."""
         block = {name: t[: self.block_size].contiguous() for name, t in self.pending.items()}
         self.pending = {name: t[self.block_size :] for name, t in self.pending.items()}
-        payload = save(block)
+        self.write_member(block, len(block["labels"]))
+
+    def write_member(self, block: Mapping[str, Tensor], samples: int) -> None:
+        """Writes a block of `samples` samples as the next member of the tar."""
+        payload = save(dict(block))
         size = len(payload)
         member = tarfile.TarInfo(f"{self.file.stem}-{len(self.blocks):06d}.safetensors")
         member.size = size
@@ -341,7 +392,7 @@ class ShardWriter:
         # content.
         offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
         digest = hashlib.sha256(payload).hexdigest()
-        self.blocks.append(Block(offset, size, len(block["labels"]), digest))
+        self.blocks.append(Block(offset, size, samples, digest))
 
     def __enter__(self) -> ShardWriter:
         return self

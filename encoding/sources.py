@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from common.errors import UserError
+from encoding.captions import CAPTION_EXTENSIONS, read_caption_column, read_caption_files
 from encoding.images import (
     EXTENSIONS,
     ImageEntry,
@@ -43,7 +44,7 @@ BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def list_images(
-    source: str | Path, classes: Classes = "given", allow_cut: bool = False
+    source: str | Path, classes: Classes = "given", allow_cut: bool = False, captioned: bool = False
 ) -> ImageList:
     """Lists the images of a folder with a subfolder per class, of one WebDataset tar, of a folder
     of such tars, or of a folder that Hugging Face `datasets` saved. The list is in the order of the
@@ -52,7 +53,9 @@ def list_images(
     With classes="none" all labels are 0, and the source may also be a folder without subfolders,
     tars without .cls, or `datasets` without labels. If the source does not name its classes,
     `classes` may give their number: the largest label does not show it, because a part of a set may
-    lack images of some classes. Raises ValueError if the source is absent, has no image, has an
+    lack images of some classes. If `captioned`, also reads the captions of the images: in files
+    with the image's name and the extension .txt or .json, or in a column of `datasets`. Raises
+    ValueError if the source is absent, has no image, has an
     image without a label, or has both tars and images. Also raises it if a tar is truncated or
     damaged, unless `allow_cut` is true.
     """
@@ -69,13 +72,14 @@ def list_images(
             "WebDataset tars, or a folder of datasets."
         )
 
+    ignored = CAPTION_EXTENSIONS if captioned else ()
     try:
         if is_tar:
-            images = list_tars([path], classes, allow_cut, Unused())
+            images = list_tars([path], classes, allow_cut, Unused(ignored), captioned)
         elif any(path.glob("dataset_info.json")) or any(path.glob("*/dataset_info.json")):
-            images = list_rows(path, classes)
+            images = list_rows(path, classes, captioned)
         else:
-            images = list_folder(path, classes, allow_cut)
+            images = list_folder(path, classes, allow_cut, captioned)
     except OSError as error:
         raise UserError(
             f"source={source}: {escape_name(str(error.filename or path))} cannot be read "
@@ -127,10 +131,10 @@ def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                     todo.append((f"{name}/", parents | {place}))
 
 
-def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
+def list_folder(path: Path, classes: Classes, allow_cut: bool, captioned: bool) -> ImageList:
     """Lists the images of a folder of tars, or of a folder with a subfolder per class; with
     classes="none", all images anywhere below the folder."""
-    unused = Unused()
+    unused = Unused(CAPTION_EXTENSIONS if captioned else ())
     tars, files_by_folder = sort_files(path, unused)
     if tars and files_by_folder:
         raise UserError(
@@ -139,7 +143,7 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
             f"source={escape_name(str(tars[0]))}, or move it away."
         )
     if tars:
-        return list_tars(tars, classes, allow_cut, unused)
+        return list_tars(tars, classes, allow_cut, unused, captioned)
     names = [escape_name(name) for name in sorted(files_by_folder) if name]
     if classes == "none":
         splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
@@ -150,6 +154,7 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
             [],
             unused,
             notes,
+            captioned,
         )
 
     # If the images have classes, each direct subfolder of the source is one class. Images directly
@@ -171,7 +176,8 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool) -> ImageList:
             f"source={path} has {len(files_by_folder)} class folders; leave classes={classes} out."
         )
     folders = [files_by_folder[name] for name in sorted(files_by_folder)]
-    return make_image_list(path, folders, names, unused, check_class_folders(path, folders, names))
+    notes = check_class_folders(path, folders, names)
+    return make_image_list(path, folders, names, unused, notes, captioned)
 
 
 Files = list[tuple[str, int]]
@@ -199,12 +205,24 @@ def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]
 
 
 def make_image_list(
-    path: Path, folders: list[Files], names: list[str], unused: Unused, notes: list[str]
+    path: Path,
+    folders: list[Files],
+    names: list[str],
+    unused: Unused,
+    notes: list[str],
+    captioned: bool,
 ) -> ImageList:
     """Makes the list of the images in `folders`; the index of a folder is the label of its images.
     `names` are the class names, empty if there are no classes."""
     entries = [
-        ImageEntry(escape_name(name), label, str(path / name), 0, size)
+        ImageEntry(
+            escape_name(name),
+            label,
+            str(path / name),
+            0,
+            size,
+            read_caption_files(path / name) if captioned else (),
+        )
         for label, files in enumerate(folders)
         for name, size in sorted(files, key=lambda file: file[0].split("/"))
     ]
@@ -244,7 +262,7 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
     return notes
 
 
-def list_rows(path: Path, classes: Classes) -> ImageList:
+def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:
     """Lists the images of a folder that `Dataset.save_to_disk` of Hugging Face `datasets` wrote:
     one image per row, with one column of images and, unless classes="none", one column of class
     labels."""
@@ -279,8 +297,9 @@ def list_rows(path: Path, classes: Classes) -> ImageList:
     # its images by their keys, and row numbers alone are equal for any two data sets of the same
     # length.
     fingerprint = dataset._fingerprint
+    captions = read_caption_column(path, dataset) if captioned else [()] * len(labels)
     entries = [
-        ImageEntry(f"{fingerprint}:{images}:{i}", label, str(path), i, 0)
-        for i, label in enumerate(labels)
+        ImageEntry(f"{fingerprint}:{images}:{i}", label, str(path), i, 0, texts)
+        for i, (label, texts) in enumerate(zip(labels, captions, strict=True))
     ]
     return ImageList(entries, names)

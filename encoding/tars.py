@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
+from encoding.captions import CAPTION_EXTENSIONS, parse_captions
 from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name, is_image
 
 BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -22,9 +23,12 @@ Sample = dict[str, tarfile.TarInfo]
 """The members of a tar that share a key: extension -> member."""
 
 
-def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unused) -> ImageList:
+def list_tars(
+    tars: list[Path], classes: int | str, allow_cut: bool, unused: Unused, captioned: bool = False
+) -> ImageList:
     """Lists the images of WebDataset tars. A sample's key is the file name up to its first dot, its
-    label the integer in `<key>.cls`; with classes="none" all labels are 0.
+    label the integer in `<key>.cls`; with classes="none" all labels are 0. If `captioned`, reads
+    the sample's captions in `<key>.txt` or `<key>.json`.
 
     Raises ValueError for a tar that is truncated or damaged, unless `allow_cut` is true; for a
     sample with two images or without a label; and for a label that is no valid class index (see
@@ -50,7 +54,7 @@ def list_tars(tars: list[Path], classes: int | str, allow_cut: bool, unused: Unu
                     del samples[last]
 
             images = [
-                make_entry(file, stream, key, sample, labelled, unused)
+                make_entry(file, stream, key, sample, (labelled, captioned), unused)
                 for key, sample in samples.items()
             ]
         entries += filter(None, images)
@@ -88,10 +92,17 @@ def name_classes(
 
 
 def make_entry(
-    file: Path, stream: BinaryIO, key: str, sample: Sample, labelled: bool, unused: Unused
+    file: Path,
+    stream: BinaryIO,
+    key: str,
+    sample: Sample,
+    wanted: tuple[bool, bool],
+    unused: Unused,
 ) -> ImageEntry | None:
-    """Returns the image of a sample, or None if the sample has no image. Raises ValueError if the
-    sample has two images, or if `labelled` is true and the sample has no label."""
+    """Returns the image of a sample, or None if the sample has no image. `wanted` says whether the
+    image must have a label, and whether its captions are read. Raises ValueError if the sample has
+    two images, or if it has no label and must have one."""
+    labelled, captioned = wanted
     images = [member for extension, member in sample.items() if is_image(extension)]
     if len(images) > 1:
         raise UserError(
@@ -112,8 +123,15 @@ def make_entry(
                 "To train without labels: classes=none."
             )
         label = read_label(file, stream, sample[".cls"])
+    captions: tuple[str, ...] = ()
+    for extension in CAPTION_EXTENSIONS if captioned else ():
+        if extension in sample:
+            stream.seek(sample[extension].offset_data)
+            content = stream.read(sample[extension].size)
+            captions += parse_captions(f"{file}: {escape_name(key)}{extension}", content)
     place = images[0].offset_data
-    return ImageEntry(f"{escape_name(file.name)}:{name}", label, str(file), place, images[0].size)
+    entry_key = f"{escape_name(file.name)}:{name}"
+    return ImageEntry(entry_key, label, str(file), place, images[0].size, captions)
 
 
 def read_label(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:

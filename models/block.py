@@ -1,7 +1,8 @@
 """The block: one or two layers, whose outputs, called branches, are added to a residual stream that
 stays fp32.
 
-Letters: B samples, L tokens, D width, M modulations: scale, shift and gate for each layer.
+Letters: B samples, L tokens, T tokens of a caption, D width, M modulations: scale, shift and gate
+for each layer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
@@ -91,6 +92,8 @@ class Block(nn.Module):
         for i, order in enumerate(self.orders):
             rows = None if order is None else torch.empty(len(order), dtype=torch.int32)
             self.register_buffer(f"rows_{i}", rows, persistent=False)
+        self.reads_text = any(getattr(layer, "text_tokens", 0) for layer in layers)
+        """True if a layer attends to the tokens of captions."""
         self.residual_in_fp32 = True
         self.centred = norm == "layer"
         self.fused_add_norm = False
@@ -101,13 +104,15 @@ class Block(nn.Module):
         gate: Float[Tensor, "B D"],
         residual: Float[Tensor, "B L D"],
         cond: Float[Tensor, "B M D"],
+        text: Float[Tensor, "B T D"] | None = None,
+        text_mask: Bool[Tensor, "B T"] | None = None,
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B D"], Float[Tensor, "B L D"]]:
         vectors = cond.unbind(1)
         for i, layer in enumerate(self.layers):
             scale, shift, next_gate = vectors[3 * i : 3 * i + 3]
             rows = getattr(self, f"rows_{i + 1}")
             h, residual = self.normalise(branch, gate, residual, scale, shift, i, h_rows=rows)
-            branch = layer(h)
+            branch = layer(h, text, text_mask) if getattr(layer, "text_tokens", 0) else layer(h)
             gate = next_gate
         return branch, gate, residual
 

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from common.encoded_text import EncodedText
 from common.errors import UserError
 from models.block import Block, Norm, SwiGLU
 from models.layers import (
@@ -26,6 +27,7 @@ from models.layers import (
     refuse_below_one,
     sincos_positions,
 )
+from models.text import Conditioning, build_text_embedding
 
 Value = TypeVar("Value")
 
@@ -41,6 +43,10 @@ class Denoiser(nn.Module):
     otherwise `mlp(dim, hidden)` follows the mixer, with a hidden width of about mlp_ratio · dim
     (the transformer recipe). `mlp`, `norm` and `time_scale` (the factor by which t is multiplied
     before its sinusoids) exist for weights that were trained elsewhere (scripts/import_weights.py).
+
+    `conditioning` is "class", "text" or "class_and_text"; `text`, a dict, describes the captions
+    (models/text.py). With `text_tokens` the layers of attention also attend to the captions'
+    tokens. A sample with the null label gets the empty caption.
 
     If `internal_block` is k > 0, a second head estimates the velocity from the residual stream
     after block k, from 1, for internal guidance; it changes no other gradient. An objective may add
@@ -75,9 +81,12 @@ class Denoiser(nn.Module):
         mlp: Callable[..., nn.Module] = SwiGLU,
         norm: Norm = "rms",
         time_scale: float = 1000.0,
+        conditioning: Conditioning = "class",
+        text_tokens: bool = False,
+        text: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"dim": dim, "head_dim": head_dim}
+        sizes: dict[str, Any] = {"dim": dim, "head_dim": head_dim}
         refuse_shape(
             sizes | {"depth": depth, "patch_size": patch_size},
             (height, width),
@@ -97,10 +106,12 @@ class Denoiser(nn.Module):
         self.patch_embed = nn.Linear(patch_values, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
-        self.label_embed = LabelEmbedding(dim, num_classes)
+        self.label_embed = LabelEmbedding(dim, num_classes) if conditioning != "text" else None
+        self.text_embed = build_text_embedding(conditioning, text_tokens, text, dim)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        mixers = build_mixers(mixer, attention, attention_every, depth, sizes | {"grid": self.grid})
+        sizes |= {"grid": self.grid, "text_tokens": self.text_embed and self.text_embed.count}
+        mixers = build_mixers(mixer, attention, attention_every, depth, sizes)
         self.blocks = build_blocks(mixers, mlp, (dim, hidden), eps, norm)
 
         # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,
@@ -127,10 +138,9 @@ class Denoiser(nn.Module):
         init_linear(self.patch_embed)
         with torch.no_grad():
             self.pos_embed.copy_(sincos_positions(self.grid, self.dim))
-        self.time_embed.init_weights()
-        self.label_embed.init_weights()
-        internal = [] if self.internal is None else [self.internal]
-        for part in (*self.blocks, *internal, *self.aux_heads.values()):
+        optional = [self.label_embed, self.text_embed, self.internal]
+        parts = [self.time_embed, *self.blocks, *filter(None, optional), *self.aux_heads.values()]
+        for part in parts:
             part.init_weights()  # pyright: ignore[reportCallIssue]
         for layer in (self.modulation, self.head):
             nn.init.zeros_(layer.weight)
@@ -140,8 +150,8 @@ class Denoiser(nn.Module):
     def init_buffers(self) -> None:
         """Fills the layers' buffers, such as token orders and rotations, which files of weights do
         not contain."""
-        for part in self.blocks.modules():
-            if hasattr(part, "init_buffers"):
+        for part in self.modules():
+            if part is not self and hasattr(part, "init_buffers"):
                 part.init_buffers()  # pyright: ignore[reportCallIssue]
 
     def attach(self, name: str, head: Layer, block: int) -> None:
@@ -163,8 +173,10 @@ class Denoiser(nn.Module):
         y: Int[Tensor, "B"],
         drop_uniforms: Float[Tensor, "B depth"] | None = None,
         internal_guidance: float | None = None,
+        text: EncodedText | None = None,
     ) -> Any:
-        """Computes the velocity (B, C, H, W) at (x, t) for labels y. In training mode, a model with
+        """Computes the velocity (B, C, H, W) at (x, t) for labels y and captions `text` (None: the
+        empty caption). In training mode, a model with
         further heads returns the pair (velocity, name of a head -> its output (B, C, H, W)).
 
         `drop_uniforms` (B, depth), random numbers in (0, 1), decide which blocks each sample drops;
@@ -172,7 +184,15 @@ class Denoiser(nn.Module):
         estimate u of the internal head, to u + w·(v - u), at almost no cost (Internal Guidance,
         https://arxiv.org/abs/2512.24176); None: returns v.
         """
-        condition = nn.functional.silu(self.time_embed(t) + self.label_embed(y))
+        embedded = self.time_embed(t)
+        if self.label_embed is not None:
+            embedded = embedded + self.label_embed(y)
+        text_inputs: tuple[Tensor, ...] = ()
+        if self.text_embed is not None:
+            vector, *tokens_and_mask = self.text_embed(text, y == self.num_classes)
+            embedded = embedded + vector
+            text_inputs = tuple(tokens_and_mask)
+        condition = nn.functional.silu(embedded)
         cond = self.modulation(condition)
         cond, last = cond.unflatten(1, (-1, self.dim)).split(
             (self.depth * self.modulations, 2), dim=1
@@ -192,7 +212,8 @@ class Denoiser(nn.Module):
         # cond[:, i] writes a gradient as large as `cond` for each block.
         for number, modulations in enumerate(cond.unbind(1), start=1):
             block = cast("Block", self.blocks[number - 1])
-            branch, gate, residual = block(branch, gate, residual, modulations)
+            extra = text_inputs if block.reads_text else ()
+            branch, gate, residual = block(branch, gate, residual, modulations, *extra)
             heads = [name for name in wanted if self.taps[name] == number]
             if heads:
                 stream = block.read_stream(branch, gate, residual)
@@ -304,13 +325,16 @@ def build_mixers(
 
     A mixer's argument `layer` is the number of earlier blocks of the same kind. So scans take rows
     and columns in turn, and attention shifts its windows, as if the other kind were not there.
-    UserError if `attention_every` is above 0 without `attention`.
+    The size `text_tokens`, the number of tokens of a caption, goes to attention only; UserError if
+    it is above 0 and there is no attention, or if `attention_every` is above 0 without `attention`.
     """
     if attention is None and attention_every:
         raise UserError(
             f"model.attention_every={attention_every} needs model.attention; choose "
             "model=hybrid_<size>, mamba_<size> or ssd_mlp_<size>, or 0."
         )
+    sizes = dict(sizes)
+    text_tokens = sizes.pop("text_tokens") or 0
     mixers = []
     for number in range(depth):
         kind = mixer
@@ -320,8 +344,15 @@ def build_mixers(
             has_attention = (number + 1) % attention_every == 0
             kind = attention if has_attention else mixer
             layer = earlier if has_attention else number - earlier
-        options = {"layer": layer} if "layer" in inspect.signature(kind).parameters else {}
+        known = inspect.signature(kind).parameters
+        options = {"layer": layer, "text_tokens": text_tokens}
+        options = {name: value for name, value in options.items() if name in known}
         mixers.append(kind(**sizes, **options))
+    if text_tokens and not any(getattr(mixer, "text_tokens", 0) for mixer in mixers):
+        raise UserError(
+            "model.text_tokens=true needs layers of attention, and this model has none; choose "
+            "model=dit_<size> or hybrid_<size>, or set model.text_tokens=false."
+        )
     return mixers
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-LONGEST_NAME = 24
+LONGEST_NAME = 40
 """Largest number of characters of a class name written beside a row of images; longer names are
 cut."""
 SMALLEST_TILE = 32

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal
+from common.encoded_text import EncodedText
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -128,10 +129,18 @@ def sample(
     return x
 
 
+def add_text(model: Callable[..., Tensor], text: EncodedText | None) -> Callable[..., Tensor]:
+    """Returns the model with the captions `text` of its samples; `model` if `text` is None. If a
+    batch has the samples several times, as guidance needs it, so has it their captions."""
+    if text is None:
+        return model
+    return lambda x, *inputs, **options: model(x, *inputs, text=text.repeat_to(len(x)), **options)
+
+
 def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
-    """Raises a ValueError if guidance is on (not 1) but the data has no classes; its message names
-    `key`, the configuration key of `guidance`."""
-    if not spec.num_classes and guidance != 1.0:
+    """Raises a ValueError if guidance is on (not 1) but the data has no classes and no captions;
+    its message names `key`, the configuration key of `guidance`."""
+    if not spec.null_label and guidance != 1.0:
         raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
 
 
@@ -152,9 +161,10 @@ def draw_latents(
     position: Int[Tensor, "B"],
     seed: int,
     sampling: SamplingConfig,
+    text: EncodedText | None = None,
 ) -> Float[Tensor, "B C H W"]:
     """Samples raw latents, which the autoencoder can decode. The noise of a sample depends only on
-    `seed` and the sample's entry of `position`."""
+    `seed` and the sample's entry of `position`. `text` has a caption for each sample."""
     shape = (spec.channels, spec.height, spec.width)
 
     def fresh(step: int) -> Tensor:
@@ -162,9 +172,9 @@ def draw_latents(
 
     noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
     velocity = make_guided_velocity(
-        model,
+        add_text(model, text),
         labels,
-        spec.num_classes,
+        spec.null_label,
         sampling.guidance,
         (sampling.guidance_interval[0], sampling.guidance_interval[1]),
         sampling.internal_guidance,

@@ -7,6 +7,7 @@ features. If a command was killed, the same command continues after the chunks t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
@@ -31,7 +32,7 @@ from training.config.schema import Positive, Solver, refuse_values
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sampling.load import Labels
+    from sampling.conditions import Conditions
     from training.distributed.ranks import Ranks
 
 SAMPLER_KEYS = (
@@ -58,6 +59,8 @@ class ModelConfig:
     encoder: str | None = None
     """Path of the autoencoder, if the autoencoder's folder was moved since the latents were made;
     null: its path at that time."""
+    text_encoder: str | None = None
+    """Path of the text encoder, if its folder was moved since the captions were encoded."""
 
     @property
     def key(self) -> str:
@@ -91,6 +94,13 @@ class DrawConfig(ModelConfig):
     classes as often as in the training set; or a list of class numbers and names, such as
     [3,apple], one after the other, again and again. Quote a name that YAML reads as another type,
     such as a number: ['3']."""
+    prompt: str | None = None
+    """Text of which all samples are drawn, for a model of captions. It is taken as it was typed:
+    neither Hydra nor YAML reads it."""
+    prompts: str = "held_out"
+    """For a model of captions, without `prompt`: a text file with a prompt on each line, drawn one
+    after the other, again and again; `held_out`: the captions of the held-out samples, likewise;
+    `train`: those of the training samples, in the order of `seed`."""
     count: Positive = 64
     guidance: float | None = None
     guidance_interval: list[float] | None = None
@@ -131,40 +141,51 @@ class SampleJob:
         self.cfg = cfg
         self.ranks = ranks
         self.trained = load_run(
-            cfg.path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
+            cfg.path,
+            cfg.encoder,
+            device,
+            cfg.key,
+            cfg.runtime,
+            cfg.batch_size,
+            cfg.adapter,
+            cfg.text_encoder,
         )
         changes = {
             name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None
         }
         sampling = self.trained.change_sampling(**changes)
-        self.labels, labels_of = self.choose_labels()
-        """The configured labels: "balanced", "data", or a list of class numbers."""
+        self.texts: list[str] = []
+        """Text of each caption by its number, for a model of captions."""
+        self.labels, conditions = self.choose_conditions()
+        """The configured labels: "balanced", "data", a list of class numbers; or for a model of
+        captions `cfg.prompts`, or the hash of the prompts."""
         forward = self.trained.forward
         spec = self.trained.spec
         self.stream = SampleStream(
-            forward, spec, sampling, labels_of, cfg.seed, cfg.batch_size, device
+            forward, spec, sampling, conditions, cfg.seed, cfg.batch_size, device
         )
         self.ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
         self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
         """Samples in a chunk."""
 
-    def choose_labels(self) -> tuple[Any, Labels]:
-        """Returns the configured labels ("balanced", "data", or a list of class numbers), and the
-        function that maps a tensor of sample numbers to a tensor of labels.
+    def choose_conditions(self) -> tuple[Any, Conditions]:
+        """Returns what the samples are drawn of, for the protocol, and the function that maps
+        sample numbers to it (see `Conditions`).
 
-        Raises ValueError for a label that the model or the data does not have.
+        Raises ValueError for a label that the model or the data does not have, and for prompts that
+        the model does not take.
         """
-        from sampling.load import deal_labels_in_turn, deal_labels_of_data, find_class_numbers
+        from sampling.conditions import deal_labels_in_turn, deal_labels_of_data
+        from sampling.load import find_class_numbers
 
         cfg = self.cfg
         trained = self.trained
+        if cfg.prompt is not None or trained.text_level != "none":
+            return self.choose_prompts()
         if cfg.labels == "data":
-            if trained.data is None:
-                raise UserError(
-                    "labels=data needs the run's data, which weights= does not name; use run_dir=."
-                )
-            labels_of = deal_labels_of_data(trained.data, cfg.seed, cfg.batch_size, trained.device)
-            return cfg.labels, labels_of
+            data = self.find_data("labels=data")
+            conditions, _ = deal_labels_of_data(data, cfg.seed, cfg.batch_size, trained.device)
+            return cfg.labels, conditions
         if cfg.labels == "balanced":
             return cfg.labels, deal_labels_in_turn(trained.spec.labels, trained.device)
         if isinstance(cfg.labels, list) and cfg.labels:
@@ -175,9 +196,52 @@ class SampleJob:
             "name, such as [3,apple]."
         )
 
+    def find_data(self, word: str) -> dict[str, Any]:
+        """Returns the configuration of the run's data, which the word `word` of the command
+        needs."""
+        if self.trained.data is None:
+            raise UserError(
+                f"{word} needs the run's data, which weights= does not name; use run_dir=."
+            )
+        return self.trained.data
+
+    def choose_prompts(self) -> tuple[Any, Conditions]:
+        """Does what `choose_conditions` does, for a model of captions."""
+        from sampling.conditions import (
+            deal_held_out,
+            deal_labels_in_turn,
+            deal_labels_of_data,
+            read_prompts,
+        )
+        from sampling.load import find_class_numbers
+
+        cfg = self.cfg
+        trained = self.trained
+        device = trained.device
+        if cfg.prompt is None and cfg.prompts in ("held_out", "train"):
+            data = self.find_data(f"prompts={cfg.prompts}")
+            if cfg.prompts == "train":
+                conditions, table = deal_labels_of_data(
+                    data, cfg.seed, cfg.batch_size, device, trained.text_level
+                )
+            else:
+                conditions, table = deal_held_out(data, device, trained.text_level)
+            self.texts = table.texts if table else []
+            return cfg.prompts, conditions
+
+        self.texts = read_prompts(cfg.prompts) if cfg.prompt is None else [cfg.prompt]
+        text = trained.encode_prompts(self.texts)
+        labels = [*trained.spec.labels]
+        if isinstance(cfg.labels, list) and cfg.labels:
+            labels = find_class_numbers(cfg.labels, trained.spec)
+        digest = hashlib.sha256("\n".join(self.texts).encode()).hexdigest()
+        return {"prompts": digest, "labels": cfg.labels}, deal_labels_in_turn(labels, device, text)
+
     def list_classes(self) -> dict[str, str]:
         """Returns class number, as text -> name, for each class that the job draws; empty if the
-        data has no classes."""
+        data has no classes. For a model of captions: caption's number -> text."""
+        if self.texts:
+            return {str(number): text for number, text in enumerate(self.texts) if text}
         spec = self.trained.spec
         drawn = sorted(set(self.labels)) if isinstance(self.labels, list) else spec.labels
         return {str(number): spec.names[number] for number in drawn} if spec.num_classes else {}

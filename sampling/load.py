@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -20,18 +21,21 @@ from torch import Tensor
 
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
+from common.encoded_text import EncodedText
 from common.errors import UserError
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.sampler import check_guidance, check_internal_guidance, draw_latents
+from models.text_encoders import TextEncoder
+from sampling.conditions import Conditions, encode_prompts
 from training.checkpoint.load import find_weights_file, read_newest
-from training.components import build_loader, prove_kernels, to_kwargs
+from training.components import find_text_level, prove_kernels, to_kwargs
 from training.config.compose import apply_schema, read_config
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device
 from training.weights.adapter_file import OpenedModel, load_model
-from training.weights.pretrained import build_autoencoder
+from training.weights.pretrained import build_autoencoder, build_text_encoder
 
 QUICK_START_RUNTIME = MappingProxyType(
     {kind.key: kind.off for kind in TECHNIQUES if kind.slow_to_start}
@@ -97,6 +101,8 @@ class TrainedModel:
     data: dict[str, Any] | None
     """Configuration `data` of the trained run; None if only a weights file was loaded, not its
     run."""
+    text_encoder_path: str | None = None
+    """Path of the text encoder, if its folder was moved; None: the place that `spec` names."""
 
     @property
     def spec(self) -> LatentSpec:
@@ -105,6 +111,28 @@ class TrainedModel:
     @property
     def file(self) -> Path:
         return self.opened.file
+
+    @property
+    def text_level(self) -> str:
+        """What the model reads of captions: "none", "pooled" or "tokens"."""
+        return find_text_level(self.opened.description.model)
+
+    @cached_property
+    def text_encoder(self) -> TextEncoder:
+        """The encoder of the captions. Raises ValueError if it is absent, or another one."""
+        assert self.spec.text is not None
+        return build_text_encoder(self.spec.text, self.device, self.text_encoder_path)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> EncodedText:
+        """Encodes prompts for this model. Raises ValueError if the model takes none."""
+        if self.text_level == "none":
+            raise UserError(
+                "prompt: this model was trained on classes; give labels, or train a model with "
+                "model.conditioning=text."
+            )
+        assert self.spec.text is not None
+        limit = self.spec.text.max_tokens if self.text_level == "tokens" else 0
+        return encode_prompts(self.text_encoder, prompts, limit, self.device)
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -131,25 +159,41 @@ class TrainedModel:
         return sampling
 
     def sample(
-        self, labels: Sequence[int | str], seed: int = 0, batch_size: int = 64, **changes: Any
+        self,
+        labels: Sequence[int | str] = (),
+        seed: int = 0,
+        batch_size: int = 64,
+        prompts: Sequence[str] = (),
+        **changes: Any,
     ) -> UInt8[np.ndarray, "N H W 3"]:
-        """Draws one image for each label, which is the number or the name of a class.
+        """Draws one image for each label, which is the number or the name of a class, or for each
+        of `prompts`; a model of classes and captions takes both, in pairs.
 
         Returns the images as uint8 values of shape (N, H, W, 3). `changes` replace values of
         `sampling`, such as steps=50 or guidance=2.0. Calls with equal arguments return equal
         images. Raises ValueError for an unknown label or an invalid value.
         """
-        if batch_size < 1 or not labels:
+        count = len(labels) or len(prompts)
+        if batch_size < 1 or not count or (labels and prompts and len(prompts) != count):
             raise UserError(
-                f"batch_size={batch_size} and the number of labels, {len(labels)}, must be at "
-                "least 1."
+                f"batch_size={batch_size} and the number of labels, {len(labels)}, or of prompts, "
+                f"{len(prompts)}, must be at least 1, and equal if there are both."
             )
         sampling = self.change_sampling(**changes)
-        numbers = torch.tensor(find_class_numbers(labels, self.spec), device=self.device)
+        numbers = torch.tensor(
+            find_class_numbers(labels or [0] * count, self.spec), device=self.device
+        )
+        text = self.encode_prompts(prompts) if prompts else None
         images = []
-        for position in torch.arange(len(labels), device=self.device).split(batch_size):
+        for position in torch.arange(count, device=self.device).split(batch_size):
             latents = draw_latents(
-                self.forward, self.spec, numbers[position], position, seed, sampling
+                self.forward,
+                self.spec,
+                numbers[position],
+                position,
+                seed,
+                sampling,
+                text and text.select(position),
             )
             images.append(to_uint8(self.autoencoder.decode(latents)))
         return np.concatenate(images)
@@ -172,14 +216,10 @@ class TrainedModel:
         return ledger
 
 
-Labels = Callable[[Int[Tensor, "B"]], Int[Tensor, "B"]]
-"""Function that maps a tensor of sample numbers to a tensor of their labels."""
-
-
 @dataclass(frozen=True)
 class SampleStream:
-    """An endless sequence of samples, numbered from 0. Label and noise of sample i depend only on
-    (seed, i).
+    """An endless sequence of samples, numbered from 0. Label, caption and noise of sample i depend
+    only on (seed, i).
 
     All batches have `batch_size` samples, even if the caller needs fewer: so with the same
     `batch_size` a sample is the same, bit for bit, for any number of samples and on any rank.
@@ -188,20 +228,22 @@ class SampleStream:
     forward: Callable[..., Tensor]
     spec: LatentSpec
     sampling: SamplingConfig
-    labels: Labels
+    conditions: Conditions
     seed: int
     batch_size: int
     device: torch.device
 
     def draw_batch(self, number: int) -> tuple[Int[Tensor, "B"], Float[Tensor, "B C H W"]]:
         """Draws batch `number`: returns labels and raw latents of `batch_size` samples, the first
-        of which is sample number · batch_size."""
+        of which is sample number · batch_size. If the samples have captions, the captions' numbers
+        stand in place of the labels."""
         first = number * self.batch_size
         position = torch.arange(first, first + self.batch_size, device=self.device)
-        labels = self.labels(position)
-        return labels, draw_latents(
-            self.forward, self.spec, labels, position, self.seed, self.sampling
+        labels, text = self.conditions(position)
+        latents = draw_latents(
+            self.forward, self.spec, labels, position, self.seed, self.sampling, text
         )
+        return (labels if text is None else text.numbers), latents
 
     def describe_protocol(
         self, stack: AccelerationStack, count: int, labels: Any
@@ -228,31 +270,6 @@ class SampleStream:
         }
 
 
-def deal_labels_in_turn(labels: Sequence[int], device: torch.device) -> Labels:
-    """Returns a function that maps sample i to the label labels[i mod len(labels)]."""
-    table = torch.tensor(labels, device=device)
-    return lambda position: table[position % len(table)]
-
-
-def deal_labels_of_data(
-    node: dict[str, Any], seed: int, batch_size: int, device: torch.device
-) -> Labels:
-    """Returns a function that maps sample i to the label of the i-th training sample in the order
-    of `seed`.
-
-    Reads the latent set into host memory, not onto the device.
-    """
-    loader = build_loader(node, seed, batch_size, torch.device("cpu"))
-
-    def labels(position: Tensor) -> Tensor:
-        place = loader.state_dict()
-        if place["samples_seen"] != int(position[0]):
-            loader.load_state_dict(place | {"samples_seen": int(position[0])})
-        return next(loader).labels.to(device)
-
-    return labels
-
-
 def load_run(
     path: str | Path,
     encoder: str | None = None,
@@ -261,11 +278,13 @@ def load_run(
     runtime: Mapping[str, Any] = QUICK_START_RUNTIME,
     batch_size: int = 64,
     adapter: str | None = None,
+    text_encoder: str | None = None,
 ) -> TrainedModel:
     """Loads the averaged weights of a run, a checkpoint or a .safetensors file, and returns the
     model ready to sample.
 
-    `encoder` is the path of the autoencoder, if its folder was moved; `key` is the name of the key
+    `encoder` and `text_encoder` are the paths of the autoencoder and the text encoder, if their
+    folders were moved; `key` is the name of the key
     for `path` in messages. Merges `adapter` into the weights. If the run itself trained an adapter,
     merges this adapter too; its base model must still be at the same path. The model uses the run's
     own runtime keys, except those in `runtime`; its ledger names techniques that this machine
@@ -308,7 +327,16 @@ def load_run(
     step: Any = SimpleNamespace(forward=model)
     forward = stack.on_step(step).forward
     return TrainedModel(
-        model, forward, stack, opened, autoencoder, sampling, chosen, settings, run.get("data")
+        model,
+        forward,
+        stack,
+        opened,
+        autoencoder,
+        sampling,
+        chosen,
+        settings,
+        run.get("data"),
+        text_encoder,
     )
 
 

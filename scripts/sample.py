@@ -3,13 +3,16 @@
     python -m scripts.sample run_dir=runs/mine out=samples/mine
     python -m scripts.sample run_dir=runs/mine labels=[apple,3] count=16 guidance=2 grid=16
     python -m scripts.sample weights=copied/ema.safetensors format=png out=samples/copied
+    python -m scripts.sample run_dir=runs/mine prompt="a photo of a red apple" count=16 grid=16
     torchrun --nproc-per-node 8 -m scripts.sample run_dir=runs/mine count=50000 batch_size=256
 
 `format=npz` writes <out>.npz with `arr_0` uint8 (N, H, W, 3), which ADM's evaluator reads, and
 `labels` (N,); `png` writes <out>/<label>/<number>.png; `latents` writes <out>.npz with `latents`
 fp32 (N, C, H, W), as the autoencoder decodes them, and `labels`. <out>.json has the settings of the
 draw, and the names of the classes by number. `labels` takes numbers and names; put a name that
-looks like a number in quotes: "labels=['3']". Sample i depends on seed and i alone, bit for bit at
+looks like a number in quotes: "labels=['3']". A model of captions takes `prompt`, a text as it is
+typed, or `prompts`: a file with one on each line, held_out or train; `labels` in the files are then
+the numbers of the prompts. Sample i depends on seed and i alone, bit for bit at
 equal batch_size. After a stop the same command continues from the pieces in <out>.parts.
 """
 
@@ -156,9 +159,11 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     classes, sizes = np.unique(labels, return_counts=True)
     if len(sizes) == 1 or sizes.min() < sizes.max() or sizes.max() > 4 * len(sizes):
         return write_grid(file, images, columns=int(np.ceil(np.sqrt(count))))
-    names = job.trained.spec.names
-    note = f"{len(classes)} of {len(names)} classes" if len(names) > len(classes) else ""
-    write_grid(file, images, int(sizes[0]), names=[names[label] for label in classes], note=note)
+    names = job.list_classes()
+    total = len(job.trained.spec.names)
+    note = f"{len(classes)} of {total} classes" if not job.texts and total > len(classes) else ""
+    rows = [names[str(label)] for label in classes]
+    write_grid(file, images, int(sizes[0]), names=rows, note=note)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from training.checkpoint.load import (
     verify,
 )
 from training.checkpoint.save import Checkpoints
-from training.components import build_loader, prove_kernels, to_kwargs
+from training.components import build_loader, find_text_level, prove_kernels, to_kwargs
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
@@ -214,7 +214,8 @@ def assemble(
     """
     # Build the loader, the objective and the model.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
-    loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks)
+    level = find_text_level(cfg.model)
+    loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks, level)
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
     objective = build(cfg.objective, "objective")
     model = parts.model(cfg.model, loader.spec, device)

@@ -3,6 +3,7 @@ latents take, and the choice of fused kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,27 @@ def to_kwargs(node: Any) -> dict[str, Any]:
 
 
 def build_loader(
-    node: dict[str, Any], seed: int, micro_batch: int, device: torch.device, ranks: Ranks = SINGLE
+    node: dict[str, Any],
+    seed: int,
+    micro_batch: int,
+    device: torch.device,
+    ranks: Ranks = SINGLE,
+    text: str = "none",
 ) -> LatentLoader:
-    """Builds the loader of this rank, whose batches have `micro_batch` samples each."""
-    place = {"device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+    """Builds the loader of this rank, whose batches have `micro_batch` samples each, and the
+    captions that `text` says (see `LoaderArgs`)."""
+    place: dict[str, Any] = {"device": device, "rank": ranks.rank, "world_size": ranks.world_size}
+    if text != "none":
+        place["text"] = text
     return build(node, "data", batch_size=micro_batch, seed=seed, **place)
+
+
+def find_text_level(model: Mapping[str, Any]) -> str:
+    """Returns what batches must carry of their captions for a model of this configuration: "none",
+    "pooled" or "tokens"."""
+    if model.get("conditioning", "class") == "class":
+        return "none"
+    return "tokens" if model.get("text_tokens") else "pooled"
 
 
 def foresee_latents(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:

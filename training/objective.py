@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,8 @@ class FlowMatching:
     (Lipman et al. 2023; Liu et al. 2023). t is logit-normal (`logit_mean`, `logit_std`; Esser et
     al. 2024), then shifted by `timestep_shift`; on held-out data `compute_held_out_times` gives t.
     The null label replaces a share `label_dropout` of the labels: classifier-free guidance needs a
-    model that is also trained without labels.
+    model that is also trained without labels. A model of captions drops the caption of these
+    samples.
 
     If `align_weight` is above 0, a small MLP (`LatentHead`) estimates the clean latents from the
     residual stream after block `align_block`, from 1 (null: after a third of the blocks), and
@@ -177,7 +178,7 @@ class FlowMatching:
 
         # In training only, draw t, replace a share of the labels by the null label, and drop blocks
         # by stochastic depth.
-        extra = {}
+        extra: dict[str, Any] = {}
         if held_out:
             t = compute_held_out_times(position)
         else:
@@ -190,6 +191,9 @@ class FlowMatching:
                 extra["drop_uniforms"] = counter_uniform(
                     seed, Purpose.DROP_PATH, position, drop_path_depth
                 )
+
+        if batch.text is not None:
+            extra["text"] = batch.text
 
         # Compare the model's velocity at x with the velocity of the path, noise - latents.
         x = torch.lerp(latents, noise, t.view(-1, 1, 1, 1))

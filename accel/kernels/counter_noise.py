@@ -43,6 +43,7 @@ class Purpose(IntEnum):
     SYNTHETIC = 9
     SAMPLE_STEP = 10
     ROUNDING = 11
+    CAPTION = 12
 
 
 def multiply(a: Int[Tensor, "..."], m: int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:

@@ -157,7 +157,7 @@ class AttentionBackend(Technique):
         self.set_backend(AUTO)
         restore_flash()
         self.failure = (
-            f"{self.value} attention does not take this model's heads, windows or dtype, so "
+            f"{self.value} attention does not take this model's heads, windows, text or dtype, so "
             "PyTorch chooses"
         )
         return self.failure

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from accel.composite_optimizer import is_fused
 from accel.evidence import NO_KERNEL_SEEN, Evidence
@@ -104,10 +104,10 @@ class CapturedUpdate:
     tuple that may hold dicts: runs it uncaptured until `armed` is True, then captures it once and
     replays the graph.
 
-    Batches are named tuples of tensors and must keep their number and shapes. All uncaptured calls
-    and the capture run on one side stream, so that tensors which autograd keeps from earlier calls
-    belong to the stream of the capture. At least one call must come before the capture: it creates
-    moments, workspaces and kernels, which a replay must not create again.
+    Batches are named tuples of tensors, nested or not, and must keep their number and shapes. All
+    uncaptured calls and the capture run on one side stream, so that tensors which autograd keeps
+    from earlier calls belong to the stream of the capture. At least one call must come before the
+    capture: it creates moments, workspaces and kernels, which a replay must not create again.
 
     Raises ValueError if the step cannot be captured. The run must then end, and later measurements
     in the same process are invalid: some versions of PyTorch leave the memory allocator in the
@@ -135,7 +135,7 @@ class CapturedUpdate:
             return output
 
         graph = self.graph or self.capture(batches)
-        tensors = [t for batch in batches for t in batch]
+        tensors = tree_leaves(list(batches))
         assert [t.shape for t in tensors] == [t.shape for t in self.buffers], (
             "a captured step has one shape"
         )
@@ -148,7 +148,7 @@ class CapturedUpdate:
         """Captures the update on copies of `batches`, which become the static buffers; returns the
         graph."""
         assert self.calls > 0
-        static = [type(batch)(*(t.clone() for t in batch)) for batch in batches]
+        static = tree_map(torch.clone, list(batches))
         graph = torch.cuda.CUDAGraph()
         failure = None
         current = torch.cuda.current_stream()
@@ -174,6 +174,6 @@ class CapturedUpdate:
                 f"runtime.cuda_graph=true: the step cannot be captured ({cause}); use "
                 "runtime.cuda_graph=false."
             ) from failure or error
-        self.buffers = [t for batch in static for t in batch]
+        self.buffers = tree_leaves(static)
         self.graph = graph
         return graph

@@ -1,7 +1,7 @@
 """Softmax attention over all tokens of the grid or within windows of it, with axial rotary position
 embedding.
 
-Letters: B samples, L tokens, D width, K heads, P head dim.
+Letters: B samples, L tokens, T tokens of a caption, D width, K heads, P head dim.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from accel.kernels.attend import attend
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
-from models.layers import Layer, Ranges, axial_angles, count_heads, cut_rows
+from models.layers import Layer, Ranges, axial_angles, count_heads, cut_rows, init_linear
 
 
 def axial_rotations(
@@ -50,6 +51,10 @@ class Attention(Layer):
     `shift` tokens up and left (null: half a window), so that information crosses the edges of
     windows. Unlike in Swin (Liu et al. 2021, https://arxiv.org/abs/2103.14030) nothing wraps
     around: windows at the edges are smaller.
+
+    If `text_tokens` is T > 0, each token also attends to the T tokens of its sample's caption, as
+    in PRX (https://huggingface.co/blog/Photoroom/prx-part1): these have their own map to keys and
+    values, their own RMSNorm of keys and no rotation, and the image does not change them.
     """
 
     rotations: Tensor | None
@@ -70,6 +75,7 @@ class Attention(Layer):
         window: int | None = None,
         shift: int | None = None,
         layer: int = 0,
+        text_tokens: int = 0,
     ) -> None:
         super().__init__()
         if window is not None and not 2 <= window < max(grid):
@@ -98,6 +104,9 @@ class Attention(Layer):
         self.q_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.k_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.out_proj = nn.Linear(dim, dim, bias=bias)
+        self.text_tokens = text_tokens
+        self.text_kv = nn.Linear(dim, 2 * dim, bias=bias) if text_tokens else None
+        self.text_k_weight = nn.Parameter(torch.empty(head_dim)) if text_tokens else None
         angles = None if rope_base is None else torch.empty(2, grid[0] * grid[1], head_dim)
         self.register_buffer("rotations", angles, persistent=False)
 
@@ -112,10 +121,11 @@ class Attention(Layer):
         self.register_buffer("windows", numbers, persistent=False)
 
     def init_weights(self) -> None:
-        super().init_weights()
-        if self.q_weight is not None and self.k_weight is not None:
-            nn.init.ones_(self.q_weight)
-            nn.init.ones_(self.k_weight)
+        for layer in filter(None, (self.qkv, self.text_kv, self.out_proj)):
+            init_linear(layer)
+        for weight in (self.q_weight, self.k_weight, self.text_k_weight):
+            if weight is not None:
+                nn.init.ones_(weight)
         self.init_buffers()
 
     def init_buffers(self) -> None:
@@ -128,22 +138,48 @@ class Attention(Layer):
             )
             self.windows.copy_((rows[:, None] * len(self.spans[1]) + columns).flatten())
 
-    def forward(self, h: Float[Tensor, "B L D"]) -> Float[Tensor, "B L D"]:
+    def forward(
+        self,
+        h: Float[Tensor, "B L D"],
+        text: Float[Tensor, "B T D"] | None = None,
+        text_mask: Bool[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B L D"]:
         qkv = self.qkv(h).unflatten(-1, (3, self.heads, self.head_dim))
         if self.q_weight is None and self.rotations is None:
             q, k, v = qkv.permute(2, 0, 3, 1, 4)
         else:
             norm_and_rotate = fused_qk_rope if self.fused_rope else qk_rope
             q, k, v = norm_and_rotate(qkv, self.q_weight, self.k_weight, self.rotations, self.eps)
-        y = attend(q, k, v, self.attention_backend, self.windows)
+        if text is not None:
+            text_k, text_v = self.project_text(text)
+            k = torch.cat((text_k.to(k.dtype), k), dim=2)
+            v = torch.cat((text_v.to(v.dtype), v), dim=2)
+        y = attend(q, k, v, self.attention_backend, self.windows, text_mask)
         return self.out_proj(y.transpose(1, 2).flatten(2))
+
+    def project_text(
+        self, text: Float[Tensor, "B T D"]
+    ) -> tuple[Float[Tensor, "B K T P"], Float[Tensor, "B K T P"]]:
+        """Computes the keys, normalised, and the values of a caption's tokens."""
+        assert self.text_kv is not None
+        assert self.text_k_weight is not None
+        pair = self.text_kv(text).unflatten(-1, (2, self.heads, self.head_dim))
+        k, v = pair.permute(2, 0, 3, 1, 4)
+        return F.rms_norm(k.float(), (self.head_dim,), self.text_k_weight, self.eps), v
 
     def list_matrices(self) -> dict[Tensor, Ranges]:
         width = self.heads * self.head_dim
-        return super().list_matrices() | {self.qkv.weight: cut_rows(width, width, width)}
+        matrices = {self.qkv.weight: cut_rows(width, width, width)}
+        if self.text_kv is not None:
+            matrices[self.text_kv.weight] = cut_rows(width, width)
+        return super().list_matrices() | matrices
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens, where scores
         between different windows do not count."""
         rows, columns = (sum(span * span for span in spans) for spans in self.spans)
-        return super().flops(tokens) + 4 * rows * columns * self.heads * self.head_dim
+        scores = rows * columns + tokens * self.text_tokens
+        weights = tokens * (self.qkv.weight.numel() + self.out_proj.weight.numel())
+        if self.text_kv is not None:
+            weights += self.text_tokens * self.text_kv.weight.numel()
+        return 2 * weights + 4 * scores * self.heads * self.head_dim

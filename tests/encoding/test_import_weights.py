@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sampling.load import SampleStream, deal_labels_in_turn, load_run
+from sampling.conditions import deal_labels_in_turn
+from sampling.load import SampleStream, load_run
 from scripts.import_weights import Kind, WeightsChoice, WeightsConfig, import_weights
 from tests.harness.published_models import SHAPES, draw_weights, import_published, velocity
 from tests.harness.refusals import expect_refusal

@@ -286,6 +286,8 @@ ADDED_KEYS = {
     "mixer.columns": False,
     "internal_block": 0,
     "attention_every": 0,
+    "conditioning": "class",
+    "text_tokens": False,
     "attention._partial_": True,
     "attention._target_": "models.mixers.attention.Attention",
     "align_weight": 0.0,

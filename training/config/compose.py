@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -231,6 +231,9 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
         for foreign_key, spelling in FOREIGN_DRAWING_KEYS.items()
         if spelling.partition("=")[0] in keys - {foreign_key}
     }
+    # Take a prompt as it was typed: no grammar reads it.
+    prompts = [word for word in words if "prompt" in keys and word.startswith("prompt=")]
+    words = [word for word in words if word not in prompts]
     refuse_form(words, foreign)
     refuse_foreign(words, foreign)
 
@@ -253,7 +256,10 @@ def parse_words(schema: type[Words], words: list[str], help_text: str) -> Words:
             values.merge_with_dotlist([word])
         except Exception as error:  # replaced, because OmegaConf's message does not name the word
             raise UserError(describe_unreadable(word)) from error
-    return apply_schema(schema, values, words)
+    cfg = apply_schema(schema, values, words)
+    if prompts:
+        cfg = replace(cast(Any, cfg), prompt=prompts[-1].partition("=")[2])
+    return cfg
 
 
 def apply_schema(schema: type[Words], values: Any, words: list[str]) -> Words:

@@ -125,6 +125,11 @@ class LatentDtype(str, Enum):
     float32 = "float32"
 
 
+class TextDtype(str, Enum):
+    float16 = "float16"
+    int8 = "int8"
+
+
 Positive = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 """An integer of at least 0."""
@@ -499,6 +504,14 @@ class PrecomputeConfig:
     # true: encode each image's mirror image too, because mirroring a latent does not give the
     # latent of the mirrored image
     flips: bool = False
+    # for a text_encoder: given: the captions are in files beside the images, .txt with one on each
+    # line or .json, in members of the tars, or in a column of `datasets`; or a text file with a
+    # template on each line, such as "a photo of {}", in which the class's name replaces {}
+    captions: str = "given"
+    max_captions: Positive = 8  # largest number of captions of an image; the rest is left out
+    # largest number of tokens that are stored of a caption; 0: only one vector for each caption
+    text_tokens: Natural = 64
+    text_dtype: TextDtype = TextDtype.float16  # dtype of the stored tokens; int8 halves them
     # fraction of the images that is kept out of training, to measure eval_loss
     held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
     limit: Positive | None = None  # number of images to use, chosen by seed; null: all
@@ -521,6 +534,7 @@ class PrecomputeConfig:
     dry_run: bool = False
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     encoder: Any = None
+    text_encoder: Any = None
 
     def check(self) -> None:
         """Raises ValueError for a value with which no encoding job can run."""

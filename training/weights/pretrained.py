@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +25,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from accel.sharding import to_full
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
-from data.loader import Count, LatentSpec, find_wrong_lengths
+from data.loader import Count, LatentSpec, TextSpec, find_wrong_lengths
 from models.denoiser import Denoiser, drop_aux_heads
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
+from models.text_encoders import TextEncoder
 from training.checkpoint.files import METADATA_KEY
 from training.config.build import build, is_admitted
 
@@ -104,7 +105,7 @@ def find_description(file: Path) -> Description | None:
 
     # Check what the types of the fields cannot express: the lengths of lists.
     spec = description.spec
-    faults = find_wrong_lengths(spec)
+    faults = [*find_wrong_lengths(spec), *(spec.text.find_faults() if spec.text else ())]
     classes = len(spec.class_names)
     if classes not in (0, spec.num_classes):
         faults.append(f"there are names of {classes} classes, and there are {spec.num_classes}")
@@ -148,9 +149,10 @@ def refuse_foreign_targets(file: Path, description: Description) -> None:
     `models` and of admitted extensions."""
     note = description.adapter
     for name in list_targets([description.model, note and note.node]):
-        # Refuse autoencoders too: their classes are in the package `models`, but are no part of a
+        # Refuse encoders too: their classes are in the package `models`, but are no part of a
         # denoiser.
-        if not is_part_of_model(name) or str(name).startswith("models.autoencoders."):
+        encoders = ("models.autoencoders.", "models.text_encoders.")
+        if not is_part_of_model(name) or str(name).startswith(encoders):
             raise UserError(
                 f"{file} names {str(name)[:200]} as part of its model, which is none of ours; do "
                 "not trust this file. If that code is your own, add "
@@ -328,7 +330,10 @@ def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device)
 def build_on_meta(node: Mapping[str, Any], spec: LatentSpec) -> Denoiser:
     """Builds the denoiser that the configuration `node` describes, for latents of `spec`, on the
     meta device: its tensors have shapes, but no values and no memory."""
-    shape = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
+    shape: dict[str, Any] = {n: getattr(spec, n) for n in ("channels", "height", "width")}
+    shape["num_classes"] = spec.null_label
+    if node.get("conditioning", "class") != "class":
+        shape["text"] = spec.text and asdict(spec.text)
     with torch.device("meta"):
         return build(node, "model", kind=nn.Module, **shape)
 
@@ -339,32 +344,48 @@ def build_autoencoder(
     """Builds the autoencoder that encoded the latents of `spec`, and loads its weights from `path`,
     or, if `path` is None, from the place that `spec` names. ValueError if the weights have another
     hash than those that encoded the latents."""
+    return build_encoder("encoder", Autoencoder, spec.encoder, spec.encoder_sha256, path).to(device)
+
+
+def build_text_encoder(
+    text: TextSpec, device: torch.device, path: str | None = None
+) -> TextEncoder:
+    """Builds the text encoder that encoded the captions, as `build_autoencoder` does."""
+    node = text.encoder
+    return build_encoder("text_encoder", TextEncoder, node, text.encoder_sha256, path).to(device)
+
+
+def build_encoder(
+    key: str, kind: type, node: Mapping[str, Any], sha256: str | None, path: str | None
+) -> Any:
+    """Builds an encoder of the class `kind` that a latent set names: `node` is its configuration,
+    `sha256` the hash of its weights, None if unknown, and `path` replaces the place in `node`.
+    `key` is the name of the command's key for this path, for messages."""
     # Refuse an encoder that is no class of `models` or of an admitted extension, because the
     # latents, and so the class name in them, may come from anywhere.
-    node = spec.encoder if path is None else spec.encoder | {"path": path}
+    node = dict(node) if path is None else {**node, "path": path}
     targets = list(list_targets(node))
     if len(targets) != 1 or not is_part_of_model(targets[0]):
         raise UserError(
-            f"the latents name {str(targets)[:200]} as their encoder, which is none; do not trust "
+            f"the latents name {str(targets)[:200]} as their {key}, which is none; do not trust "
             "their source."
         )
 
     # Download weights only if a hash or a commit identifies them exactly.
     source = node.get("path")
-    pinned = any(PIN.fullmatch(str(pin)) for pin in (spec.encoder_sha256, node.get("revision")))
+    pinned = any(PIN.fullmatch(str(pin)) for pin in (sha256, node.get("revision")))
     is_here = not isinstance(source, str) or os.path.exists(os.path.expanduser(source))
     if path is None and not pinned and not is_here:
         raise UserError(
-            f"the latents name the encoder {str(source)[:200]}, which does not exist on this disk, "
+            f"the latents name the {key} {str(source)[:200]}, which does not exist on this disk, "
             "and no hash or commit identifies its weights, so no hub is asked for them; use "
-            "encoder=<folder> with the autoencoder, or correct encoder.path in the latents' "
-            "manifest.json."
+            f"{key}=<folder> with its files, or correct {key}.path in the latents' manifest.json."
         )
-    autoencoder = build(node, "encoder", kind=Autoencoder).to(device)
-    if spec.encoder_sha256 not in (None, autoencoder.weights_sha256):
+    encoder = build(node, key, kind=kind)
+    if sha256 not in (None, encoder.weights_sha256):
         raise UserError(
-            f"the encoder at {node.get('path')} has other weights than the one that made the "
-            f"latents (sha256 {autoencoder.weights_sha256} instead of {spec.encoder_sha256}); "
-            "restore it or encode again."
+            f"the {key} at {node.get('path')} has other weights than the one that made the "
+            f"latents (sha256 {encoder.weights_sha256} instead of {sha256}); restore it or encode "
+            "again."
         )
-    return autoencoder
+    return encoder

@@ -1,0 +1,119 @@
+"""Text as a condition: maps encoded captions to the width of a denoiser.
+
+Letters: B samples, T tokens of a caption, E width of the text encoder, D width of the denoiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from common.encoded_text import EncodedText
+from common.errors import UserError
+
+Conditioning = Literal["class", "text", "class_and_text"]
+"""What a denoiser is conditioned on, beside the time."""
+
+
+class TextEmbedding(nn.Module):
+    """Embeds captions: one linear map takes the pooled vector to a vector that is added where the
+    label embedding is, and, if `with_tokens`, another one takes the tokens' vectors to tokens for
+    attention. Both first normalise the encoder's vectors (RMSNorm without weight), whose scale
+    differs from encoder to encoder.
+
+    `text` describes the captions: the keys `width`, `max_tokens`, `empty_pooled` and `empty_tokens`
+    of `TextSpec` in data/loader.py. The empty caption is a buffer, which files of weights do not
+    contain.
+    """
+
+    empty_pooled: Tensor
+    empty_tokens: Tensor
+    empty_mask: Tensor
+
+    def __init__(self, dim: int, text: Mapping[str, Any], with_tokens: bool) -> None:
+        super().__init__()
+        width = text["width"]
+        self.text = text
+        self.count = text["max_tokens"] if with_tokens else 0
+        """T, or 0 without tokens. All captions are padded to this length, so that shapes never
+        change."""
+        self.pooled = nn.Linear(width, dim)
+        self.tokens = nn.Linear(width, dim) if with_tokens else None
+        self.register_buffer("empty_pooled", torch.empty(width), persistent=False)
+        self.register_buffer("empty_tokens", torch.empty(self.count, width), persistent=False)
+        mask = torch.empty(self.count, dtype=torch.bool)
+        self.register_buffer("empty_mask", mask, persistent=False)
+
+    def init_weights(self) -> None:
+        for layer in [self.pooled, *([] if self.tokens is None else [self.tokens])]:
+            nn.init.normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Fills the buffers of the empty caption."""
+        self.empty_pooled.copy_(torch.tensor(self.text["empty_pooled"]))
+        rows = torch.tensor(self.text["empty_tokens"][: self.count])
+        self.empty_tokens.zero_()
+        self.empty_mask.zero_()
+        if self.count:
+            self.empty_tokens[: len(rows)].copy_(rows)
+            self.empty_mask[: len(rows)] = True
+
+    def flops(self, tokens: int) -> int:
+        """Returns the FLOPs of one forward pass of one sample."""
+        each = 2 * self.pooled.weight.numel()
+        return each * (1 + self.count)
+
+    def forward(
+        self, text: EncodedText | None, dropped: Bool[Tensor, "B"]
+    ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B T D"] | None, Bool[Tensor, "B T"] | None]:
+        """Returns the vector of each caption, its tokens, and which of them are no padding; None
+        for both without tokens. The empty caption replaces the caption of a sample whose `dropped`
+        is true, and all captions if `text` is None."""
+        everywhere = dropped.unsqueeze(1)
+        pooled = self.empty_pooled.expand(len(dropped), -1)
+        if text is not None:
+            pooled = torch.where(everywhere, pooled, text.pooled.float())
+        vector = self.pooled(normalise(pooled))
+        if self.tokens is None:
+            return vector, None, None
+
+        tokens = self.empty_tokens.expand(len(dropped), -1, -1)
+        mask = self.empty_mask.expand(len(dropped), -1)
+        if text is not None:
+            tokens = torch.where(everywhere.unsqueeze(2), tokens, text.tokens.float())
+            places = torch.arange(self.count, device=mask.device)
+            mask = torch.where(everywhere, mask, places < text.lengths.unsqueeze(1))
+        return vector, self.tokens(normalise(tokens)), mask
+
+
+def normalise(vectors: Float[Tensor, "... E"]) -> Float[Tensor, "... E"]:
+    return F.rms_norm(vectors, vectors.shape[-1:], eps=1e-6)
+
+
+def build_text_embedding(
+    conditioning: str, with_tokens: bool, text: Mapping[str, Any] | None, dim: int
+) -> TextEmbedding | None:
+    """Builds the embedding of captions that a denoiser needs; None if it is conditioned on classes
+    only. Raises ValueError if the latent set has no captions, or stores no tokens."""
+    if conditioning == "class":
+        if with_tokens:
+            raise UserError("model.text_tokens=true needs model.conditioning=text; set both.")
+        return None
+    if text is None:
+        raise UserError(
+            f"model.conditioning={conditioning} needs a latent set with captions, and this one has "
+            "none; make it by `python precompute_latents.py … text_encoder=wordllama`."
+        )
+    if with_tokens and not text["max_tokens"]:
+        raise UserError(
+            "model.text_tokens=true, but the latent set stores no tokens of its captions; encode "
+            "it with text_tokens=64, or set model.text_tokens=false."
+        )
+    return TextEmbedding(dim, text, with_tokens)

@@ -1,0 +1,230 @@
+"""Frozen text encoders with one interface: they turn captions into vectors, once per latent set and
+once per prompt. Training never runs them.
+
+Letters: B captions, T tokens of a caption, E width of the encoder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.encoded_text import EncodedText
+from common.errors import UserError
+from common.libraries import silence_libraries
+from models.autoencoders import find_folder, is_folder
+
+TEXT_CLASSES = {
+    "clip": "CLIPTextModel",
+    "clip_text_model": "CLIPTextModel",
+    "t5": "T5EncoderModel",
+    "umt5": "UMT5EncoderModel",
+}
+"""`model_type` in a config of transformers -> class that holds only the text encoder. AutoModel
+opens all other types."""
+WEIGHTS = "*.safetensors"
+TOKENIZER_FILES = ("*.json", "*.model", "*.txt")
+MAX_TOKENS = 4096
+"""Largest number of tokens of a text, for encoders that state no limit."""
+
+
+class TextEncoder(nn.Module, ABC):
+    """The interface of text encoders. A subclass tokenizes, and computes a vector for each
+    token."""
+
+    kind: str
+    width: int
+    """E, the number of values of a vector."""
+    weights_sha256: str
+    """Hash of the weights and the tokenizer: with another hash, prompts have other vectors."""
+    revision: str | None = None
+    """Commit of the Hugging Face repository from which the weights come; None for a local
+    folder."""
+
+    @abstractmethod
+    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+        """Returns the numbers of each text's tokens, at least one for each text, also for "", and
+        at most `limit`."""
+
+    @abstractmethod
+    def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Maps token numbers (B, T), where `mask` (B, T) is false on padding, to the vectors of the
+        tokens (B, T, E), and to a vector for each text (B, E), or None: then `encode` takes the
+        mean of the tokens' vectors."""
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str], max_tokens: int) -> EncodedText:
+        """Encodes texts in fp32, each cut to `max_tokens` tokens and padded with zeros to as many.
+        With 0 it returns pooled vectors only, of the whole texts."""
+        device = next(self.parameters()).device
+        numbers = self.tokenize(texts, max_tokens or None)
+        lengths = torch.tensor([len(row) for row in numbers], device=device)
+        rows = [torch.tensor(row, device=device) for row in numbers]
+        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(padded.shape[1], device=device) < lengths[:, None]
+
+        tokens, pooled = self.compute_vectors(padded, mask)
+        tokens = tokens.float() * mask.unsqueeze(2)
+        if pooled is None:
+            pooled = tokens.sum(1) / lengths.unsqueeze(1)
+        padding = (0, 0, 0, max_tokens - tokens.shape[1])
+        tokens = nn.functional.pad(tokens, padding) if max_tokens else tokens[:, :0]
+        lengths = lengths * bool(max_tokens)
+        places = torch.arange(len(texts), device=device)
+        return EncodedText(pooled.float(), tokens, lengths, places)
+
+
+def hash_files(files: Sequence[Path]) -> str:
+    """Returns one sha256 of several files: their names and contents, in the order of the names."""
+    digest = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.name):
+        digest.update(file.name.encode())
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+class HubTextEncoder(TextEncoder):
+    """A text encoder in the format of the library transformers, such as CLIP, T5, BERT or a
+    language model: its last hidden states, and CLIP's own pooled vector, or else their mean.
+
+    `path` is a local folder or a hub id; `revision` pins a hub id to a commit; `subfolder` and
+    `tokenizer` are folders below it, for pipelines of diffusers. `dtype` is that of the weights. It
+    reads weights from safetensors only, and runs no code of the folder.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        revision: str | None = None,
+        subfolder: str = "",
+        tokenizer: str = "",
+        dtype: str = "float32",
+    ) -> None:
+        super().__init__()
+        patterns = [
+            f"{folder}/{file}".lstrip("/")
+            for folder in (subfolder, tokenizer)
+            for file in (WEIGHTS, *TOKENIZER_FILES)
+        ]
+        example = "'owner/name'; correct text_encoder.path, or give a local folder."
+        repository = find_folder("text_encoder.path", path, patterns, example, revision)
+        self.revision = None if is_folder(path) else repository.name
+        folder = repository / subfolder
+        try:
+            with silence_libraries():
+                import transformers
+
+                self.model = open_text_model(transformers, folder, getattr(torch, dtype))
+                self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                    repository / tokenizer, local_files_only=True
+                )
+        except ImportError as error:
+            raise UserError(
+                f"text_encoder.path={path} needs the package transformers: pip install "
+                "'fastlatent[text]'."
+            ) from error
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(
+                f"text_encoder.path={path} cannot be opened by transformers ({reason[:300]}); it "
+                "must hold config.json, weights in safetensors and a tokenizer."
+            ) from error
+        self.kind = type(self.model).__name__
+        self.width = int(self.model.config.hidden_size)
+        files = [*folder.glob(WEIGHTS), *(repository / tokenizer).glob("tokenizer*")]
+        self.weights_sha256 = hash_files(files)
+
+    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+        longest = min(self.tokenizer.model_max_length, limit or MAX_TOKENS)
+        found = self.tokenizer([*texts], truncation=True, max_length=longest)["input_ids"]
+        # Some language models give no token for an empty text.
+        end = self.tokenizer.eos_token_id or 0
+        return [row or [end] for row in found]
+
+    def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        output = self.model(input_ids=numbers, attention_mask=mask.long())
+        # Take the pooled vector of CLIP only: other models may have been trained without theirs.
+        pooled = output.pooler_output if self.kind == "CLIPTextModel" else None
+        return output.last_hidden_state, pooled
+
+
+def open_text_model(transformers: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Opens the text encoder in a folder of transformers, frozen, in the dtype `dtype`."""
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
+    kind = getattr(transformers, TEXT_CLASSES.get(model_type, "AutoModel"))
+    arguments = {"local_files_only": True, "use_safetensors": True, "dtype": dtype}
+    return kind.from_pretrained(folder, **arguments).eval().requires_grad_(False)
+
+
+class WordLlama(TextEncoder):
+    """The static vectors of the package wordllama: one vector of 256 values for each of 32,000
+    tokens, which no other token changes. It is small enough for a laptop, and needs no download
+    beyond its package, but it does not know the order of words."""
+
+    kind = "WordLlama"
+    BEGIN = 1
+    """Number of the token that begins a text; here it stands for an empty text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        found = importlib.util.find_spec("wordllama")
+        if found is None or not found.submodule_search_locations:
+            raise UserError(
+                "text_encoder=wordllama needs the package wordllama: pip install "
+                "'fastlatent[text]'."
+            )
+        from safetensors.torch import load_file
+        from tokenizers import Tokenizer
+
+        # Read the package's two files, and do not import its code.
+        folder = Path(next(iter(found.submodule_search_locations)))
+        weights = folder / "weights" / "l2_supercat_256.safetensors"
+        vocabulary = folder / "tokenizers" / "l2_supercat_tokenizer_config.json"
+        self.tokenizer = Tokenizer.from_file(str(vocabulary))
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        (table,) = load_file(weights).values()
+        self.table = nn.Embedding.from_pretrained(table.float())
+        self.width = table.shape[1]
+        self.weights_sha256 = hash_files([weights, vocabulary])
+
+    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+        found = self.tokenizer.encode_batch([*texts], add_special_tokens=False)
+        return [one.ids[:limit] or [self.BEGIN] for one in found]
+
+    def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, None]:
+        return self.table(numbers), None
+
+
+class TinyTextEncoder(TextEncoder):
+    """A text encoder of a few kilobytes, for tests: each word has a fixed random vector, which is a
+    function of the word."""
+
+    kind = "TinyTextEncoder"
+    WORDS = 4096
+    """Number of vectors; the hash of a word chooses one."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.width = width
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(self.WORDS, width, generator=generator)
+        self.table = nn.Embedding.from_pretrained(table)
+        self.weights_sha256 = hashlib.sha256(table.numpy().tobytes()).hexdigest()
+
+    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+        return [[self.hash_word(word) for word in text.split() or [""]][:limit] for text in texts]
+
+    def hash_word(self, word: str) -> int:
+        return int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") % self.WORDS
+
+    def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, None]:
+        return self.table(numbers), None
