@@ -85,32 +85,41 @@ class CaptionTable:
         spec = blocks.manifest.text
         assert spec is not None
         reader = CaptionReader(blocks.source, blocks.manifest, spec)
-        kept = spec.max_tokens if level == "tokens" else 0
-        token_dtype = getattr(torch, spec.dtype)
-        rows = spec.count + 1
-        columns = {
-            "pooled": torch.zeros(rows, spec.width, dtype=torch.float16, device=device),
-            "tokens": torch.zeros(rows, kept, spec.width, dtype=token_dtype, device=device),
-            "lengths": torch.zeros(rows, dtype=torch.int32, device=device),
-            "numbers": torch.arange(rows, device=device),
-        }
-        columns["numbers"][-1] = -1
+        table = cls.make_blank(spec, level, device)
+        columns = table.columns
         texts = []
         for number, place in enumerate(reader.places):
             block = reader.read_verified(number)
             texts += split_text(block)
             target = slice(place.first, place.first + place.block.samples)
             columns["pooled"][target] = block["pooled"].to(device)
-            if kept:
+            if level == "tokens":
                 columns["tokens"][target] = block["tokens"].to(device)
                 columns["lengths"][target] = block["lengths"].to(device)
 
         columns["pooled"][-1] = torch.tensor(spec.empty_pooled)
-        if kept:
-            empty = quantise(torch.tensor(spec.empty_tokens), token_dtype)
+        columns["numbers"][-1] = -1
+        if level == "tokens":
+            empty = quantise(torch.tensor(spec.empty_tokens), columns["tokens"].dtype)
             columns["tokens"][-1, : len(empty)] = empty.to(device)
             columns["lengths"][-1] = len(empty)
-        return cls(spec, [*texts, ""], columns)
+        table.texts = [*texts, ""]
+        return table
+
+    @classmethod
+    def make_blank(cls, spec: TextSpec, level: str, device: torch.device) -> CaptionTable:
+        """Makes a table of empty captions with the shapes and dtypes of `read`, for forecasts."""
+        kept = spec.max_tokens if level == "tokens" else 0
+        rows = spec.count + 1
+        columns = {
+            "pooled": torch.zeros(rows, spec.width, dtype=torch.float16, device=device),
+            "tokens": torch.zeros(
+                rows, kept, spec.width, dtype=getattr(torch, spec.dtype), device=device
+            ),
+            "lengths": torch.zeros(rows, dtype=torch.int32, device=device),
+            "numbers": torch.arange(rows, device=device),
+        }
+        return cls(spec, [""] * rows, columns)
 
     @property
     def device(self) -> torch.device:

@@ -163,6 +163,12 @@ class LatentSpec:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LatentSpec:
+        """Returns the spec that `as_dict` turned into a dict."""
+        text = values.get("text")
+        return cls(**values | {"text": text and TextSpec(**text)})
+
 
 def find_wrong_lengths(facts: Any) -> list[str]:
     """Checks that mean and std of a spec or manifest have one value per channel. Returns a sentence

@@ -209,13 +209,14 @@ class ResidentLatents(LatentLoader):
         memory: float,
         storage: Storage = "native",
         device_memory_gib: float | None = None,
+        text: str = "none",
         **settings: Any,
     ) -> tuple[LatentSpec, float]:
-        """Returns the spec, and the bytes of the whole set on the device, but at most
-        `device_memory_gib` (None: half of `memory`); see `LatentLoader.foresee`."""
+        """Returns the spec, and the bytes of the whole set on the device with its captions, but at
+        most `device_memory_gib` (None: half of `memory`); see `LatentLoader.foresee`."""
         spec, train, held_out = open_set("resident", **settings)
         whole = count_sample_bytes(train, storage) * (train.count + held_out.count)
-        whole += count_caption_bytes(spec.text, "tokens")
+        whole += count_caption_bytes(spec.text, text)
         return spec, min(
             whole, memory / 2 if device_memory_gib is None else device_memory_gib * GIB
         )

@@ -66,8 +66,8 @@ class CaptionJob:
             dtype=cfg.text_dtype.value,
             count=len(ordered),
             per_image=max(len(entry.captions[: cfg.max_captions]) for entry in entries),
-            empty_pooled=empty.pooled[0].half().tolist(),
-            empty_tokens=empty.tokens[0, : empty.lengths[0]].half().tolist(),
+            empty_pooled=empty.pooled[0].tolist(),
+            empty_tokens=empty.tokens[0, : empty.lengths[0]].tolist(),
         )
         without = [entry.key for entry in entries if not entry.captions]
         plan.text = spec
@@ -124,16 +124,10 @@ class CaptionJob:
 
     def encode(self, texts: list[str]) -> dict[str, Tensor]:
         """Encodes the captions of a block, in batches; returns its tensors."""
-        size = self.cfg.batch_size
         spec = self.spec
-        parts = [
-            self.encoder.encode(texts[start : start + size], spec.max_tokens)
-            for start in range(0, len(texts), size)
-        ]
-        pooled, tokens, lengths, _ = (
-            torch.cat(columns).cpu() for columns in zip(*parts, strict=True)
-        )
-        stored = {"pooled": pooled.half(), "tokens": quantise(tokens, getattr(torch, spec.dtype))}
+        text = self.encoder.encode(texts, spec.max_tokens, self.cfg.batch_size)
+        tokens = quantise(text.tokens, getattr(torch, spec.dtype))
+        stored = {"pooled": text.pooled.cpu(), "tokens": tokens.cpu()}
         for name, tensor in stored.items():
             bad = ~tensor.isfinite().flatten(1).all(1)
             if bad.any():
@@ -141,7 +135,7 @@ class CaptionJob:
                     f"the caption {texts[int(bad.nonzero()[0])]!r} has {name} that are too large "
                     "for float16; take another text_encoder, or text_dtype=int8 for its tokens."
                 )
-        return stored | {"lengths": lengths.int()} | join_text(texts)
+        return stored | {"lengths": text.lengths.cpu().int()} | join_text(texts)
 
 
 def find_longest(encoder: TextEncoder, texts: list[str], limit: int) -> int:

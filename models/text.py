@@ -33,7 +33,7 @@ class TextEmbedding(nn.Module):
 
     empty_pooled: Tensor
     empty_tokens: Tensor
-    empty_mask: Tensor
+    empty_length: Tensor
 
     def __init__(self, dim: int, text: Mapping[str, Any], with_tokens: bool) -> None:
         super().__init__()
@@ -46,8 +46,7 @@ class TextEmbedding(nn.Module):
         self.tokens = nn.Linear(width, dim) if with_tokens else None
         self.register_buffer("empty_pooled", torch.empty(width), persistent=False)
         self.register_buffer("empty_tokens", torch.empty(self.count, width), persistent=False)
-        mask = torch.empty(self.count, dtype=torch.bool)
-        self.register_buffer("empty_mask", mask, persistent=False)
+        self.register_buffer("empty_length", torch.empty(1, dtype=torch.int32), persistent=False)
 
     def init_weights(self) -> None:
         for layer in [self.pooled, *([] if self.tokens is None else [self.tokens])]:
@@ -58,12 +57,11 @@ class TextEmbedding(nn.Module):
     def init_buffers(self) -> None:
         """Fills the buffers of the empty caption."""
         self.empty_pooled.copy_(torch.tensor(self.text["empty_pooled"]))
-        rows = torch.tensor(self.text["empty_tokens"][: self.count])
+        rows = self.text["empty_tokens"][: self.count]
+        self.empty_length.fill_(len(rows))
         self.empty_tokens.zero_()
-        self.empty_mask.zero_()
-        if self.count:
-            self.empty_tokens[: len(rows)].copy_(rows)
-            self.empty_mask[: len(rows)] = True
+        if rows:
+            self.empty_tokens[: len(rows)].copy_(torch.tensor(rows))
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample."""
@@ -76,24 +74,27 @@ class TextEmbedding(nn.Module):
         """Returns the vector of each caption, its tokens, and which of them are no padding; None
         for both without tokens. The empty caption replaces the caption of a sample whose `dropped`
         is true, and all captions if `text` is None."""
+        samples = dropped.shape[0]
+        if text is None:
+            text = EncodedText(
+                self.empty_pooled.expand(samples, -1),
+                self.empty_tokens.expand(samples, -1, -1),
+                self.empty_length.expand(samples),
+                self.empty_length.expand(samples),
+            )
         everywhere = dropped.unsqueeze(1)
-        pooled = self.empty_pooled.expand(len(dropped), -1)
-        if text is not None:
-            pooled = torch.where(everywhere, pooled, text.pooled.float())
-        vector = self.pooled(normalise(pooled))
+        pooled = torch.where(everywhere, self.empty_pooled, text.pooled.float())
+        vector = self.pooled(normalise_vectors(pooled))
         if self.tokens is None:
             return vector, None, None
 
-        tokens = self.empty_tokens.expand(len(dropped), -1, -1)
-        mask = self.empty_mask.expand(len(dropped), -1)
-        if text is not None:
-            tokens = torch.where(everywhere.unsqueeze(2), tokens, text.tokens.float())
-            places = torch.arange(self.count, device=mask.device)
-            mask = torch.where(everywhere, mask, places < text.lengths.unsqueeze(1))
-        return vector, self.tokens(normalise(tokens)), mask
+        tokens = torch.where(everywhere.unsqueeze(2), self.empty_tokens, text.tokens.float())
+        lengths = torch.where(dropped, self.empty_length, text.lengths)
+        mask = torch.arange(self.count, device=lengths.device) < lengths.unsqueeze(1)
+        return vector, self.tokens(normalise_vectors(tokens)), mask
 
 
-def normalise(vectors: Float[Tensor, "... E"]) -> Float[Tensor, "... E"]:
+def normalise_vectors(vectors: Float[Tensor, "... E"]) -> Float[Tensor, "... E"]:
     return F.rms_norm(vectors, vectors.shape[-1:], eps=1e-6)
 
 
@@ -117,3 +118,16 @@ def build_text_embedding(
             "it with text_tokens=64, or set model.text_tokens=false."
         )
     return TextEmbedding(dim, text, with_tokens)
+
+
+class TextProgram(nn.Module):
+    """A denoiser whose captions are plain tensors, for torch.export."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, x: Tensor, t: Tensor, y: Tensor, pooled: Tensor, tokens: Tensor, lengths: Tensor
+    ) -> Tensor:
+        return self.model(x, t, y, text=EncodedText(pooled, tokens, lengths, lengths))

@@ -7,10 +7,10 @@ Letters: B captions, T tokens of a caption, E width of the encoder.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ TEXT_CLASSES = {
 }
 """`model_type` in a config of transformers -> class that holds only the text encoder. AutoModel
 opens all other types."""
-WEIGHTS = "*.safetensors"
-TOKENIZER_FILES = ("*.json", "*.model", "*.txt")
+TEXT_WEIGHTS = "*.safetensors"
+TEXT_FILES = ("*.json", "*.model", "*.txt")
 MAX_TOKENS = 4096
 """Largest number of tokens of a text, for encoders that state no limit."""
 
@@ -60,10 +60,18 @@ class TextEncoder(nn.Module, ABC):
         tokens (B, T, E), and to a vector for each text (B, E), or None: then `encode` takes the
         mean of the tokens' vectors."""
 
+    def encode(self, texts: Sequence[str], max_tokens: int, batch_size: int = 64) -> EncodedText:
+        """Encodes texts, `batch_size` at a time, each cut to `max_tokens` tokens and padded with
+        zeros to as many. With 0 it returns pooled vectors only, of the whole texts. The vectors are
+        fp16, as latent sets store them."""
+        starts = range(0, len(texts), batch_size)
+        batches = [self.encode_batch(texts[i : i + batch_size], max_tokens) for i in starts]
+        pooled, tokens, lengths = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        return EncodedText(pooled, tokens, lengths, torch.arange(len(texts), device=pooled.device))
+
     @torch.no_grad()
-    def encode(self, texts: Sequence[str], max_tokens: int) -> EncodedText:
-        """Encodes texts in fp32, each cut to `max_tokens` tokens and padded with zeros to as many.
-        With 0 it returns pooled vectors only, of the whole texts."""
+    def encode_batch(self, texts: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Encodes a batch; returns pooled vectors, tokens and lengths (see `EncodedText`)."""
         device = next(self.parameters()).device
         numbers = self.tokenize(texts, max_tokens or None)
         lengths = torch.tensor([len(row) for row in numbers], device=device)
@@ -75,11 +83,10 @@ class TextEncoder(nn.Module, ABC):
         tokens = tokens.float() * mask.unsqueeze(2)
         if pooled is None:
             pooled = tokens.sum(1) / lengths.unsqueeze(1)
-        padding = (0, 0, 0, max_tokens - tokens.shape[1])
-        tokens = nn.functional.pad(tokens, padding) if max_tokens else tokens[:, :0]
-        lengths = lengths * bool(max_tokens)
-        places = torch.arange(len(texts), device=device)
-        return EncodedText(pooled.float(), tokens, lengths, places)
+        if not max_tokens:
+            return pooled.half(), tokens[:, :0].half(), torch.zeros_like(lengths)
+        tokens = nn.functional.pad(tokens, (0, 0, 0, max_tokens - tokens.shape[1]))
+        return pooled.half(), tokens.half(), lengths
 
 
 def hash_files(files: Sequence[Path]) -> str:
@@ -112,7 +119,7 @@ class HubTextEncoder(TextEncoder):
         patterns = [
             f"{folder}/{file}".lstrip("/")
             for folder in (subfolder, tokenizer)
-            for file in (WEIGHTS, *TOKENIZER_FILES)
+            for file in (TEXT_WEIGHTS, *TEXT_FILES)
         ]
         example = "'owner/name'; correct text_encoder.path, or give a local folder."
         repository = find_folder("text_encoder.path", path, patterns, example, revision)
@@ -139,7 +146,7 @@ class HubTextEncoder(TextEncoder):
             ) from error
         self.kind = type(self.model).__name__
         self.width = int(self.model.config.hidden_size)
-        files = [*folder.glob(WEIGHTS), *(repository / tokenizer).glob("tokenizer*")]
+        files = [*folder.glob(TEXT_WEIGHTS), *(repository / tokenizer).glob("tokenizer*")]
         self.weights_sha256 = hash_files(files)
 
     def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
@@ -175,7 +182,7 @@ class WordLlama(TextEncoder):
 
     def __init__(self) -> None:
         super().__init__()
-        found = importlib.util.find_spec("wordllama")
+        found = find_spec("wordllama")
         if found is None or not found.submodule_search_locations:
             raise UserError(
                 "text_encoder=wordllama needs the package wordllama: pip install "

@@ -96,18 +96,11 @@ def read_prompts(file: str) -> list[str]:
     return prompts
 
 
-def encode_prompts(
-    encoder: TextEncoder, prompts: Sequence[str], max_tokens: int, device: torch.device
-) -> EncodedText:
-    """Encodes prompts as the captions of a latent set are encoded, in fp16. Prints a note for each
-    prompt that is cut to `max_tokens` tokens."""
+def encode_prompts(encoder: TextEncoder, prompts: Sequence[str], max_tokens: int) -> EncodedText:
+    """Encodes prompts as the captions of a latent set are encoded. Prints a note for each prompt
+    that is cut to `max_tokens` tokens."""
     for prompt in prompts:
         count = len(encoder.tokenize([prompt])[0])
         if count > max_tokens > 0:
             print(f"note: {prompt[:60]!r} has {count} tokens, and {max_tokens} are read")
-    parts = [encoder.encode(prompts[i : i + 64], max_tokens) for i in range(0, len(prompts), 64)]
-    pooled, tokens, lengths, _ = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    numbers = torch.arange(len(prompts), device=device)
-    return EncodedText(
-        pooled.half().to(device), tokens.half().to(device), lengths.to(device), numbers
-    )
+    return encoder.encode(prompts, max_tokens)

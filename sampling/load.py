@@ -132,7 +132,7 @@ class TrainedModel:
             )
         assert self.spec.text is not None
         limit = self.spec.text.max_tokens if self.text_level == "tokens" else 0
-        return encode_prompts(self.text_encoder, prompts, limit, self.device)
+        return encode_prompts(self.text_encoder, prompts, limit)
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -48,13 +48,16 @@ def find_text_level(model: Mapping[str, Any]) -> str:
     return "tokens" if model.get("text_tokens") else "pooled"
 
 
-def foresee_latents(node: dict[str, Any], seed: int, memory: float) -> tuple[LatentSpec, float]:
-    """Returns the spec of the latent set that `data` describes, and the bytes that its latents take
-    on a device with `memory` bytes. If the loader's class cannot forecast both, builds a loader on
-    the CPU for the spec, and returns 0 bytes."""
+def foresee_latents(
+    node: dict[str, Any], seed: int, memory: float, text: str = "none"
+) -> tuple[LatentSpec, float]:
+    """Returns the spec of the latent set that `data` describes, and the bytes that its latents, and
+    the captions that `text` says, take on a device with `memory` bytes. If the loader's class
+    cannot forecast both, builds a loader on the CPU for the spec, and returns 0 bytes."""
     kind = resolve_target(node.get("_target_", ""), "data")
     if issubclass(kind, LatentLoader):
         settings = check_arguments(kind, node, "data", LoaderArgs.__annotations__)
+        settings |= {"text": text} if text != "none" else {}
         forecast = kind.foresee(memory, **settings)
         if forecast is not None:
             return forecast

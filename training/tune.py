@@ -32,7 +32,7 @@ from common.errors import UserError
 from common.files import ROOT, find_cache_folder, read_object, write_to_cache
 from common.text import replace_non_finite
 from training.assemble import to_json_types
-from training.components import foresee_latents
+from training.components import find_text_level, foresee_latents
 from training.config.compose import apply_schema
 from training.config.schema import RuntimeConfig, TrainConfig
 from training.distributed.ranks import Ranks
@@ -84,8 +84,10 @@ def find_choice(
         choice = read_choice(folder / TUNING_FILE, cfg, device, processes)
         if choice:
             return choice
-    spec, resident = foresee_latents(cfg.data, cfg.seed, memory_of(device))
-    latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident)
+    level = find_text_level(cfg.model)
+    spec, resident = foresee_latents(cfg.data, cfg.seed, memory_of(device), level)
+    text = spec.text and (spec.text.width, spec.text.max_tokens)
+    latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident, text)
     file = find_cache_folder("tuning") / f"{hash_facts(cfg, device, processes, *latents)}.json"
     choice = read_choice(file, cfg, device, processes)
     if choice:

@@ -76,7 +76,7 @@ def make_mask(groups: Tensor | None, prefix: Tensor | None, tokens: int) -> Tens
     before = prefix[:, None, None, :]
     if mask is None:
         return F.pad(before, (0, tokens), value=True)
-    size = (len(prefix), 1, tokens, -1)
+    size = (prefix.shape[0], 1, tokens, -1)
     return torch.cat((before.expand(size), mask.expand(size)), dim=3)
 
 
@@ -137,7 +137,7 @@ def attend_in_groups(
 
     block_mask = None
     if groups is not None or prefix is not None:
-        samples = None if prefix is None else len(prefix)
+        samples = None if prefix is None else prefix.shape[0]
         block_mask = create_block_mask(is_seen, samples, None, tokens, k.shape[2], device=q.device)
     return flex_attention(q, k, v, block_mask=block_mask)  # pyright: ignore[reportReturnType]
 

@@ -134,26 +134,34 @@ def write_program(cfg: ExportConfig, file: Path) -> None:
     outputs."""
     import torch
 
+    from common.encoded_text import EncodedText
+    from data.captions import CaptionTable
+    from models.text import TextProgram
+
     trained = load_trained(cfg)
     spec = trained.spec
     model = trained.model
-    inputs = (
+    inputs: tuple[torch.Tensor, ...] = (
         torch.randn(2, spec.channels, spec.height, spec.width),
         torch.rand(2),
         torch.zeros(2, dtype=torch.int64),
     )
-    batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(model, inputs, dynamic_shapes=({0: batch},) * 3)
+    names = ["x", "t", "y"]
+    if spec.text is not None and trained.text_level != "none":
+        table = CaptionTable.make_blank(spec.text, trained.text_level, inputs[0].device)
+        inputs += table.gather(inputs[2])[:3]
+        names += EncodedText._fields[:3]
+        model = TextProgram(model)
+    batch = {0: torch.export.Dim("batch", min=1)}
+    program = torch.export.export(model, inputs, dynamic_shapes=(batch,) * len(inputs))
     torch.export.save(program, file)
 
     description = {
         "inputs": {
-            "x": ["batch", spec.channels, spec.height, spec.width],
-            "t": ["batch"],
-            "y": ["batch"],
+            name: ["batch", *value.shape[1:]] for name, value in zip(names, inputs, strict=True)
         },
         "convention": "x = (1-t)·z + t·noise; the output is noise - z; t = 1 is noise; y is int64",
-        "no_class": spec.num_classes,
+        "no_class": spec.null_label,
         "class_names": spec.names,
         "latents": {
             "mean": spec.mean,
@@ -204,6 +212,8 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
     from scripts.export.folder import can_be_included, find_branches, name_autoencoder
 
     labels = json.dumps(trained.spec.names[:2] or [0], ensure_ascii=False)
+    if trained.text_level != "none":
+        labels = '"a red apple"'
     call = f"pipe({labels}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
     vae = ""

@@ -17,12 +17,20 @@ from PIL import Image
 from torch import Tensor, nn
 
 from accel.kernels.counter_noise import Purpose, counter_normal
+from common.encoded_text import EncodedText
 from common.errors import UserError
 from models.autoencoders import add_global_branch
 from models.block import Norm
 from models.denoiser import Denoiser
 from models.images import select_rgb, to_uint8
-from models.sampler import STEP_STRIDE, check_internal_guidance, make_guided_velocity, sample
+from models.sampler import (
+    STEP_STRIDE,
+    add_text,
+    check_internal_guidance,
+    make_guided_velocity,
+    sample,
+)
+from models.text import Conditioning
 
 
 class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
@@ -57,6 +65,9 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         mlp: dict[str, Any] | None = None,
         norm: Norm = "rms",
         time_scale: float = 1000.0,
+        conditioning: Conditioning = "class",
+        text_tokens: bool = False,
+        text: dict[str, Any] | None = None,
         latents: dict[str, Any] | None = None,
     ) -> None:
         # Leave out layers that are not given, so that the model has its defaults.
@@ -79,6 +90,9 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
             eps=eps,
             norm=norm,
             time_scale=time_scale,
+            conditioning=conditioning,
+            text_tokens=text_tokens,
+            text=text,
             **layers,
         )
         with torch.no_grad():
@@ -91,14 +105,15 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         y: Tensor,
         drop_uniforms: Tensor | None = None,
         internal_guidance: float | None = None,
+        text: EncodedText | None = None,
     ) -> Tensor:
         """Computes the velocity (B, C, H, W) in fp32. If the weights have 16 bits, matrix products
         run in the dtype of the weights; all other operations run in fp32."""
         if self.dtype == torch.float32:
-            result = super().forward(x, t, y, drop_uniforms, internal_guidance)
+            result = super().forward(x, t, y, drop_uniforms, internal_guidance, text)
         else:
             with torch.autocast(x.device.type, self.dtype):
-                result = super().forward(x.float(), t, y, drop_uniforms, internal_guidance)
+                result = super().forward(x.float(), t, y, drop_uniforms, internal_guidance, text)
         # In training mode the result is a pair, with the outputs of the heads.
         velocity = result[0] if isinstance(result, tuple) else result
         return velocity.float()
@@ -126,7 +141,8 @@ class FastlatentAutoencoder(AutoencoderTiny):
 
 
 class FastlatentPipeline(DiffusionPipeline):
-    """Draws images of classes. Equal seeds, labels and settings give equal images.
+    """Draws images of classes or prompts. Equal seeds, labels, prompts and settings give equal
+    images.
 
     Without `vae`, latents that are pixels become images as they are; other latents need
     output_type="latent".
@@ -141,7 +157,7 @@ class FastlatentPipeline(DiffusionPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: Sequence[int | str] | int | str,
+        class_labels: Sequence[int | str] | int | str = (),
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         guidance_interval: tuple[float, float] | None = None,
@@ -152,8 +168,11 @@ class FastlatentPipeline(DiffusionPipeline):
         seed: int = 0,
         latents: Tensor | None = None,
         output_type: str = "pil",
+        prompt: Sequence[str] | str | None = None,
     ) -> ImagePipelineOutput:
-        """Draws one image for each label, the number or the name of a class.
+        """Draws one image for each label, the number or the name of a class, or for each prompt. A
+        model of captions alone takes prompts in place of labels; one of classes and captions takes
+        pairs of both.
 
         Settings that are None take their values from training: steps, guidance (1: none) and the
         interval of times with guidance, the same two of internal guidance, the solver (euler, heun,
@@ -180,8 +199,12 @@ class FastlatentPipeline(DiffusionPipeline):
             check_decoder(self.vae, facts)
 
         labels = [class_labels] if isinstance(class_labels, int | str) else class_labels
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        if self.transformer.config.conditioning == "text":
+            prompts = prompts or labels
+            labels = [0] * len(prompts)
         numbers = find_class_numbers(labels, facts["class_names"])
-        drawn = self.draw(numbers, settings, seed, latents)
+        drawn = self.draw(numbers, settings, seed, latents, prompts)
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
         if self.vae is None:
@@ -194,11 +217,30 @@ class FastlatentPipeline(DiffusionPipeline):
             images = [Image.fromarray(image) for image in images]
         return ImagePipelineOutput(images=images)
 
+    def encode(self, prompts: Sequence[str]) -> EncodedText:
+        """Encodes prompts by the text encoder that encoded the captions; opens it at the first
+        call. Raises ValueError if its weights are others."""
+        facts = self.transformer.config.latents["text"]
+        encoder = getattr(self, "text_encoder", None)
+        if encoder is None:
+            encoder = make_layer(facts["encoder"])().to(self._execution_device)
+            if encoder.weights_sha256 != facts["sha256"]:
+                raise UserError(f"{facts['encoder']} has other weights than in training.")
+            self.text_encoder = encoder
+        limit = facts["max_tokens"] if self.transformer.config.text_tokens else 0
+        return encoder.encode(prompts, limit)
+
     def draw(
-        self, labels: list[int], settings: dict[str, Any], seed: int, latents: Tensor | None
+        self,
+        labels: list[int],
+        settings: dict[str, Any],
+        seed: int,
+        latents: Tensor | None,
+        prompts: Sequence[str] | None,
     ) -> Tensor:
         """Samples raw latents (N, C, H, W), which the autoencoder can decode, from the noise of
         `seed` or from the noise `latents`."""
+        text = None if prompts is None else self.encode(prompts)
         model = self.transformer
         device = self._execution_device
         shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)
@@ -215,7 +257,9 @@ class FastlatentPipeline(DiffusionPipeline):
         check_internal_guidance(model, settings["internal_guidance"])
         guidance = (settings["guidance"], settings["guidance_interval"])
         internal = (settings["internal_guidance"], settings["internal_interval"])
-        velocity = make_guided_velocity(model, label, model.num_classes, *guidance, *internal)
+        conditioned = add_text(model, text)
+        null = model.num_classes
+        velocity = make_guided_velocity(conditioned, label, null, *guidance, *internal)
         normalised = sample(
             velocity, noise, settings["steps"], settings["solver"], settings["shift"], fresh
         )

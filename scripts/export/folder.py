@@ -66,7 +66,9 @@ def write_folder(
             write_branches(folder / "vae", vae.config, branches)
             index["vae"] = [AUTOENCODING, AUTOENCODER]
     source = join_sources(
-        f"Draws images with a denoiser of latents{ORIGIN}", CLASSES_MODULE + PIPELINE
+        f"Draws images with a denoiser of latents{ORIGIN}",
+        *describe_text(trained)[1],
+        CLASSES_MODULE + PIPELINE,
     )
     (folder / "pipeline.py").write_text(source)
     write_json(folder / "model_index.json", index)
@@ -81,7 +83,8 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]) -> None:
     """Writes the denoiser to the folder `part`: code, configuration and weights."""
     spec = trained.spec
-    sizes = {name: getattr(spec, name) for name in ("channels", "height", "width", "num_classes")}
+    sizes = {name: getattr(spec, name) for name in ("channels", "height", "width")}
+    sizes["num_classes"] = spec.null_label
     arguments = {key: value for key, value in node.items() if key != "_target_"}
 
     if not node.get("attention_every"):
@@ -98,6 +101,9 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         arguments[key] = {"name": kind.__name__, **layer}
         kinds.append(f"{kind.__module__}.{kind.__name__}")
     source = join_sources(f"A denoiser of latents{ORIGIN}", *kinds, CLASSES_MODULE + TRANSFORMER)
+    if trained.text_level != "none" and spec.text is not None:
+        names = ("width", "max_tokens", "empty_pooled", "empty_tokens")
+        arguments["text"] = {name: getattr(spec.text, name) for name in names}
     latents = {
         "mean": spec.mean,
         "std": spec.std,
@@ -105,12 +111,29 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         "sampling": {key: getattr(trained.sampling, key) for key in SAMPLER_KEYS},
         "autoencoder": name_autoencoder(trained),
         "global_branches": bool(find_branches(trained)),
+        "text": describe_text(trained)[0],
     }
     config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **arguments, **AUTO_MAP}
     part.mkdir()
     (part / f"{MODELLING}.py").write_text(source)
     write_json(part / "config.json", config | {"latents": latents})
     write_tensors(part / "diffusion_pytorch_model.safetensors", trained.model.state_dict(), {})
+
+
+def describe_text(trained: TrainedModel) -> tuple[dict[str, Any] | None, list[str]]:
+    """Returns what the pipeline must know of the captions, None for a model of classes, and the
+    class of the text encoder, whose code the pipeline needs."""
+    text = trained.spec.text
+    if trained.text_level == "none" or text is None:
+        return None, []
+    node = dict(text.encoder)
+    kind = resolve_target(node.pop("_target_"), "text_encoder")
+    facts = {
+        "encoder": {"name": kind.__name__, **node},
+        "sha256": text.encoder_sha256,
+        "max_tokens": text.max_tokens,
+    }
+    return facts, [f"{kind.__module__}.{kind.__name__}"]
 
 
 def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, list[int]]) -> None:

@@ -27,10 +27,12 @@ from accel.composite_optimizer import collect_state, count_largest_part, iterate
 from accel.ledger import AUTO
 from accel.stack import AccelerationStack
 from accel.technique import Technique, find_switches
+from data.captions import CaptionTable
 from data.loader import Batch, LatentSpec
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
+from training.components import find_text_level
 from training.config.schema import ParallelConfig, TrainConfig
 from training.failures import count_lasting_bytes
 from training.optimizers import make_parameter_groups
@@ -232,7 +234,12 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
             torch.zeros(samples, spec.channels, spec.height, spec.width)
             for _ in range(cfg.accumulation_steps)
         ]
-        batches = [Batch(micro_batch, numbers, numbers, numbers) for micro_batch in latents]
+        text = None
+        level = find_text_level(cfg.model)
+        if spec.text is not None and level != "none":
+            one = replace(spec.text, count=1)
+            text = CaptionTable.make_blank(one, level, CPU).gather(numbers)
+        batches = [Batch(micro_batch, numbers, numbers, numbers, text) for micro_batch in latents]
 
         # Compile the blocks before the count, because compiling allocates tensors too.
         if any(module._compiled_call_impl is not None for module in model.modules()):

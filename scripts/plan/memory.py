@@ -30,7 +30,7 @@ from scripts.plan.counting import (
     count_update,
     with_few_blocks,
 )
-from training.components import foresee_latents
+from training.components import find_text_level, foresee_latents
 from training.config.build import build
 from training.config.schema import TrainConfig
 from training.ema import EMA
@@ -291,7 +291,7 @@ def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Pla
 def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
     """Makes the `Question` of a forecast for a run on devices with `memory` bytes each. If the
     latents fit that memory, the forecast includes their bytes."""
-    spec, resident = foresee_latents(cfg.data, cfg.seed, memory)
+    spec, resident = foresee_latents(cfg.data, cfg.seed, memory, find_text_level(cfg.model))
     return Question(cfg, spec, gpus, resident, gpu)
 
 

@@ -162,7 +162,7 @@ def main(file: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
     cfg = apply_schema(TrainConfig, job["cfg"], [])
-    spec = LatentSpec(**job["spec"])
+    spec = LatentSpec.from_dict(job["spec"])
     now = forecast(Question(cfg, spec, job["processes"], gpu=job["gpu"]))
     savings = count_savings(now, job["barred"], job["until"])
     write_atomically(file.with_suffix(".found"), json.dumps({"savings": savings}))

@@ -34,12 +34,14 @@ from common import workers
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.text import shorten_error
+from data.captions import CaptionTable
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
 from scripts import timing
 from scripts.plan.memory import Question, forecast
 from scripts.plan.savings import find_cheapest_change, format_overrides, merge_values
 from training.assemble import Parts, Training, assemble, to_json_types
+from training.components import find_text_level
 from training.config import build
 from training.config.compose import apply_schema
 from training.config.schema import ParallelConfig, TrainConfig
@@ -136,7 +138,7 @@ class Search:
                 raise UserError(f"{changes} is not available on this machine.")
             return apply_changes(self.cfg, changes)
 
-        spec = LatentSpec(**self.job["spec"])
+        spec = LatentSpec.from_dict(self.job["spec"])
         gpu = self.device.type == "cuda"
         question = Question(apply_changes(self.cfg, {}), spec, self.processes, self.reserved, gpu)
         try:
@@ -258,7 +260,7 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
     of the batch, without data parallelism, on normally distributed random latents. Adds noise to
     the initial weights, so that every part of the model affects the loss."""
     cfg = apply_schema(TrainConfig, job["cfg"], [])
-    spec = LatentSpec(**job["spec"])
+    spec = LatentSpec.from_dict(job["spec"])
 
     def make_loader(_: Any, seed: int, micro_batch: int, device: torch.device, *_more: Any) -> Any:
         latents = SyntheticLatents(
@@ -272,6 +274,12 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
             device=device,
         )
         latents.spec = spec
+        level = find_text_level(cfg.model)
+        if spec.text is not None and level != "none":
+            one = replace(spec.text, count=1)
+            latents.captions = CaptionTable.make_blank(one, level, device)
+            for split in (latents.train, latents.held_out_split):
+                split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
         return latents
 
     set_deterministic(cfg.deterministic)
