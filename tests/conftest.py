@@ -28,6 +28,9 @@ from training.distributed.exit import SIGNALS
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("WANDB_SILENT", "true")
+# Compute in one thread, as the processes that tests start do: on some CPUs two threads round sums
+# otherwise, and tests compare bits.
+torch.set_num_threads(1)
 
 
 def pytest_collection_finish():

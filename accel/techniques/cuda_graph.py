@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from accel.composite_optimizer import is_fused
 from accel.evidence import NO_KERNEL_SEEN, Evidence
@@ -135,7 +135,7 @@ class CapturedUpdate:
             return output
 
         graph = self.graph or self.capture(batches)
-        tensors = tree_leaves(list(batches))
+        tensors = list_tensors(batches)
         assert [t.shape for t in tensors] == [t.shape for t in self.buffers], (
             "a captured step has one shape"
         )
@@ -148,7 +148,7 @@ class CapturedUpdate:
         """Captures the update on copies of `batches`, which become the static buffers; returns the
         graph."""
         assert self.calls > 0
-        static = tree_map(torch.clone, list(batches))
+        static = tree_map_only(Tensor, torch.clone, list(batches))
         graph = torch.cuda.CUDAGraph()
         failure = None
         current = torch.cuda.current_stream()
@@ -174,6 +174,11 @@ class CapturedUpdate:
                 f"runtime.cuda_graph=true: the step cannot be captured ({cause}); use "
                 "runtime.cuda_graph=false."
             ) from failure or error
-        self.buffers = tree_leaves(static)
+        self.buffers = list_tensors(static)
         self.graph = graph
         return graph
+
+
+def list_tensors(batches: Sequence[Any]) -> list[Tensor]:
+    """Lists the tensors of batches; an absent caption is None."""
+    return [leaf for leaf in tree_leaves(list(batches)) if leaf is not None]

@@ -3,8 +3,8 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
-from data.loader import Batch
 from tests.harness.batches import LOADERS
 from tests.harness.sets import save_random_set
 from tests.harness.words import CPU
@@ -44,7 +44,7 @@ def test_a_gpu_gets_what_a_cpu_gets_while_it_is_busy(kind, folder):
             matrix = torch.tanh(matrix @ matrix)
 
         # the clones follow the matrices on the same stream
-        batches.append(Batch(*(tensor.clone() for tensor in batch)))
+        batches.append(tree_map_only(torch.Tensor, torch.clone, batch))
         del batch
     for batch in batches:
         assert_close(batch, next(expected))

@@ -19,7 +19,7 @@ from common.files import ROOT, write_json
 from data.manifest import read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
-from encoding.job import ShardWriter, claim_folder, describe_job, read_finished
+from encoding.job import Plan, ShardWriter, claim_folder, describe_job, read_finished
 from encoding.sources import list_images
 from models.autoencoders import WEIGHTS_FILE
 from tests.harness.refusals import expect_refusal
@@ -335,7 +335,9 @@ def test_what_images_are_taken_for_is_part_of_the_job(photos, change):
     words = [f"source={photos}", "out=x", "encoder.path=x"]
     listed = list_images(photos)
     one, other = (
-        describe_job(listed, compose([*words, *more], "precompute_latents").cfg, None, "fp32")
+        describe_job(
+            listed, compose([*words, *more], "precompute_latents").cfg, None, "fp32", Plan([], 0, 0)
+        )
         for more in ([], [change])
     )
     assert one != other

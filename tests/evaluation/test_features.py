@@ -162,10 +162,6 @@ def test_dinov2_that_is_none(dinov2, tmp_path, monkeypatch):
         (drop_tensor, "missing_keys"),
         (lambda: (dinov2 / "model.safetensors").write_bytes(b"nothing"), "cannot be read"),
         (lambda: (dinov2 / "config.json").write_text('{"model_type": "vit"}'), "of type vit"),
-        (
-            lambda: monkeypatch.setitem(sys.modules, "transformers", None),
-            r"transformers, which is not installed; pip install 'fastlatent\[evaluation",
-        ),
     ]
     for plant, sentence in faults:
         plant()
@@ -174,6 +170,9 @@ def test_dinov2_that_is_none(dinov2, tmp_path, monkeypatch):
     for path, sentence in ((None, "needs dinov2="), (str(tmp_path), "config.json does not exist")):
         with expect_refusal(sentence):
             Dinov2Features(path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with expect_refusal(r"transformers, which is not installed; pip install 'fastlatent\[evalu"):
+        Dinov2Features(str(dinov2))
 
 
 def test_inception_that_is_none(tmp_path, monkeypatch, forget_fidelity):

@@ -4,6 +4,7 @@ from functools import partial
 from itertools import islice
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from data.loader import Batch
 from data.resident import ResidentLatents
@@ -43,7 +44,8 @@ LOADERS = {
 
 
 def join(batches):
-    return Batch(*map(torch.cat, zip(*batches, strict=True)))
+    """Joins batches, also their captions."""
+    return tree_map(lambda *parts: parts[0] if parts[0] is None else torch.cat(parts), *batches)
 
 
 def take(loader, count):
@@ -53,9 +55,9 @@ def take(loader, count):
 
 def sort_by_position(batch):
     order = batch.position.argsort()
-    return Batch(*(tensor[order] for tensor in batch))
+    return tree_map_only(torch.Tensor, lambda tensor: tensor[order], batch)
 
 
 def assert_same(first, second):
     for name, a, b in zip(Batch._fields, first, second, strict=True):
-        assert torch.equal(a, b), name
+        assert (a is None and b is None) or all(map(torch.equal, *map(tree_leaves, (a, b)))), name

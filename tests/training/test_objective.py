@@ -78,7 +78,7 @@ def test_draws_follow_the_position_not_the_batch():
     model = fill_zero_layers(make_denoiser("mamba", channels=1, height=4, width=4))
     for held_out in (False, True):
         whole = compute_losses(FlowMatching(), model, batch, held_out=held_out)
-        some = Batch(*(t[3:5] for t in batch))
+        some = Batch(*(t[3:5] for t in batch[:4]))
         part = compute_losses(FlowMatching(), model, some, held_out=held_out)
         torch.testing.assert_close(part.flow, whole.flow[3:5])
         torch.testing.assert_close(part.t, whole.t[3:5], rtol=0.0, atol=0.0)
@@ -119,7 +119,7 @@ def test_training_minimises_the_loss_and_the_extra_term(parts):
     parameters = list(training.model.parameters())
     expected = torch.autograd.grad(flow.mean() + extra["size"].mean(), parameters)
 
-    chunks = zip(*(tensor.chunk(parts) for tensor in batch), strict=True)
+    chunks = zip(*(tensor.chunk(parts) for tensor in batch[:4]), strict=True)
     means = training.step.accumulate([Batch(*columns) for columns in chunks])
     torch.testing.assert_close([p.grad for p in parameters], [*expected], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(means, {"loss": flow.mean(), "loss_size": extra["size"].mean()})
