@@ -30,7 +30,6 @@ def precompute(composed: Composed) -> Path:
     """Encodes the images that `composed.cfg` names, and returns the path of the manifest. With
     dry_run=true it only prints an estimate of size and time, and writes no manifest."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
-    from encoding.caption_job import CaptionJob
     from encoding.captions import fill_templates
     from encoding.encoder import (
         PSNR_IMAGES,
@@ -44,12 +43,12 @@ def precompute(composed: Composed) -> Path:
         claim_folder,
         describe_job,
         make_locked_folder,
+        plan_captions,
         plan_shards,
         write_manifest,
     )
     from encoding.sources import list_images
     from models.images import Autoencoder
-    from models.text_encoders import TextEncoder
     from training.config.build import build
     from training.distributed.ranks import Ranks
     from training.environment import pick_device
@@ -67,11 +66,9 @@ def precompute(composed: Composed) -> Path:
     plan = plan_shards(images, cfg)
     ranks.say(images.describe(cfg.source, plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
-    captions = None
     if with_text:
-        text_encoder = build(cfg.text_encoder, "text_encoder", kind=TextEncoder).to(device)
-        captions = CaptionJob.plan(plan, cfg, text_encoder)
-        ranks.say(captions.describe(plan.images))
+        plan.captions = plan_captions(plan, cfg, device)
+        ranks.say(plan.captions.describe())
 
     # 2. Accelerate the encoder, and encode one batch to check which techniques were active.
     on_unavailable = cfg.runtime.on_unavailable.value
@@ -95,7 +92,7 @@ def precompute(composed: Composed) -> Path:
     precision = ledger.precision
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
-    encoder = ShardEncoder(step, cfg, out, device, ranks, captions)
+    encoder = ShardEncoder(step, cfg, out, device, ranks, plan.captions)
     if cfg.dry_run:
         ranks.say(estimate(encoder, images, plan))
         return out / "manifest.json"
@@ -111,8 +108,8 @@ def precompute(composed: Composed) -> Path:
         ranks.wait_for_all()
         claim_folder(out, job)
         began = time.perf_counter()
-        if captions is not None:
-            captions.run(plan, out, ranks)
+        if plan.captions is not None:
+            plan.captions.run(out, ranks)
         encoder.run(plan)
         ranks.wait_for_all()
         if not ranks.first:

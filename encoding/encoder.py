@@ -29,16 +29,8 @@ from encoding.images import (
     collate,
     make_decoding_loader,
 )
-from encoding.job import (
-    ChannelSums,
-    NumberedImage,
-    Plan,
-    ShardWriter,
-    cast_tensors,
-    explain_full_disk,
-    read_finished,
-    write_sidecar,
-)
+from encoding.job import ChannelSums, NumberedImage, Plan, cast_tensors
+from encoding.shards import ShardWriter, explain_full_disk, read_finished, write_sidecar
 from models.images import Autoencoder, psnr
 from training.config.schema import PrecomputeConfig
 from training.distributed.ranks import SINGLE, Ranks
@@ -219,7 +211,8 @@ class ShardEncoder:
             tensors |= self.encode_latents(images.flip(3), numbers, "mirrored", "mirrored_std")
         tensors["labels"] = torch.tensor([entry.label for entry in entries])
         if self.captions is not None:
-            tensors["captions"] = self.captions.number_captions(entries)
+            captions = [entry.captions for entry in entries]
+            tensors["captions"] = self.captions.number_captions(captions)
         return cast_tensors(tensors, self.cfg.dtype.value, [entry.key for entry in entries])
 
     def encode_latents(

@@ -9,39 +9,23 @@ shard with a valid sidecar again.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import hashlib
-import io
-import json
 import os
-import tarfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import (
-    LOCK_FILE,
-    FolderLock,
-    hash_file,
-    lock_folder,
-    make_folder,
-    read_object,
-    rename,
-    sync_folder,
-    write_atomically,
-    write_json,
-)
-from data.loader import TextSpec
-from data.manifest import MANIFEST_NAME, Block, Manifest, Shard
+from common.files import LOCK_FILE, FolderLock, lock_folder, make_folder, read_object, write_json
+from data.manifest import MANIFEST_NAME, Manifest, Shard
+from encoding.caption_job import CaptionJob, TextSettings
 from encoding.images import RESIZE, ImageEntry, ImageList
 from models.images import Autoencoder
+from models.text_encoders import TextEncoder
+from training.config.build import build
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
@@ -59,10 +43,7 @@ class Plan:
     """(file name, split "held_out" or "train", images) of each shard"""
     held_out: int
     images: int
-    text: TextSpec | None = None
-    """Description of the captions; None if the set has none."""
-    caption_shards: list[str] = field(default_factory=list)
-    """File names of the shards of captions."""
+    captions: CaptionJob | None = None
 
 
 def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
@@ -84,6 +65,16 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
     return Plan(shards, held_out, len(numbered))
 
 
+def plan_captions(plan: Plan, cfg: PrecomputeConfig, device: torch.device) -> CaptionJob:
+    """Builds the text encoder, and plans to encode the captions of the plan's images with it."""
+    entries = [entry for _, _, images in plan.shards for _, entry in images]
+    encoder = build(cfg.text_encoder, "text_encoder", kind=TextEncoder).to(device)
+    values = {name: getattr(cfg, name) for name in TextSettings._fields}
+    settings = TextSettings(**values | {"text_dtype": cfg.text_dtype.value})
+    node = locate_encoder(cfg.text_encoder, encoder.revision)
+    return CaptionJob([entry.captions for entry in entries], encoder, node, settings)
+
+
 def describe_job(
     images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str, plan: Plan
 ) -> dict[str, Any]:
@@ -91,12 +82,6 @@ def describe_job(
     dtype in which the encoder's matrix products really ran, from the acceleration ledger."""
     image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
     job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
-    captions = [entry.captions[: cfg.max_captions] for entry in images.entries]
-    text = {
-        "captions_sha256": hashlib.sha256(json.dumps(captions).encode()).hexdigest(),
-        "text_tokens": cfg.text_tokens,
-        "text_dtype": cfg.text_dtype.value,
-    }
     return {
         **{key: getattr(cfg, key) for key in image_keys + job_keys},
         "classes": cfg.classes,
@@ -105,8 +90,8 @@ def describe_job(
         "precision": precision,
         "source_sha256": images.sha256(),
         "encoder_sha256": encoder_sha256,
-        "text_encoder": plan.text and plan.text.encoder_sha256,
-        **(text if plan.text else {}),
+        "text_encoder": None,
+        **(plan.captions.settings_of_content if plan.captions else {}),
     }
 
 
@@ -162,48 +147,6 @@ def make_locked_folder(out: Path) -> FolderLock:
     )
 
 
-def read_finished(out: Path, name: str) -> dict[str, Any] | None:
-    """Returns the content of a shard's sidecar, or None if the shard or the sidecar is absent,
-    incomplete or damaged."""
-    try:
-        sidecar = read_object(out / f"{name}.json")
-        digest = sidecar.pop("sha256", None)  # None: an earlier version stored no hash
-        complete = hash_file(out / name) == sidecar["shard"]["sha256"]
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        return None
-    return sidecar if complete and digest in (None, hash_sidecar(sidecar)) else None
-
-
-def hash_sidecar(sidecar: dict[str, Any]) -> str:
-    """Returns the SHA-256 of a sidecar's content, by which a later run detects damage."""
-    return hashlib.sha256(json.dumps(sidecar).encode()).hexdigest()
-
-
-def write_sidecar(
-    out: Path, shard: Shard, skipped: Sequence[str] = (), sums: dict[str, Any] | None = None
-) -> None:
-    """Writes the sidecar of a finished shard. `skipped` are sentences about images that the shard
-    lacks, `sums` is `ChannelSums.as_dict()`; captions have neither."""
-    sidecar: dict[str, Any] = {"shard": asdict(shard), "skipped": list(skipped), "sums": sums}
-    sidecar["sha256"] = hash_sidecar(sidecar)
-    write_atomically(out / f"{shard.file}.json", json.dumps(sidecar) + "\n")
-
-
-@contextlib.contextmanager
-def explain_full_disk(out: Path, name: str) -> Iterator[None]:
-    """Raises a UserError if the disk gets full while the `with` block writes the shard `name`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise UserError(
-            f"out={out}: no space is left for {name} ({error.strerror}). Finished shards are "
-            "kept: free some space and run the same command again; dry_run=true says how much it "
-            "takes."
-        ) from error
-
-
 def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:
     """Returns an encoder's configuration node with the full path of a local folder, or with the
     commit `revision` of a hub id."""
@@ -255,7 +198,8 @@ def write_manifest(
     """Merges the sidecars of all shards into `manifest.json`, and returns the manifest. `shape` is
     (C, H, W) of a latent. Raises ValueError if no training image was decoded."""
     out = Path(str(cfg.out)).expanduser()
-    names = [*(name for name, _, _ in plan.shards), *plan.caption_shards]
+    captions = plan.captions
+    names = [name for name, _, _ in plan.shards] + (captions.shards if captions else [])
     sidecars = [read_object(out / f"{name}.json") for name in names]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
@@ -282,7 +226,7 @@ def write_manifest(
         source=str(cfg.source),
         source_sha256=images.sha256(),
         seed=cfg.seed,
-        text=plan.text,
+        text=captions and captions.spec,
     )
     manifest.write(out)
     return manifest
@@ -291,9 +235,9 @@ def write_manifest(
 def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Casts all latents of a batch to `dtype`, and moves these tensors to the CPU.
-    `samples` are the names of the batch's samples: if a value overflows in `dtype`, a ValueError
-    names the first sample with such a value."""
+    """Casts the latents of a batch to `dtype`, and moves them to the CPU. `samples` are the names
+    of the batch's samples: if a value overflows in `dtype`, a ValueError names the first sample
+    with such a value."""
     block = dict(tensors)
     for name in sorted(tensors.keys() - {"labels", "captions"}):
         block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
@@ -343,79 +287,3 @@ def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float],
     mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
     square = torch.tensor([s["squares"] for s in sums], dtype=torch.float64).sum(0) / count
     return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()
-
-
-class ShardWriter:
-    """Writes one shard under a temporary name; `close()` syncs it to disk and renames it.
-
-    If `close()` never runs (after an exception or a kill), no file has the final name of the shard.
-    """
-
-    def __init__(self, file: Path, split: str, block_size: int) -> None:
-        self.file = file
-        self.split: Any = split
-        self.block_size = block_size
-        self.temporary = file.with_name(f"{file.name}.tmp")
-        self.stream = self.temporary.open("wb")
-        self.tar = tarfile.TarFile(fileobj=self.stream, mode="w")
-        self.pending: dict[str, Tensor] = {}
-        self.blocks: list[Block] = []
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Appends samples: tensors on the CPU with equal lengths along the first axis. Writes a
-        block whenever `block_size` samples are pending."""
-        self.pending = {
-            name: torch.cat([self.pending[name], tensor]) if self.pending else tensor
-            for name, tensor in tensors.items()
-        }
-        while len(self.pending["labels"]) >= self.block_size:
-            self.write_block()
-
-    def write_block(self) -> None:
-        """Writes the first `block_size` pending samples as one safetensors member of the tar."""
-        block = {name: t[: self.block_size].contiguous() for name, t in self.pending.items()}
-        self.pending = {name: t[self.block_size :] for name, t in self.pending.items()}
-        self.write_member(block, len(block["labels"]))
-
-    def write_member(self, block: Mapping[str, Tensor], samples: int) -> None:
-        """Writes a block of `samples` samples as the next member of the tar."""
-        payload = save(dict(block))
-        size = len(payload)
-        member = tarfile.TarInfo(f"{self.file.stem}-{len(self.blocks):06d}.safetensors")
-        member.size = size
-        member.mode = 0o444
-        member.uname = member.gname = "fastlatent"
-        self.tar.addfile(member, io.BytesIO(payload))
-
-        # tarfile filled the member with zeros up to a multiple of 512 bytes, and the stream now
-        # stands behind these zeros. Subtract the zeros and `size` to get the offset of the member's
-        # content.
-        offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
-        digest = hashlib.sha256(payload).hexdigest()
-        self.blocks.append(Block(offset, size, samples, digest))
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes the temporary file and deletes it if the `with` block raised an exception."""
-        if kind is not None:
-            with contextlib.suppress(OSError):  # close() fails on a full disk
-                self.stream.close()
-            self.temporary.unlink(missing_ok=True)
-
-    def close(self) -> Shard:
-        """Writes the pending samples, syncs the file to disk, renames it to the shard's name, and
-        returns the shard's description."""
-        if len(self.pending.get("labels", ())):
-            self.write_block()
-        self.tar.close()
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        size = self.stream.tell()
-        self.stream.close()
-        digest = hash_file(self.temporary)
-        rename(self.temporary, self.file)
-        sync_folder(self.file.parent)
-        count = sum(block.samples for block in self.blocks)
-        return Shard(self.file.name, self.split, count, size, digest, self.blocks)

@@ -7,6 +7,8 @@ for each layer.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from accel.kernels.add_norm import add_norm, fused_add_norm
 from accel.kernels.swiglu import fused_swiglu, silu_product
+from common.errors import UserError
 from models.layers import Layer, Ranges, cut_rows
 
 Norm = Literal["rms", "layer"]
@@ -159,3 +162,69 @@ class Block(nn.Module):
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""
         return sum(layer.flops(tokens) for layer in self.layers)  # pyright: ignore[reportCallIssue]
+
+
+def build_mixers(
+    mixer: Callable[..., nn.Module],
+    attention: Callable[..., nn.Module] | None,
+    attention_every: int,
+    depth: int,
+    sizes: Mapping[str, Any],
+) -> list[nn.Module]:
+    """Builds the mixers of `depth` blocks, with the arguments `sizes`: every `attention_every`-th
+    one by `attention`, all others by `mixer`; with 0 all by `mixer`.
+
+    A mixer's argument `layer` is the number of earlier blocks of the same kind. So scans take rows
+    and columns in turn, and attention shifts its windows, as if the other kind were not there.
+    The size `text_tokens`, the number of tokens of a caption, goes to attention only; UserError if
+    it is above 0 and there is no attention, or if `attention_every` is above 0 without `attention`.
+    """
+    if attention is None and attention_every:
+        raise UserError(
+            f"model.attention_every={attention_every} needs model.attention; choose "
+            "model=hybrid_<size>, mamba_<size> or ssd_mlp_<size>, or 0."
+        )
+    sizes = dict(sizes)
+    text_tokens = sizes.pop("text_tokens") or 0
+    mixers = []
+    for number in range(depth):
+        kind = mixer
+        layer = number
+        if attention is not None and attention_every:
+            earlier = number // attention_every
+            has_attention = (number + 1) % attention_every == 0
+            kind = attention if has_attention else mixer
+            layer = earlier if has_attention else number - earlier
+        known = inspect.signature(kind).parameters
+        options = {"layer": layer, "text_tokens": text_tokens}
+        options = {name: value for name, value in options.items() if name in known}
+        mixers.append(kind(**sizes, **options))
+    if text_tokens and not any(getattr(mixer, "text_tokens", 0) for mixer in mixers):
+        raise UserError(
+            "model.text_tokens=true needs layers of attention, and this model has none; choose "
+            "model=dit_<size> or hybrid_<size>, or set model.text_tokens=false."
+        )
+    return mixers
+
+
+def build_blocks(
+    mixers: list[nn.Module],
+    mlp: Callable[..., nn.Module],
+    widths: tuple[int, int],
+    eps: float,
+    norm: Norm,
+) -> nn.ModuleList:
+    """Builds a block around each mixer; `widths` are the block's width and the hidden width of its
+    MLP, 0 for no MLP."""
+    dim, hidden = widths
+    # A block returns the output of its last layer in the token order of that layer (`leaving`;
+    # None: the order of the residual stream). The next block adds this output to the residual
+    # stream, so it needs `leaving` to permute the tokens back.
+    blocks = nn.ModuleList()
+    leaving = None
+    for mixer in mixers:
+        layers = [mixer, mlp(dim=dim, hidden=hidden)] if hidden else [mixer]
+        block = Block(layers, eps, leaving, norm)
+        blocks.append(block)
+        leaving = block.orders[-1]
+    return blocks

@@ -10,7 +10,8 @@ Features: `encoder` (the latent set's autoencoder) and `random` (a fixed random 
 nothing; `inception` and `dinov2` need `pip install 'fastlatent[evaluation]'` and weights;
 `<package>.<module>.<Class>` is your own (extensions=[package]). The reference is a folder of
 images, or the decoded training latents ("reconstructions"). `labels=[apple,3]` draws only those
-classes, by name or number. <out>.json has the figures, the protocol (all settings that they depend
+classes, by name or number; a model of captions draws those of the training samples, in order
+(`prompts`), and `clip=<folder of a CLIP model>` measures how well samples fit them. <out>.json has the figures, the protocol (all settings that they depend
 on), and the names of the classes by number. Compare only figures with the same protocol. After a
 stop the same command continues from the pieces in <out>.parts and gives the same figures. The
 features of the reference are cached below $XDG_CACHE_HOME or ~/.cache; processes on several
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
@@ -36,6 +37,11 @@ from training.config.compose import parse_words, refuse_drawing, refuse_missing
 from training.config.schema import EnoughSamples, FdConfig, Positive
 from training.distributed.exit import resumable_command
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CLIP = "clip_score"
+
 
 @dataclass(frozen=True)
 class EvaluateConfig(FdConfig, DrawConfig):
@@ -44,6 +50,10 @@ class EvaluateConfig(FdConfig, DrawConfig):
     count: Annotated[int, Ge(4)] = 10_000
     batch_size: Positive = 128
     reference_count: EnoughSamples = 50_000
+    prompts: str = "train"
+    clip: str | None = None
+    """For a model of captions: folder or hub id of a CLIP model, by which `clip_score` is measured:
+    100 times the mean cosine between a sample and its caption."""
     out: str | None = None
     """Path of the result without .json; null: <run_dir>/evaluation/step-<N>-<hash of the protocol>.
     Required if `weights` names a file that lies in no run folder."""
@@ -55,9 +65,13 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_drawing(cfg)
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
+    import torch
+
     from common.files import write_json
+    from evaluation.clip import ClipScore
     from evaluation.distances import collect_stats, compute_figures
     from evaluation.evaluator import Evaluator
+    from models.images import to_uint8
     from sampling.load import find_run_folder
     from training.distributed.ranks import Ranks
     from training.environment import describe_environment
@@ -79,18 +93,35 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     # write different files.
     reference_protocol = evaluator.describe_protocol()
     protocol = job.describe_protocol() | reference_protocol
+    clip = None
+    if cfg.clip is not None:
+        if not job.texts:
+            raise UserError("clip is for a model of captions; leave it out.")
+        clip = ClipScore(cfg.clip, trained.device)
+        protocol["clip"] = clip.sha256
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
     out = Path(cfg.out or default).expanduser()
+
+    def measure(labels: Tensor, latents: Tensor) -> dict[str, Tensor]:
+        features = evaluator.compute_latent_features(latents)
+        if clip is not None:
+            images = torch.from_numpy(to_uint8(trained.autoencoder.decode(latents)))
+            features[CLIP] = clip(images, [job.texts[number] for number in labels.tolist()])
+        return features
+
     chunks = job.run(
         out.with_name(out.name + ".parts"),
-        reference_protocol | {"reference": evaluator.source.identity},
-        lambda labels, latents: evaluator.compute_latent_features(latents),
+        reference_protocol | {"reference": evaluator.source.identity, "clip": cfg.clip},
+        measure,
     )
     result: dict[str, Any] = {}
     if ranks.first:
-        stats = collect_stats(map(chunks.read, range(chunks.count)))
-        result = {
+        batches = [chunks.read(number) for number in range(chunks.count)]
+        scores = [batch.pop(CLIP) for batch in batches if CLIP in batch]
+        stats = collect_stats(batches)
+        result = {CLIP: float(torch.cat(scores).mean())} if scores else {}
+        result |= {
             "features": compute_figures(stats, evaluator.reference),
             "protocol": protocol,
             "environment": describe_environment(trained.device),
@@ -98,7 +129,8 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         }
         file = out.with_name(out.name + ".json")
         write_json(file, result)
-        print(f"\n{format_figures(result['features'])}\n{file}", flush=True)
+        print(f"\n{format_figures(result['features'])}", flush=True)
+        print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if scores else file, flush=True)
     chunks.remove()
     return result
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import reprlib
 import shutil
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Size, Tensor
 
     from data.manifest import Manifest, Shard
+    from encoding.caption_job import CaptionJob
     from encoding.foreign import ForeignLatents
     from models.images import Autoencoder
 
@@ -75,6 +77,10 @@ class ImportConfig:
     labels: str | None = None
     latents_key: str = "latents"
     labels_key: str = "labels"
+    captions: str | None = None
+    """JSON file with the captions: a list that has a text, or a list of texts, for each sample."""
+    text_encoder: str | None = None
+    """Encoder of the captions: wordllama, or a folder or hub id of a model of transformers."""
     classes: int | str | None = None
     """The number of classes, a text file with one class name per line, "none" for latents without
     labels, or null: one more than the highest label."""
@@ -192,7 +198,8 @@ def import_latents(cfg: ImportConfig) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        manifest = write_set(cfg, foreign, autoencoder, node, unfinished)
+        captions = plan_captions(cfg, foreign.total)
+        manifest = write_set(cfg, foreign, autoencoder, node, unfinished, captions)
         manifest.write(unfinished)
         rename(unfinished, out)
     except OSError as error:
@@ -213,6 +220,36 @@ def find_encoder_node(name: str) -> dict[str, Any]:
     if file.is_file() and name != "local":
         return parse_yaml(file.read_text())
     return {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": name}
+
+
+def plan_captions(cfg: ImportConfig, total: int) -> CaptionJob | None:
+    """Reads the captions, one entry for each of `total` samples, and plans to encode them; None if
+    `cfg` names none."""
+    if cfg.captions is None and cfg.text_encoder is None:
+        return None
+    if cfg.captions is None or cfg.text_encoder is None:
+        raise UserError("captions and text_encoder go together; set both or none.")
+    from encoding.caption_job import CaptionJob, TextSettings
+    from encoding.captions import tidy_value
+    from encoding.job import locate_encoder
+    from models.text_encoders import TextEncoder
+    from training.config.build import build
+    from training.environment import pick_device
+
+    refuse_missing("captions", cfg.captions, "name a JSON file with a list of captions")
+    try:
+        values = json.loads(Path(cfg.captions).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"captions={cfg.captions} is no JSON file ({error}).") from error
+    if not isinstance(values, list) or len(values) != total:
+        raise UserError(f"captions={cfg.captions} must be a list of {total} entries.")
+    captions = [tidy_value(f"captions={cfg.captions}: {i}", v) for i, v in enumerate(values)]
+    node: dict[str, Any] = {"_target_": "models.text_encoders.WordLlama"}
+    if cfg.text_encoder != "wordllama":
+        node = {"_target_": "models.text_encoders.HubTextEncoder", "path": cfg.text_encoder}
+    encoder = build(node, "text_encoder", kind=TextEncoder).to(pick_device(cfg.device))
+    settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
+    return CaptionJob(captions, encoder, locate_encoder(node, encoder.revision), settings)
 
 
 def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
@@ -302,7 +339,7 @@ def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]
     encoder gives them, and the std of the posterior if the source stores it (`moments` is not
     none)."""
     assert cfg.scale is not None
-    tensors = {"labels": chunk["labels"]}
+    tensors = {name: chunk[name] for name in ("labels", "captions") if name in chunk}
     for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
         if name not in chunk:
             continue
@@ -359,6 +396,7 @@ def write_set(
     autoencoder: Autoencoder,
     node: dict[str, Any],
     out: Path,
+    captions: CaptionJob | None,
 ) -> Manifest:
     """Writes the shards to the folder `out` and returns their manifest."""
     import torch
@@ -375,7 +413,12 @@ def write_set(
     target = torch.where(place < held_out, 0, 1 + (place - held_out) % shards)
 
     names = find_class_names(cfg)
-    written, sums, labels, shape = write_shards(cfg, read_chunks(foreign, names), target, out)
+    chunks = read_chunks(foreign, names)
+    if captions is not None:
+        chunks = add_captions(chunks, captions)
+    written, sums, labels, shape = write_shards(cfg, chunks, target, out)
+    if captions is not None:
+        written += captions.run(out)
     if names is None:
         names = [str(i) for i in range(int(labels.max()) + 1)]
     empty = len(names) - len(labels[target > 0].unique())
@@ -394,7 +437,19 @@ def write_set(
         source=str(cfg.source),
         source_sha256=hashlib.sha256(labels.numpy().tobytes()).hexdigest(),
         seed=cfg.seed,
+        text=captions and captions.spec,
     )
+
+
+def add_captions(
+    chunks: Iterator[dict[str, Tensor]], captions: CaptionJob
+) -> Iterator[dict[str, Tensor]]:
+    """Yields the chunks with the numbers of the samples' captions."""
+    start = 0
+    for chunk in chunks:
+        end = start + len(chunk["labels"])
+        yield chunk | {"captions": captions.number_captions(captions.captions[start:end])}
+        start = end
 
 
 def write_shards(
@@ -407,7 +462,8 @@ def write_shards(
     """
     import torch
 
-    from encoding.job import ChannelSums, ShardWriter, cast_tensors
+    from encoding.job import ChannelSums, cast_tensors
+    from encoding.shards import ShardWriter
 
     sums = ChannelSums()
     labels = []

@@ -7,7 +7,7 @@ samples into a picture.
 
 It prints every problem and ends with an error if there is one. It decodes `count` training samples
 into a PNG grid, by default latents_check.png in the set's folder, or in runs/ if the set is a URL
-or its folder is not writable. With `source` the grid also shows the original images.
+or its folder is not writable, and encodes as many captions again. With `source` the grid also shows the original images.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from data.source import Source
 
 
+MIN_COSINE = 0.98
+"""Smallest cosine between a stored vector of a caption and the same vector encoded again: int8, and
+another device, change it by less."""
+
+
 @dataclass(frozen=True)
 class VerifyConfig:
     """Keys of the command `verify_latents`."""
@@ -39,9 +44,11 @@ class VerifyConfig:
     source: str | None = None
     """Folder of the original images, which the grid shows beside the decoded latents."""
     count: int = 8
-    """Number of training samples to decode; 0: none."""
+    """Number of training samples to decode, and of captions to encode again; 0: none."""
     encoder: str | None = None
     """The autoencoder's folder, if it has moved since precompute_latents.py used it."""
+    text_encoder: str | None = None
+    """The text encoder's folder, if it has moved."""
     out: str | None = None
     """File of the grid; null: latents_check.png in the set's folder, or in runs/."""
     device: str = "auto"
@@ -59,6 +66,8 @@ def verify(cfg: VerifyConfig) -> list[str]:
     source = open_source(cfg.path)
     manifest = read_manifest(source)
     problems = check_split(source, manifest, "train") + check_split(source, manifest, "held_out")
+    if manifest.text is not None:
+        problems += check_captions(source, manifest, cfg)
     if isinstance(source, LocalSource):
         problems += check_files(source.folder, manifest)
     for problem in problems:
@@ -69,7 +78,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
     print(
         f"{source}: {manifest.count} training and {manifest.held_out} held-out latents of {shape} "
         f"in {manifest.dtype}, {len(manifest.class_names)} classes, {len(manifest.shards)} "
-        f"shards, {total / 2**30:.2f} GiB"
+        f"shards, {manifest.text.count if manifest.text else 0} captions, {total / 2**30:.2f} GiB"
     )
     if cfg.count and not problems:
         print(write_decoded_grid(cfg, source, manifest))
@@ -102,6 +111,43 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
                     f"{measured}"
                 )
     return problems
+
+
+def check_captions(source: Source, manifest: Manifest, cfg: VerifyConfig) -> list[str]:
+    """Checks every block of captions, encodes `cfg.count` captions of all parts of the table again,
+    and compares the vectors. Returns the problems."""
+    import torch
+    import torch.nn.functional as F
+
+    from data.blocks import BlockReader, DamagedBlockError
+    from data.captions import CaptionTable
+    from training.environment import pick_device
+    from training.weights.pretrained import build_text_encoder
+
+    assert manifest.text is not None
+    blocks = BlockReader(source, manifest, "train")
+    try:
+        table = CaptionTable.read(blocks, "tokens", torch.device("cpu"))
+    except DamagedBlockError as error:
+        return [str(error).partition(";")[0]]
+    if not cfg.count:
+        return []
+    device = pick_device(cfg.device)
+    encoder = build_text_encoder(manifest.text, device, cfg.text_encoder)
+    stored = table.pick(cfg.count)
+    texts = table.list_texts(stored)
+    again = encoder.encode(["", *texts], manifest.text.max_tokens).to(torch.device("cpu"))
+    pooled = torch.cat((torch.tensor([manifest.text.empty_pooled]), stored.pooled.float()))
+    closeness = F.cosine_similarity(pooled, again.pooled.float())
+    if manifest.text.max_tokens:
+        tokens = F.cosine_similarity(stored.tokens.float(), again.tokens[1:].float(), dim=2)
+        places = torch.arange(manifest.text.max_tokens) < stored.lengths.unsqueeze(1)
+        closeness[1:] = torch.minimum(closeness[1:], tokens.masked_fill(~places, 1.0).amin(1))
+    return [
+        f"{source}: the caption {text!r} has other vectors than its text encoder gives"
+        for text, close in zip(["", *texts], closeness.tolist(), strict=True)
+        if not close > MIN_COSINE
+    ]
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:

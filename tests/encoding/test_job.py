@@ -19,7 +19,8 @@ from common.files import ROOT, write_json
 from data.manifest import read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
-from encoding.job import Plan, ShardWriter, claim_folder, describe_job, read_finished
+from encoding.job import Plan, claim_folder, describe_job
+from encoding.shards import ShardWriter, read_finished
 from encoding.sources import list_images
 from models.autoencoders import WEIGHTS_FILE
 from tests.harness.refusals import expect_refusal

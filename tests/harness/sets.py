@@ -16,7 +16,7 @@ from PIL import Image
 from accel.saved_tensors import count_saved
 from data.loader import Batch
 from data.manifest import Manifest
-from encoding.job import ShardWriter
+from encoding.shards import ShardWriter
 from models.autoencoders import add_global_branch
 
 TINY = {

@@ -1,0 +1,145 @@
+"""Writes shards, the tars of a latent set, and their sidecars; finds the shards that are finished.
+
+Each finished shard has a sidecar `<shard>.json` with its description and the sums of its channels.
+A job does not write a shard with a valid sidecar again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from common.errors import UserError
+from common.files import hash_file, read_object, rename, sync_folder, write_atomically
+from data.manifest import Block, Shard
+
+
+def read_finished(out: Path, name: str) -> dict[str, Any] | None:
+    """Returns the content of a shard's sidecar, or None if the shard or the sidecar is absent,
+    incomplete or damaged."""
+    try:
+        sidecar = read_object(out / f"{name}.json")
+        digest = sidecar.pop("sha256", None)  # None: an earlier version stored no hash
+        complete = hash_file(out / name) == sidecar["shard"]["sha256"]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    return sidecar if complete and digest in (None, hash_sidecar(sidecar)) else None
+
+
+def hash_sidecar(sidecar: dict[str, Any]) -> str:
+    """Returns the SHA-256 of a sidecar's content, by which a later run detects damage."""
+    return hashlib.sha256(json.dumps(sidecar).encode()).hexdigest()
+
+
+def write_sidecar(
+    out: Path, shard: Shard, skipped: Sequence[str] = (), sums: dict[str, Any] | None = None
+) -> None:
+    """Writes the sidecar of a finished shard. `skipped` are sentences about images that the shard
+    lacks, `sums` is `ChannelSums.as_dict()`; captions have neither."""
+    sidecar: dict[str, Any] = {"shard": asdict(shard), "skipped": list(skipped), "sums": sums}
+    sidecar["sha256"] = hash_sidecar(sidecar)
+    write_atomically(out / f"{shard.file}.json", json.dumps(sidecar) + "\n")
+
+
+@contextlib.contextmanager
+def explain_full_disk(out: Path, name: str) -> Iterator[None]:
+    """Raises a UserError if the disk gets full while the `with` block writes the shard `name`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(
+            f"out={out}: no space is left for {name} ({error.strerror}). Finished shards are "
+            "kept: free some space and run the same command again; dry_run=true says how much it "
+            "takes."
+        ) from error
+
+
+class ShardWriter:
+    """Writes one shard under a temporary name; `close()` syncs it to disk and renames it.
+
+    If `close()` never runs (after an exception or a kill), no file has the final name of the shard.
+    """
+
+    def __init__(self, file: Path, split: str, block_size: int) -> None:
+        self.file = file
+        self.split: Any = split
+        self.block_size = block_size
+        self.temporary = file.with_name(f"{file.name}.tmp")
+        self.stream = self.temporary.open("wb")
+        self.tar = tarfile.TarFile(fileobj=self.stream, mode="w")
+        self.pending: dict[str, Tensor] = {}
+        self.blocks: list[Block] = []
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Appends samples: tensors on the CPU with equal lengths along the first axis. Writes a
+        block whenever `block_size` samples are pending."""
+        self.pending = {
+            name: torch.cat([self.pending[name], tensor]) if self.pending else tensor
+            for name, tensor in tensors.items()
+        }
+        while len(self.pending["labels"]) >= self.block_size:
+            self.write_block()
+
+    def write_block(self) -> None:
+        """Writes the first `block_size` pending samples as one safetensors member of the tar."""
+        block = {name: t[: self.block_size].contiguous() for name, t in self.pending.items()}
+        self.pending = {name: t[self.block_size :] for name, t in self.pending.items()}
+        self.write_member(block, len(block["labels"]))
+
+    def write_member(self, block: Mapping[str, Tensor], samples: int) -> None:
+        """Writes a block of `samples` samples as the next member of the tar."""
+        payload = save(dict(block))
+        size = len(payload)
+        member = tarfile.TarInfo(f"{self.file.stem}-{len(self.blocks):06d}.safetensors")
+        member.size = size
+        member.mode = 0o444
+        member.uname = member.gname = "fastlatent"
+        self.tar.addfile(member, io.BytesIO(payload))
+
+        # tarfile filled the member with zeros up to a multiple of 512 bytes, and the stream now
+        # stands behind these zeros. Subtract the zeros and `size` to get the offset of the member's
+        # content.
+        offset = self.stream.tell() - size - -size % tarfile.BLOCKSIZE
+        digest = hashlib.sha256(payload).hexdigest()
+        self.blocks.append(Block(offset, size, samples, digest))
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes the temporary file and deletes it if the `with` block raised an exception."""
+        if kind is not None:
+            with contextlib.suppress(OSError):  # close() fails on a full disk
+                self.stream.close()
+            self.temporary.unlink(missing_ok=True)
+
+    def close(self) -> Shard:
+        """Writes the pending samples, syncs the file to disk, renames it to the shard's name, and
+        returns the shard's description."""
+        if len(self.pending.get("labels", ())):
+            self.write_block()
+        self.tar.close()
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        size = self.stream.tell()
+        self.stream.close()
+        digest = hash_file(self.temporary)
+        rename(self.temporary, self.file)
+        sync_folder(self.file.parent)
+        count = sum(block.samples for block in self.blocks)
+        return Shard(self.file.name, self.split, count, size, digest, self.blocks)
