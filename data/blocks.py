@@ -268,9 +268,12 @@ def split_rows(rows: UInt8[Tensor, "n bytes"], template: Mapping[str, Tensor]) -
     """Splits rows that `join_rows` joined; `template` maps the names of the columns to one row of
     each."""
     parts = rows.split([row.nbytes for row in template.values()], dim=1)
+    # Copy each part, also if it is contiguous, as a single row is: a view in a larger dtype must
+    # begin at a multiple of its size.
+    copies = [part.clone(memory_format=torch.contiguous_format).flatten() for part in parts]
     return {
-        name: part.contiguous().flatten().view(row.dtype).view(len(rows), *row.shape[1:])
-        for (name, row), part in zip(template.items(), parts, strict=True)
+        name: copy.view(row.dtype).view(len(rows), *row.shape[1:])
+        for (name, row), copy in zip(template.items(), copies, strict=True)
     }
 
 

@@ -37,8 +37,6 @@ Finite = Annotated[float, Field(gt=-1e12, lt=1e12, allow_inf_nan=False)]
 Above0 = Annotated[float, Field(gt=1e-12, lt=1e12, allow_inf_nan=False)]
 """Type of a positive number. The bounds of `Finite` and `Above0` keep normalised latents finite in
 fp32."""
-CAPTION_CHOICES = 1 << 24
-"""The random number that chooses a sample's first caption is an integer below this number."""
 
 
 class Batch(NamedTuple):
@@ -166,8 +164,9 @@ class LatentSpec:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LatentSpec:
         """Returns the spec that `as_dict` turned into a dict."""
-        text = values.get("text")
-        return cls(**values | {"text": text and TextSpec(**text)})
+        values = dict(values)
+        text = values.pop("text", None)
+        return cls(**values, text=text and TextSpec(**text))
 
 
 def find_wrong_lengths(facts: Any) -> list[str]:
@@ -368,6 +367,6 @@ def choose_captions(
     """
     assert rows.captions is not None
     count = (rows.captions >= 0).sum(1).clamp(min=1)
-    uniform = counter_uniform(seed, Purpose.CAPTION, rows.ids).squeeze(1)
-    place = ((uniform * CAPTION_CHOICES).long() + epoch) % count
+    first = counter_uniform(seed, Purpose.CAPTION, rows.ids).squeeze(1) * count
+    place = (first.long() + epoch) % count
     return rows.captions.gather(1, place.unsqueeze(1)).squeeze(1).long()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from data.loader import TextSpec
 from data.manifest import Shard
 from encoding.shards import ShardWriter, explain_full_disk, read_finished, write_sidecar
 from models.text_encoders import TextEncoder
+from training.config.build import build
 from training.distributed.ranks import SINGLE, Ranks
 
 
@@ -38,16 +40,17 @@ class TextSettings(NamedTuple):
 
 
 class CaptionJob:
-    """Encodes the captions of a latent set. `captions` has those of each image, `node` is the text
-    encoder's configuration. Raises ValueError if no image has a caption."""
+    """Encodes the captions of a latent set on `device`. `captions` has those of each image, `node`
+    is the text encoder's configuration. Raises ValueError if no image has a caption."""
 
     def __init__(
         self,
         captions: Sequence[Sequence[str]],
-        encoder: TextEncoder,
         node: Mapping[str, Any],
         settings: TextSettings,
+        device: torch.device,
     ) -> None:
+        encoder: TextEncoder = build(node, "text_encoder", kind=TextEncoder).to(device)
         self.encoder = encoder
         self.settings = settings
         digest = hashlib.sha256(json.dumps([list(own) for own in captions]).encode())
@@ -73,7 +76,7 @@ class CaptionJob:
         empty = encoder.encode([""], max_tokens)
         dtype: Any = settings.text_dtype
         self.spec = TextSpec(
-            encoder=dict(node),
+            encoder=locate_encoder(node, encoder.revision),
             encoder_sha256=encoder.weights_sha256,
             width=encoder.width,
             max_tokens=max_tokens,
@@ -155,3 +158,15 @@ def find_longest(encoder: TextEncoder, texts: list[str], limit: int) -> int:
         part = texts[start : start + 4096]
         longest = max(longest, *map(len, encoder.tokenize(part, limit)))
     return longest
+
+
+def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:
+    """Returns an encoder's configuration node with the full path of a local folder, or with the
+    commit `revision` of a hub id."""
+    encoder = dict(node)
+    folder = os.path.expanduser(encoder.get("path") or "")
+    if os.path.isdir(folder):
+        encoder["path"] = str(Path(folder).resolve())
+    if revision is not None:
+        encoder["revision"] = revision
+    return encoder

@@ -91,3 +91,15 @@ def fill_templates(images: ImageList, file: str) -> ImageList:
     filled = [tuple(t.replace("{}", name) for t in templates) for name in names]
     entries = [replace(entry, captions=filled[entry.label]) for entry in images.entries]
     return replace(images, entries=entries)
+
+
+def read_caption_list(file: str, total: int) -> list[tuple[str, ...]]:
+    """Reads the captions of `total` samples from a JSON file, a list with a text or a list of texts
+    for each sample."""
+    try:
+        values = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"captions={file} is no JSON file ({error}).") from error
+    if not isinstance(values, list) or len(values) != total:
+        raise UserError(f"captions={file} must be a list with {total} entries, one a sample.")
+    return [tidy_value(f"captions={file}: entry {i}", value) for i, value in enumerate(values)]

@@ -9,7 +9,6 @@ shard with a valid sidecar again.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,9 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import LOCK_FILE, FolderLock, lock_folder, make_folder, read_object, write_json
 from data.manifest import MANIFEST_NAME, Manifest, Shard
-from encoding.caption_job import CaptionJob, TextSettings
+from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
 from encoding.images import RESIZE, ImageEntry, ImageList
 from models.images import Autoencoder
-from models.text_encoders import TextEncoder
-from training.config.build import build
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
@@ -66,13 +63,17 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 
 
 def plan_captions(plan: Plan, cfg: PrecomputeConfig, device: torch.device) -> CaptionJob:
-    """Builds the text encoder, and plans to encode the captions of the plan's images with it."""
-    entries = [entry for _, _, images in plan.shards for _, entry in images]
-    encoder = build(cfg.text_encoder, "text_encoder", kind=TextEncoder).to(device)
-    values = {name: getattr(cfg, name) for name in TextSettings._fields}
-    settings = TextSettings(**values | {"text_dtype": cfg.text_dtype.value})
-    node = locate_encoder(cfg.text_encoder, encoder.revision)
-    return CaptionJob([entry.captions for entry in entries], encoder, node, settings)
+    """Plans to encode the captions of the plan's images by `cfg.text_encoder`."""
+    captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
+    settings = TextSettings(
+        cfg.max_captions,
+        cfg.text_tokens,
+        cfg.text_dtype.value,
+        cfg.shard_size,
+        cfg.block_size,
+        cfg.batch_size,
+    )
+    return CaptionJob(captions, cfg.text_encoder, settings, device)
 
 
 def describe_job(
@@ -145,18 +146,6 @@ def make_locked_folder(out: Path) -> FolderLock:
     return lock_folder(
         out, f"out={out}: another process is encoding into it; wait for it, or stop it first."
     )
-
-
-def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:
-    """Returns an encoder's configuration node with the full path of a local folder, or with the
-    commit `revision` of a hub id."""
-    encoder = dict(node)
-    folder = os.path.expanduser(encoder.get("path") or "")
-    if os.path.isdir(folder):
-        encoder["path"] = str(Path(folder).resolve())
-    if revision is not None:
-        encoder["revision"] = revision
-    return encoder
 
 
 def make_manifest_fields(

@@ -107,9 +107,9 @@ class Denoiser(nn.Module):
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
         self.label_embed = LabelEmbedding(dim, num_classes) if conditioning != "text" else None
         self.text_embed = build_text_embedding(conditioning, text_tokens, text, dim)
+        sizes |= {"grid": self.grid, "text_tokens": self.text_embed and self.text_embed.count}
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        sizes |= {"grid": self.grid, "text_tokens": self.text_embed and self.text_embed.count}
         mixers = build_mixers(mixer, attention, attention_every, depth, sizes)
         self.blocks = build_blocks(mixers, mlp, (dim, hidden), eps, norm)
 
@@ -119,13 +119,19 @@ class Denoiser(nn.Module):
         self.modulations = 6 if hidden else 3
         self.modulation = nn.Linear(dim, (depth * self.modulations + 2) * dim)
         self.head = nn.Linear(dim, patch_values)
+        self.add_heads(internal_block, eps)
+        if not self.pos_embed.is_meta:
+            self.init_weights()
+
+    def add_heads(self, internal_block: int, eps: float) -> None:
+        """Adds the head for internal guidance after block `internal_block`, unless that is 0."""
         self.internal_block = internal_block
-        self.internal = InternalHead(dim, patch_values, eps) if internal_block else None
+        self.internal = None
+        if internal_block:
+            self.internal = InternalHead(self.dim, self.head.out_features, eps)
         self.aux_heads = nn.ModuleDict()
         self.taps = {"internal": internal_block} if internal_block else {}
         """Name of a head -> number of the block, from 1, after which it reads the stream."""
-        if not self.pos_embed.is_meta:
-            self.init_weights()
 
     def init_weights(self) -> None:
         """Initialises every parameter and buffer. The constructor calls this method, except on the
@@ -183,15 +189,7 @@ class Denoiser(nn.Module):
         estimate u of the internal head, to u + w·(v - u), at almost no cost (Internal Guidance,
         https://arxiv.org/abs/2512.24176); None: returns v.
         """
-        embedded = self.time_embed(t)
-        if self.label_embed is not None:
-            embedded = embedded + self.label_embed(y)
-        text_inputs: tuple[Tensor, ...] = ()
-        if self.text_embed is not None:
-            vector, *tokens_and_mask = self.text_embed(text, y == self.num_classes)
-            embedded = embedded + vector
-            text_inputs = tuple(tokens_and_mask)
-        condition = nn.functional.silu(embedded)
+        condition, text_inputs = self.embed_condition(t, y, text)
         cond = self.modulation(condition)
         cond, last = cond.unflatten(1, (-1, self.dim)).split(
             (self.depth * self.modulations, 2), dim=1
@@ -211,8 +209,8 @@ class Denoiser(nn.Module):
         # cond[:, i] writes a gradient as large as `cond` for each block.
         for number, modulations in enumerate(cond.unbind(1), start=1):
             block = cast("Block", self.blocks[number - 1])
-            extra = text_inputs if block.reads_text else ()
-            branch, gate, residual = block(branch, gate, residual, modulations, *extra)
+            read = text_inputs if getattr(block, "reads_text", False) else []
+            branch, gate, residual = block(branch, gate, residual, modulations, *read)
             heads = [name for name in wanted if self.taps[name] == number]
             if heads:
                 stream = block.read_stream(branch, gate, residual)
@@ -227,6 +225,20 @@ class Denoiser(nn.Module):
             inner = outputs["internal"].float()
             velocity = inner + internal_guidance * (velocity.float() - inner)
         return (velocity, outputs) if self.training and outputs else velocity
+
+    def embed_condition(
+        self, t: Float[Tensor, "B"], y: Int[Tensor, "B"], text: EncodedText | None
+    ) -> tuple[Float[Tensor, "B D"], list[Tensor]]:
+        """Embeds time, label and caption; returns their vector, and the tokens of the captions with
+        their mask, if the model reads tokens."""
+        embedded = self.time_embed(t)
+        text_inputs: list[Tensor] = []
+        if self.label_embed is not None:
+            embedded = embedded + self.label_embed(y)
+        if self.text_embed is not None:
+            vector, *text_inputs = self.text_embed(text, y == self.num_classes)
+            embedded = embedded + vector
+        return nn.functional.silu(embedded), text_inputs
 
     def run_heads(
         self, names: list[str], stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]

@@ -1,6 +1,7 @@
 """Text as a condition: maps encoded captions to the width of a denoiser.
 
-Letters: B samples, T tokens of a caption, E width of the text encoder, D width of the denoiser.
+Letters: B samples, T tokens of a caption, E width of the text encoder, D width of the denoiser, K
+heads, P head dim.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from common.encoded_text import EncodedText
 from common.errors import UserError
+from models.layers import init_linear
 
 Conditioning = Literal["class", "text", "class_and_text"]
 """What a denoiser is conditioned on, beside the time."""
@@ -68,12 +70,10 @@ class TextEmbedding(nn.Module):
         each = 2 * self.pooled.weight.numel()
         return each * (1 + self.count)
 
-    def forward(
-        self, text: EncodedText | None, dropped: Bool[Tensor, "B"]
-    ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B T D"] | None, Bool[Tensor, "B T"] | None]:
-        """Returns the vector of each caption, its tokens, and which of them are no padding; None
-        for both without tokens. The empty caption replaces the caption of a sample whose `dropped`
-        is true, and all captions if `text` is None."""
+    def forward(self, text: EncodedText | None, dropped: Bool[Tensor, "B"]) -> list[Tensor]:
+        """Returns the vector of each caption (B, D) and, with tokens, these (B, T, D) and a mask
+        (B, T) that is false on padding. The empty caption replaces the caption of a sample whose
+        `dropped` is true, and all captions if `text` is None."""
         samples = dropped.shape[0]
         if text is None:
             text = EncodedText(
@@ -86,12 +86,33 @@ class TextEmbedding(nn.Module):
         pooled = torch.where(everywhere, self.empty_pooled, text.pooled.float())
         vector = self.pooled(normalise_vectors(pooled))
         if self.tokens is None:
-            return vector, None, None
+            return [vector]
 
         tokens = torch.where(everywhere.unsqueeze(2), self.empty_tokens, text.tokens.float())
         lengths = torch.where(dropped, self.empty_length, text.lengths)
         mask = torch.arange(self.count, device=lengths.device) < lengths.unsqueeze(1)
-        return vector, self.tokens(normalise_vectors(tokens)), mask
+        return [vector, self.tokens(normalise_vectors(tokens)), mask]
+
+
+class TextKeys(nn.Module):
+    """Maps the tokens of captions to the keys, normalised by RMSNorm, and the values of a layer of
+    attention with K heads of size P."""
+
+    def __init__(self, dim: int, head_dim: int, eps: float, bias: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.kv = nn.Linear(dim, 2 * dim, bias=bias)
+        self.k_weight = nn.Parameter(torch.empty(head_dim))
+
+    def init_weights(self) -> None:
+        init_linear(self.kv)
+        nn.init.ones_(self.k_weight)
+
+    def forward(
+        self, text: Float[Tensor, "B T D"]
+    ) -> tuple[Float[Tensor, "B K T P"], Float[Tensor, "B K T P"]]:
+        k, v = self.kv(text).unflatten(-1, (2, -1, len(self.k_weight))).permute(2, 0, 3, 1, 4)
+        return F.rms_norm(k.float(), self.k_weight.shape, self.k_weight, self.eps), v
 
 
 def normalise_vectors(vectors: Float[Tensor, "... E"]) -> Float[Tensor, "... E"]:
@@ -118,16 +139,3 @@ def build_text_embedding(
             "it with text_tokens=64, or set model.text_tokens=false."
         )
     return TextEmbedding(dim, text, with_tokens)
-
-
-class TextProgram(nn.Module):
-    """A denoiser whose captions are plain tensors, for torch.export."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, x: Tensor, t: Tensor, y: Tensor, pooled: Tensor, tokens: Tensor, lengths: Tensor
-    ) -> Tensor:
-        return self.model(x, t, y, text=EncodedText(pooled, tokens, lengths, lengths))

@@ -129,7 +129,7 @@ class HubTextEncoder(TextEncoder):
             with silence_libraries():
                 import transformers
 
-                self.model = open_text_model(transformers, folder, getattr(torch, dtype))
+                self.model: Any = open_text_model(transformers, folder, getattr(torch, dtype))
                 self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                     repository / tokenizer, local_files_only=True
                 )
@@ -206,32 +206,6 @@ class WordLlama(TextEncoder):
     def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
         found = self.tokenizer.encode_batch([*texts], add_special_tokens=False)
         return [one.ids[:limit] or [self.BEGIN] for one in found]
-
-    def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, None]:
-        return self.table(numbers), None
-
-
-class TinyTextEncoder(TextEncoder):
-    """A text encoder of a few kilobytes, for tests: each word has a fixed random vector, which is a
-    function of the word."""
-
-    kind = "TinyTextEncoder"
-    WORDS = 4096
-    """Number of vectors; the hash of a word chooses one."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.width = width
-        generator = torch.Generator().manual_seed(0)
-        table = torch.randn(self.WORDS, width, generator=generator)
-        self.table = nn.Embedding.from_pretrained(table)
-        self.weights_sha256 = hashlib.sha256(table.numpy().tobytes()).hexdigest()
-
-    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
-        return [[self.hash_word(word) for word in text.split() or [""]][:limit] for text in texts]
-
-    def hash_word(self, word: str) -> int:
-        return int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") % self.WORDS
 
     def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, None]:
         return self.table(numbers), None

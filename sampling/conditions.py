@@ -15,7 +15,6 @@ from torch import Tensor
 
 from common.encoded_text import EncodedText
 from common.errors import UserError
-from data.captions import CaptionTable
 from models.text_encoders import TextEncoder
 from training.components import build_loader
 
@@ -40,9 +39,9 @@ def deal_labels_in_turn(
 
 def deal_labels_of_data(
     node: dict[str, Any], seed: int, batch_size: int, device: torch.device, level: str = "none"
-) -> tuple[Conditions, CaptionTable | None]:
+) -> tuple[Conditions, list[str]]:
     """Returns a function that maps sample i to the label, and the caption, of the i-th training
-    sample in the order of `seed`; and the captions of the set, None for the level "none".
+    sample in the order of `seed`; and the texts of the captions, by number.
 
     Reads the latent set into host memory, not onto the device. `level` says what is read of the
     captions (see `LoaderArgs`).
@@ -56,29 +55,28 @@ def deal_labels_of_data(
         batch = next(loader)
         return batch.labels.to(device), batch.text and batch.text.to(device)
 
-    return deal, loader.captions
+    return deal, loader.captions.texts if loader.captions else []
 
 
 def deal_held_out(
     node: dict[str, Any], device: torch.device, level: str
-) -> tuple[Conditions, CaptionTable]:
+) -> tuple[Conditions, list[str]]:
     """Returns a function that maps sample i to the label and the first caption of held-out sample i
-    mod their number; and the captions of the set. Raises ValueError if there is none."""
+    mod their number; and the texts of the captions. Raises ValueError if there are none."""
     loader = build_loader(node, 0, 1, torch.device("cpu"), text=level)
-    table = loader.captions
     pairs = [(b.labels, b.text.numbers) for b in loader.held_out(256) if b.text is not None]
-    if table is None or not pairs:
+    if loader.captions is None or not pairs:
         raise UserError(
-            "the data has no held-out samples whose captions could be drawn; give prompt=<text>, "
-            "prompts=<file>, or prompts=train."
+            "prompts=held_out: the data has no held-out captions; take prompts=train or a file."
         )
-    labels, numbers = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    table = loader.captions
+    labels, numbers = map(torch.cat, zip(*pairs, strict=True))
 
     def deal(position: Tensor) -> tuple[Tensor, EncodedText | None]:
         rows = position.cpu() % len(labels)
         return labels[rows].to(device), table.gather(numbers[rows]).to(device)
 
-    return deal, table
+    return deal, table.texts
 
 
 def read_prompts(file: str) -> list[str]:

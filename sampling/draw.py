@@ -221,12 +221,11 @@ class SampleJob:
         if cfg.prompt is None and cfg.prompts in ("held_out", "train"):
             data = self.find_data(f"prompts={cfg.prompts}")
             if cfg.prompts == "train":
-                conditions, table = deal_labels_of_data(
+                conditions, self.texts = deal_labels_of_data(
                     data, cfg.seed, cfg.batch_size, device, trained.text_level
                 )
             else:
-                conditions, table = deal_held_out(data, device, trained.text_level)
-            self.texts = table.texts if table else []
+                conditions, self.texts = deal_held_out(data, device, trained.text_level)
             return cfg.prompts, conditions
 
         self.texts = read_prompts(cfg.prompts) if cfg.prompt is None else [cfg.prompt]

@@ -11,11 +11,11 @@ nothing; `inception` and `dinov2` need `pip install 'fastlatent[evaluation]'` an
 `<package>.<module>.<Class>` is your own (extensions=[package]). The reference is a folder of
 images, or the decoded training latents ("reconstructions"). `labels=[apple,3]` draws only those
 classes, by name or number; a model of captions draws those of the training samples, in order
-(`prompts`), and `clip=<folder of a CLIP model>` measures how well samples fit them. <out>.json has the figures, the protocol (all settings that they depend
-on), and the names of the classes by number. Compare only figures with the same protocol. After a
-stop the same command continues from the pieces in <out>.parts and gives the same figures. The
-features of the reference are cached below $XDG_CACHE_HOME or ~/.cache; processes on several
-machines must share that folder and `out`.
+(`prompts`), and `clip=<folder of a CLIP model>` measures how well samples fit them. <out>.json has
+the figures, the protocol (all settings that they depend on), and the names of the classes by
+number. Compare only figures with the same protocol. After a stop the same command continues from
+the pieces in <out>.parts and gives the same figures. The features of the reference are cached below
+$XDG_CACHE_HOME or ~/.cache; processes on several machines must share that folder and `out`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,6 +39,8 @@ from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from evaluation.evaluator import Evaluator
 
 CLIP = "clip_score"
 
@@ -65,13 +67,9 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_drawing(cfg)
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
-    import torch
-
     from common.files import write_json
     from evaluation.clip import ClipScore
-    from evaluation.distances import collect_stats, compute_figures
     from evaluation.evaluator import Evaluator
-    from models.images import to_uint8
     from sampling.load import find_run_folder
     from training.distributed.ranks import Ranks
     from training.environment import describe_environment
@@ -95,20 +93,15 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     protocol = job.describe_protocol() | reference_protocol
     clip = None
     if cfg.clip is not None:
-        if not job.texts:
-            raise UserError("clip is for a model of captions; leave it out.")
-        clip = ClipScore(cfg.clip, trained.device)
+        clip = ClipScore(cfg.clip, job.texts, trained.autoencoder.decode)
         protocol["clip"] = clip.sha256
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
     out = Path(cfg.out or default).expanduser()
 
     def measure(labels: Tensor, latents: Tensor) -> dict[str, Tensor]:
-        features = evaluator.compute_latent_features(latents)
-        if clip is not None:
-            images = torch.from_numpy(to_uint8(trained.autoencoder.decode(latents)))
-            features[CLIP] = clip(images, [job.texts[number] for number in labels.tolist()])
-        return features
+        scores = {} if clip is None else {CLIP: clip(labels, latents)}
+        return evaluator.compute_latent_features(latents) | scores
 
     chunks = job.run(
         out.with_name(out.name + ".parts"),
@@ -117,12 +110,8 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     )
     result: dict[str, Any] = {}
     if ranks.first:
-        batches = [chunks.read(number) for number in range(chunks.count)]
-        scores = [batch.pop(CLIP) for batch in batches if CLIP in batch]
-        stats = collect_stats(batches)
-        result = {CLIP: float(torch.cat(scores).mean())} if scores else {}
+        result = summarise(map(chunks.read, range(chunks.count)), evaluator)
         result |= {
-            "features": compute_figures(stats, evaluator.reference),
             "protocol": protocol,
             "environment": describe_environment(trained.device),
             "classes": job.list_classes(),
@@ -130,9 +119,21 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         file = out.with_name(out.name + ".json")
         write_json(file, result)
         print(f"\n{format_figures(result['features'])}", flush=True)
-        print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if scores else file, flush=True)
+        print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if clip else file, flush=True)
     chunks.remove()
     return result
+
+
+def summarise(batches: Iterable[dict[str, Tensor]], evaluator: Evaluator) -> dict[str, Any]:
+    """Returns the figures of samples from what was measured of each batch."""
+    import torch
+
+    from evaluation.distances import collect_stats, compute_figures
+
+    content = list(batches)
+    scores = [batch.pop(CLIP) for batch in content if CLIP in batch]
+    figures = compute_figures(collect_stats(content), evaluator.reference)
+    return {"features": figures} | ({CLIP: float(torch.cat(scores).mean())} if scores else {})
 
 
 def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import reprlib
 import shutil
@@ -53,6 +52,11 @@ MAX_SHARDS = 256
 """Largest number of shards. Each sample goes to a random shard, so all shards are open at once."""
 CHUNK_SAMPLES = 256
 """Number of samples that the command reads and writes together."""
+ENCODER_CLASSES = {
+    "encoder": "models.autoencoders.DiffusersAutoencoder",
+    "text_encoder": "models.text_encoders.HubTextEncoder",
+}
+"""Group of the configuration -> class that opens a folder or hub id."""
 MAX_CLASSES = 1_000_000
 """Largest number of classes that an import accepts; a limit is needed because the manifest lists
 the name of each class."""
@@ -183,7 +187,7 @@ def import_latents(cfg: ImportConfig) -> Path:
             f"held_out={cfg.held_out} of {foreign.total} latents leaves none to train on, or is "
             "below 0; give a share from 0 to 1."
         )
-    node = find_encoder_node(str(cfg.encoder))
+    node = find_encoder_node("encoder", str(cfg.encoder))
     autoencoder = build(node, "encoder", kind=Autoencoder).to(pick_device(cfg.device))
     if cfg.shift is None and autoencoder.shift_factor and cfg.scale != 1.0:
         raise UserError(
@@ -214,42 +218,30 @@ def import_latents(cfg: ImportConfig) -> Path:
     return out / "manifest.json"
 
 
-def find_encoder_node(name: str) -> dict[str, Any]:
-    """Returns the configuration of an encoder: a file of conf/encoder, a folder or a hub id."""
-    file = CONF_FOLDER / "encoder" / f"{name}.yaml"
-    if file.is_file() and name != "local":
+def find_encoder_node(group: str, name: str) -> dict[str, Any]:
+    """Returns the configuration of an encoder: a file of conf/<group>, or a folder or hub id."""
+    file = CONF_FOLDER / group / f"{name}.yaml"
+    if file.is_file() and name not in ("local", "transformers"):
         return parse_yaml(file.read_text())
-    return {"_target_": "models.autoencoders.DiffusersAutoencoder", "path": name}
+    return {"_target_": ENCODER_CLASSES[group], "path": name}
 
 
 def plan_captions(cfg: ImportConfig, total: int) -> CaptionJob | None:
     """Reads the captions, one entry for each of `total` samples, and plans to encode them; None if
     `cfg` names none."""
-    if cfg.captions is None and cfg.text_encoder is None:
+    if cfg.captions is None:
         return None
-    if cfg.captions is None or cfg.text_encoder is None:
-        raise UserError("captions and text_encoder go together; set both or none.")
+    if cfg.text_encoder is None:
+        raise UserError(f"captions={cfg.captions} needs text_encoder=wordllama or another one.")
     from encoding.caption_job import CaptionJob, TextSettings
-    from encoding.captions import tidy_value
-    from encoding.job import locate_encoder
-    from models.text_encoders import TextEncoder
-    from training.config.build import build
+    from encoding.captions import read_caption_list
     from training.environment import pick_device
 
     refuse_missing("captions", cfg.captions, "name a JSON file with a list of captions")
-    try:
-        values = json.loads(Path(cfg.captions).expanduser().read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"captions={cfg.captions} is no JSON file ({error}).") from error
-    if not isinstance(values, list) or len(values) != total:
-        raise UserError(f"captions={cfg.captions} must be a list of {total} entries.")
-    captions = [tidy_value(f"captions={cfg.captions}: {i}", v) for i, v in enumerate(values)]
-    node: dict[str, Any] = {"_target_": "models.text_encoders.WordLlama"}
-    if cfg.text_encoder != "wordllama":
-        node = {"_target_": "models.text_encoders.HubTextEncoder", "path": cfg.text_encoder}
-    encoder = build(node, "text_encoder", kind=TextEncoder).to(pick_device(cfg.device))
     settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
-    return CaptionJob(captions, encoder, locate_encoder(node, encoder.revision), settings)
+    node = find_encoder_node("text_encoder", cfg.text_encoder)
+    captions = read_caption_list(cfg.captions, total)
+    return CaptionJob(captions, node, settings, pick_device(cfg.device))
 
 
 def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
@@ -396,7 +388,7 @@ def write_set(
     autoencoder: Autoencoder,
     node: dict[str, Any],
     out: Path,
-    captions: CaptionJob | None,
+    captions: CaptionJob | None = None,
 ) -> Manifest:
     """Writes the shards to the folder `out` and returns their manifest."""
     import torch

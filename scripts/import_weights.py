@@ -221,7 +221,7 @@ def find_encoder(name: str) -> tuple[dict[str, Any], str | None]:
     from scripts.import_latents import find_encoder_node
     from training.config.build import build
 
-    node = find_encoder_node(name)
+    node = find_encoder_node("encoder", name)
     if not os.path.isdir(os.path.expanduser(str(node["path"]))):
         if node.get("revision") is None:
             raise UserError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from accel.kernels.attend import attend
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
 from models.layers import Layer, Ranges, axial_angles, count_heads, cut_rows, init_linear
+from models.text import TextKeys
 
 
 def axial_rotations(
@@ -105,8 +105,7 @@ class Attention(Layer):
         self.k_weight = nn.Parameter(torch.empty(head_dim)) if qk_norm else None
         self.out_proj = nn.Linear(dim, dim, bias=bias)
         self.text_tokens = text_tokens
-        self.text_kv = nn.Linear(dim, 2 * dim, bias=bias) if text_tokens else None
-        self.text_k_weight = nn.Parameter(torch.empty(head_dim)) if text_tokens else None
+        self.text = TextKeys(dim, head_dim, eps, bias) if text_tokens else None
         angles = None if rope_base is None else torch.empty(2, grid[0] * grid[1], head_dim)
         self.register_buffer("rotations", angles, persistent=False)
 
@@ -121,11 +120,13 @@ class Attention(Layer):
         self.register_buffer("windows", numbers, persistent=False)
 
     def init_weights(self) -> None:
-        for layer in filter(None, (self.qkv, self.text_kv, self.out_proj)):
+        for layer in (self.qkv, self.out_proj):
             init_linear(layer)
-        for weight in (self.q_weight, self.k_weight, self.text_k_weight):
-            if weight is not None:
-                nn.init.ones_(weight)
+        if self.text is not None:
+            self.text.init_weights()
+        if self.q_weight is not None and self.k_weight is not None:
+            nn.init.ones_(self.q_weight)
+            nn.init.ones_(self.k_weight)
         self.init_buffers()
 
     def init_buffers(self) -> None:
@@ -150,28 +151,18 @@ class Attention(Layer):
         else:
             norm_and_rotate = fused_qk_rope if self.fused_rope else qk_rope
             q, k, v = norm_and_rotate(qkv, self.q_weight, self.k_weight, self.rotations, self.eps)
-        if text is not None:
-            text_k, text_v = self.project_text(text)
+        if self.text is not None and text is not None:
+            text_k, text_v = self.text(text)
             k = torch.cat((text_k.to(k.dtype), k), dim=2)
             v = torch.cat((text_v.to(v.dtype), v), dim=2)
         y = attend(q, k, v, self.attention_backend, self.windows, text_mask)
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
-    def project_text(
-        self, text: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B K T P"], Float[Tensor, "B K T P"]]:
-        """Computes the keys, normalised, and the values of a caption's tokens."""
-        assert self.text_kv is not None
-        assert self.text_k_weight is not None
-        pair = self.text_kv(text).unflatten(-1, (2, self.heads, self.head_dim))
-        k, v = pair.permute(2, 0, 3, 1, 4)
-        return F.rms_norm(k.float(), (self.head_dim,), self.text_k_weight, self.eps), v
-
     def list_matrices(self) -> dict[Tensor, Ranges]:
         width = self.heads * self.head_dim
         matrices = {self.qkv.weight: cut_rows(width, width, width)}
-        if self.text_kv is not None:
-            matrices[self.text_kv.weight] = cut_rows(width, width)
+        if self.text is not None:
+            matrices[self.text.kv.weight] = cut_rows(width, width)
         return super().list_matrices() | matrices
 
     def flops(self, tokens: int) -> int:
@@ -180,6 +171,6 @@ class Attention(Layer):
         rows, columns = (sum(span * span for span in spans) for spans in self.spans)
         scores = rows * columns + tokens * self.text_tokens
         weights = tokens * (self.qkv.weight.numel() + self.out_proj.weight.numel())
-        if self.text_kv is not None:
-            weights += self.text_tokens * self.text_kv.weight.numel()
+        if self.text is not None:
+            weights += self.text_tokens * self.text.kv.weight.numel()
         return 2 * weights + 4 * scores * self.heads * self.head_dim

@@ -134,31 +134,25 @@ def write_program(cfg: ExportConfig, file: Path) -> None:
     outputs."""
     import torch
 
-    from common.encoded_text import EncodedText
-    from data.captions import CaptionTable
-    from models.text import TextProgram
-
     trained = load_trained(cfg)
+    if trained.text_level != "none":
+        raise UserError("format=torch_export holds no captions; use format=diffusers.")
     spec = trained.spec
     model = trained.model
-    inputs: tuple[torch.Tensor, ...] = (
+    inputs = (
         torch.randn(2, spec.channels, spec.height, spec.width),
         torch.rand(2),
         torch.zeros(2, dtype=torch.int64),
     )
-    names = ["x", "t", "y"]
-    if spec.text is not None and trained.text_level != "none":
-        table = CaptionTable.make_blank(spec.text, trained.text_level, inputs[0].device)
-        inputs += table.gather(inputs[2])[:3]
-        names += EncodedText._fields[:3]
-        model = TextProgram(model)
-    batch = {0: torch.export.Dim("batch", min=1)}
-    program = torch.export.export(model, inputs, dynamic_shapes=(batch,) * len(inputs))
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(model, inputs, dynamic_shapes=({0: batch},) * 3)
     torch.export.save(program, file)
 
     description = {
         "inputs": {
-            name: ["batch", *value.shape[1:]] for name, value in zip(names, inputs, strict=True)
+            "x": ["batch", spec.channels, spec.height, spec.width],
+            "t": ["batch"],
+            "y": ["batch"],
         },
         "convention": "x = (1-t)·z + t·noise; the output is noise - z; t = 1 is noise; y is int64",
         "no_class": spec.null_label,

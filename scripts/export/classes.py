@@ -201,7 +201,7 @@ class FastlatentPipeline(DiffusionPipeline):
         labels = [class_labels] if isinstance(class_labels, int | str) else class_labels
         prompts = [prompt] if isinstance(prompt, str) else prompt
         if self.transformer.config.conditioning == "text":
-            prompts = prompts or labels
+            prompts = prompts or [str(label) for label in labels]
             labels = [0] * len(prompts)
         numbers = find_class_numbers(labels, facts["class_names"])
         drawn = self.draw(numbers, settings, seed, latents, prompts)
@@ -221,7 +221,7 @@ class FastlatentPipeline(DiffusionPipeline):
         """Encodes prompts by the text encoder that encoded the captions; opens it at the first
         call. Raises ValueError if its weights are others."""
         facts = self.transformer.config.latents["text"]
-        encoder = getattr(self, "text_encoder", None)
+        encoder: Any = getattr(self, "text_encoder", None)
         if encoder is None:
             encoder = make_layer(facts["encoder"])().to(self._execution_device)
             if encoder.weights_sha256 != facts["sha256"]:

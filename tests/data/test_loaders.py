@@ -22,6 +22,7 @@ from tests.harness.batches import (
     streamed,
     take,
 )
+from tests.harness.captions import save_captioned_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, save_random_set
 from tests.harness.words import CPU
@@ -45,12 +46,23 @@ def latent_folder(tmp_path_factory):
     return save_random_set(tmp_path_factory.mktemp("latents"), 29, 16, held_out=7)
 
 
-@pytest.fixture(params=LOADERS)
-def make(request, latent_folder):
+@pytest.fixture(scope="module")
+def captioned_folder(tmp_path_factory):
+    """The same samples with captions."""
+    return save_captioned_set(tmp_path_factory.mktemp("captioned"), 29, 16, held_out=7)
+
+
+@pytest.fixture(params=[*LOADERS, *(f"{name} with captions" for name in batches.LOADERS)])
+def make(request, latent_folder, captioned_folder):
     """`make(batch_size=…, …)` builds the loader under test."""
+    name, captions, _ = request.param.partition(" with captions")
+    folder = captioned_folder if captions else latent_folder
+    settings = {"batch_size": 10, "seed": 0} | ({"text": "tokens"} if captions else {})
 
     def start(**changes):
-        return LOADERS[request.param](latent_folder, **{"batch_size": 10, "seed": 0} | changes)
+        loader = LOADERS[name](folder, **settings | changes)
+        assert (loader.captions is not None) == bool(captions)
+        return loader
 
     return start
 

@@ -6,7 +6,9 @@ from itertools import islice
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from data.captions import count_caption_bytes
 from data.loader import Batch
+from data.manifest import read_manifest
 from data.resident import ResidentLatents
 from data.streamed import StreamedLatents
 from tests.harness.words import CPU
@@ -23,7 +25,11 @@ def resident(path, **changes):
 
 def chunked(path, samples=15, **changes):
     """Opens a set of which two chunks of so many samples fit on the device."""
-    return resident(path, device_memory_gib=2 * samples * SAMPLE_BYTES / 2**30, **changes)
+    spec = read_manifest(path).text
+    size = SAMPLE_BYTES
+    if spec and changes.get("text"):
+        size += 4 * spec.per_image + count_caption_bytes(spec, "tokens") // (spec.count + 1)
+    return resident(path, device_memory_gib=2 * samples * size / 2**30, **changes)
 
 
 def streamed(path, **changes):

@@ -88,10 +88,15 @@ def save_images(folder, classes, per_class):
     return folder
 
 
-def save_latent_set(folder, shards, **changes):
+def save_latent_set(folder, shards, captions=None, **changes):
     """Writes `(split, tensors)` as one shard each, and their manifest; `changes` replace fields of
-    the manifest."""
+    the manifest. `captions`, a CaptionJob, adds the captions of all samples, in order."""
     folder.mkdir(parents=True, exist_ok=True)
+    if captions:
+        numbers = captions.number_captions(captions.captions)
+        parts = numbers.split([len(tensors["labels"]) for _, tensors in shards])
+        pairs = zip(shards, parts, strict=True)
+        shards = [(split, tensors | {"captions": part}) for (split, tensors), part in pairs]
     written = [
         write_shard(folder / f"{split}-{i:05d}.tar", tensors, split)
         for i, (split, tensors) in enumerate(shards)
@@ -126,7 +131,8 @@ def save_latent_set(folder, shards, **changes):
         "source_sha256": "0" * 64,
         "seed": 0,
         "versions": {},
-        "shards": written,
+        "shards": [*written, *(captions.run(folder) if captions else ())],
+        "text": captions and captions.spec,
     }
     manifest = Manifest(**fields | changes)
     manifest.write(folder)
@@ -144,13 +150,13 @@ def save_named_set(folder, names):
     return ["data=resident", f"data.path={folder}", "model.patch_size=2"]
 
 
-def save_random_set(folder, *train, held_out=0):
+def save_random_set(folder, *train, held_out=0, captions=None):
     """Saves a training shard for each of these numbers of samples, with seeds 0, 1, 2 …, and a
-    held-out one, with seed 9."""
+    held-out one, with seed 9; `captions` as in `save_latent_set`."""
     shards = [("train", draw_random_samples(count, seed)) for seed, count in enumerate(train)]
     if held_out:
         shards.append(("held_out", draw_random_samples(held_out, 9)))
-    save_latent_set(folder, shards)
+    save_latent_set(folder, shards, captions)
     return folder
 
 

@@ -1,0 +1,160 @@
+"""Captions beside latents: stored once, chosen in an exact order, verified."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from common.encoded_text import EncodedText
+from data.blocks import BlockReader, DamagedBlockError
+from data.captions import CaptionTable
+from data.loader import LatentTensors, choose_captions
+from data.manifest import read_manifest
+from data.source import open_source
+from models.text_encoders import WordLlama
+from scripts.verify_latents import VerifyConfig, verify
+from tests.harness.batches import LOADERS, resident, take
+from tests.harness.captions import rewrite_captions, save_captioned_set
+from tests.harness.refusals import expect_refusal
+from tests.harness.sets import edit_manifest, flip_byte, save_random_set
+from tests.harness.words import CPU
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_captioned_set(tmp_path / "set", 20, 16, held_out=5)
+
+
+def read_table(folder, level="tokens"):
+    manifest = read_manifest(folder)
+    return CaptionTable.read(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_each_different_caption_is_stored_once(dtype, tmp_path):
+    folder = save_captioned_set(tmp_path, 40, held_out=4, text_dtype=dtype)
+    table = read_table(folder)
+    text = read_manifest(folder).text
+    assert (text.count, text.per_image, text.width, text.dtype) == (30, 3, 256, dtype)
+    assert len(set(table.texts)) == 31
+    stored = table.gather(torch.arange(-1, 30))
+    assert table.list_texts(stored)[0] == ""
+    again = WordLlama().encode(table.list_texts(stored), text.max_tokens)
+    assert torch.equal(stored.pooled, again.pooled)
+    assert stored.lengths.tolist() == again.lengths.tolist()
+    close = torch.cosine_similarity(stored.tokens.float(), again.tokens.float(), dim=2)
+    assert (close[stored.tokens.abs().sum(2) > 0] > (0.9999 if dtype == "float16" else 0.999)).all()
+    assert read_table(folder, "pooled").gather(torch.arange(3)).tokens.shape == (3, 0, 256)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_all_captions_of_a_sample_come_equally_often(kind, folder):
+    """In 6 epochs a sample with k of 1, 2 or 3 captions has each of them 6 / k times."""
+    loader = LOADERS[kind](folder, batch_size=12, text="pooled")
+    stream = take(loader, 6 * 36 // 12)
+    seen = Counter(zip(stream.ids.tolist(), stream.text.numbers.tolist(), strict=True))
+    for sample in range(36):
+        times = [n for (i, _), n in seen.items() if i == sample]
+        assert times == [6 // max(1, sample % 4)] * max(1, sample % 4)
+    empty = stream.text.numbers[stream.ids % 4 == 0]
+    assert empty.eq(-1).all()
+    first = stream.text.numbers[:36][stream.ids[:36].argsort()]
+    assert len({int(first[i] - first[i].clamp(max=first[i])) for i in range(36)}) == 1
+
+
+def test_the_first_caption_of_samples_is_random():
+    captions = torch.arange(4, dtype=torch.int32).repeat(4000, 1)
+    rows = LatentTensors(torch.zeros(4000), torch.zeros(4000), captions=captions)
+    for seed in range(2):
+        counts = torch.bincount(choose_captions(rows, seed, 0))
+        assert (counts - 1000).abs().max() < 5 * 750**0.5
+    one, other = (choose_captions(rows, seed, 0) for seed in range(2))
+    assert not torch.equal(one, other)
+
+
+def test_a_run_of_classes_reads_no_captions(folder):
+    (folder / "captions-00000.tar").unlink()
+    assert next(resident(folder)).text is None
+    with pytest.raises(DamagedBlockError, match="is missing"):
+        resident(folder, text="pooled")
+
+
+def zero_one(stored):
+    stored["pooled"][3] = 0.0
+    return stored
+
+
+def lengthen(stored):
+    stored["lengths"][3] = 99
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda f: flip_byte(f / "captions-00000.tar", 2000), "is damaged: its sha256 differs"),
+        (lambda f: rewrite_captions(f, zero_one), "holds a caption whose vector is zero"),
+        (lambda f: rewrite_captions(f, lengthen), "holds captions of more than"),
+    ],
+    ids=["another byte", "a zeroed caption", "too many tokens"],
+)
+def test_damaged_captions_stop_a_run_and_are_found(damage, sentence, folder, capsys):
+    damage(folder)
+    for on_corrupt in ("error", "skip"):
+        with expect_refusal(sentence):
+            resident(folder, text="tokens", on_corrupt=on_corrupt)
+    (problem,) = [line for line in verify(VerifyConfig(str(folder), count=0)) if sentence in line]
+    assert "of captions)" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"empty_pooled": [0.0] * 256}, "the empty caption has a vector of zeros"),
+        ({"empty_tokens": [[1.0]]}, "has not 256 values"),
+        ({"empty_tokens": []}, "the empty caption has 0 tokens"),
+        ({"count": 29}, "the captions shards hold 30 samples, and it says 29"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself(changes, sentence, folder):
+    text = vars(read_manifest(folder).text)
+    edit_manifest(folder, text=text | changes)
+    with expect_refusal(sentence):
+        read_manifest(folder)
+
+
+def shuffle(stored):
+    return {name: value.roll(1, 0) for name, value in stored.items()}
+
+
+def test_shuffled_captions_are_found(folder):
+    """Their hashes are right: only the text encoder shows that the vectors are those of others."""
+    assert not [line for line in verify(VerifyConfig(str(folder), count=0)) if "vectors" in line]
+    rewrite_captions(folder, shuffle)
+    problems = verify(VerifyConfig(str(folder), count=4))
+    assert len([line for line in problems if "has other vectors than its text" in line]) == 4
+
+
+def test_captions_that_the_table_lacks(folder):
+    text = vars(read_manifest(folder).text)
+    edit_manifest(folder, text=text | {"count": 8}, shards=cut_captions(folder))
+    with expect_refusal(r"holds captions from -1 to \d+, but there are 8 captions"):
+        resident(folder)
+
+
+def cut_captions(folder):
+    """The manifest's shards, without the captions after the first block of 8."""
+    *others, captions = json.loads((folder / "manifest.json").read_text())["shards"]
+    return [*others, captions | {"count": 8, "blocks": captions["blocks"][:1]}]
+
+
+def test_older_sets_have_no_captions(tmp_path):
+    loader = resident(save_random_set(tmp_path, 8), text="tokens")
+    assert loader.spec.text is None
+    assert next(loader).text is None
+
+
+def test_captions_are_repeated_for_guidance():
+    text = EncodedText(*(torch.arange(2) for _ in range(4)))
+    assert text.repeat_to(4).numbers.tolist() == [0, 1, 0, 1]

@@ -1,0 +1,82 @@
+"""Captions for latent sets: random samples, and handwritten digits described by templates."""
+
+import torch
+from safetensors.torch import load
+
+from data.blocks import BlockReader
+from data.digits import DigitLatents
+from data.manifest import read_manifest
+from data.source import open_source
+from encoding.caption_job import CaptionJob, TextSettings
+from encoding.shards import ShardWriter
+from tests.harness.sets import edit_manifest, save_latent_set, save_random_set
+from tests.harness.words import CPU
+
+WORDLLAMA = {"_target_": "models.text_encoders.WordLlama"}
+PIXELS = {"_target_": "models.autoencoders.PixelAutoencoder"}
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+TEMPLATES = [
+    "{}",
+    "the digit {}",
+    "a handwritten {}",
+    "this is a {}",
+    "{} on paper",
+    "a picture of the figure {}",
+    "somebody wrote {} with a pen",
+    "{} as a small grey image",
+]
+UNSEEN = ["please draw the number {}", "a scan that shows {}", "{} written by hand"]
+
+
+def plan_captions(captions, **settings):
+    """A CaptionJob of wordllama, in small shards."""
+    sizes = {"shard_size": 32, "block_size": 8} | settings
+    return CaptionJob(captions, WORDLLAMA, TextSettings(**sizes), CPU)
+
+
+def save_captioned_set(folder, *train, held_out=0, **settings):
+    """Saves a random set in which sample i has i % 4 captions, some of them those of others."""
+    total = sum(train) + held_out
+    captions = [[f"caption {(i + j) % 30} of a sample" for j in range(i % 4)] for i in range(total)]
+    return save_random_set(
+        folder, *train, held_out=held_out, captions=plan_captions(captions, **settings)
+    )
+
+
+def save_digits(folder, templates=TEMPLATES, count=None, **settings):
+    """Writes the digits, or the first `count` of each split, with a caption for each template."""
+    loader = DigitLatents(batch_size=1, seed=0, device=CPU)
+    splits = {"train": loader.train, "held_out": loader.held_out_split}
+    shards = [
+        (name, {"latents": split.latents[:count], "labels": split.labels[:count]})
+        for name, split in splits.items()
+    ]
+    labels = torch.cat([tensors["labels"] for _, tensors in shards]).tolist()
+    captions = [[template.format(DIGITS[label]) for template in templates] for label in labels]
+    facts = {"mean": loader.spec.mean, "std": loader.spec.std, "class_names": DIGITS}
+    facts |= {"encoder": PIXELS, "encoder_sha256": None, "scaling_factor": None}
+    facts |= {"kind": "sample", "dtype": "float32", "flips": False}
+    save_latent_set(folder, shards, plan_captions(captions, **settings), **facts)
+    return folder
+
+
+def rewrite_captions(folder, change):
+    """Changes the tensors of the captions and writes them with right hashes, as a faulty program
+    would. `change` maps name -> tensor of all captions to new tensors."""
+    manifest = read_manifest(folder)
+    source = open_source(str(folder))
+    places = BlockReader(source, manifest, "captions").places
+    blocks = [load(source.read(p.shard.file, p.block.offset, p.block.size)) for p in places]
+    names = ("pooled", "tokens", "lengths")
+    changed = change({name: torch.cat([block[name] for block in blocks]) for name in names})
+
+    shards = [shard for shard in manifest.shards if shard.split != "captions"]
+    for file in dict.fromkeys(place.shard.file for place in places):
+        with ShardWriter(folder / file, "captions", 8) as writer:
+            for place, block in zip(places, blocks, strict=True):
+                if place.shard.file == file:
+                    rows = slice(place.first, place.first + place.block.samples)
+                    new = {name: value[rows].contiguous() for name, value in changed.items()}
+                    writer.write_member(block | new, place.block.samples)
+            shards.append(writer.close())
+    edit_manifest(folder, shards=[vars(shard) for shard in shards])

@@ -1,0 +1,166 @@
+"""Denoisers conditioned on text: where captions enter, what masks them, what refuses them."""
+
+import pytest
+import torch
+
+from accel.kernels import attend as attention
+from accel.kernels.attend import attend, attend_by_products, attend_in_groups, make_mask
+from common.encoded_text import EncodedText
+from models.mixers.attention import Attention
+from tests.harness.denoisers import FAMILIES, SIZES, fill_zero_layers, make_denoiser, make_inputs
+from tests.harness.refusals import expect_refusal
+
+TOKENS = 5
+SPEC = {"width": 8, "max_tokens": TOKENS}
+SPEC |= {"empty_pooled": [0.5] * 8, "empty_tokens": [[1.0, -1.0] * 4, [0.5, 2.0] * 4]}
+READERS = ("dit", "hybrid", "dit_plain", "dit_windows")
+
+
+def make_text_model(family, conditioning="text", tokens=False, **changes):
+    options = {"conditioning": conditioning, "text_tokens": tokens, "text": SPEC}
+    return fill_zero_layers(make_denoiser(family, **options | changes))
+
+
+def draw_text(batch=2, lengths=(2, 4)):
+    generator = torch.Generator().manual_seed(3)
+    pooled = torch.randn(batch, 8, generator=generator).half()
+    tokens = torch.randn(batch, TOKENS, 8, generator=generator).half()
+    return EncodedText(pooled, tokens, torch.tensor(lengths), torch.arange(batch))
+
+
+@pytest.mark.parametrize("conditioning", ["text", "class_and_text"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_caption_and_every_parameter_matter(family, conditioning):
+    model = make_text_model(family, conditioning, family in READERS)
+    x, t, _ = make_inputs(model)
+    y = torch.tensor([0, 1])
+    text = draw_text()
+    out = model(x, t, y, text=text)
+    other = text._replace(pooled=-text.pooled)
+    assert not torch.allclose(out, model(x, t, y, text=other))
+    assert torch.equal(model(x, t, y + 1, text=text), out) == (conditioning == "text")
+    out.square().sum().backward()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
+    assert dead == []
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_the_null_label_drops_the_caption(tokens):
+    """So the empty caption stands where training drops captions, and where guidance compares."""
+    model = make_text_model("dit", tokens=tokens)
+    x, t, _ = make_inputs(model)
+    null = torch.full((2,), model.num_classes)
+    dropped = model(x, t, null, text=draw_text())
+    empty = torch.tensor([SPEC["empty_tokens"]])
+    padded = torch.nn.functional.pad(empty, (0, 0, 0, TOKENS - 2)).expand(2, -1, -1)
+    stored = EncodedText(torch.full((2, 8), 0.5), padded, torch.tensor([2, 2]), torch.arange(2))
+    for same in (
+        model(x, t, null),
+        model(x, t, torch.zeros_like(null), text=stored),
+        model(x, t, torch.zeros_like(null)),
+    ):
+        torch.testing.assert_close(same, dropped)
+    assert not torch.allclose(model(x, t, torch.zeros_like(null), text=draw_text()), dropped)
+
+
+def assert_padding_is_ignored(family):
+    model = make_text_model(family, tokens=True)
+    x, t, _ = make_inputs(model)
+    y = torch.tensor([0, 1])
+    text = draw_text()
+    out = model(x, t, y, text=text)
+    changed = text.tokens.clone()
+    changed[0, 2:] += 3.0
+    changed[1, 4:] += 3.0
+    torch.testing.assert_close(model(x, t, y, text=text._replace(tokens=changed)), out)
+    changed[1, 3] += 3.0
+    new = model(x, t, y, text=text._replace(tokens=changed))
+    assert torch.allclose(new[0], out[0]) and not torch.allclose(new[1], out[1])  # noqa: PT018
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_padding_is_ignored_and_tokens_are_not(family):
+    assert_padding_is_ignored(family)
+
+
+def test_an_ignored_mask_is_found(monkeypatch):
+    monkeypatch.setattr(attention, "make_mask", lambda groups, prefix, tokens: None)
+    with pytest.raises(AssertionError):
+        assert_padding_is_ignored("dit")
+
+
+def test_vectors_of_any_scale_are_the_same():
+    """int8 tokens are stored without their scale."""
+    model = make_text_model("dit", tokens=True)
+    x, t, _ = make_inputs(model)
+    text = draw_text()
+    scaled = text._replace(tokens=text.tokens * 8.0, pooled=text.pooled * 0.5)
+    y = torch.zeros(2, dtype=torch.int64)
+    expected = model(x, t, y, text=text)
+    torch.testing.assert_close(model(x, t, y, text=scaled), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("windows", [False, True])
+def test_every_way_of_attention_heeds_the_mask(windows):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 3, 16, 8, generator=generator)
+    k, v = torch.randn(2, 2, 3, 16 + TOKENS, 8, generator=generator)
+    prefix = torch.arange(TOKENS) < torch.tensor([[2], [4]])
+    groups = torch.arange(16, dtype=torch.int32) // 4 if windows else None
+    seen = torch.cat(
+        (
+            prefix[:, None].expand(2, 16, TOKENS),
+            (groups[:, None] == groups if windows else torch.ones(16, 16) > 0).expand(2, 16, 16),
+        ),
+        dim=2,
+    ).unsqueeze(1)
+    scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill(~seen, -torch.inf)
+    expected = scores.softmax(-1) @ v
+    mask = make_mask(groups, prefix, 16)
+    for ours in (
+        attend(q, k, v, "auto", groups, prefix),
+        attend(q, k, v, "math", groups, prefix),
+        attend(q, k, v, "flash", groups, prefix),
+        attend_by_products(q, k, v, mask),
+        attend_in_groups(q, k, v, groups, prefix),
+    ):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("mamba", {"tokens": True}, "choose model=dit_<size> or hybrid_<size>, or set model.text"),
+        ("conv", {"tokens": True}, "needs layers of attention, and this model has none"),
+        ("dit", {"tokens": True, "text": SPEC | {"max_tokens": 0}}, "stores no tokens of its"),
+        ("dit", {"tokens": True, "conditioning": "class"}, "needs model.conditioning=text"),
+        ("dit", {"text": None}, "needs a latent set with captions, and this one has none"),
+    ],
+)
+def test_refusals(family, changes, sentence):
+    with expect_refusal(sentence):
+        make_text_model(family, **changes)
+
+
+def test_flops_count_the_text():
+    plain = make_denoiser("dit").flops_per_sample()
+    pooled = make_text_model("dit").flops_per_sample()
+    assert pooled == plain + 2 * 8 * 64
+    tokens = make_text_model("dit", tokens=True).flops_per_sample()
+    each = 2 * TOKENS * 64 * 128 + 4 * 16 * TOKENS * 64
+    assert tokens == pooled + TOKENS * 2 * 8 * 64 + SIZES["depth"] * each
+
+
+def test_muon_takes_keys_and_values_of_text_apart():
+    layer = Attention(64, 32, (4, 4), text_tokens=TOKENS)
+    assert layer.list_matrices()[layer.text.kv.weight] == ((0, 64), (64, 128))
+
+
+def test_a_meta_model_knows_the_empty_caption():
+    with torch.device("meta"):
+        model = make_denoiser("dit", conditioning="text", text_tokens=True, text=SPEC)
+    model.to_empty(device="cpu").init_weights()
+    assert model.text_embed.empty_pooled.tolist() == [0.5] * 8
+    assert int(model.text_embed.empty_length) == 2
+    assert "text_embed.empty_pooled" not in model.state_dict()
