@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from tests.harness.captions import save_captioned_set
 from tests.harness.outcomes import assert_newest_loads, assert_tidy, list_checkpoints, read_outcome
 from tests.harness.sets import save_random_set
 from tests.harness.zygote import read_output
@@ -21,6 +22,13 @@ MODES = {
     ],
 }
 THIRTY_STEPS = ["total_samples=240"]
+CAPTIONED = [
+    "data=webdataset",
+    "data.streams=4",
+    "data.window=6",
+    "data.num_workers=1",
+    "model.conditioning=text",
+]
 
 
 def kill_until_done(start, parent, words, ranks, plan, kills):
@@ -76,12 +84,14 @@ def test_kills_within_a_save(ranks, rank, step, zygote, run_whole, tmp_path, rec
 @pytest.mark.parametrize(
     ("ranks", "kills", "words"),
     [
-        (1, 3, []),
+        (1, 3, CAPTIONED),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 (1, 50, []),
                 (2, 50, []),
+                (1, 30, CAPTIONED),
+                (2, 20, CAPTIONED),
                 (1, 20, ["async_checkpoints=false"]),
                 (1, 20, ["runtime.precision=bf16"]),
                 (2, 20, ["runtime.parallel.mode=ddp"]),
@@ -100,7 +110,8 @@ def test_kills_at_random(ranks, kills, words, zygote, run_whole, tmp_path, recor
     record_property("struck", kills)
     words = [*MODES[ranks], *words, *THIRTY_STEPS]
     if "data=" in str(words):
-        words.append(f"data.path={save_random_set(tmp_path / 'set', 45, held_out=4)}")
+        save = save_captioned_set if "model.conditioning=text" in words else save_random_set
+        words.append(f"data.path={save(tmp_path / 'set', 45, held_out=4)}")
     undisturbed = run_whole(*words, ranks=ranks)
     expected = read_outcome(undisturbed)
     summary = json.loads((undisturbed / "summary.json").read_text())

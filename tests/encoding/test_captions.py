@@ -1,0 +1,225 @@
+"""Captions of images: where they are found, and encoded once beside the latents."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from data.blocks import BlockReader
+from data.captions import CaptionTable
+from data.manifest import read_manifest
+from data.source import open_source
+from encoding.captions import fill_templates, parse_captions
+from encoding.sources import list_images
+from models.text_encoders import HubTextEncoder, WordLlama
+from scripts.import_latents import ImportConfig, import_latents
+from tests.harness.refusals import expect_refusal
+from tests.harness.sets import PNG, flip_byte, read_contents, save_files, write_tar
+from tests.harness.words import CPU
+from training.config.build import build
+
+
+def save_text(path, **texts):
+    """Writes an image and its text for each name."""
+    for name, text in texts.items():
+        save_files(path, f"{name}.png")
+        save_files(path, f"{name}.txt", content=text.encode())
+    return path
+
+
+def list_captions(source, **options):
+    options = {"classes": "none", "captioned": True} | options
+    return [entry.captions for entry in list_images(source, **options).entries]
+
+
+def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
+    save_text(tmp_path, a="\ufeffan apple\n\n  a red fruit \r\n", b="", c="*x: [y], 1e3 🍎")
+    save_files(tmp_path, "d.png", "e.json", content=PNG)
+    (tmp_path / "e.json").write_text('{"other": 1}')
+    assert list_captions(tmp_path) == [("an apple", "a red fruit"), (), ("*x: [y], 1e3 🍎",), ()]
+    assert "txt" not in str(list_images(tmp_path, "none", captioned=True).unused)
+    assert "txt" in str(list_images(tmp_path, "none").unused)
+
+
+@pytest.mark.parametrize(
+    ("content", "captions"),
+    [
+        ('"one"', ("one",)),
+        ('["one", "two"]', ("one", "two")),
+        ('{"prompt": "last", "caption": "one"}', ("one",)),
+        ('{"captions": ["one", " "]}', ("one",)),
+    ],
+)
+def test_json_of_many_forms(content, captions):
+    assert parse_captions("a.json", content.encode()) == captions
+
+
+@pytest.mark.parametrize("content", [b'{"id": 3}', b"[1, 2]", b"no json", b"\xff\xfe"])
+def test_json_without_captions(content):
+    with expect_refusal(r"a\.json (must hold a caption|holds no captions in UTF-8)"):
+        parse_captions("a.json", content)
+
+
+def test_members_of_a_tar(tmp_path):
+    members = {"0.png": PNG, "0.cls": b"1", "0.txt": b"one", "0.json": b'["two"]'}
+    write_tar(tmp_path / "a.tar", members | {"1.png": PNG, "1.cls": b"0"})
+    assert list_captions(tmp_path, classes="given") == [("one", "two"), ()]
+
+
+def test_columns_of_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"image": [{"bytes": PNG, "path": None}] * 2, "text": ["one", "two"]}
+    features = datasets.Features(image=datasets.Image(), text=datasets.Value("string"))
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved.save_to_disk(tmp_path / "one")
+    assert list_captions(tmp_path / "one") == [("one",), ("two",)]
+    saved.rename_column("text", "words").save_to_disk(tmp_path / "two")
+    with expect_refusal("has no column of captions"):
+        list_captions(tmp_path / "two")
+
+
+def test_templates_of_class_names(tmp_path):
+    save_files(tmp_path / "photos", "red_apple/0.png", "pear/0.png")
+    images = list_images(tmp_path / "photos")
+    file = tmp_path / "templates.txt"
+    file.write_text("a {}\n\n{}, drawn\n")
+    captions = [entry.captions for entry in fill_templates(images, str(file)).entries]
+    assert captions == [("a pear", "pear, drawn"), ("a red apple", "red apple, drawn")]
+    file.write_text("a {}\nnothing\n")
+    with expect_refusal(r"each line must have \{\}"):
+        fill_templates(images, str(file))
+    with expect_refusal("must be given, or a text file with a template"):
+        fill_templates(images, str(tmp_path / "absent"))
+    with expect_refusal("the source has no classes"):
+        file.write_text("a {}")
+        fill_templates(list_images(tmp_path / "photos", "none"), str(file))
+
+
+WORDS = ["text_encoder=wordllama", "max_captions=2"]
+
+
+@pytest.fixture
+def captioned(photos, tmp_path):
+    """The photos with a caption of their class and number, the first without."""
+    source = tmp_path / "captioned"
+    shutil.copytree(photos, source)
+    for i, image in enumerate(sorted(source.glob("*/*.*"))[1:]):
+        image.with_suffix(".txt").write_text(f"a {image.parent.name}\nnumber {i % 3}\nleft out")
+    return source
+
+
+def test_a_job_with_captions(captioned, job, tmp_path, capsys):
+    out = job(*WORDS, f"source={captioned}")
+    said = capsys.readouterr().out
+    assert (
+        "different captions, up to 2 an image, in at most 3 tokens of 256 values in float" in said
+    )
+    assert "note: 1 images have no caption, and get the empty one" in said
+    assert said.rstrip().endswith("model.conditioning=text")
+    manifest = read_manifest(out)
+    blocks = BlockReader(open_source(str(out)), manifest, "train")
+    table = CaptionTable.read(blocks, "tokens", CPU)
+    assert "left out" not in table.texts
+    content = torch.cat([blocks.read(i)["captions"] for i in range(len(blocks.places))])
+    labels = torch.cat([blocks.read(i)["labels"] for i in range(len(blocks.places))])
+    for own, label in zip(content.tolist(), labels.tolist(), strict=True):
+        if own != [-1, -1]:
+            assert table.texts[own[0]] == f"a {manifest.class_names[label]}"
+            assert table.texts[own[1]].startswith("number ")
+
+    # What is lost is written again, with the same bytes; other captions are another job.
+    whole = read_contents(out)
+    (out / "manifest.json").unlink()
+    flip_byte(out / "captions-00000.tar")
+    job(*WORDS, f"source={captioned}")
+    assert read_contents(out) == whole
+    for words in (["text_tokens=2"], ["text_dtype=int8"], ["max_captions=1"]):
+        with expect_refusal("holds latents of another job"):
+            job(*WORDS, f"source={captioned}", *words)
+    next(captioned.glob("*/*.txt")).write_text("another caption")
+    with expect_refusal("captions_sha256 was"):
+        job(*WORDS, f"source={captioned}")
+    with expect_refusal("text_encoder was .*, is None"):
+        job(f"source={captioned}")
+
+
+def test_captions_that_nobody_wrote(photos, job):
+    with expect_refusal("no image has a caption"):
+        job("text_encoder=wordllama")
+    with expect_refusal(r"text_encoder\.path"):
+        job("text_encoder=transformers", "text_encoder.path=nowhere")
+
+
+def test_an_import_takes_captions(vae, tmp_path):
+    np.save(tmp_path / "latents.npy", np.random.default_rng(0).normal(size=(6, 2, 8, 8)) * 2.0)
+    (tmp_path / "captions.json").write_text(
+        json.dumps(["one", ["two", "three"], [], "one"] + ["x"] * 2)
+    )
+    cfg = {"source": str(tmp_path / "latents.npy"), "out": str(tmp_path / "set"), "scale": 1.0}
+    cfg |= {"encoder": str(vae), "classes": "none", "captions": str(tmp_path / "captions.json")}
+    with expect_refusal("needs text_encoder=wordllama"):
+        import_latents(ImportConfig(**cfg))
+    import_latents(ImportConfig(**cfg, text_encoder="wordllama", held_out=0.0))
+    manifest = read_manifest(tmp_path / "set")
+    blocks = BlockReader(open_source(str(tmp_path / "set")), manifest, "train")
+    texts = [*CaptionTable.read(blocks, "pooled", CPU).texts]
+    own = sorted([texts[n] for n in row if n >= 0] for row in blocks.read(0)["captions"].tolist())
+    assert own == sorted([["one"], ["two", "three"], [], ["one"], ["x"], ["x"]])
+    (tmp_path / "captions.json").write_text('["one"]')
+    with expect_refusal("must be a list with 6 entries"):
+        import_latents(ImportConfig(**cfg | {"out": "other"}, text_encoder="wordllama"))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A tiny BERT with random weights, and its tokenizer, as transformers saves them."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "apple", "pear"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=len(words), intermediate_size=32, **sizes)
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(folder)
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def build_encoder(path):
+    node = {"_target_": "models.text_encoders.HubTextEncoder", "path": str(path)}
+    return build(node, "text_encoder")
+
+
+def test_an_encoder_of_transformers(bert, tmp_path):
+    encoder = build_encoder(bert)
+    assert (encoder.kind, encoder.width, encoder.revision) == ("BertModel", 16, None)
+    text = encoder.encode(["", "a red apple", "pear"], 8, batch_size=2)
+    assert text.lengths.tolist() == [2, 5, 3]
+    assert text.tokens.shape == (3, 8, 16)
+    assert text.tokens[0, 2:].eq(0).all()
+    alone = encoder.encode(["pear"], 8)
+    torch.testing.assert_close(alone.tokens[0], text.tokens[2], atol=2e-3, rtol=0.0)
+    mean = text.tokens[1, :5].float().mean(0)
+    torch.testing.assert_close(text.pooled[1].float(), mean, atol=2e-3, rtol=0.0)
+    assert encoder.encode(["a red apple"], 3).lengths.tolist() == [3]
+    assert encoder.encode(["a red apple"], 0).tokens.shape == (1, 0, 16)
+
+    other = shutil.copytree(bert, tmp_path / "other")
+    assert build_encoder(other).weights_sha256 == encoder.weights_sha256
+    flip_byte(other / "model.safetensors")
+    assert build_encoder(other).weights_sha256 != encoder.weights_sha256
+    (other / "model.safetensors").unlink()
+    with expect_refusal("cannot be opened by transformers"):
+        build_encoder(other)
+
+
+def test_a_package_that_is_missing(bert, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with expect_refusal(r"needs the package transformers: pip install 'fastlatent\[text"):
+        HubTextEncoder(str(bert))
+    monkeypatch.setattr("models.text_encoders.find_spec", lambda name: None)
+    with expect_refusal(r"needs the package wordllama: pip install 'fastlatent\[text"):
+        WordLlama()

@@ -1,0 +1,192 @@
+"""Samples from prompts: a prompt is text, and its encoder the one that encoded the captions."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from sampling.load import load_run
+from scripts.evaluate import EvaluateConfig, evaluate_run
+from scripts.export.__main__ import ExportConfig, export
+from scripts.sample import SampleConfig, sample_run
+from tests.harness.captions import DIGITS, TEMPLATES, save_digits
+from tests.harness.refusals import expect_refusal
+from tests.harness.words import CPU
+from tests.sampling.conftest import RUN
+from train import train
+from training.components import build_loader
+from training.config.compose import compose, parse_words
+
+PROMPTS = [
+    "red: apple",
+    "tiger #2",
+    "yes",
+    "1e3",
+    "*star",
+    "[x",
+    'a "quoted", (bracketed) {word}',
+    "${seed} and ${env:HOME}",
+    "prompt=twice=thrice",
+    "it's a 🍎 – café",
+    "--help",
+    " ",
+]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_arrives_as_it_was_typed(prompt):
+    words = ["run_dir=runs/mine", f"prompt={prompt}", "count=3"]
+    cfg = parse_words(SampleConfig, words, "")
+    assert (cfg.prompt, cfg.count) == (prompt, 3)
+
+
+@pytest.fixture(scope="module", params=["text", "class_and_text"])
+def captioned_run(request, tmp_path_factory):
+    """A few quick steps on digits with captions, of which attention reads the tokens. Read
+    only."""
+    folder = tmp_path_factory.mktemp("captioned")
+    save_digits(folder / "set", count=64)
+    words = ["data=resident", f"data.path={folder}/set", "model=dit_xs", "sample_every=8"]
+    words += [f"model.conditioning={request.param}", "model.text_tokens=true"]
+    train(compose([*RUN, *words, f"run_dir={folder}/run", "sampling.per_class=2"]))
+    return folder / "run"
+
+
+def draw(run, out, *words):
+    """Draws by words of the command; returns the images, the labels and the facts."""
+    words = [f"run_dir={run}", f"out={out}", "count=6", "batch_size=4", "steps=2", *words]
+    file = sample_run(parse_words(SampleConfig, words, ""))
+    with np.load(file) as arrays:
+        facts = json.loads(file.with_suffix(".json").read_text())
+        return arrays["arr_0"], arrays["labels"].tolist(), facts
+
+
+def test_samples_of_prompts(captioned_run, tmp_path):
+    (tmp_path / "prompts.txt").write_text("the digit one\n\nthe digit two\n")
+    images, labels, facts = draw(captioned_run, tmp_path / "a", f"prompts={tmp_path}/prompts.txt")
+    assert labels == [0, 1, 0, 1, 0, 1]
+    assert facts["classes"] == {"0": "the digit one", "1": "the digit two"}
+    model = load_run(captioned_run)
+    prompts = ["the digit one", "the digit two"] * 3
+    by_class = {} if facts["data"] is None else {"labels": [i % 10 for i in range(6)]}
+    again = model.sample(prompts=prompts, batch_size=4, steps=2, **by_class)
+    assert np.array_equal(again, images)
+    other, _, other_facts = draw(captioned_run, tmp_path / "b", "prompt=the digit one", "grid=4")
+    assert np.array_equal(other[0], images[0])
+    assert not np.array_equal(other[1], images[1])
+    assert other_facts["labels"] != facts["labels"]
+    assert (tmp_path / "b.png").is_file()
+
+
+def test_samples_of_the_captions_of_the_data(captioned_run, tmp_path):
+    """Held-out captions come in order, those of training in the order of the seed."""
+    _, numbers, facts = draw(captioned_run, tmp_path / "a")
+    config = compose(["data=resident", f"data.path={captioned_run.parent}/set"]).cfg.data
+    loader = build_loader(config, 0, 6, CPU, text="pooled")
+    held_out = next(loader.held_out(6))
+    assert numbers == held_out.text.numbers.tolist()
+    names = [facts["classes"][str(number)] for number in numbers]
+    assert names == [TEMPLATES[0].format(DIGITS[label]) for label in held_out.labels]
+    _, numbers, facts = draw(captioned_run, tmp_path / "b", "prompts=train")
+    assert numbers == next(loader).text.numbers.tolist()
+    assert facts["labels"] == "train"
+    assert list(captioned_run.glob("samples/*.png"))
+
+
+def test_refusals(captioned_run, trained, tmp_path):
+    with expect_refusal("this model was trained on classes; give labels"):
+        draw(trained, tmp_path / "a", "prompt=one")
+    with expect_refusal("must be held_out, train, or a text file in UTF-8"):
+        draw(captioned_run, tmp_path / "a", "prompts=absent.txt")
+    (tmp_path / "empty.txt").write_text("\n")
+    with expect_refusal("has no prompt; write one on each line"):
+        draw(captioned_run, tmp_path / "a", f"prompts={tmp_path}/empty.txt")
+    weights = shutil.copy(next(captioned_run.glob("checkpoints/*/ema.safetensors")), tmp_path)
+    with expect_refusal("prompts=held_out needs the run's data"):
+        sample_run(SampleConfig(weights=str(weights), out=str(tmp_path / "a")))
+    with expect_refusal("clip=x is for a model of captions"):
+        evaluate_run(EvaluateConfig(run_dir=str(trained), clip="x", out=str(tmp_path / "e")))
+
+
+def test_another_text_encoder_is_refused(captioned_run, monkeypatch, tmp_path):
+    from models.text_encoders import WordLlama
+
+    monkeypatch.setattr("models.text_encoders.hash_files", lambda files: "0" * 64)
+    assert WordLlama().weights_sha256 == "0" * 64
+    with expect_refusal("the text_encoder at None has other weights than the one that made"):
+        draw(captioned_run, tmp_path / "a", "prompt=one")
+
+
+def test_a_long_prompt_is_cut_and_said(captioned_run, capsys):
+    load_run(captioned_run).sample([0], prompts=["one " * 40], steps=1)
+    assert "has 41 tokens, and 6 are read" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A tiny CLIP with random weights."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("clip")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "projection_dim": 8}
+    vision = sizes | {"image_size": 16, "patch_size": 8}
+    words = ["<|startoftext|>", "<|endoftext|>", "a", "o", "n", "e</w>", "e", "t"]
+    text = sizes | {"vocab_size": len(words), "bos_token_id": 0, "eos_token_id": 1}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    torch.manual_seed(0)
+    transformers.CLIPModel(config).save_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
+    transformers.CLIPTokenizer(*files).save_pretrained(folder)
+    return folder
+
+
+def test_the_clip_score(captioned_run, clip, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    cfg = EvaluateConfig(
+        run_dir=str(captioned_run), count=8, steps=1, clip=str(clip), out=str(tmp_path / "figures")
+    )
+    result = evaluate_run(cfg)
+    assert result["protocol"]["labels"] == "train"
+    words = ("prompts=train", "steps=1", "count=8")
+    images, numbers, facts = draw(captioned_run, tmp_path / "s", *words)
+    texts = [facts["classes"][str(number)] for number in numbers]
+    model = transformers.CLIPModel.from_pretrained(clip)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(clip)
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).float()
+    x = torch.nn.functional.interpolate(x, (16, 16), mode="bicubic", antialias=True).clamp(0, 255)
+    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
+    std = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
+    output = model(pixel_values=(x / 255 - mean) / std, **tokens)
+    scores = torch.cosine_similarity(output.image_embeds, output.text_embeds)
+    assert result["clip_score"] == pytest.approx(100 * scores.mean().item(), abs=1.0)
+
+
+def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
+    from diffusers import DiffusionPipeline
+
+    folder = export(ExportConfig(run_dir=str(captioned_run), out=str(tmp_path / "out")))
+    pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+    prompts = ["the digit one", "some new words"]
+    both = pipe.transformer.config.conditioning != "text"
+    options = {"num_inference_steps": 2, "output_type": "np"}
+    images = (
+        pipe([0, 1], prompt=prompts, **options).images if both else pipe(prompts, **options).images
+    )
+    expected = load_run(captioned_run, runtime={}).sample(
+        [0, 1] if both else [], prompts=prompts, steps=2
+    )
+    assert np.array_equal(images, expected)
+    if not both:
+        assert np.array_equal(pipe("the digit one", **options).images[0], expected[0])
+    facts = pipe.transformer.config.latents
+    facts["text"]["sha256"] = "0" * 64
+    del pipe.text_encoder
+    with pytest.raises(ValueError, match="other weights than in training"):
+        pipe([0], prompt="one", **options)
+    with expect_refusal("format=torch_export holds no captions"):
+        export(ExportConfig(run_dir=str(captioned_run), out="x.pt2", format="torch_export"))

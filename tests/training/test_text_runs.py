@@ -1,0 +1,123 @@
+"""Runs on captions: techniques change nothing, restarts are exact, forecasts count the text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.adapters import find_trained_parameters
+from scripts.plan.memory import forecast, make_question
+from tests.harness.captions import save_digits
+from tests.harness.refusals import expect_refusal
+from tests.harness.sets import measure_kept_bytes
+from tests.harness.steps import compose_words, tiny_training
+from train import train
+from training import objective
+from training.checkpoint.load import list_complete
+from training.config.compose import compose
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    return save_digits(tmp_path_factory.mktemp("digits") / "set", count=64)
+
+
+def text_words(digits, *more):
+    return ["data=resident", f"data.path={digits}", "model.conditioning=text", *more]
+
+
+def take_steps(training, count=2):
+    losses = []
+    for _ in range(count):
+        training.step.schedule(training.state.loader.samples_seen)
+        losses.append(training.step(training.take_batches()).loss)
+    return torch.stack(losses), torch.cat([p.detach().flatten() for p in training.step.parameters])
+
+
+@pytest.mark.parametrize(
+    ("values", "tolerance"),
+    [
+        ({"gradient_checkpointing": True}, 1e-6),
+        ({"gradient_checkpointing": True, "checkpoint_policy": "selective"}, 1e-6),
+        ({"compile": True}, 1e-4),
+        ({"compile": True, "compile_scope": "model"}, 1e-4),
+        ({"attention": "math"}, 1e-4),
+        ({"precision": "bf16"}, 0.05),
+        ({"offload_activations": True}, 1e-6),
+    ],
+)
+@pytest.mark.parametrize("family", ["dit", "hybrid"])
+def test_techniques_compute_the_same(family, values, tolerance, digits, quick_compiler):
+    words = text_words(digits, "model.text_tokens=true")
+    plain, _ = take_steps(tiny_training(family, *words))
+    fast, _ = take_steps(tiny_training(family, *words, on_unavailable="emulate", **values))
+    torch.testing.assert_close(fast, plain, rtol=tolerance, atol=tolerance)
+
+
+def test_dropped_captions_depend_on_the_position_alone(digits, monkeypatch):
+    """The same samples in one batch or in two have the same losses; a dropout that depends on the
+    batch is found."""
+
+    def compare():
+        training = tiny_training("dit", *text_words(digits), "objective.label_dropout=0.5")
+        batch = next(training.loader)
+        whole = training.step.compute_losses(batch).flow
+        rows = torch.arange(5, 8)
+        text = batch.text.select(rows)
+        part = type(batch)(*(column[rows] for column in batch[:4]), text)
+        torch.testing.assert_close(training.step.compute_losses(part).flow, whole[5:])
+
+    compare()
+    real = objective.counter_uniform
+
+    def depend_on_the_batch(seed, purpose, position, *more):
+        first = position - position[0] if purpose == objective.Purpose.LABEL_DROP else position
+        return real(seed, purpose, first, *more)
+
+    monkeypatch.setattr(objective, "counter_uniform", depend_on_the_batch)
+    with pytest.raises(AssertionError):
+        compare()
+
+
+def test_half_of_the_captions_are_dropped(digits):
+    training = tiny_training("dit", *text_words(digits, "objective.label_dropout=0.5"))
+    seen = []
+    embed = training.model.text_embed
+    embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+    for _ in range(40):
+        training.step.compute_losses(next(training.loader))
+    share = torch.cat(seen).float().mean()
+    assert abs(share - 0.5) < 4 * 0.5 / (40 * 8) ** 0.5
+
+
+@pytest.mark.parametrize("data", ["resident", "webdataset"])
+def test_a_resumed_run_is_exact(data, digits, run):
+    words = [f"data={data}", f"data.path={digits}", "model=dit_s", "model.conditioning=text"]
+    words += ["model.text_tokens=true", "total_samples=80", "save_every=3", "eval_every=3"]
+    words += ["deterministic=true", *(["data.num_workers=0"] if data == "webdataset" else [])]
+    whole = run(*words, folder="whole")
+    first = list_complete(Path(whole["run_dir"]) / "checkpoints")[0]
+    resumed = run(*words, f"resume={first}", folder="resumed")
+    assert (resumed["eval_loss"], resumed["loss"]) == (whole["eval_loss"], whole["loss"])
+    with expect_refusal("conditioning"):
+        run(*words, "model.conditioning=class_and_text", folder="whole")
+
+
+def test_an_adapter_trains_beside_captions(digits, run):
+    base = run(*text_words(digits, "model=dit_s", "model.text_tokens=true"), "save_every=2")
+    short = ["total_samples=16", "batch_size=8", "eval_every=0", "sample_every=0", "save_every=0"]
+    words = ["data=resident", f"data.path={digits}", "model=pretrained", "adapter=lora"]
+    folders = [f"init_from={base['run_dir']}", f"run_dir={base['run_dir']}_tuned"]
+    assert train(compose([*words, *short, *folders]))["steps"] == 2
+
+
+def test_forecasts_count_what_the_text_keeps(digits):
+    words = ["model=dit_s", "model.dim=64", "model.head_dim=32", "model.depth=4", "batch_size=32"]
+    words += ["runtime=eager", *text_words(digits, "model.text_tokens=true")]
+    counted = forecast(make_question(compose_words(*words), 2.0**34, gpu=False)).kept
+    training = tiny_training("dit", *text_words(digits, "model.text_tokens=true"), depth=4)
+    measured = measure_kept_bytes(training, 32)
+    assert counted == pytest.approx(measured, rel=0.05)
+    plain = tiny_training("dit", "data=resident", f"data.path={digits}", depth=4)
+    assert measured > 1.02 * measure_kept_bytes(plain, 32)
+    assert len(find_trained_parameters(training.model)) > len(find_trained_parameters(plain.model))
