@@ -1,16 +1,16 @@
 """Reads the captions of a latent set: a table in which each different caption stands once, encoded.
 
 The table is stored in shards of the split "captions", in verified blocks like latents. A block has
-`pooled` (n, E), `tokens` (n, T, E), `lengths` (n,), the texts as bytes in UTF-8, `text`, and the
-end of each text in these bytes, `ends` (n,). A sample has the numbers of its captions in this
-table, filled up with -1. The number -1 also stands for the empty caption, which is in the manifest.
+`pooled` (n, E), `tokens` (n, T, E), `lengths` (n,) and `text`, a JSON list of the texts as bytes. A
+sample has the numbers of its captions in this table, filled up with -1, which names the last one,
+the empty caption. The manifest has the empty caption too, because models need it.
 
 Letters: N samples or captions, B samples of a batch, M captions of a sample, T tokens, E width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 
 import torch
 from jaxtyping import Int, UInt8
@@ -30,7 +30,7 @@ class CaptionReader(BlockReader):
     def __init__(self, source: Source, manifest: Manifest, spec: TextSpec) -> None:
         super().__init__(source, manifest, "captions")
         self.spec = spec
-        self.allowed_names = [{"pooled", "tokens", "lengths", "text", "ends"}]
+        self.allowed_names = [{"pooled", "tokens", "lengths", "text"}]
 
     def check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
         spec = self.spec
@@ -40,7 +40,6 @@ class CaptionReader(BlockReader):
             "tokens": describe_tensor((samples, spec.max_tokens, spec.width), token_dtype),
             "lengths": describe_tensor((samples,), torch.int32),
             "text": describe_tensor((len(tensor),), torch.uint8),
-            "ends": describe_tensor((samples,), torch.int64),
         }[name]
         actual = describe_tensor(tensor.shape, tensor.dtype)
         if actual != expected:
@@ -53,105 +52,79 @@ class CaptionReader(BlockReader):
             raise DamagedBlockError(f"holds {name} that are not finite")
 
 
-def split_text(block: Mapping[str, Tensor]) -> list[str]:
+def split_text(content: Tensor) -> list[str]:
     """Returns the texts of a block of captions."""
-    content = block["text"].numpy().tobytes()
-    ends = block["ends"].tolist()
-    starts = [0, *ends[:-1]]
-    return [content[a:b].decode() for a, b in zip(starts, ends, strict=True)]
+    return json.loads(content.numpy().tobytes())
 
 
-def join_text(texts: list[str]) -> dict[str, Tensor]:
-    """Returns the tensors that store texts; the inverse of `split_text`."""
-    parts = [text.encode() for text in texts]
-    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
-    return {"text": torch.tensor(list(b"".join(parts)), dtype=torch.uint8), "ends": ends}
+def join_text(texts: list[str]) -> UInt8[Tensor, "bytes"]:
+    """Returns texts as bytes; the inverse of `split_text`."""
+    return torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8)
 
 
 class CaptionTable:
     """All captions of a set, encoded, in the memory of one device. Row i is caption i; the last
     row, which the number -1 also names, is the empty caption."""
 
-    def __init__(self, spec: TextSpec, texts: list[str], columns: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: TextSpec, level: str, device: torch.device) -> None:
+        """Makes a table of zeros with the shapes and dtypes that `level` needs (see
+        `LoaderArgs`)."""
+        kept = spec.max_tokens if level == "tokens" else 0
+        dtype = getattr(torch, spec.dtype)
         self.spec = spec
-        self.texts = texts
-        self.columns = dict(columns)
+        self.device = device
+        self.texts = [""] * spec.count
+        self.columns = EncodedText(
+            torch.zeros(spec.count, spec.width, dtype=torch.float16, device=device),
+            torch.zeros(spec.count, kept, spec.width, dtype=dtype, device=device),
+            torch.zeros(spec.count, dtype=torch.int32, device=device),
+            torch.arange(spec.count, device=device),
+        )
 
     @classmethod
     def read(cls, blocks: BlockReader, level: str, device: torch.device) -> CaptionTable:
-        """Reads the captions of the set of `blocks`. With the level "pooled" it leaves out the
-        tokens, with "tokens" it reads them too. Raises DamagedBlockError if a block differs from
-        the manifest."""
+        """Reads the captions of the set of `blocks`. Raises DamagedBlockError if a block differs
+        from the manifest."""
         spec = blocks.manifest.text
         assert spec is not None
         reader = CaptionReader(blocks.source, blocks.manifest, spec)
-        table = cls.make_blank(spec, level, device)
-        columns = table.columns
-        texts = []
+        table = cls(spec, level, device)
+        names = ("pooled", "tokens", "lengths") if level == "tokens" else ("pooled",)
         for number, place in enumerate(reader.places):
             block = reader.read_verified(number)
-            texts += split_text(block)
-            target = slice(place.first, place.first + place.block.samples)
-            columns["pooled"][target] = block["pooled"].to(device)
-            if level == "tokens":
-                columns["tokens"][target] = block["tokens"].to(device)
-                columns["lengths"][target] = block["lengths"].to(device)
-
-        columns["pooled"][-1] = torch.tensor(spec.empty_pooled)
-        columns["numbers"][-1] = -1
-        if level == "tokens":
-            empty = quantise(torch.tensor(spec.empty_tokens), columns["tokens"].dtype)
-            columns["tokens"][-1, : len(empty)] = empty.to(device)
-            columns["lengths"][-1] = len(empty)
-        table.texts = [*texts, ""]
+            rows = slice(place.first, place.first + place.block.samples)
+            table.texts[rows] = split_text(block["text"])
+            for name in names:
+                getattr(table.columns, name)[rows] = block[name].to(device)
         return table
 
-    @classmethod
-    def make_blank(cls, spec: TextSpec, level: str, device: torch.device) -> CaptionTable:
-        """Makes a table of empty captions with the shapes and dtypes of `read`, for forecasts."""
-        kept = spec.max_tokens if level == "tokens" else 0
-        rows = spec.count + 1
-        columns = {
-            "pooled": torch.zeros(rows, spec.width, dtype=torch.float16, device=device),
-            "tokens": torch.zeros(
-                rows, kept, spec.width, dtype=getattr(torch, spec.dtype), device=device
-            ),
-            "lengths": torch.zeros(rows, dtype=torch.int32, device=device),
-            "numbers": torch.arange(rows, device=device),
-        }
-        return cls(spec, [""] * rows, columns)
-
     @property
-    def device(self) -> torch.device:
-        return self.columns["pooled"].device
-
-    @property
-    def template(self) -> dict[str, Tensor]:
-        """One row of each column, (1, …)."""
-        return {name: column[:1] for name, column in self.columns.items()}
+    def template(self) -> EncodedText:
+        """The first row of each column."""
+        return self.columns.select(slice(1))
 
     @property
     def row_bytes(self) -> int:
-        return sum(column.nbytes for column in self.template.values())
+        return sum(row.nbytes for row in self.template)
 
     def gather(self, numbers: Int[Tensor, "B"]) -> EncodedText:
-        """Returns the captions of these numbers on the device of `numbers`; that of the table, or
-        else the call waits for a copy."""
-        text = EncodedText(**self.columns).select(numbers.to(self.device))
-        return text.to(numbers.device)
+        """Returns the captions of these numbers, on the device of `numbers`; if that is not the
+        table's, the call waits for a copy."""
+        return self.columns.select(numbers.to(self.device)).to(numbers.device)
 
     def gather_rows(self, numbers: Int[Tensor, "B"]) -> UInt8[Tensor, "B bytes"]:
         """Returns the captions of these numbers as bytes, with one caption in each row."""
-        return join_rows([column[numbers] for column in self.columns.values()])
+        return join_rows(list(self.columns.select(numbers)))
 
     def unpack_rows(self, rows: UInt8[Tensor, "B bytes"]) -> EncodedText:
         """Converts rows of bytes, as `gather_rows` returns them, to captions."""
-        return EncodedText(**split_rows(rows, self.template))
+        return EncodedText(**split_rows(rows, self.template._asdict()))
 
     def pick(self, count: int) -> EncodedText:
-        """Returns at most `count` captions from all parts of the table."""
-        count = min(count, self.spec.count)
-        return self.gather(torch.arange(count, device=self.device) * self.spec.count // count)
+        """Returns at most `count` captions from all parts of the table, none of them empty."""
+        total = self.spec.count - 1
+        count = min(count, total)
+        return self.gather(torch.arange(count, device=self.device) * total // count)
 
     def list_texts(self, text: EncodedText) -> list[str]:
         """Returns the texts of captions of this table."""
@@ -159,12 +132,12 @@ class CaptionTable:
 
 
 def count_caption_bytes(spec: TextSpec | None, level: str) -> int:
-    """Counts the bytes of a table of captions, with the empty caption; 0 if there is none."""
+    """Counts the bytes of a table of captions; 0 if there is none."""
     if spec is None or level == "none":
         return 0
     tokens = spec.max_tokens if level == "tokens" else 0
     token_bytes = spec.width * getattr(torch, spec.dtype).itemsize
-    return (spec.count + 1) * (2 * spec.width + tokens * token_bytes + 12)
+    return spec.count * (2 * spec.width + tokens * token_bytes + 12)
 
 
 def quantise(vectors: Tensor, dtype: torch.dtype) -> Tensor:

@@ -66,8 +66,8 @@ class TextSpec:
     """Largest number of tokens that are stored of a caption; 0 = pooled vectors only."""
     dtype: Literal["float16", "int8"]
     """dtype of the stored tokens."""
-    count: Count
-    """Number of different captions."""
+    count: Size
+    """Number of different captions with the empty one, which is the last."""
     per_image: Size
     """Largest number of captions of an image."""
     empty_pooled: list[Finite]

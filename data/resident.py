@@ -265,7 +265,7 @@ class ResidentLatents(LatentLoader):
         else:
             row_bytes = sample_bytes
             if spec.text is not None and self.text != "none":
-                row_bytes += caption_bytes // (spec.text.count + 1)
+                row_bytes += caption_bytes // spec.text.count
             chunk_size = min(train.count, int(allowed // (2 * row_bytes)))
             plan = f"a window of {chunk_size} samples on the device, and the next one on its way"
             self.loader = ChunkedLatents(spec, train, held_out, chunk_size, **args)

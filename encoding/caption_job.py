@@ -70,9 +70,10 @@ class CaptionJob:
                 "image's name beside it, or take captions=<file of templates>."
             )
         self.texts = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+        self.texts.append("")
         self.index = {text: number for number, text in enumerate(self.texts)}
 
-        max_tokens = find_longest(encoder, ["", *self.texts], settings.text_tokens)
+        max_tokens = find_longest(encoder, self.texts, settings.text_tokens)
         empty = encoder.encode([""], max_tokens)
         dtype: Any = settings.text_dtype
         self.spec = TextSpec(
@@ -94,7 +95,7 @@ class CaptionJob:
         spec = self.spec
         size = count_caption_bytes(spec, "tokens")
         text = (
-            f"{spec.count} different captions, up to {spec.per_image} an image, in at most "
+            f"{spec.count - 1} different captions, up to {spec.per_image} an image, in at most "
             f"{spec.max_tokens} tokens of {spec.width} values in {spec.dtype}: "
             f"{size / 2**20:.2f} MiB, {size / 1024 / len(self.captions):.1f} KiB an image"
         )
@@ -148,7 +149,7 @@ class CaptionJob:
             )
         tokens = quantise(text.tokens, getattr(torch, self.spec.dtype))
         stored = {"pooled": text.pooled, "tokens": tokens, "lengths": text.lengths.int()}
-        return {name: tensor.cpu() for name, tensor in stored.items()} | join_text(texts)
+        return {name: tensor.cpu() for name, tensor in stored.items()} | {"text": join_text(texts)}
 
 
 def find_longest(encoder: TextEncoder, texts: list[str], limit: int) -> int:

@@ -65,14 +65,8 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 def plan_captions(plan: Plan, cfg: PrecomputeConfig, device: torch.device) -> CaptionJob:
     """Plans to encode the captions of the plan's images by `cfg.text_encoder`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    settings = TextSettings(
-        cfg.max_captions,
-        cfg.text_tokens,
-        cfg.text_dtype.value,
-        cfg.shard_size,
-        cfg.block_size,
-        cfg.batch_size,
-    )
+    values = {name: getattr(cfg, name) for name in TextSettings._fields}
+    settings = TextSettings(**values)._replace(text_dtype=cfg.text_dtype.value)
     return CaptionJob(captions, cfg.text_encoder, settings, device)
 
 

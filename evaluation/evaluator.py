@@ -40,7 +40,7 @@ from evaluation.distances import (
 )
 from evaluation.features import build_features, decode_images
 from models.images import Autoencoder
-from sampling.conditions import deal_labels_in_turn
+from sampling.conditions import deal_captions_in_turn
 from sampling.draw import ResumableChunks
 from sampling.load import SampleStream
 from training.assemble import Training
@@ -316,9 +316,7 @@ class TrainingDistances:
         # Guidance doubles the batch: with half a micro-batch, sampling needs no more memory than a
         # training step.
         batch_size = max(1, training.micro_batch // 2)
-        captions = training.loader.captions
-        text = captions and captions.pick(self.count).to(device)
-        labels = deal_labels_in_turn(spec.labels, device, text)
+        labels = deal_captions_in_turn(training.loader, self.count)
         forward = training.step.forward
         self.stream = SampleStream(forward, spec, cfg.sampling, labels, 0, batch_size, device)
 

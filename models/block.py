@@ -184,8 +184,10 @@ def build_mixers(
             f"model.attention_every={attention_every} needs model.attention; choose "
             "model=hybrid_<size>, mamba_<size> or ssd_mlp_<size>, or 0."
         )
+
+    # Only attention takes the number of tokens of a caption.
     sizes = dict(sizes)
-    text_tokens = sizes.pop("text_tokens") or 0
+    text_tokens = sizes.pop("text_tokens")
     mixers = []
     for number in range(depth):
         kind = mixer
@@ -199,6 +201,7 @@ def build_mixers(
         options = {"layer": layer, "text_tokens": text_tokens}
         options = {name: value for name, value in options.items() if name in known}
         mixers.append(kind(**sizes, **options))
+
     if text_tokens and not any(getattr(mixer, "text_tokens", 0) for mixer in mixers):
         raise UserError(
             "model.text_tokens=true needs layers of attention, and this model has none; choose "

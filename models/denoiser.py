@@ -105,9 +105,8 @@ class Denoiser(nn.Module):
         self.patch_embed = nn.Linear(patch_values, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, scale=time_scale)
-        self.label_embed = LabelEmbedding(dim, num_classes) if conditioning != "text" else None
-        self.text_embed = build_text_embedding(conditioning, text_tokens, text, dim)
-        sizes |= {"grid": self.grid, "text_tokens": self.text_embed and self.text_embed.count}
+        sizes["grid"] = self.grid
+        sizes["text_tokens"] = self.add_conditions(conditioning, text_tokens, text)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
         mixers = build_mixers(mixer, attention, attention_every, depth, sizes)
@@ -122,6 +121,16 @@ class Denoiser(nn.Module):
         self.add_heads(internal_block, eps)
         if not self.pos_embed.is_meta:
             self.init_weights()
+
+    def add_conditions(
+        self, conditioning: Conditioning, with_tokens: bool, text: Mapping[str, Any] | None
+    ) -> int:
+        """Adds the embeddings of labels and captions that `conditioning` needs; returns the number
+        of tokens of a caption that attention reads."""
+        by_class = conditioning != "text"
+        self.label_embed = LabelEmbedding(self.dim, self.num_classes) if by_class else None
+        self.text_embed = build_text_embedding(conditioning, with_tokens, text, self.dim)
+        return self.text_embed.count if self.text_embed else 0
 
     def add_heads(self, internal_block: int, eps: float) -> None:
         """Adds the head for internal guidance after block `internal_block`, unless that is 0."""
@@ -216,15 +225,27 @@ class Denoiser(nn.Module):
                 stream = block.read_stream(branch, gate, residual)
                 outputs |= self.run_heads(heads, stream, condition)
 
-        # Compute the final norm by the last block's `normalise`: it adds the last branch to the
-        # stream and norms the sum in one operation, by the fused kernel if that is on.
-        final = cast("Block", self.blocks[-1])
-        h, _ = final.normalise(branch, gate, residual, last[:, 0], last[:, 1], len(final.layers))
-        velocity = self.unpatchify(self.head(h))
+        velocity = self.read_velocity(branch, gate, residual, last)
         if internal_guidance is not None:
             inner = outputs["internal"].float()
             velocity = inner + internal_guidance * (velocity.float() - inner)
         return (velocity, outputs) if self.training and outputs else velocity
+
+    def read_velocity(
+        self,
+        branch: Float[Tensor, "B L D"],
+        gate: Float[Tensor, "B D"],
+        residual: Float[Tensor, "B L D"],
+        modulations: Float[Tensor, "B 2 D"],
+    ) -> Float[Tensor, "B C H W"]:
+        """Computes the velocity from what the last block returned: the final norm, scale and shift,
+        and the head."""
+        # Compute the final norm by the last block's `normalise`: it adds the last branch to the
+        # stream and norms the sum in one operation, by the fused kernel if that is on.
+        final = cast("Block", self.blocks[-1])
+        scale, shift = modulations.unbind(1)
+        h, _ = final.normalise(branch, gate, residual, scale, shift, len(final.layers))
+        return self.unpatchify(self.head(h))
 
     def embed_condition(
         self, t: Float[Tensor, "B"], y: Int[Tensor, "B"], text: EncodedText | None

@@ -30,8 +30,7 @@ TEXT_CLASSES = {
 }
 """`model_type` in a config of transformers -> class that holds only the text encoder. AutoModel
 opens all other types."""
-TEXT_WEIGHTS = "*.safetensors"
-TEXT_FILES = ("*.json", "*.model", "*.txt")
+TEXT_FILES = ("*.safetensors", "*.json", "*.model", "*.txt")
 MAX_TOKENS = 4096
 """Largest number of tokens of a text, for encoders that state no limit."""
 
@@ -102,37 +101,25 @@ class HubTextEncoder(TextEncoder):
     """A text encoder in the format of the library transformers, such as CLIP, T5, BERT or a
     language model: its last hidden states, and CLIP's own pooled vector, or else their mean.
 
-    `path` is a local folder or a hub id; `revision` pins a hub id to a commit; `subfolder` and
-    `tokenizer` are folders below it, for pipelines of diffusers. `dtype` is that of the weights. It
-    reads weights from safetensors only, and runs no code of the folder.
+    `path` is a local folder or a hub id; `revision` pins a hub id to a commit. `dtype` is that of
+    the weights. It reads weights from safetensors only, and runs no code of the folder.
     """
 
-    def __init__(
-        self,
-        path: str,
-        revision: str | None = None,
-        subfolder: str = "",
-        tokenizer: str = "",
-        dtype: str = "float32",
-    ) -> None:
+    def __init__(self, path: str, revision: str | None = None, dtype: str = "float32") -> None:
         super().__init__()
-        patterns = [
-            f"{folder}/{file}".lstrip("/")
-            for folder in (subfolder, tokenizer)
-            for file in (TEXT_WEIGHTS, *TEXT_FILES)
-        ]
         example = "'owner/name'; correct text_encoder.path, or give a local folder."
-        repository = find_folder("text_encoder.path", path, patterns, example, revision)
-        self.revision = None if is_folder(path) else repository.name
-        folder = repository / subfolder
+        folder = find_folder("text_encoder.path", path, [*TEXT_FILES], example, revision)
+        self.revision = None if is_folder(path) else folder.name
+        options: dict[str, Any] = {"local_files_only": True}
         try:
             with silence_libraries():
                 import transformers
 
-                self.model: Any = open_text_model(transformers, folder, getattr(torch, dtype))
-                self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                    repository / tokenizer, local_files_only=True
-                )
+                model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+                kind = getattr(transformers, TEXT_CLASSES.get(model_type, "AutoModel"))
+                weights = {"use_safetensors": True, "dtype": getattr(torch, dtype)}
+                self.model: Any = kind.from_pretrained(folder, **weights, **options)
+                self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
         except ImportError as error:
             raise UserError(
                 f"text_encoder.path={path} needs the package transformers: pip install "
@@ -144,10 +131,10 @@ class HubTextEncoder(TextEncoder):
                 f"text_encoder.path={path} cannot be opened by transformers ({reason[:300]}); it "
                 "must hold config.json, weights in safetensors and a tokenizer."
             ) from error
+        self.model.eval().requires_grad_(False)
         self.kind = type(self.model).__name__
         self.width = int(self.model.config.hidden_size)
-        files = [*folder.glob(TEXT_WEIGHTS), *(repository / tokenizer).glob("tokenizer*")]
-        self.weights_sha256 = hash_files(files)
+        self.weights_sha256 = hash_files([*folder.glob("*.safetensors"), *folder.glob("token*")])
 
     def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
         longest = min(self.tokenizer.model_max_length, limit or MAX_TOKENS)
@@ -161,14 +148,6 @@ class HubTextEncoder(TextEncoder):
         # Take the pooled vector of CLIP only: other models may have been trained without theirs.
         pooled = output.pooler_output if self.kind == "CLIPTextModel" else None
         return output.last_hidden_state, pooled
-
-
-def open_text_model(transformers: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Opens the text encoder in a folder of transformers, frozen, in the dtype `dtype`."""
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
-    kind = getattr(transformers, TEXT_CLASSES.get(model_type, "AutoModel"))
-    arguments = {"local_files_only": True, "use_safetensors": True, "dtype": dtype}
-    return kind.from_pretrained(folder, **arguments).eval().requires_grad_(False)
 
 
 class WordLlama(TextEncoder):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.encoded_text import EncodedText
 from common.errors import UserError
+from data.loader import LatentLoader
 from models.text_encoders import TextEncoder
 from training.components import build_loader
 
@@ -35,6 +36,13 @@ def deal_labels_in_turn(
         return table[position % len(table)], captions
 
     return deal
+
+
+def deal_captions_in_turn(loader: LatentLoader, count: int) -> Conditions:
+    """Returns a function that maps samples to the classes of the data in turn and, if the loader
+    has captions, to at most `count` of these, from all parts of the set."""
+    text = loader.captions and loader.captions.pick(count).to(loader.device)
+    return deal_labels_in_turn(loader.spec.labels, loader.device, text)
 
 
 def deal_labels_of_data(

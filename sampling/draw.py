@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,16 +140,10 @@ class SampleJob:
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
         self.ranks = ranks
-        self.trained = load_run(
-            cfg.path,
-            cfg.encoder,
-            device,
-            cfg.key,
-            cfg.runtime,
-            cfg.batch_size,
-            cfg.adapter,
-            cfg.text_encoder,
+        trained = load_run(
+            cfg.path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
+        self.trained = replace(trained, text_encoder_path=cfg.text_encoder)
         changes = {
             name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None
         }

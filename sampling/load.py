@@ -28,7 +28,7 @@ from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.sampler import check_guidance, check_internal_guidance, draw_latents
 from models.text_encoders import TextEncoder
-from sampling.conditions import Conditions, encode_prompts
+from sampling.conditions import Conditions, deal_labels_in_turn, encode_prompts
 from training.checkpoint.load import find_weights_file, read_newest
 from training.components import find_text_level, prove_kernels, to_kwargs
 from training.config.compose import apply_schema, read_config
@@ -180,20 +180,15 @@ class TrainedModel:
                 f"{len(prompts)}, must be at least 1, and equal if there are both."
             )
         sampling = self.change_sampling(**changes)
-        numbers = torch.tensor(
-            find_class_numbers(labels or [0] * count, self.spec), device=self.device
-        )
+        numbers = find_class_numbers(labels or [0] * count, self.spec)
         text = self.encode_prompts(prompts) if prompts else None
+        conditions = deal_labels_in_turn(numbers, self.device, text)
+
         images = []
         for position in torch.arange(count, device=self.device).split(batch_size):
+            own_labels, captions = conditions(position)
             latents = draw_latents(
-                self.forward,
-                self.spec,
-                numbers[position],
-                position,
-                seed,
-                sampling,
-                text and text.select(position),
+                self.forward, self.spec, own_labels, position, seed, sampling, captions
             )
             images.append(to_uint8(self.autoencoder.decode(latents)))
         return np.concatenate(images)
@@ -278,13 +273,11 @@ def load_run(
     runtime: Mapping[str, Any] = QUICK_START_RUNTIME,
     batch_size: int = 64,
     adapter: str | None = None,
-    text_encoder: str | None = None,
 ) -> TrainedModel:
     """Loads the averaged weights of a run, a checkpoint or a .safetensors file, and returns the
     model ready to sample.
 
-    `encoder` and `text_encoder` are the paths of the autoencoder and the text encoder, if their
-    folders were moved; `key` is the name of the key
+    `encoder` is the path of the autoencoder, if its folder was moved; `key` is the name of the key
     for `path` in messages. Merges `adapter` into the weights. If the run itself trained an adapter,
     merges this adapter too; its base model must still be at the same path. The model uses the run's
     own runtime keys, except those in `runtime`; its ledger names techniques that this machine
@@ -327,16 +320,7 @@ def load_run(
     step: Any = SimpleNamespace(forward=model)
     forward = stack.on_step(step).forward
     return TrainedModel(
-        model,
-        forward,
-        stack,
-        opened,
-        autoencoder,
-        sampling,
-        chosen,
-        settings,
-        run.get("data"),
-        text_encoder,
+        model, forward, stack, opened, autoencoder, sampling, chosen, settings, run.get("data")
     )
 
 

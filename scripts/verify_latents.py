@@ -78,7 +78,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
     print(
         f"{source}: {manifest.count} training and {manifest.held_out} held-out latents of {shape} "
         f"in {manifest.dtype}, {len(manifest.class_names)} classes, {len(manifest.shards)} "
-        f"shards, {manifest.text.count if manifest.text else 0} captions, {total / 2**30:.2f} GiB"
+        f"shards, {total / 2**30:.2f} GiB"
     )
     if cfg.count and not problems:
         print(write_decoded_grid(cfg, source, manifest))
@@ -114,11 +114,11 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
 
 
 def check_captions(source: Source, manifest: Manifest, cfg: VerifyConfig) -> list[str]:
-    """Checks every block of captions, encodes `cfg.count` captions of all parts of the table again,
-    and compares the vectors. Returns the problems."""
+    """Checks every block of captions, encodes the empty caption and `cfg.count` others again, and
+    compares the vectors. Returns the problems."""
     import torch
-    import torch.nn.functional as F
 
+    from common.encoded_text import EncodedText
     from data.blocks import BlockReader, DamagedBlockError
     from data.captions import CaptionTable
     from training.environment import pick_device
@@ -133,21 +133,22 @@ def check_captions(source: Source, manifest: Manifest, cfg: VerifyConfig) -> lis
         return [str(error).partition(";")[0]]
     if not cfg.count:
         return []
-    device = pick_device(cfg.device)
-    encoder = build_text_encoder(manifest.text, device, cfg.text_encoder)
-    stored = table.pick(cfg.count)
+
+    # Compare the pooled vector and the vectors of all tokens; padding is equal, zeros.
+    encoder = build_text_encoder(manifest.text, pick_device(cfg.device), cfg.text_encoder)
+    columns = zip(table.pick(cfg.count), table.gather(torch.tensor([-1])), strict=True)
+    stored = EncodedText(*map(torch.cat, columns))
     texts = table.list_texts(stored)
-    again = encoder.encode(["", *texts], manifest.text.max_tokens).to(torch.device("cpu"))
-    pooled = torch.cat((torch.tensor([manifest.text.empty_pooled]), stored.pooled.float()))
-    closeness = F.cosine_similarity(pooled, again.pooled.float())
-    if manifest.text.max_tokens:
-        tokens = F.cosine_similarity(stored.tokens.float(), again.tokens[1:].float(), dim=2)
-        places = torch.arange(manifest.text.max_tokens) < stored.lengths.unsqueeze(1)
-        closeness[1:] = torch.minimum(closeness[1:], tokens.masked_fill(~places, 1.0).amin(1))
+    again = encoder.encode(texts, manifest.text.max_tokens).to(table.device)
+    both = [
+        torch.cat((text.pooled.unsqueeze(1), text.tokens), 1).float() for text in (stored, again)
+    ]
+    norms = both[0].norm(dim=2) * both[1].norm(dim=2)
+    far = (both[0] * both[1]).sum(2) < MIN_COSINE * norms
     return [
         f"{source}: the caption {text!r} has other vectors than its text encoder gives"
-        for text, close in zip(["", *texts], closeness.tolist(), strict=True)
-        if not close > MIN_COSINE
+        for text, bad in zip(texts, far.any(1).tolist(), strict=True)
+        if bad
     ]
 
 

@@ -238,7 +238,7 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
         level = find_text_level(cfg.model)
         if spec.text is not None and level != "none":
             one = replace(spec.text, count=1)
-            text = CaptionTable.make_blank(one, level, CPU).gather(numbers)
+            text = CaptionTable(one, level, CPU).gather(numbers)
         batches = [Batch(micro_batch, numbers, numbers, numbers, text) for micro_batch in latents]
 
         # Compile the blocks before the count, because compiling allocates tensors too.

@@ -277,7 +277,7 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
         level = find_text_level(cfg.model)
         if spec.text is not None and level != "none":
             one = replace(spec.text, count=1)
-            latents.captions = CaptionTable.make_blank(one, level, device)
+            latents.captions = CaptionTable(one, level, device)
             for split in (latents.train, latents.held_out_split):
                 split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
         return latents

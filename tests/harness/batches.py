@@ -28,7 +28,7 @@ def chunked(path, samples=15, **changes):
     spec = read_manifest(path).text
     size = SAMPLE_BYTES
     if spec and changes.get("text"):
-        size += 4 * spec.per_image + count_caption_bytes(spec, "tokens") // (spec.count + 1)
+        size += 4 * spec.per_image + count_caption_bytes(spec, "tokens") // spec.count
     return resident(path, device_memory_gib=2 * samples * size / 2**30, **changes)
 
 

@@ -13,8 +13,7 @@ from scripts.export.__main__ import ExportConfig, export
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.captions import DIGITS, TEMPLATES, save_digits
 from tests.harness.refusals import expect_refusal
-from tests.harness.words import CPU
-from tests.sampling.conftest import RUN
+from tests.harness.words import CPU, TINY_MODEL
 from train import train
 from training.components import build_loader
 from training.config.compose import compose, parse_words
@@ -50,7 +49,9 @@ def captioned_run(request, tmp_path_factory):
     save_digits(folder / "set", count=64)
     words = ["data=resident", f"data.path={folder}/set", "model=dit_xs", "sample_every=8"]
     words += [f"model.conditioning={request.param}", "model.text_tokens=true"]
-    train(compose([*RUN, *words, f"run_dir={folder}/run", "sampling.per_class=2"]))
+    words += ["eval_every=0", "save_every=8", "sampling.steps=3", "sampling.per_class=2"]
+    words += ["total_samples=128", "batch_size=16", "optim.lr=2e-2", "runtime.precision=fp32"]
+    train(compose([*TINY_MODEL, *words, f"run_dir={folder}/run"]))
     return folder / "run"
 
 
