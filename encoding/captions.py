@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ CAPTION_NAMES = ("captions", "caption", "text", "prompt")
 
 def parse_captions(place: str, content: bytes) -> tuple[str, ...]:
     """Returns the captions that a file holds: a text has one on each line; JSON has a text, a list
-    of texts, or an object with one of these under a key of `CAPTION_NAMES`. `place` is the name of
-    the file. Raises ValueError for other content."""
+    of texts, or an object that may have one of these under a key of `CAPTION_NAMES`. `place` is the
+    name of the file. Raises ValueError for other content."""
     try:
         text = content.decode("utf-8-sig")
         if not place.endswith(".json"):
@@ -30,13 +31,13 @@ def parse_captions(place: str, content: bytes) -> tuple[str, ...]:
     except ValueError as error:
         raise UserError(f"{place} holds no captions in UTF-8 ({error}); mend it.") from error
     if isinstance(value, dict):
-        value = next((value[name] for name in CAPTION_NAMES if name in value), None)
+        value = next((value[name] for name in CAPTION_NAMES if name in value), [])
     return tidy_value(place, value)
 
 
 def tidy(lines: Iterable[str]) -> tuple[str, ...]:
-    """Returns the lines without spaces around them, and without empty lines."""
-    return tuple(line.strip() for line in lines if line.strip())
+    """Returns the lines without spaces around them, each once, and none that is empty."""
+    return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
 
 
 def tidy_value(place: str, value: Any) -> tuple[str, ...]:
@@ -52,12 +53,9 @@ def tidy_value(place: str, value: Any) -> tuple[str, ...]:
 
 def read_caption_files(image: Path) -> tuple[str, ...]:
     """Returns the captions in the files beside an image."""
-    captions: tuple[str, ...] = ()
-    for extension in CAPTION_EXTENSIONS:
-        file = image.with_suffix(extension)
-        if file.is_file():
-            captions += parse_captions(escape_name(str(file)), file.read_bytes())
-    return captions
+    files = [image.with_suffix(extension) for extension in CAPTION_EXTENSIONS]
+    found = [parse_captions(escape_name(str(f)), f.read_bytes()) for f in files if f.is_file()]
+    return tidy(chain(*found))
 
 
 def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:

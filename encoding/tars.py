@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-from encoding.captions import CAPTION_EXTENSIONS, parse_captions
+from encoding.captions import CAPTION_EXTENSIONS, parse_captions, tidy
 from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name, is_image
 
 BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -123,7 +123,7 @@ def make_entry(
                 "To train without labels: classes=none."
             )
         label = read_label(file, stream, sample[".cls"])
-    captions: tuple[str, ...] = ()
+    captions: list[str] = []
     for extension in CAPTION_EXTENSIONS if captioned else ():
         if extension in sample:
             stream.seek(sample[extension].offset_data)
@@ -131,7 +131,7 @@ def make_entry(
             captions += parse_captions(f"{file}: {escape_name(key)}{extension}", content)
     place = images[0].offset_data
     entry_key = f"{escape_name(file.name)}:{name}"
-    return ImageEntry(entry_key, label, str(file), place, images[0].size, captions)
+    return ImageEntry(entry_key, label, str(file), place, images[0].size, tidy(captions))
 
 
 def read_label(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:

@@ -37,9 +37,9 @@ def list_captions(source, **options):
 
 def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
     save_text(tmp_path, a="\ufeffan apple\n\n  a red fruit \r\n", b="", c="*x: [y], 1e3 🍎")
-    save_files(tmp_path, "d.png", "e.json", content=PNG)
-    (tmp_path / "e.json").write_text('{"other": 1}')
-    assert list_captions(tmp_path) == [("an apple", "a red fruit"), (), ("*x: [y], 1e3 🍎",), ()]
+    (tmp_path / "a.json").write_text('{"caption": "an apple", "width": 512}')
+    expected = [("an apple", "a red fruit"), (), ("*x: [y], 1e3 🍎",)]
+    assert list_captions(tmp_path) == expected
     assert "txt" not in str(list_images(tmp_path, "none", captioned=True).unused)
     assert "txt" in str(list_images(tmp_path, "none").unused)
 
