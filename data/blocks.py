@@ -34,7 +34,6 @@ OnCorrupt = Literal["error", "skip"]
 MAX_UNREACHABLE_BLOCKS = 3
 """Number of unreachable blocks at which a call of `BlockReader.read` gives up, because the whole
 store is then probably unreachable."""
-REMEDY = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
 
 class DamagedBlockError(UserError):
@@ -71,6 +70,8 @@ class SkippedBlock(NamedTuple):
 class BlockReader:
     """Reads the blocks of one split. A block's number is its index among the blocks of the
     split."""
+
+    remedy = "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip"
 
     def __init__(
         self, source: Source, manifest: Manifest, split: str, on_corrupt: OnCorrupt = "error"
@@ -186,13 +187,13 @@ class BlockReader:
             # missing.
             missing = isinstance(error, FileNotFoundError)
             error_type = DamagedBlockError if missing else UnreachableError
-            raise error_type(f"{describe_failed_read(name, error)}; {REMEDY}.") from error
+            raise error_type(f"{describe_failed_read(name, error)}; {self.remedy}.") from error
         try:
             return self.parse_block(content, block)
         except DamagedBlockError as error:
             if retry and self.source.forget(shard.file):
                 return self.read_verified(number, retry=False)
-            raise DamagedBlockError(f"{name} {error}; {REMEDY}.") from error
+            raise DamagedBlockError(f"{name} {error}; {self.remedy}.") from error
 
     def parse_block(self, content: bytes, block: Block) -> dict[str, Tensor]:
         """Parses and checks the bytes of a block; returns name -> tensor. Raises DamagedBlockError,

@@ -27,6 +27,8 @@ class CaptionReader(BlockReader):
     """Reads the blocks of the captions, and checks them as those of latents are checked. A damaged
     block is always an error, because no other captions can replace it."""
 
+    remedy = "run precompute_latents.py again to rebuild it"
+
     def __init__(self, source: Source, manifest: Manifest, spec: TextSpec) -> None:
         super().__init__(source, manifest, "captions")
         self.spec = spec

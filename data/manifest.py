@@ -15,7 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -122,7 +122,7 @@ class Manifest:
         order and `FINGERPRINT_FIELDS`."""
         facts = {name: getattr(self, name) for name in FINGERPRINT_FIELDS.split()}
         if self.text is not None:
-            facts["text"] = asdict(self.text)
+            facts["text"] = asdict(replace(self.text, encoder={}))  # its folder may move
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 

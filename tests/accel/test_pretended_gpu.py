@@ -13,6 +13,7 @@ from accel.kernels.counter_noise import Purpose
 from accel.kernels.operator import MAX_SAMPLES_PER_LAUNCH, OPERATORS
 from accel.techniques.cuda_graph import CapturedUpdate
 from data.loader import Batch
+from tests.harness.captions import save_digits
 from tests.harness.operators import CASES, Sizes
 from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.pretended_gpu import Launching, pretend_graphs, run_backward
@@ -38,6 +39,7 @@ STEPS = {
     "power-function averages": (["ema.snapshots=4"], {}),
     "checkpointing": ([], {"gradient_checkpointing": True}),
     "Adam": (["optim._target_=torch.optim.Adam"], {}),
+    "captions": (["data=resident", "data.path=captions", "model.conditioning=text"], {}),
 }
 
 
@@ -68,8 +70,11 @@ def train(words, values, graph, change=lambda training: None):
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_a_replayed_step_does_what_the_step_does(kind, monkeypatch):
+def test_a_replayed_step_does_what_the_step_does(kind, monkeypatch, tmp_path):
     """Bit for bit, through an evaluation and a resume in place: no tensor of the step has moved."""
+    if kind == "captions":
+        monkeypatch.chdir(tmp_path)
+        save_digits(tmp_path / "captions", count=64)
     allow_any_precision(monkeypatch)
     pretend_graphs(monkeypatch)
     words, values = STEPS[kind]
