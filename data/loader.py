@@ -70,6 +70,9 @@ class TextSpec:
     """Number of different captions with the empty one, which is the last."""
     per_image: Size
     """Largest number of captions of an image."""
+    mean: list[Finite]
+    """Mean of the pooled vectors, which models subtract: all vectors of an encoder have a large
+    part in common."""
     empty_pooled: list[Finite]
     """The empty caption, which replaces dropped captions: its pooled vector, and below the vectors
     of its tokens."""
@@ -78,8 +81,8 @@ class TextSpec:
     def find_faults(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between fields."""
         rows = [self.empty_pooled, *self.empty_tokens]
-        if any(len(row) != self.width for row in rows):
-            yield f"a vector of the empty caption has not {self.width} values"
+        if any(len(row) != self.width for row in [self.mean, *rows]):
+            yield f"a vector of the captions has not {self.width} values"
         if not all(any(row) for row in rows):
             yield "the empty caption has a vector of zeros"
         if bool(self.empty_tokens) != bool(self.max_tokens):

@@ -26,6 +26,9 @@ from models.text_encoders import TextEncoder
 from training.config.build import build
 from training.distributed.ranks import SINGLE, Ranks
 
+MEAN_CAPTIONS = 1024
+"""Number of captions over which the mean vector is computed; their order, by hashes, is random."""
+
 
 class TextSettings(NamedTuple):
     """How captions are stored: the largest number of captions of an image, and of tokens of a
@@ -75,6 +78,7 @@ class CaptionJob:
 
         max_tokens = find_longest(encoder, self.texts, settings.text_tokens)
         empty = encoder.encode([""], max_tokens)
+        some = encoder.encode(self.texts[:MEAN_CAPTIONS], max_tokens, settings.batch_size)
         dtype: Any = settings.text_dtype
         self.spec = TextSpec(
             encoder=locate_encoder(node, encoder.revision),
@@ -84,6 +88,7 @@ class CaptionJob:
             dtype=dtype,
             count=len(self.texts),
             per_image=max(map(len, used)),
+            mean=some.pooled.float().mean(0).tolist(),
             empty_pooled=empty.pooled[0].tolist(),
             empty_tokens=empty.tokens[0, : empty.lengths[0]].tolist(),
         )

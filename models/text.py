@@ -22,17 +22,23 @@ Conditioning = Literal["class", "text", "class_and_text"]
 """What a denoiser is conditioned on, beside the time."""
 
 
+KEYS = ("width", "max_tokens", "mean", "empty_pooled", "empty_tokens")
+"""Fields of the description of captions that a denoiser needs."""
+
+
 class TextEmbedding(nn.Module):
     """Embeds captions: one linear map takes the pooled vector to a vector that is added where the
     label embedding is, and, if `with_tokens`, another one takes the tokens' vectors to tokens for
     attention. Both first normalise the encoder's vectors (RMSNorm without weight), whose scale
-    differs from encoder to encoder.
+    differs from encoder to encoder. From pooled vectors the mean over the captions is subtracted
+    before, because their common part is large (Mu & Viswanath 2018,
+    https://arxiv.org/abs/1702.01417).
 
-    `text` describes the captions: the keys `width`, `max_tokens`, `empty_pooled` and `empty_tokens`
-    of `TextSpec` in data/loader.py. The empty caption is a buffer, which files of weights do not
-    contain.
+    `text` describes the captions: the keys `KEYS` of `TextSpec` in data/loader.py. The mean and the
+    empty caption are buffers, which files of weights do not contain.
     """
 
+    mean: Tensor
     empty_pooled: Tensor
     empty_tokens: Tensor
     empty_length: Tensor
@@ -46,6 +52,7 @@ class TextEmbedding(nn.Module):
         change."""
         self.pooled = nn.Linear(width, dim)
         self.tokens = nn.Linear(width, dim) if with_tokens else None
+        self.register_buffer("mean", torch.empty(width), persistent=False)
         self.register_buffer("empty_pooled", torch.empty(width), persistent=False)
         self.register_buffer("empty_tokens", torch.empty(self.count, width), persistent=False)
         self.register_buffer("empty_length", torch.empty(1, dtype=torch.int32), persistent=False)
@@ -57,7 +64,8 @@ class TextEmbedding(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fills the buffers of the empty caption."""
+        """Fills the buffers of the mean and the empty caption."""
+        self.mean.copy_(torch.tensor(self.text["mean"]))
         self.empty_pooled.copy_(torch.tensor(self.text["empty_pooled"]))
         rows = self.text["empty_tokens"][: self.count]
         self.empty_length.fill_(len(rows))
@@ -84,7 +92,7 @@ class TextEmbedding(nn.Module):
             )
         everywhere = dropped.unsqueeze(1)
         pooled = torch.where(everywhere, self.empty_pooled, text.pooled.float())
-        vector = self.pooled(normalise_vectors(pooled))
+        vector = self.pooled(normalise_vectors(pooled - self.mean))
         if self.tokens is None:
             return [vector]
 

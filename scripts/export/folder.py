@@ -13,6 +13,7 @@ from torch import nn
 
 from common.errors import UserError
 from models.autoencoders import PixelAutoencoder
+from models.text import KEYS as TEXT_KEYS
 from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
 from scripts.export.source import join_sources
@@ -102,8 +103,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         kinds.append(f"{kind.__module__}.{kind.__name__}")
     source = join_sources(f"A denoiser of latents{ORIGIN}", *kinds, CLASSES_MODULE + TRANSFORMER)
     if trained.text_level != "none" and spec.text is not None:
-        names = ("width", "max_tokens", "empty_pooled", "empty_tokens")
-        arguments["text"] = {name: getattr(spec.text, name) for name in names}
+        arguments["text"] = {name: getattr(spec.text, name) for name in TEXT_KEYS}
     latents = {
         "mean": spec.mean,
         "std": spec.std,

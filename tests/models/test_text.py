@@ -11,7 +11,7 @@ from tests.harness.denoisers import FAMILIES, SIZES, fill_zero_layers, make_deno
 from tests.harness.refusals import expect_refusal
 
 TOKENS = 5
-SPEC = {"width": 8, "max_tokens": TOKENS}
+SPEC = {"width": 8, "max_tokens": TOKENS, "mean": [0.1] * 8}
 SPEC |= {"empty_pooled": [0.5] * 8, "empty_tokens": [[1.0, -1.0] * 4, [0.5, 2.0] * 4]}
 READERS = ("dit", "hybrid", "dit_plain", "dit_windows")
 
