@@ -7,6 +7,7 @@ import pytest
 
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.sample import SampleConfig, sample_run
+from tests.harness.captions import DIGITS, UNSEEN, save_digits
 from train import train
 from training.config.compose import compose
 from training.config.schema import Solver
@@ -16,17 +17,18 @@ def train_run(folder, *words):
     return train(compose([f"run_dir={folder}", *words]))
 
 
-def measure_recognised(folder, first=0):
+def measure_recognised(folder, first=0, count=200, **settings):
     """Draws samples of a run; returns the share whose digit a classifier, fitted on the real
-    digits, recognises. `first` is the digit of label 0."""
+    digits, recognises. `first` is the digit of label 0, or prompt 0; ten labels or prompts on the
+    digits begin again."""
     from sklearn.datasets import load_digits
     from sklearn.svm import SVC
 
-    npz = sample_run(SampleConfig(run_dir=str(folder), count=200, seed=1, out=f"{folder}_samples"))
-    samples = np.load(npz)
+    words = {"run_dir": str(folder), "count": count, "seed": 1, "out": f"{folder}_samples"}
+    samples = np.load(sample_run(SampleConfig(**words, **settings)))
     drawn = samples["arr_0"][..., 0].reshape(-1, 64) / 255.0 * 16.0
     classifier = SVC(gamma=0.001).fit(*load_digits(return_X_y=True))
-    return float((classifier.predict(drawn) == samples["labels"] + first).mean())
+    return float((classifier.predict(drawn) == samples["labels"] % 10 + first).mean())
 
 
 @pytest.mark.parametrize(
@@ -75,3 +77,15 @@ def test_a_model_of_five_digits_learns_the_others_with_few_weights(tmp_path):
     trained, total = re.search(r"(\d+) of (\d+) parameters train", evidence).groups()
     assert int(trained) < 0.05 * int(total)
     assert measure_recognised(others, first=5) >= 0.9
+
+
+@pytest.mark.slow
+def test_prompts_of_unseen_templates_draw_their_digits(tmp_path):
+    """The words of the digits were seen in other sentences."""
+    words = ["data=resident", f"data.path={save_digits(tmp_path / 'set')}", "model=dit_xs"]
+    words += ["model.conditioning=text", "model.text_tokens=true", "sample_every=0"]
+    train_run(tmp_path / "run", *words)
+    prompts = tmp_path / "prompts.txt"
+    lines = [template.format(digit) for template in UNSEEN for digit in DIGITS]
+    prompts.write_text("\n".join(lines))
+    assert measure_recognised(tmp_path / "run", count=1000, prompts=str(prompts)) >= 0.9

@@ -89,15 +89,17 @@ def test_an_ignored_mask_is_found(monkeypatch):
         assert_padding_is_ignored("dit")
 
 
-def test_vectors_of_any_scale_are_the_same():
-    """int8 tokens are stored without their scale."""
+def test_the_scale_of_tokens_and_the_mean_of_captions_change_nothing():
+    """int8 tokens are stored without their scale, and all vectors of an encoder share a part."""
     model = make_text_model("dit", tokens=True)
     x, t, _ = make_inputs(model)
-    text = draw_text()
-    scaled = text._replace(tokens=text.tokens * 8.0, pooled=text.pooled * 0.5)
     y = torch.zeros(2, dtype=torch.int64)
+    text = draw_text()
     expected = model(x, t, y, text=text)
-    torch.testing.assert_close(model(x, t, y, text=scaled), expected, atol=1e-4, rtol=1e-3)
+    changed = text._replace(tokens=text.tokens * 8.0, pooled=text.pooled.float() + 2.0)
+    model.text_embed.mean += 2.0
+    torch.testing.assert_close(model(x, t, y, text=changed), expected, atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(model(x, t, y, text=text), expected, atol=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
