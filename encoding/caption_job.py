@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +115,14 @@ class CaptionJob:
             for place, text in enumerate(own[: self.spec.per_image]):
                 row[place] = self.index[text]
         return numbers
+
+    def add_numbers(self, chunks: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yields chunks of samples, in the order of the captions, with the captions' numbers."""
+        start = 0
+        for chunk in chunks:
+            end = start + len(chunk["labels"])
+            yield chunk | {"captions": self.number_captions(self.captions[start:end])}
+            start = end
 
     def run(self, out: Path, ranks: Ranks = SINGLE) -> list[Shard]:
         """Writes each unfinished shard of captions of this rank, and its sidecar; returns the

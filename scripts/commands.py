@@ -1,5 +1,6 @@
 """Helpers of this folder's commands: they split the arguments of a command line into the command's
-own keys and overrides of the training configuration, format tables, and replace parts of pages."""
+own keys and overrides of the training configuration, find encoders, format tables, and replace
+parts of pages."""
 
 from __future__ import annotations
 
@@ -9,11 +10,17 @@ from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from common.errors import UserError
-from training.config.compose import parse_words
+from training.config.compose import CONF_FOLDER, parse_words, parse_yaml
 
 Keys = TypeVar("Keys")
 NUMBER_CELL = re.compile(r"[+×-]*[\d–]")
 """Matches the start of a table cell that holds a number; `format_table` aligns it to the right."""
+
+ENCODER_CLASSES = {
+    "encoder": "models.autoencoders.DiffusersAutoencoder",
+    "text_encoder": "models.text_encoders.HubTextEncoder",
+}
+"""Group of the configuration -> class that opens a folder or hub id."""
 
 
 def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[Keys, list[str]]:
@@ -48,3 +55,11 @@ def format_table(rows: Sequence[Sequence[object]]) -> str:
         align = str.rjust if columns and numbers else str.ljust
         columns.append([align(cell, width) for cell in (head, *column)])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+
+
+def find_encoder_node(group: str, name: str) -> dict[str, Any]:
+    """Returns the configuration of an encoder: a file of conf/<group>, or a folder or hub id."""
+    file = CONF_FOLDER / group / f"{name}.yaml"
+    if file.is_file() and name not in ("local", "transformers"):
+        return parse_yaml(file.read_text())
+    return {"_target_": ENCODER_CLASSES[group], "path": name}

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import reprlib
 import shutil
 import sys
 from dataclasses import dataclass
@@ -29,13 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from training.config.compose import (
-    CONF_FOLDER,
-    parse_words,
-    parse_yaml,
-    refuse_missing,
-    report_user_errors,
-)
+from scripts.commands import find_encoder_node
+from training.config.compose import parse_words, refuse_missing, report_user_errors
 from training.config.schema import Positive, refuse_values
 
 if TYPE_CHECKING:
@@ -52,11 +46,6 @@ MAX_SHARDS = 256
 """Largest number of shards. Each sample goes to a random shard, so all shards are open at once."""
 CHUNK_SAMPLES = 256
 """Number of samples that the command reads and writes together."""
-ENCODER_CLASSES = {
-    "encoder": "models.autoencoders.DiffusersAutoencoder",
-    "text_encoder": "models.text_encoders.HubTextEncoder",
-}
-"""Group of the configuration -> class that opens a folder or hub id."""
 MAX_CLASSES = 1_000_000
 """Largest number of classes that an import accepts; a limit is needed because the manifest lists
 the name of each class."""
@@ -126,6 +115,10 @@ def check_config(cfg: ImportConfig) -> ImportConfig:
             )
 
     refuse_values(cfg)
+    if (cfg.captions is None) != (cfg.text_encoder is None):
+        raise UserError(
+            f"captions={cfg.captions} and text_encoder={cfg.text_encoder}: set both, or none."
+        )
     if not cfg.scale:
         raise UserError("scale=0 cannot be the factor of the latents; give another number.")
     find_class_names(cfg)
@@ -218,28 +211,17 @@ def import_latents(cfg: ImportConfig) -> Path:
     return out / "manifest.json"
 
 
-def find_encoder_node(group: str, name: str) -> dict[str, Any]:
-    """Returns the configuration of an encoder: a file of conf/<group>, or a folder or hub id."""
-    file = CONF_FOLDER / group / f"{name}.yaml"
-    if file.is_file() and name not in ("local", "transformers"):
-        return parse_yaml(file.read_text())
-    return {"_target_": ENCODER_CLASSES[group], "path": name}
-
-
 def plan_captions(cfg: ImportConfig, total: int) -> CaptionJob | None:
-    """Reads the captions, one entry for each of `total` samples, and plans to encode them; None if
-    `cfg` names none."""
+    """Plans to encode the captions, one entry for each of `total` samples; None if `cfg` names
+    none."""
     if cfg.captions is None:
         return None
-    if cfg.text_encoder is None:
-        raise UserError(f"captions={cfg.captions} needs text_encoder=wordllama or another one.")
     from encoding.caption_job import CaptionJob, TextSettings
     from encoding.captions import read_caption_list
     from training.environment import pick_device
 
-    refuse_missing("captions", cfg.captions, "name a JSON file with a list of captions")
     settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
-    node = find_encoder_node("text_encoder", cfg.text_encoder)
+    node = find_encoder_node("text_encoder", str(cfg.text_encoder))
     captions = read_caption_list(cfg.captions, total)
     return CaptionJob(captions, node, settings, pick_device(cfg.device))
 
@@ -253,6 +235,8 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
     are not finite floating-point numbers of the same shape as in the samples before.
     """
     import torch
+
+    from encoding.foreign_values import convert_latents, parse_class_index
 
     limit = len(names) if names else min(foreign.total, MAX_CLASSES)
     samples = foreign.samples()
@@ -273,57 +257,6 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
             )
             tensors.append(sample)
         yield {name: torch.stack([sample[name] for sample in tensors]) for name in tensors[0]}
-
-
-def parse_class_index(label: Any, limit: int, where: str) -> int:
-    """Converts a label to its class index. Raises ValueError unless the label is a whole number
-    (such as 3.0) from 0 to `limit` - 1."""
-    label = label.tolist() if hasattr(label, "tolist") else label
-    while isinstance(label, list) and len(label) == 1:
-        label = label[0]
-
-    # The test `label // 1 != label` refuses fractions, and also NaN and inf.
-    if (
-        isinstance(label, bool)
-        or not isinstance(label, int | float)
-        or label // 1 != label
-        or not 0 <= label < limit
-    ):
-        raise UserError(
-            f"{where} has the label {reprlib.repr(label)}, not one class index from 0 to "
-            f"{limit - 1} (of one-hot labels argmax(1)); correct it, set classes=<n> to one more "
-            "than the highest, or import without labels: classes=none."
-        )
-    return int(label)
-
-
-def convert_latents(values: Any, where: str) -> Tensor:
-    """Converts an array to a tensor (C, H, W) in fp32. Raises ValueError unless the array has
-    finite floating-point numbers in that shape."""
-    import torch
-
-    kind = getattr(values, "dtype", type(values).__name__)
-    # Convert numpy arrays of floats to float64 in this machine's byte order: PyTorch accepts no
-    # other byte order.
-    if getattr(kind, "kind", None) == "f":
-        values = torch.from_numpy(values.astype("float64"))
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
-        raise UserError(
-            f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
-            "numbers; save them as float32."
-        )
-    latents = (values[0] if values.ndim == 4 and len(values) == 1 else values).double()
-    if latents.ndim != 3 or not latents.numel():
-        raise UserError(
-            f"{where} has the shape {tuple(values.shape)}, and a sample's latents have (C, H, W)."
-        )
-    bad = latents[~latents.isfinite()]
-    if len(bad):
-        raise UserError(
-            f"{where} has {float(bad[0])} in the source itself; encode that sample again, or leave "
-            "it out."
-        )
-    return latents.float()
 
 
 def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -407,7 +340,7 @@ def write_set(
     names = find_class_names(cfg)
     chunks = read_chunks(foreign, names)
     if captions is not None:
-        chunks = add_captions(chunks, captions)
+        chunks = captions.add_numbers(chunks)
     written, sums, labels, shape = write_shards(cfg, chunks, target, out)
     if captions is not None:
         written += captions.run(out)
@@ -431,17 +364,6 @@ def write_set(
         seed=cfg.seed,
         text=captions and captions.spec,
     )
-
-
-def add_captions(
-    chunks: Iterator[dict[str, Tensor]], captions: CaptionJob
-) -> Iterator[dict[str, Tensor]]:
-    """Yields the chunks with the numbers of the samples' captions."""
-    start = 0
-    for chunk in chunks:
-        end = start + len(chunk["labels"])
-        yield chunk | {"captions": captions.number_captions(captions.captions[start:end])}
-        start = end
 
 
 def write_shards(

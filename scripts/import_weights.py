@@ -218,7 +218,7 @@ def find_encoder(name: str) -> tuple[dict[str, Any], str | None]:
     """Returns the configuration of the encoder, and the hash of its weights, or None if the weights
     are not on this disk."""
     from models.images import Autoencoder
-    from scripts.import_latents import find_encoder_node
+    from scripts.commands import find_encoder_node
     from training.config.build import build
 
     node = find_encoder_node("encoder", name)

@@ -15,7 +15,7 @@ from data.source import open_source
 from encoding.captions import fill_templates, parse_captions
 from encoding.sources import list_images
 from models.text_encoders import HubTextEncoder, WordLlama
-from scripts.import_latents import ImportConfig, import_latents
+from scripts.import_latents import ImportConfig, check_config, import_latents
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import PNG, flip_byte, read_contents, save_files, write_tar
 from tests.harness.words import CPU
@@ -160,8 +160,8 @@ def test_an_import_takes_captions(vae, tmp_path):
     )
     cfg = {"source": str(tmp_path / "latents.npy"), "out": str(tmp_path / "set"), "scale": 1.0}
     cfg |= {"encoder": str(vae), "classes": "none", "captions": str(tmp_path / "captions.json")}
-    with expect_refusal("needs text_encoder=wordllama"):
-        import_latents(ImportConfig(**cfg))
+    with expect_refusal("and text_encoder=None: set both, or none"):
+        check_config(ImportConfig(**cfg))
     import_latents(ImportConfig(**cfg, text_encoder="wordllama", held_out=0.0))
     manifest = read_manifest(tmp_path / "set")
     blocks = BlockReader(open_source(str(tmp_path / "set")), manifest, "train")

@@ -49,14 +49,15 @@ GROUPS = [
     "logger",
     "experiment",
     "encoder",
+    "text_encoder",
 ]
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_file_of_every_group_composes(group):
     for name in list_choices(group):
-        if group == "encoder":
-            composed = compose([f"encoder={name}", "source=x", "out=y"], "precompute_latents")
+        if group.endswith("encoder"):
+            composed = compose([f"{group}={name}", "source=x", "out=y"], "precompute_latents")
         else:
             composed = compose([f"{group}={name}", "init_from=x"])
         assert composed.choices[group] == name

@@ -1,0 +1,60 @@
+"""Checks and converts the values of samples that other tools wrote: class indices and latents."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+
+
+def parse_class_index(label: Any, limit: int, where: str) -> int:
+    """Converts a label to its class index. Raises ValueError unless the label is a whole number
+    (such as 3.0) from 0 to `limit` - 1."""
+    label = label.tolist() if hasattr(label, "tolist") else label
+    while isinstance(label, list) and len(label) == 1:
+        label = label[0]
+
+    # The test `label // 1 != label` refuses fractions, and also NaN and inf.
+    if (
+        isinstance(label, bool)
+        or not isinstance(label, int | float)
+        or label // 1 != label
+        or not 0 <= label < limit
+    ):
+        raise UserError(
+            f"{where} has the label {reprlib.repr(label)}, not one class index from 0 to "
+            f"{limit - 1} (of one-hot labels argmax(1)); correct it, set classes=<n> to one more "
+            "than the highest, or import without labels: classes=none."
+        )
+    return int(label)
+
+
+def convert_latents(values: Any, where: str) -> Tensor:
+    """Converts an array to a tensor (C, H, W) in fp32. Raises ValueError unless the array has
+    finite floating-point numbers in that shape."""
+    kind = getattr(values, "dtype", type(values).__name__)
+    # Convert numpy arrays of floats to float64 in this machine's byte order: PyTorch accepts no
+    # other byte order.
+    if getattr(kind, "kind", None) == "f":
+        values = torch.from_numpy(values.astype("float64"))
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        raise UserError(
+            f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
+            "numbers; save them as float32."
+        )
+    latents = (values[0] if values.ndim == 4 and len(values) == 1 else values).double()
+    if latents.ndim != 3 or not latents.numel():
+        raise UserError(
+            f"{where} has the shape {tuple(values.shape)}, and a sample's latents have (C, H, W)."
+        )
+    bad = latents[~latents.isfinite()]
+    if len(bad):
+        raise UserError(
+            f"{where} has {float(bad[0])} in the source itself; encode that sample again, or leave "
+            "it out."
+        )
+    return latents.float()
