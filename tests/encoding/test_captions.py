@@ -50,21 +50,22 @@ def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
         ('"one"', ("one",)),
         ('["one", "two"]', ("one", "two")),
         ('{"prompt": "last", "caption": "one"}', ("one",)),
-        ('{"captions": ["one", " "]}', ("one",)),
+        ('{"captions": ["one", " ", "one"]}', ("one",)),
+        ('{"width": 512}', ()),
     ],
 )
 def test_json_of_many_forms(content, captions):
     assert parse_captions("a.json", content.encode()) == captions
 
 
-@pytest.mark.parametrize("content", [b'{"id": 3}', b"[1, 2]", b"no json", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b'{"text": 3}', b"[1, 2]", b"no json", b"\xff\xfe"])
 def test_json_without_captions(content):
     with expect_refusal(r"a\.json (must hold a caption|holds no captions in UTF-8)"):
         parse_captions("a.json", content)
 
 
 def test_members_of_a_tar(tmp_path):
-    members = {"0.png": PNG, "0.cls": b"1", "0.txt": b"one", "0.json": b'["two"]'}
+    members = {"0.png": PNG, "0.cls": b"1", "0.txt": b"one", "0.json": b'["one", "two"]'}
     write_tar(tmp_path / "a.tar", members | {"1.png": PNG, "1.cls": b"0"})
     assert list_captions(tmp_path, classes="given") == [("one", "two"), ()]
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from scripts.plan.report import PlanConfig, TuneConfig
 from scripts.plan.scale import ScaleConfig
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
+from scripts.verify_latents import VerifyConfig
 from tests.harness.published_models import Shape, draw_weights
 from tests.harness.sets import save_images, save_tiny_autoencoder
 from train import train
@@ -53,8 +57,11 @@ OTHERS = sorted(
     if page.relative_to(ROOT).as_posix() not in FOLLOWED
 )
 EXTENSION = "PYTHONPATH=../code "
+OTHER_COMMANDS = ("pip install -e '.[text]'", "python emoji.py emoji")
+FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 CONFIGS = {
     "scripts.sample": SampleConfig,
+    "scripts.verify_latents": VerifyConfig,
     "scripts.average": AverageConfig,
     "scripts.evaluate": EvaluateConfig,
     "scripts.export": ExportConfig,
@@ -84,6 +91,8 @@ def test_make_targets_exist():
 
 def check(line):
     """Raises ValueError for a command whose words would be refused."""
+    if line in OTHER_COMMANDS:
+        return
     program, *words = shlex.split(line)
     if program in ("torchrun", "accelerate"):
         words = words[words.index("train.py") :]
@@ -255,4 +264,20 @@ def test_the_readme_is_one_screen_and_the_pages_are_short():
     assert len(readme.split()) <= 1300
     assert "not measured" not in readme.lower()
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"]
-    assert sum(len(re.findall(r"\w[\w.,'-]*", page.read_text())) for page in pages) <= 10_600
+    assert sum(len(re.findall(r"\w[\w.,'-]*", page.read_text())) for page in pages) <= 11_800
+
+
+@pytest.mark.skipif(not FONT.is_file(), reason="needs Debian's fonts-noto-color-emoji")
+def test_the_script_of_emoji(tmp_path, monkeypatch):
+    (script,) = find_blocks("python", "docs/text.md")
+    (tmp_path / "emoji.py").write_text(script)
+    monkeypatch.setattr(sys, "argv", ["emoji.py", str(tmp_path / "emoji")])
+    runpy.run_path(str(tmp_path / "emoji.py"))
+    seen, held_out = (
+        {file.stem: file.read_text().splitlines()[0] for file in folder.glob("*.txt")}
+        for folder in (tmp_path / "emoji", tmp_path / "emoji_held_out")
+    )
+    assert len(seen) > 1300
+    assert seen["1f34e"] == "red apple"
+    assert not seen.keys() & held_out.keys()
+    assert {name.partition("-")[0] for name in held_out} <= seen.keys()
