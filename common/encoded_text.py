@@ -1,15 +1,18 @@
-"""Captions as tensors: what a text encoder returns, data loaders yield, and a denoiser reads.
+"""Captions as tensors, which data loaders yield and a denoiser reads, and the interface of the text
+encoders that make them.
 
 Letters: B captions, T tokens of a caption, E width of the text encoder.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class EncodedText(NamedTuple):
@@ -36,3 +39,56 @@ class EncodedText(NamedTuple):
         """Returns `count` captions: these, over and over; `count` is a multiple of their number."""
         times = count // len(self.lengths)
         return EncodedText(*(torch.cat([part] * times) for part in self))
+
+
+class TextEncoder(nn.Module, ABC):
+    """The interface of text encoders. A subclass tokenizes, and computes a vector for each
+    token."""
+
+    kind: str
+    width: int
+    """E, the number of values of a vector."""
+    weights_sha256: str
+    """Hash of the weights and the tokenizer: with another hash, prompts have other vectors."""
+    revision: str | None = None
+    """Commit of the Hugging Face repository from which the weights come; None for a local
+    folder."""
+
+    @abstractmethod
+    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+        """Returns the numbers of each text's tokens, at least one for each text, also for "", and
+        at most `limit`."""
+
+    @abstractmethod
+    def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Maps token numbers (B, T), where `mask` (B, T) is false on padding, to the vectors of the
+        tokens (B, T, E), and to a vector for each text (B, E), or None: then `encode` takes the
+        mean of the tokens' vectors."""
+
+    def encode(self, texts: Sequence[str], max_tokens: int, batch_size: int = 64) -> EncodedText:
+        """Encodes texts, `batch_size` at a time, each cut to `max_tokens` tokens and padded with
+        zeros to as many. With 0 it returns pooled vectors only, of the whole texts. The vectors are
+        fp16, as latent sets store them."""
+        starts = range(0, len(texts), batch_size)
+        batches = [self.encode_batch(texts[i : i + batch_size], max_tokens) for i in starts]
+        pooled, tokens, lengths = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        return EncodedText(pooled, tokens, lengths, torch.arange(len(texts), device=pooled.device))
+
+    @torch.no_grad()
+    def encode_batch(self, texts: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Encodes a batch; returns pooled vectors, tokens and lengths (see `EncodedText`)."""
+        device = next(self.parameters()).device
+        numbers = self.tokenize(texts, max_tokens or None)
+        lengths = torch.tensor([len(row) for row in numbers], device=device)
+        rows = [torch.tensor(row, device=device) for row in numbers]
+        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(padded.shape[1], device=device) < lengths[:, None]
+
+        tokens, pooled = self.compute_vectors(padded, mask)
+        tokens = tokens.float() * mask.unsqueeze(2)
+        if pooled is None:
+            pooled = tokens.sum(1) / lengths.unsqueeze(1)
+        if not max_tokens:
+            return pooled.half(), tokens[:, :0].half(), torch.zeros_like(lengths)
+        tokens = nn.functional.pad(tokens, (0, 0, 0, max_tokens - tokens.shape[1]))
+        return pooled.half(), tokens.half(), lengths

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from common.encoded_text import TextEncoder
 from common.errors import UserError
 from common.terminal import Progress
 from data.captions import count_caption_bytes, join_text, quantise
 from data.loader import TextSpec
 from data.manifest import Shard
 from encoding.shards import ShardWriter, explain_full_disk, read_finished, write_sidecar
-from models.text_encoders import TextEncoder
 from training.config.build import build
 from training.distributed.ranks import SINGLE, Ranks
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.encoded_text import EncodedText
+from common.encoded_text import TextEncoder
 from common.errors import UserError
 from common.libraries import silence_libraries
 from models.autoencoders import find_folder, is_folder
@@ -33,59 +32,6 @@ opens all other types."""
 TEXT_FILES = ("*.safetensors", "*.json", "*.model", "*.txt")
 MAX_TOKENS = 4096
 """Largest number of tokens of a text, for encoders that state no limit."""
-
-
-class TextEncoder(nn.Module, ABC):
-    """The interface of text encoders. A subclass tokenizes, and computes a vector for each
-    token."""
-
-    kind: str
-    width: int
-    """E, the number of values of a vector."""
-    weights_sha256: str
-    """Hash of the weights and the tokenizer: with another hash, prompts have other vectors."""
-    revision: str | None = None
-    """Commit of the Hugging Face repository from which the weights come; None for a local
-    folder."""
-
-    @abstractmethod
-    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
-        """Returns the numbers of each text's tokens, at least one for each text, also for "", and
-        at most `limit`."""
-
-    @abstractmethod
-    def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Maps token numbers (B, T), where `mask` (B, T) is false on padding, to the vectors of the
-        tokens (B, T, E), and to a vector for each text (B, E), or None: then `encode` takes the
-        mean of the tokens' vectors."""
-
-    def encode(self, texts: Sequence[str], max_tokens: int, batch_size: int = 64) -> EncodedText:
-        """Encodes texts, `batch_size` at a time, each cut to `max_tokens` tokens and padded with
-        zeros to as many. With 0 it returns pooled vectors only, of the whole texts. The vectors are
-        fp16, as latent sets store them."""
-        starts = range(0, len(texts), batch_size)
-        batches = [self.encode_batch(texts[i : i + batch_size], max_tokens) for i in starts]
-        pooled, tokens, lengths = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        return EncodedText(pooled, tokens, lengths, torch.arange(len(texts), device=pooled.device))
-
-    @torch.no_grad()
-    def encode_batch(self, texts: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Encodes a batch; returns pooled vectors, tokens and lengths (see `EncodedText`)."""
-        device = next(self.parameters()).device
-        numbers = self.tokenize(texts, max_tokens or None)
-        lengths = torch.tensor([len(row) for row in numbers], device=device)
-        rows = [torch.tensor(row, device=device) for row in numbers]
-        padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.arange(padded.shape[1], device=device) < lengths[:, None]
-
-        tokens, pooled = self.compute_vectors(padded, mask)
-        tokens = tokens.float() * mask.unsqueeze(2)
-        if pooled is None:
-            pooled = tokens.sum(1) / lengths.unsqueeze(1)
-        if not max_tokens:
-            return pooled.half(), tokens[:, :0].half(), torch.zeros_like(lengths)
-        tokens = nn.functional.pad(tokens, (0, 0, 0, max_tokens - tokens.shape[1]))
-        return pooled.half(), tokens.half(), lengths
 
 
 def hash_files(files: Sequence[Path]) -> str:

@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from common.encoded_text import EncodedText
+from common.encoded_text import EncodedText, TextEncoder
 from common.errors import UserError
 from data.loader import LatentLoader
-from models.text_encoders import TextEncoder
 from training.components import build_loader
 
 Conditions = Callable[[Int[Tensor, "B"]], tuple[Int[Tensor, "B"], EncodedText | None]]

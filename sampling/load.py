@@ -21,13 +21,12 @@ from torch import Tensor
 
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
-from common.encoded_text import EncodedText
+from common.encoded_text import EncodedText, TextEncoder
 from common.errors import UserError
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.sampler import check_guidance, check_internal_guidance, draw_latents
-from models.text_encoders import TextEncoder
 from sampling.conditions import Conditions, deal_labels_in_turn, encode_prompts
 from training.checkpoint.load import find_weights_file, read_newest
 from training.components import find_text_level, prove_kernels, to_kwargs

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel.sharding import to_full
+from common.encoded_text import TextEncoder
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
 from data.loader import Count, LatentSpec, TextSpec, find_wrong_lengths
 from models.denoiser import Denoiser, drop_aux_heads
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
-from models.text_encoders import TextEncoder
 from training.checkpoint.files import METADATA_KEY
 from training.config.build import build, is_admitted
 
