@@ -123,12 +123,15 @@ class TrainedModel:
         return build_text_encoder(self.spec.text, self.device, self.text_encoder_path)
 
     def encode_prompts(self, prompts: Sequence[str]) -> EncodedText:
-        """Encodes prompts for this model. Raises ValueError if the model takes none."""
+        """Encodes prompts for this model. Raises ValueError if the model takes none, or if there is
+        none."""
         if self.text_level == "none":
             raise UserError(
                 "prompt: this model was trained on classes; give labels, or train a model with "
                 "model.conditioning=text."
             )
+        if not prompts:
+            raise UserError("prompts is empty, and this model was trained on captions; give some.")
         assert self.spec.text is not None
         limit = self.spec.text.max_tokens if self.text_level == "tokens" else 0
         return encode_prompts(self.text_encoder, prompts, limit)
@@ -180,7 +183,8 @@ class TrainedModel:
             )
         sampling = self.change_sampling(**changes)
         numbers = find_class_numbers(labels or [0] * count, self.spec)
-        text = self.encode_prompts(prompts) if prompts else None
+        has_text = bool(prompts) or self.text_level != "none"
+        text = self.encode_prompts(prompts) if has_text else None
         conditions = deal_labels_in_turn(numbers, self.device, text)
 
         images = []

@@ -203,6 +203,8 @@ class FastlatentPipeline(DiffusionPipeline):
         if self.transformer.config.conditioning == "text":
             prompts = prompts or [str(label) for label in labels]
             labels = [0] * len(prompts)
+        if facts["text"] and not prompts:
+            raise UserError("prompt: this model was trained on captions; give some.")
         numbers = find_class_numbers(labels, facts["class_names"])
         drawn = self.draw(numbers, settings, seed, latents, prompts)
         if output_type == "latent":

@@ -105,6 +105,8 @@ def test_refusals(captioned_run, trained, tmp_path):
     with expect_refusal("has no prompt; write one on each line"):
         draw(captioned_run, tmp_path / "a", f"prompts={tmp_path}/empty.txt")
     weights = shutil.copy(next(captioned_run.glob("checkpoints/*/ema.safetensors")), tmp_path)
+    with expect_refusal("prompts is empty, and this model was trained on captions"):
+        load_run(captioned_run).sample([0])
     with expect_refusal("prompts=held_out needs the run's data"):
         sample_run(SampleConfig(weights=str(weights), out=str(tmp_path / "a")))
     with expect_refusal("clip=x is for a model of captions"):
@@ -184,6 +186,8 @@ def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
     assert np.array_equal(images, expected)
     if not both:
         assert np.array_equal(pipe("the digit one", **options).images[0], expected[0])
+    with pytest.raises(ValueError, match="this model was trained on captions; give some"):
+        pipe([], **options)
     facts = pipe.transformer.config.latents
     facts["text"]["sha256"] = "0" * 64
     del pipe.text_encoder
