@@ -26,14 +26,15 @@ class EncodedText(NamedTuple):
     lengths: Int[Tensor, "B"]
     """Number of tokens of each caption, at most T."""
     numbers: Int[Tensor, "B"]
-    """Place of each caption in the table or list from which it comes; -1 for the empty caption."""
+    """Place of each caption in the table or list from which it comes; the last place of a table is
+    the empty caption's."""
 
     def select(self, rows: Tensor | slice) -> EncodedText:
         """Returns the captions at the indices `rows`."""
         return EncodedText(*(part[rows] for part in self))
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> EncodedText:
-        return EncodedText(*(part.to(device, non_blocking=non_blocking) for part in self))
+    def to(self, device: torch.device) -> EncodedText:
+        return EncodedText(*(part.to(device) for part in self))
 
     def repeat_to(self, count: int) -> EncodedText:
         """Returns `count` captions: these, over and over; `count` is a multiple of their number."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
@@ -163,7 +163,7 @@ class BlockReader:
     def unpack_rows(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
         """Converts rows of bytes, as `read_rows` returns them, to tensors on the device of
         `rows`. The rows may have further bytes, such as those of captions."""
-        return LatentTensors(**split_rows(rows[:, : self.row_bytes], self.sample_template))
+        return LatentTensors(**split_rows(rows, self.sample_template))
 
     def take_reports(self) -> list[SkippedBlock]:
         reports = self.reports
@@ -265,17 +265,25 @@ def join_rows(columns: list[Tensor]) -> UInt8[Tensor, "n bytes"]:
     return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
 
 
-def split_rows(rows: UInt8[Tensor, "n bytes"], template: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def split_rows(
+    rows: UInt8[Tensor, "n bytes"],
+    template: Mapping[str, Tensor],
+    names: Collection[str] | None = None,
+) -> dict[str, Tensor]:
     """Splits rows that `join_rows` joined; `template` maps the names of the columns to one row of
-    each."""
-    parts = rows.split([row.nbytes for row in template.values()], dim=1)
-    # Copy each part, also if it is contiguous, as a single row is: a view in a larger dtype must
-    # begin at a multiple of its size.
-    copies = [part.clone(memory_format=torch.contiguous_format).flatten() for part in parts]
-    return {
-        name: copy.view(row.dtype).view(len(rows), *row.shape[1:])
-        for (name, row), copy in zip(template.items(), copies, strict=True)
-    }
+    each. Returns name -> column for the columns `names` (None: all). The rows may have further
+    bytes."""
+    columns = {}
+    end = 0
+    for name, row in template.items():
+        start = end
+        end += row.nbytes
+        if names is None or name in names:
+            # Copy the part, also if it is contiguous, as a single row is: a view in a larger dtype
+            # must begin at a multiple of its size.
+            part = rows[:, start:end].clone(memory_format=torch.contiguous_format)
+            columns[name] = part.flatten().view(row.dtype).view(len(rows), *row.shape[1:])
+    return columns
 
 
 REMOTE_SETTINGS = ("cache", "timeout", "retries")
@@ -353,7 +361,8 @@ def append_captions(
     CPU."""
     if captions is None:
         return rows
-    numbers = choose_captions(blocks.unpack_rows(rows), seed, epoch)
+    columns = split_rows(rows, blocks.sample_template, ("ids", "captions"))
+    numbers = choose_captions(columns["captions"], columns["ids"], seed, epoch)
     return torch.cat((rows, captions.gather_rows(numbers)), dim=1)
 
 

@@ -11,6 +11,7 @@ Letters: N samples or captions, B samples of a batch, M captions of a sample, T 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
 from jaxtyping import Int, UInt8
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from common.encoded_text import EncodedText
 from data.blocks import BlockReader, DamagedBlockError, describe_tensor, join_rows, split_rows
-from data.loader import TextSpec
+from data.loader import LatentSpec, TextSpec
 from data.manifest import Manifest
 from data.source import Source
 
@@ -133,13 +134,20 @@ class CaptionTable:
         return [self.texts[number] for number in text.numbers.tolist()]
 
 
+def make_blank_table(spec: LatentSpec, level: str, device: torch.device) -> CaptionTable | None:
+    """Makes a table of one caption of zeros, with the shapes and dtypes of the set's captions, for
+    forecasts; None if `level` is "none" or the set has no captions."""
+    if spec.text is None or level == "none":
+        return None
+    return CaptionTable(replace(spec.text, count=1), level, device)
+
+
 def count_caption_bytes(spec: TextSpec | None, level: str) -> int:
     """Counts the bytes of a table of captions; 0 if there is none."""
     if spec is None or level == "none":
         return 0
-    tokens = spec.max_tokens if level == "tokens" else 0
-    token_bytes = spec.width * getattr(torch, spec.dtype).itemsize
-    return spec.count * (2 * spec.width + tokens * token_bytes + 12)
+    one = CaptionTable(replace(spec, count=1), level, torch.device("meta"))
+    return spec.count * one.row_bytes
 
 
 def quantise(vectors: Tensor, dtype: torch.dtype) -> Tensor:

@@ -192,7 +192,7 @@ class LoaderArgs(TypedDict):
     rank: NotRequired[int]
     world_size: NotRequired[int]
     text: NotRequired[str]
-    """What batches carry of their captions: "none" (the default), "pooled" for one vector
+    """Says what batches carry of their captions: "none" (the default), "pooled" for one vector
     each, or "tokens" for the vectors of the tokens too."""
 
 
@@ -255,8 +255,9 @@ class LatentLoader:
         posterior (both seeded by the sample's position in the run), then normalises the latents. If
         the run uses text and `text` is None, chooses a caption for each sample."""
         latents = self.normalise(draw_samples(rows, self.seed, position))
-        if text is None and self.captions is not None:
-            numbers = choose_captions(rows, self.seed, position // self.spec.count)
+        if text is None and self.captions is not None and rows.captions is not None:
+            epoch = position // self.spec.count
+            numbers = choose_captions(rows.captions, rows.ids, self.seed, epoch)
             text = self.captions.gather(numbers)
         return Batch(latents, rows.labels, rows.ids, position, text)
 
@@ -361,15 +362,15 @@ def draw_samples(
 
 
 def choose_captions(
-    rows: LatentTensors, seed: int, epoch: Int[Tensor, "B"] | int
+    captions: Int[Tensor, "B M"], ids: Int[Tensor, "B"], seed: int, epoch: Int[Tensor, "B"] | int
 ) -> Int[Tensor, "B"]:
-    """Returns the number of one caption for each sample, -1 for a sample without captions.
+    """Returns the number of one of its `captions` for each sample, -1 for a sample without any.
+    `ids` are the samples' numbers.
 
     A sample with k captions begins with a random one, a function of (seed, sample), and takes the
     next one in each epoch: so in k epochs each of its captions comes once.
     """
-    assert rows.captions is not None
-    count = (rows.captions >= 0).sum(1).clamp(min=1)
-    first = counter_uniform(seed, Purpose.CAPTION, rows.ids).squeeze(1) * count
+    count = (captions >= 0).sum(1).clamp(min=1)
+    first = counter_uniform(seed, Purpose.CAPTION, ids).squeeze(1) * count
     place = (first.long() + epoch) % count
-    return rows.captions.gather(1, place.unsqueeze(1)).squeeze(1).long()
+    return captions.gather(1, place.unsqueeze(1)).squeeze(1).long()

@@ -31,8 +31,8 @@ MEAN_CAPTIONS = 1024
 
 
 class TextSettings(NamedTuple):
-    """How captions are stored: the largest number of captions of an image, and of tokens of a
-    caption; the dtype of the tokens; and the sizes of shards, blocks and batches."""
+    """Settings say how captions are stored: the largest number of captions of an image, and of
+    tokens of a caption; the dtype of the tokens; and the sizes of shards, blocks and batches."""
 
     max_captions: int = 8
     text_tokens: int = 64
@@ -62,7 +62,7 @@ class CaptionJob:
             "captions_sha256": digest.hexdigest(),
             **settings._asdict(),
         }
-        """What determines the content of the shards, by name, for job.json."""
+        """Settings that determine the content of the shards, by name, for job.json."""
         self.captions = captions
         self.uncaptioned = sum(not own for own in captions)
         used = [own[: settings.max_captions] for own in captions]

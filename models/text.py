@@ -19,7 +19,7 @@ from common.errors import UserError
 from models.layers import init_linear
 
 Conditioning = Literal["class", "text", "class_and_text"]
-"""What a denoiser is conditioned on, beside the time."""
+"""Names what a denoiser is conditioned on, beside the time."""
 
 
 KEYS = ("width", "max_tokens", "mean", "empty_pooled", "empty_tokens")

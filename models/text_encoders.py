@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from common.encoded_text import TextEncoder
 from common.errors import UserError
+from common.files import hash_file
 from common.libraries import silence_libraries
 from models.autoencoders import find_folder, is_folder
 
@@ -39,7 +40,7 @@ def hash_files(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.name):
         digest.update(file.name.encode())
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
+        digest.update(bytes.fromhex(hash_file(file)))
     return digest.hexdigest()
 
 

@@ -1,4 +1,5 @@
-"""What samples are drawn of: classes in turn, the classes and captions of the data, or prompts.
+"""Functions that say what samples are drawn of: classes in turn, the classes and captions of the
+data, or prompts.
 
 Letters: B samples.
 """

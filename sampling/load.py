@@ -113,7 +113,7 @@ class TrainedModel:
 
     @property
     def text_level(self) -> str:
-        """What the model reads of captions: "none", "pooled" or "tokens"."""
+        """Says what the model reads of captions: "none", "pooled" or "tokens"."""
         return find_text_level(self.opened.description.model)
 
     @cached_property

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,14 +125,21 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
 
 
 def summarise(batches: Iterable[dict[str, Tensor]], evaluator: Evaluator) -> dict[str, Any]:
-    """Returns the figures of samples from what was measured of each batch."""
+    """Computes the figures of samples from what was measured of each batch; holds one batch of
+    features at a time."""
     import torch
 
     from evaluation.distances import collect_stats, compute_figures
 
-    content = list(batches)
-    scores = [batch.pop(CLIP) for batch in content if CLIP in batch]
-    figures = compute_figures(collect_stats(content), evaluator.reference)
+    scores: list[Tensor] = []
+
+    def take_features() -> Iterator[dict[str, Tensor]]:
+        for batch in batches:
+            if CLIP in batch:
+                scores.append(batch.pop(CLIP))
+            yield batch
+
+    figures = compute_figures(collect_stats(take_features()), evaluator.reference)
     return {"features": figures} | ({CLIP: float(torch.cat(scores).mean())} if scores else {})
 
 

@@ -118,7 +118,6 @@ def check_captions(source: Source, manifest: Manifest, cfg: VerifyConfig) -> lis
     compares the vectors. Returns the problems."""
     import torch
 
-    from common.encoded_text import EncodedText
     from data.blocks import BlockReader, DamagedBlockError
     from data.captions import CaptionTable
     from training.environment import pick_device
@@ -136,15 +135,15 @@ def check_captions(source: Source, manifest: Manifest, cfg: VerifyConfig) -> lis
 
     # Compare the pooled vector and the vectors of all tokens; padding is equal, zeros.
     encoder = build_text_encoder(manifest.text, pick_device(cfg.device), cfg.text_encoder)
-    columns = zip(table.pick(cfg.count), table.gather(torch.tensor([-1])), strict=True)
-    stored = EncodedText(*map(torch.cat, columns))
+    numbers = torch.cat((table.pick(cfg.count).numbers, torch.tensor([-1])))
+    stored = table.gather(numbers)
     texts = table.list_texts(stored)
     again = encoder.encode(texts, manifest.text.max_tokens).to(table.device)
-    both = [
+    vectors, others = (
         torch.cat((text.pooled.unsqueeze(1), text.tokens), 1).float() for text in (stored, again)
-    ]
-    norms = both[0].norm(dim=2) * both[1].norm(dim=2)
-    far = (both[0] * both[1]).sum(2) < MIN_COSINE * norms
+    )
+    norms = vectors.norm(dim=2) * others.norm(dim=2)
+    far = (vectors * others).sum(2) < MIN_COSINE * norms
     return [
         f"{source}: the caption {text!r} has other vectors than its text encoder gives"
         for text, bad in zip(texts, far.any(1).tolist(), strict=True)

@@ -27,7 +27,7 @@ from accel.composite_optimizer import collect_state, count_largest_part, iterate
 from accel.ledger import AUTO
 from accel.stack import AccelerationStack
 from accel.technique import Technique, find_switches
-from data.captions import CaptionTable
+from data.captions import make_blank_table
 from data.loader import Batch, LatentSpec
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
@@ -234,11 +234,8 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
             torch.zeros(samples, spec.channels, spec.height, spec.width)
             for _ in range(cfg.accumulation_steps)
         ]
-        text = None
-        level = find_text_level(cfg.model)
-        if spec.text is not None and level != "none":
-            one = replace(spec.text, count=1)
-            text = CaptionTable(one, level, CPU).gather(numbers)
+        table = make_blank_table(spec, find_text_level(cfg.model), CPU)
+        text = table and table.gather(numbers)
         batches = [Batch(micro_batch, numbers, numbers, numbers, text) for micro_batch in latents]
 
         # Compile the blocks before the count, because compiling allocates tensors too.

@@ -34,7 +34,7 @@ from common import workers
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.text import shorten_error
-from data.captions import CaptionTable
+from data.captions import make_blank_table
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
 from scripts import timing
@@ -274,10 +274,8 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
             device=device,
         )
         latents.spec = spec
-        level = find_text_level(cfg.model)
-        if spec.text is not None and level != "none":
-            one = replace(spec.text, count=1)
-            latents.captions = CaptionTable(one, level, device)
+        latents.captions = make_blank_table(spec, find_text_level(cfg.model), device)
+        if latents.captions is not None:
             for split in (latents.train, latents.held_out_split):
                 split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
         return latents
