@@ -38,7 +38,8 @@ class EncodedText(NamedTuple):
 
     def repeat_to(self, count: int) -> EncodedText:
         """Returns `count` captions: these, over and over; `count` is a multiple of their number."""
-        times = count // len(self.lengths)
+        times, rest = divmod(count, len(self.lengths))
+        assert rest == 0, f"{count} samples for {len(self.lengths)} captions"
         return EncodedText(*(torch.cat([part] * times) for part in self))
 
 
@@ -56,9 +57,9 @@ class TextEncoder(nn.Module, ABC):
     folder."""
 
     @abstractmethod
-    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the numbers of each text's tokens, at least one for each text, also for "", and
-        at most `limit`."""
+        at most as many as the encoder takes."""
 
     @abstractmethod
     def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -67,8 +68,8 @@ class TextEncoder(nn.Module, ABC):
         mean of the tokens' vectors."""
 
     def encode(self, texts: Sequence[str], max_tokens: int, batch_size: int = 64) -> EncodedText:
-        """Encodes texts, `batch_size` at a time, each cut to `max_tokens` tokens and padded with
-        zeros to as many. With 0 it returns pooled vectors only, of the whole texts. The vectors are
+        """Encodes texts, `batch_size` at a time. Pooled vectors are of whole texts; of the tokens'
+        vectors each text has the first `max_tokens`, padded with zeros to as many. The vectors are
         fp16, as latent sets store them."""
         starts = range(0, len(texts), batch_size)
         batches = [self.encode_batch(texts[i : i + batch_size], max_tokens) for i in starts]
@@ -79,7 +80,7 @@ class TextEncoder(nn.Module, ABC):
     def encode_batch(self, texts: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Encodes a batch; returns pooled vectors, tokens and lengths (see `EncodedText`)."""
         device = next(self.parameters()).device
-        numbers = self.tokenize(texts, max_tokens or None)
+        numbers = self.tokenize(texts)
         lengths = torch.tensor([len(row) for row in numbers], device=device)
         rows = [torch.tensor(row, device=device) for row in numbers]
         padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -89,7 +90,6 @@ class TextEncoder(nn.Module, ABC):
         tokens = tokens.float() * mask.unsqueeze(2)
         if pooled is None:
             pooled = tokens.sum(1) / lengths.unsqueeze(1)
-        if not max_tokens:
-            return pooled.half(), tokens[:, :0].half(), torch.zeros_like(lengths)
+        # A negative padding cuts.
         tokens = nn.functional.pad(tokens, (0, 0, 0, max_tokens - tokens.shape[1]))
-        return pooled.half(), tokens.half(), lengths
+        return pooled.half(), tokens.half(), lengths.clamp(max=max_tokens)

@@ -154,6 +154,7 @@ def quantise(vectors: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts the vectors of tokens (…, E) to `dtype`. For int8 it scales each vector to at most
     127; no scale is stored, because a model normalises the vectors (`models/text.py`)."""
     if dtype == torch.int8:
+        vectors = vectors.float()  # 1e-30 is 0 in fp16
         largest = vectors.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         vectors = (vectors * (127.0 / largest)).round()
     return vectors.to(dtype)

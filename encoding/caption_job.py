@@ -138,6 +138,7 @@ class CaptionJob:
                 written.append(self.write_shard(out / name, texts))
             progress.advance(1)
         progress.close()
+        self.encoder.cpu()  # the images need the memory
         return written
 
     def write_shard(self, file: Path, texts: list[str]) -> Shard:
@@ -170,8 +171,8 @@ def find_longest(encoder: TextEncoder, texts: list[str], limit: int) -> int:
     longest = 0
     for start in range(0, len(texts) if limit else 0, 4096):
         part = texts[start : start + 4096]
-        longest = max(longest, *map(len, encoder.tokenize(part, limit)))
-    return longest
+        longest = max(longest, *map(len, encoder.tokenize(part)))
+    return min(longest, limit)
 
 
 def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:

@@ -36,14 +36,18 @@ def parse_captions(place: str, content: bytes) -> tuple[str, ...]:
 
 
 def tidy(lines: Iterable[str]) -> tuple[str, ...]:
-    """Returns the lines without spaces around them, each once, and none that is empty."""
-    return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    """Returns the lines without spaces around them, each once, and none that is empty. A ? replaces
+    what has no code in UTF-8: one half of a surrogate pair, which JSON may hold."""
+    tidied = (line.encode(errors="replace").decode().strip() for line in lines)
+    return tuple(dict.fromkeys(filter(None, tidied)))
 
 
 def tidy_value(place: str, value: Any) -> tuple[str, ...]:
-    """Returns the captions of a text or a list of texts; ValueError for any other value."""
-    lines = [value] if isinstance(value, str) else value
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+    """Returns the captions of a text or a list of texts, none for None; ValueError for any other
+    value."""
+    lines = value if isinstance(value, list) else [value]
+    lines = [line for line in lines if line is not None]
+    if not all(isinstance(line, str) for line in lines):
         raise UserError(
             f"{place} must hold a caption or a list of captions, or an object with them as "
             f"{' or '.join(CAPTION_NAMES)}."

@@ -5,7 +5,7 @@ Letters: B samples, C channels, H W latent height and width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from common.libraries import silence_libraries
 from evaluation.features import import_attribute
 from models.autoencoders import find_folder
 from models.images import to_uint8
+from training.conditions import Conditions
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -30,15 +31,17 @@ class ClipScore:
     """Computes 100 times the cosine between a sample and its caption in the space of a CLIP model
     (Hessel et al. 2021, https://arxiv.org/abs/2104.08718, without their factor 2.5).
 
-    `path` is a folder or hub id with a model that transformers saved as safetensors, `texts` are
-    the captions by number, and `decode` turns latents into images. Raises ValueError if there are
-    no captions, or if the model cannot be opened.
+    `path` is a folder or hub id with a model that transformers saved as safetensors, `conditions`
+    are those of the samples, and `decode` turns latents into images. Raises ValueError if the
+    samples have no captions, or if the model cannot be opened.
     """
 
-    def __init__(self, path: str, texts: Sequence[str], decode: Callable[[Tensor], Tensor]) -> None:
-        if not texts:
+    def __init__(
+        self, path: str, conditions: Conditions, decode: Callable[[Tensor], Tensor]
+    ) -> None:
+        if conditions.captions is None:
             raise UserError(f"clip={path} is for a model of captions; leave it out.")
-        self.texts = texts
+        self.texts = conditions.names
         self.decode = decode
         folder: Path = find_folder(
             "clip", path, ["*.json", "*.txt", "model.safetensors"], "openai/clip-vit-base-patch32."

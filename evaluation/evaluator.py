@@ -40,12 +40,12 @@ from evaluation.distances import (
 )
 from evaluation.features import build_features, decode_images
 from models.images import Autoencoder
-from sampling.conditions import deal_captions_in_turn
 from sampling.draw import ResumableChunks
 from sampling.load import SampleStream
 from training.assemble import Training
 from training.checkpoint.load import describe_difference
 from training.components import build_loader
+from training.conditions import choose_conditions
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
 from training.evaluate import share_work
@@ -316,9 +316,9 @@ class TrainingDistances:
         # Guidance doubles the batch: with half a micro-batch, sampling needs no more memory than a
         # training step.
         batch_size = max(1, training.micro_batch // 2)
-        labels = deal_captions_in_turn(training.loader, self.count)
+        conditions = choose_conditions(training, "train", self.count)
         forward = training.step.forward
-        self.stream = SampleStream(forward, spec, cfg.sampling, labels, 0, batch_size, device)
+        self.stream = SampleStream(forward, spec, cfg.sampling, conditions, 0, batch_size, device)
 
         for name, space in self.evaluator.spaces.items():
             why = explain_too_few(min(self.count, self.evaluator.source.count), space.dim)
@@ -335,7 +335,7 @@ class TrainingDistances:
     def write_protocol(self, file: Path) -> None:
         """Writes the settings on which the distances depend, and the distances between the halves
         of the reference, to `file`. Raises ValueError if the file already has other settings."""
-        samples = self.stream.describe_protocol(self.training.stack, self.count, "balanced")
+        samples = self.stream.describe_protocol(self.training.stack, self.count)
         protocol = samples | self.evaluator.describe_protocol() | {"weights": "ema"}
 
         # Encode the protocol as JSON and decode it, because JSON turns tuples into lists: otherwise

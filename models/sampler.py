@@ -137,10 +137,12 @@ def add_text(model: Callable[..., Tensor], text: EncodedText | None) -> Callable
     return lambda x, *inputs, **options: model(x, *inputs, text=text.repeat_to(len(x)), **options)
 
 
-def check_guidance(spec: LatentSpec, guidance: float, key: str = "guidance") -> None:
-    """Raises a ValueError if guidance is on (not 1) but the data has no classes and no captions;
-    its message names `key`, the configuration key of `guidance`."""
-    if not spec.null_label and guidance != 1.0:
+def check_guidance(
+    spec: LatentSpec, text_level: str, guidance: float, key: str = "guidance"
+) -> None:
+    """Raises a ValueError if guidance is on (not 1) but the data has no classes and the model reads
+    no captions; its message names `key`, the configuration key of `guidance`."""
+    if guidance != 1.0 and not spec.num_classes and text_level == "none":
         raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
 
 

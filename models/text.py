@@ -6,7 +6,7 @@ heads, P head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -127,6 +127,25 @@ class TextKeys(nn.Module):
 
 def normalise_vectors(vectors: Float[Tensor, "... E"]) -> Float[Tensor, "... E"]:
     return F.rms_norm(vectors, vectors.shape[-1:], eps=1e-6)
+
+
+def pair_conditions(
+    conditioning: str, labels: Sequence[int | str], prompts: Sequence[str]
+) -> tuple[Sequence[int | str], Sequence[str]]:
+    """Returns the labels and prompts of samples: the label 0 for each prompt if the model has no
+    labels. Raises ValueError unless these are what a model with this conditioning needs: labels,
+    prompts, or as many of each."""
+    needs, fits = {
+        "class": ("labels", len(labels) > 0 == len(prompts)),
+        "text": ("prompts", len(prompts) > 0 == len(labels)),
+        "class_and_text": ("a label for each prompt", len(labels) == len(prompts) > 0),
+    }[conditioning]
+    if not fits:
+        raise UserError(
+            f"labels ({len(labels)}) and prompts ({len(prompts)}): this model was trained with "
+            f"conditioning={conditioning}, which needs {needs}; give only these."
+        )
+    return labels or [0] * len(prompts), prompts
 
 
 def build_text_embedding(

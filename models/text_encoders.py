@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,17 @@ from models.autoencoders import find_folder, is_folder
 TEXT_CLASSES = {
     "clip": "CLIPTextModel",
     "clip_text_model": "CLIPTextModel",
+    "siglip": "SiglipTextModel",
+    "siglip_text_model": "SiglipTextModel",
     "t5": "T5EncoderModel",
+    "mt5": "MT5EncoderModel",
     "umt5": "UMT5EncoderModel",
 }
 """`model_type` in a config of transformers -> class that holds only the text encoder. AutoModel
 opens all other types."""
 TEXT_FILES = ("*.safetensors", "*.json", "*.model", "*.txt")
+HASHED_FILES = ("*.safetensors", "config.json", "token*", "vocab*", "merges.txt", "*.model")
+"""Patterns of the files on which vectors depend."""
 MAX_TOKENS = 4096
 """Largest number of tokens of a text, for encoders that state no limit."""
 
@@ -52,7 +57,12 @@ class HubTextEncoder(TextEncoder):
     the weights. It reads weights from safetensors only, and runs no code of the folder.
     """
 
-    def __init__(self, path: str, revision: str | None = None, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        path: str,
+        revision: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    ) -> None:
         super().__init__()
         example = "'owner/name'; correct text_encoder.path, or give a local folder."
         folder = find_folder("text_encoder.path", path, [*TEXT_FILES], example, revision)
@@ -67,24 +77,29 @@ class HubTextEncoder(TextEncoder):
                 weights = {"use_safetensors": True, "dtype": getattr(torch, dtype)}
                 self.model: Any = kind.from_pretrained(folder, **weights, **options)
                 self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+            self.kind = type(self.model).__name__
+            self.model.eval().requires_grad_(False)
+
+            # Encode a text to see that the model takes tokens alone, and the width of its vectors.
+            self.width = self.encode(["a"], 1).tokens.shape[2]
         except ImportError as error:
             raise UserError(
                 f"text_encoder.path={path} needs the package transformers: pip install "
                 "'fastlatent[text]'."
             ) from error
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except Exception as error:  # transformers raises many kinds of errors
             reason = str(error).strip().partition("\n")[0]
             raise UserError(
                 f"text_encoder.path={path} cannot be opened by transformers ({reason[:300]}); it "
-                "must hold config.json, weights in safetensors and a tokenizer."
+                "must hold config.json, a tokenizer, and weights in safetensors of a model that "
+                "takes text alone."
             ) from error
-        self.model.eval().requires_grad_(False)
-        self.kind = type(self.model).__name__
-        self.width = int(self.model.config.hidden_size)
-        self.weights_sha256 = hash_files([*folder.glob("*.safetensors"), *folder.glob("token*")])
+        files = {file for pattern in HASHED_FILES for file in folder.glob(pattern)}
+        self.weights_sha256 = hash_files([*files])
 
-    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
-        longest = min(self.tokenizer.model_max_length, limit or MAX_TOKENS)
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        places = getattr(self.model.config, "max_position_embeddings", MAX_TOKENS)
+        longest = min(self.tokenizer.model_max_length, places, MAX_TOKENS)
         found = self.tokenizer([*texts], truncation=True, max_length=longest)["input_ids"]
         # Some language models give no token for an empty text.
         end = self.tokenizer.eos_token_id or 0
@@ -129,9 +144,9 @@ class WordLlama(TextEncoder):
         self.width = table.shape[1]
         self.weights_sha256 = hash_files([weights, vocabulary])
 
-    def tokenize(self, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         found = self.tokenizer.encode_batch([*texts], add_special_tokens=False)
-        return [one.ids[:limit] or [self.BEGIN] for one in found]
+        return [one.ids or [self.BEGIN] for one in found]
 
     def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, None]:
         return self.table(numbers), None

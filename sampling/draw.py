@@ -7,7 +7,6 @@ features. If a command was killed, the same command continues after the chunks t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -32,7 +31,7 @@ from training.config.schema import Positive, Solver, refuse_values
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sampling.conditions import Conditions
+    from training.conditions import Conditions
     from training.distributed.ranks import Ranks
 
 SAMPLER_KEYS = (
@@ -148,11 +147,7 @@ class SampleJob:
             name: getattr(cfg, name) for name in SAMPLER_KEYS if getattr(cfg, name) is not None
         }
         sampling = self.trained.change_sampling(**changes)
-        self.texts: list[str] = []
-        """Text of each caption by its number, for a model of captions."""
-        self.labels, conditions = self.choose_conditions()
-        """The configured labels: "balanced", "data", a list of class numbers; or for a model of
-        captions `cfg.prompts`, or the hash of the prompts."""
+        conditions = self.choose_conditions()
         forward = self.trained.forward
         spec = self.trained.spec
         self.stream = SampleStream(
@@ -162,87 +157,55 @@ class SampleJob:
         self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
         """Samples in a chunk."""
 
-    def choose_conditions(self) -> tuple[Any, Conditions]:
-        """Returns what the samples are drawn of, for the protocol, and the function that maps
-        sample numbers to it (see `Conditions`).
+    def choose_conditions(self) -> Conditions:
+        """Returns what the samples are drawn of.
 
-        Raises ValueError for a label that the model or the data does not have, and for prompts that
-        the model does not take.
+        Raises ValueError for a label that the model or the data does not have, and for labels or
+        prompts that the model does not take.
         """
-        from sampling.conditions import deal_labels_in_turn, deal_labels_of_data
-        from sampling.load import find_class_numbers
+        from training.conditions import Conditions, open_data, read_conditions, read_prompts
 
         cfg = self.cfg
         trained = self.trained
-        if cfg.prompt is not None or trained.text_level != "none":
-            return self.choose_prompts()
-        if cfg.labels == "data":
-            data = self.find_data("labels=data")
-            conditions, _ = deal_labels_of_data(data, cfg.seed, cfg.batch_size, trained.device)
-            return cfg.labels, conditions
-        if cfg.labels == "balanced":
-            return cfg.labels, deal_labels_in_turn(trained.spec.labels, trained.device)
-        if isinstance(cfg.labels, list) and cfg.labels:
-            numbers = find_class_numbers(cfg.labels, trained.spec)
-            return numbers, deal_labels_in_turn(numbers, trained.device)
-        raise UserError(
-            f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
-            "name, such as [3,apple]."
-        )
-
-    def find_data(self, word: str) -> dict[str, Any]:
-        """Returns the configuration of the run's data, which the word `word` of the command
-        needs."""
-        if self.trained.data is None:
+        spec = trained.spec
+        if cfg.prompt is not None and cfg.prompts != type(cfg).prompts:
+            raise UserError(f"prompt and prompts={cfg.prompts} are both set; give one of them.")
+        listed = cfg.labels if isinstance(cfg.labels, list) else []
+        if not listed and cfg.labels not in ("balanced", "data"):
             raise UserError(
-                f"{word} needs the run's data, which weights= does not name; use run_dir=."
+                f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
+                "name, such as [3,apple]."
             )
-        return self.trained.data
 
-    def choose_prompts(self) -> tuple[Any, Conditions]:
-        """Does what `choose_conditions` does, for a model of captions."""
-        from sampling.conditions import (
-            deal_held_out,
-            deal_labels_in_turn,
-            deal_labels_of_data,
-            read_prompts,
-        )
-        from sampling.load import find_class_numbers
+        # Take the labels and prompts that the user has typed.
+        prompts = [] if cfg.prompt is None else [cfg.prompt]
+        if cfg.prompt is None and cfg.prompts not in ("held_out", "train"):
+            prompts = read_prompts(cfg.prompts)
+        if listed or prompts:
+            return trained.make_conditions(listed, prompts, self.ranks.say)
 
-        cfg = self.cfg
-        trained = self.trained
-        device = trained.device
-        if cfg.prompt is None and cfg.prompts in ("held_out", "train"):
-            data = self.find_data(f"prompts={cfg.prompts}")
-            if cfg.prompts == "train":
-                conditions, self.texts = deal_labels_of_data(
-                    data, cfg.seed, cfg.batch_size, device, trained.text_level
-                )
-            else:
-                conditions, self.texts = deal_held_out(data, device, trained.text_level)
-            return cfg.prompts, conditions
-
-        self.texts = read_prompts(cfg.prompts) if cfg.prompt is None else [cfg.prompt]
-        text = trained.encode_prompts(self.texts)
-        labels = [*trained.spec.labels]
-        if isinstance(cfg.labels, list) and cfg.labels:
-            labels = find_class_numbers(cfg.labels, trained.spec)
-        digest = hashlib.sha256("\n".join(self.texts).encode()).hexdigest()
-        return {"prompts": digest, "labels": cfg.labels}, deal_labels_in_turn(labels, device, text)
-
-    def list_classes(self) -> dict[str, str]:
-        """Returns class number, as text -> name, for each class that the job draws; empty if the
-        data has no classes. For a model of captions: caption's number -> text."""
-        if self.texts:
-            return {str(number): text for number, text in enumerate(self.texts) if text}
-        spec = self.trained.spec
-        drawn = sorted(set(self.labels)) if isinstance(self.labels, list) else spec.labels
-        return {str(number): spec.names[number] for number in drawn} if spec.num_classes else {}
+        # Without any, take all classes, or labels and captions of the data.
+        by_text = trained.text_level != "none"
+        if by_text and cfg.labels == "data":
+            raise UserError(
+                f"labels=data: a model of captions takes its labels from prompts={cfg.prompts}; "
+                "leave labels out."
+            )
+        if not by_text and cfg.labels == "balanced":
+            return Conditions.of_classes(spec, spec.labels, cfg.labels, trained.device)
+        key = "prompts" if by_text else "labels"
+        source = getattr(cfg, key)
+        if trained.data is None:
+            raise UserError(
+                f"{key}={source} needs the run's data, which weights= does not name; use run_dir=."
+            )
+        loader = open_data(trained.data, cfg.seed, trained.text_level)
+        return read_conditions(source, loader, cfg.count, trained.device)
 
     def describe_protocol(self) -> dict[str, Any]:
         """Returns setting -> value for all settings on which a metric of these samples, such as a
         Fréchet distance, depends."""
-        settings = self.stream.describe_protocol(self.trained.stack, self.cfg.count, self.labels)
+        settings = self.stream.describe_protocol(self.trained.stack, self.cfg.count)
         return settings | {"weights": self.trained.weights}
 
     def run(

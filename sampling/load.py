@@ -6,6 +6,7 @@ Letters: N and B samples, C channels, H W height and width.
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,15 +22,16 @@ from torch import Tensor
 
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
-from common.encoded_text import EncodedText, TextEncoder
+from common.encoded_text import TextEncoder
 from common.errors import UserError
 from data.loader import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.sampler import check_guidance, check_internal_guidance, draw_latents
-from sampling.conditions import Conditions, deal_labels_in_turn, encode_prompts
+from models.text import pair_conditions
 from training.checkpoint.load import find_weights_file, read_newest
 from training.components import find_text_level, prove_kernels, to_kwargs
+from training.conditions import Conditions
 from training.config.compose import apply_schema, read_config
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device
@@ -122,19 +124,33 @@ class TrainedModel:
         assert self.spec.text is not None
         return build_text_encoder(self.spec.text, self.device, self.text_encoder_path)
 
-    def encode_prompts(self, prompts: Sequence[str]) -> EncodedText:
-        """Encodes prompts for this model. Raises ValueError if the model takes none, or if there is
-        none."""
-        if self.text_level == "none":
-            raise UserError(
-                "prompt: this model was trained on classes; give labels, or train a model with "
-                "model.conditioning=text."
-            )
+    def make_conditions(
+        self,
+        labels: Sequence[int | str],
+        prompts: Sequence[str] = (),
+        say: Callable[[str], None] = print,
+    ) -> Conditions:
+        """Returns the conditions for samples of these labels, prompts, or pairs of both. Calls
+        `say` with a note for each prompt that is cut. Raises ValueError for an unknown label, and
+        if the model needs other conditions."""
+        conditioning = self.opened.description.model.get("conditioning", "class")
+        labels, prompts = pair_conditions(conditioning, labels, prompts)
+        numbers = find_class_numbers(labels, self.spec)
+        classes = Conditions.of_classes(self.spec, numbers, numbers, self.device)
         if not prompts:
-            raise UserError("prompts is empty, and this model was trained on captions; give some.")
+            return classes
+
+        # Encode the prompts, and say which of them have more tokens than attention reads.
         assert self.spec.text is not None
         limit = self.spec.text.max_tokens if self.text_level == "tokens" else 0
-        return encode_prompts(self.text_encoder, prompts, limit)
+        counts = map(len, self.text_encoder.tokenize(prompts))
+        for prompt, count in zip(prompts, counts, strict=True):
+            if count > limit > 0:
+                say(f"note: {prompt[:60]!r} has {count} tokens, and attention reads {limit}")
+        text = self.text_encoder.encode(prompts, limit)
+        digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
+        source = {"prompts": digest, "labels": numbers}
+        return Conditions(source, classes.labels, text.numbers, [*prompts], text)
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -156,7 +172,7 @@ class TrainedModel:
             [f"{key}={value}" for key, value in changes.items()],
         )
         sampling.check()
-        check_guidance(self.spec, sampling.guidance)
+        check_guidance(self.spec, self.text_level, sampling.guidance)
         check_internal_guidance(self.model, sampling.internal_guidance)
         return sampling
 
@@ -175,20 +191,14 @@ class TrainedModel:
         `sampling`, such as steps=50 or guidance=2.0. Calls with equal arguments return equal
         images. Raises ValueError for an unknown label or an invalid value.
         """
-        count = len(labels) or len(prompts)
-        if batch_size < 1 or not count or (labels and prompts and len(prompts) != count):
-            raise UserError(
-                f"batch_size={batch_size} and the number of labels, {len(labels)}, or of prompts, "
-                f"{len(prompts)}, must be at least 1, and equal if there are both."
-            )
+        if batch_size < 1:
+            raise UserError(f"batch_size={batch_size} must be at least 1.")
         sampling = self.change_sampling(**changes)
-        numbers = find_class_numbers(labels or [0] * count, self.spec)
-        has_text = bool(prompts) or self.text_level != "none"
-        text = self.encode_prompts(prompts) if has_text else None
-        conditions = deal_labels_in_turn(numbers, self.device, text)
+        conditions = self.make_conditions(labels, prompts)
 
         images = []
-        for position in torch.arange(count, device=self.device).split(batch_size):
+        positions = torch.arange(len(conditions.labels), device=self.device)
+        for position in positions.split(batch_size):
             own_labels, captions = conditions(position)
             latents = draw_latents(
                 self.forward, self.spec, own_labels, position, seed, sampling, captions
@@ -243,9 +253,7 @@ class SampleStream:
         )
         return (labels if text is None else text.numbers), latents
 
-    def describe_protocol(
-        self, stack: AccelerationStack, count: int, labels: Any
-    ) -> dict[str, Any]:
+    def describe_protocol(self, stack: AccelerationStack, count: int) -> dict[str, Any]:
         """Returns setting -> value for all settings, except the weights, on which a metric of
         `count` samples, such as a Fréchet distance, depends.
 
@@ -259,7 +267,7 @@ class SampleStream:
             del sampling["internal_guidance"], sampling["internal_interval"]
         return {
             "count": count,
-            "labels": labels,
+            "labels": self.conditions.source,
             "seed": self.seed,
             **sampling,
             **stack.describe_arithmetic(),

@@ -93,7 +93,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     protocol = job.describe_protocol() | reference_protocol
     clip = None
     if cfg.clip is not None:
-        clip = ClipScore(cfg.clip, job.texts, trained.autoencoder.decode)
+        clip = ClipScore(cfg.clip, job.stream.conditions, trained.autoencoder.decode)
         protocol["clip"] = clip.sha256
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
@@ -114,7 +114,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         result |= {
             "protocol": protocol,
             "environment": describe_environment(trained.device),
-            "classes": job.list_classes(),
+            "classes": job.stream.conditions.list_names(cfg.count),
         }
         file = out.with_name(out.name + ".json")
         write_json(file, result)

@@ -104,7 +104,7 @@ def sample_run(cfg: SampleConfig) -> Path:
         if cfg.grid:
             count = min(cfg.grid, cfg.count)
             write_sorted_grid(out.with_name(out.name + ".png"), chunks, count, job)
-        facts = job.describe_protocol() | {"classes": job.list_classes()}
+        facts = job.describe_protocol() | {"classes": job.stream.conditions.list_names(cfg.count)}
         write_json(out.with_name(out.name + ".json"), facts)
     chunks.remove()
     ranks.say(str(file))
@@ -159,10 +159,11 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     classes, sizes = np.unique(labels, return_counts=True)
     if len(sizes) == 1 or sizes.min() < sizes.max() or sizes.max() > 4 * len(sizes):
         return write_grid(file, images, columns=int(np.ceil(np.sqrt(count))))
-    names = job.list_classes()
+    conditions = job.stream.conditions
+    rows = [conditions.names[label] for label in classes]
     total = len(job.trained.spec.names)
-    note = f"{len(classes)} of {total} classes" if not job.texts and total > len(classes) else ""
-    rows = [names[str(label)] for label in classes]
+    more = conditions.captions is None and total > len(classes)
+    note = f"{len(classes)} of {total} classes" if more else ""
     write_grid(file, images, int(sizes[0]), names=rows, note=note)
 
 

@@ -192,7 +192,8 @@ REAL_PARTS = Parts()
 def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> None:
     """Raises a UserError for guidance that the data or the model does not allow, and for a sweep's
     metric that needs held-out samples if the data have none."""
-    check_guidance(loader.spec, cfg.sampling.guidance, "sampling.guidance")
+    level = find_text_level(cfg.model)
+    check_guidance(loader.spec, level, cfg.sampling.guidance, "sampling.guidance")
     check_internal_guidance(model, cfg.sampling.internal_guidance, "sampling.")
     if cfg.sweep_metric == "eval_loss" and not loader.held_out_count:
         raise UserError(

@@ -11,19 +11,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from common.encoded_text import EncodedText
 from common.terminal import show_progress
 from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
 from models.sampler import draw_latents
 from training.assemble import Training
+from training.conditions import Conditions
 from training.distributed.ranks import Ranks
 from training.goodput import CLOCK
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-MAX_CLASSES = 10
-"""Largest number of rows in a sample grid; each row shows samples of one class."""
+GRID_ROWS = 10
+"""Largest number of rows in a sample grid; each row shows samples of one class or caption."""
 TIME_BUCKETS = 4
 """Number of equal intervals into which `evaluate` divides the range 0 to 1 of the flow's time t; it
 returns a loss for each interval."""
@@ -84,10 +84,11 @@ def share_work(
 
 
 @CLOCK.count_as("sampling")
-def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
-    """Writes an image to `file` with a row of samples, `sampling.per_class` of them, for each of
-    the first ten classes, next to the class's name; returns `file`. A model of captions has a row
-    for each of ten captions.
+def draw_sample_grid(
+    training: Training, conditions: Conditions, autoencoder: Autoencoder, file: Path
+) -> Path:
+    """Writes an image to `file` with a row of samples, `sampling.per_class` of them, for each class
+    or caption of `conditions`, next to its name; returns `file`.
 
     The noise depends only on the seed and the place in the grid, so the grids of a run show how the
     same samples change during training.
@@ -96,47 +97,25 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
     spec = training.loader.spec
     ranks = training.ranks
     columns = cfg.sampling.per_class
-    names, labels, text = choose_rows(training)
-    rows = torch.arange(len(labels), device=training.device).repeat_interleave(columns)
+    count = len(conditions.labels)
+    rows = torch.arange(count, device=training.device).repeat_interleave(columns)
     places = torch.arange(len(rows), device=training.device)
     # Draw half a micro-batch at a time, because guidance doubles the batch of the model.
     parts = places.split(max(1, training.micro_batch // 2))
 
     def draw_images(place: Tensor) -> Tensor:
-        row = rows[place]
+        labels, text = conditions(rows[place])
         latents = draw_latents(
-            training.step.forward,
-            spec,
-            labels[row],
-            place,
-            cfg.seed,
-            cfg.sampling,
-            text and text.select(row),
+            training.step.forward, spec, labels, place, cfg.seed, cfg.sampling, text
         )
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
 
     with training.state.use_averages():
         images = share_work(parts, len(parts), "batches of the sample grid", ranks, draw_images)
     if ranks.first:
-        count = len(names)
-        more = text is None and len(spec.names) > count
+        numbers = conditions.numbers.tolist() if conditions.names else []
+        names = [conditions.names[number] for number in numbers]
+        more = conditions.captions is None and len(spec.names) > count
         note = f"{count} of {len(spec.names)} classes" if more else ""
         write_grid(file, torch.cat(images).numpy(), columns, names=names, note=note)
     return file
-
-
-def choose_rows(training: Training) -> tuple[list[str], Tensor, EncodedText | None]:
-    """Chooses the rows of a sample grid: their names, labels and captions. A model of captions gets
-    those of the first held-out samples or, without such samples, some of the table."""
-    loader = training.loader
-    spec = loader.spec
-    device = training.device
-    table = loader.captions
-    if table is None:
-        classes = min(len(spec.labels), MAX_CLASSES)
-        return spec.names[:classes], torch.arange(classes, device=device), None
-    batch = next(iter(loader.held_out(MAX_CLASSES)), None)
-    if batch is not None and batch.text is not None:
-        return table.list_texts(batch.text), batch.labels, batch.text
-    text = table.pick(MAX_CLASSES).to(device)
-    return table.list_texts(text), torch.zeros_like(text.numbers), text

@@ -205,10 +205,15 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
     class of diffusers decodes the latents correctly, the code draws latents only."""
     from scripts.export.folder import can_be_included, find_branches, name_autoencoder
 
-    labels = json.dumps(trained.spec.names[:2] or [0], ensure_ascii=False)
-    if trained.text_level != "none":
-        labels = '"a red apple"'
-    call = f"pipe({labels}, guidance_scale=2.0, seed=0"
+    names = trained.spec.names[:2] or [0]
+    prompts = ["a red apple", "a yellow pear"][: len(names)]
+    given = {
+        "class": f"{names}",
+        "text": f"{prompts}",
+        "class_and_text": f"{names}, prompt={prompts}",
+    }
+    conditioning = trained.opened.description.model.get("conditioning", "class")
+    call = f"pipe({given[conditioning]}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
     vae = ""
     note = ""

@@ -30,7 +30,7 @@ from models.sampler import (
     make_guided_velocity,
     sample,
 )
-from models.text import Conditioning
+from models.text import Conditioning, pair_conditions
 
 
 class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
@@ -145,14 +145,18 @@ class FastlatentPipeline(DiffusionPipeline):
     images.
 
     Without `vae`, latents that are pixels become images as they are; other latents need
-    output_type="latent".
+    output_type="latent". `text_encoder_path` is the place of the text encoder, if it is another
+    than in training.
     """
 
     _optional_components = ["vae"]  # noqa: RUF012 - the base class has it so
 
-    def __init__(self, transformer: Any, vae: Any = None) -> None:
+    def __init__(
+        self, transformer: Any, vae: Any = None, text_encoder_path: str | None = None
+    ) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, vae=vae)
+        self.text_encoder_path = text_encoder_path
 
     @torch.no_grad()
     def __call__(
@@ -198,13 +202,14 @@ class FastlatentPipeline(DiffusionPipeline):
         if output_type != "latent":
             check_decoder(self.vae, facts)
 
+        # A model of captions alone takes the first argument as prompts.
         labels = [class_labels] if isinstance(class_labels, int | str) else class_labels
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        if self.transformer.config.conditioning == "text":
-            prompts = prompts or [str(label) for label in labels]
-            labels = [0] * len(prompts)
-        if facts["text"] and not prompts:
-            raise UserError("prompt: this model was trained on captions; give some.")
+        prompts = [prompt] if isinstance(prompt, str) else prompt or []
+        conditioning = self.transformer.config.conditioning
+        if conditioning == "text" and not prompts:
+            prompts = [str(label) for label in labels]
+            labels = []
+        labels, prompts = pair_conditions(conditioning, labels, prompts)
         numbers = find_class_numbers(labels, facts["class_names"])
         drawn = self.draw(numbers, settings, seed, latents, prompts)
         if output_type == "latent":
@@ -225,10 +230,12 @@ class FastlatentPipeline(DiffusionPipeline):
         facts = self.transformer.config.latents["text"]
         encoder: Any = getattr(self, "text_encoder", None)
         if encoder is None:
-            encoder = make_layer(facts["encoder"])().to(self._execution_device)
+            place = {"path": self.text_encoder_path} if self.text_encoder_path else {}
+            encoder = make_layer(facts["encoder"] | place)()
             if encoder.weights_sha256 != facts["sha256"]:
                 raise UserError(f"{facts['encoder']} has other weights than in training.")
             self.text_encoder = encoder
+        encoder.to(self._execution_device)
         limit = facts["max_tokens"] if self.transformer.config.text_tokens else 0
         return encoder.encode(prompts, limit)
 
@@ -238,11 +245,11 @@ class FastlatentPipeline(DiffusionPipeline):
         settings: dict[str, Any],
         seed: int,
         latents: Tensor | None,
-        prompts: Sequence[str] | None,
+        prompts: Sequence[str],
     ) -> Tensor:
         """Samples raw latents (N, C, H, W), which the autoencoder can decode, from the noise of
         `seed` or from the noise `latents`."""
-        text = None if prompts is None else self.encode(prompts)
+        text = self.encode(prompts) if prompts else None
         model = self.transformer
         device = self._execution_device
         shape = (model.channels, model.grid[0] * model.patch_size, model.grid[1] * model.patch_size)

@@ -65,17 +65,21 @@ def draw(run, out, *words):
 
 
 def test_samples_of_prompts(captioned_run, tmp_path):
+    """A model of classes and captions takes a class for each prompt."""
+    model = load_run(captioned_run)
+    both = model.model.label_embed is not None
     (tmp_path / "prompts.txt").write_text("the digit one\n\nthe digit two\n")
-    images, labels, facts = draw(captioned_run, tmp_path / "a", f"prompts={tmp_path}/prompts.txt")
+    words = [f"prompts={tmp_path}/prompts.txt", *(["labels=[1,2]"] if both else [])]
+    images, labels, facts = draw(captioned_run, tmp_path / "a", *words)
     assert labels == [0, 1, 0, 1, 0, 1]
     assert facts["classes"] == {"0": "the digit one", "1": "the digit two"}
-    model = load_run(captioned_run)
     prompts = ["the digit one", "the digit two"] * 3
-    again = model.sample([*range(6)], prompts=prompts, batch_size=4, steps=2)
+    again = model.sample([1, 2] * 3 if both else [], prompts=prompts, batch_size=4, steps=2)
     assert np.array_equal(again, images)
-    other, _, other_facts = draw(captioned_run, tmp_path / "b", "prompt=the digit one", "grid=4")
+    words = ["prompt=the digit one", "grid=4", *(["labels=[1]"] if both else [])]
+    other, _, other_facts = draw(captioned_run, tmp_path / "b", *words)
     assert np.array_equal(other[0], images[0])
-    if model.model.label_embed is None:
+    if not both:
         assert not np.array_equal(other[1], images[1])
     assert other_facts["labels"] != facts["labels"]
     assert (tmp_path / "b.png").is_file()
@@ -97,16 +101,27 @@ def test_samples_of_the_captions_of_the_data(captioned_run, tmp_path):
 
 
 def test_refusals(captioned_run, trained, tmp_path):
-    with expect_refusal("this model was trained on classes; give labels"):
+    with expect_refusal("with conditioning=class, which needs labels"):
         draw(trained, tmp_path / "a", "prompt=one")
+    with expect_refusal("with conditioning=class, which needs labels"):
+        draw(trained, tmp_path / "a", f"prompts={__file__}")
     with expect_refusal("must be held_out, train, or a text file in UTF-8"):
         draw(captioned_run, tmp_path / "a", "prompts=absent.txt")
     (tmp_path / "empty.txt").write_text("\n")
     with expect_refusal("has no prompt; write one on each line"):
         draw(captioned_run, tmp_path / "a", f"prompts={tmp_path}/empty.txt")
     weights = shutil.copy(next(captioned_run.glob("checkpoints/*/ema.safetensors")), tmp_path)
-    with expect_refusal("prompts is empty, and this model was trained on captions"):
-        load_run(captioned_run).sample([0])
+    with expect_refusal("prompt and prompts=train are both set; give one"):
+        draw(captioned_run, tmp_path / "a", "prompt=one", "prompts=train")
+    model = load_run(captioned_run)
+    needs = "which needs (prompts|a label for each prompt)"
+    for labels, prompts in [([0], []), ([], []), ([0, 1, 2], ["one", "two"])]:
+        with expect_refusal(needs):
+            model.sample(labels, prompts=prompts)
+    with expect_refusal(needs):
+        draw(captioned_run, tmp_path / "a", "labels=[1]")
+    with expect_refusal("labels=data: .* takes its labels from prompts=held_out"):
+        draw(captioned_run, tmp_path / "a", "labels=data")
     with expect_refusal("prompts=held_out needs the run's data"):
         sample_run(SampleConfig(weights=str(weights), out=str(tmp_path / "a")))
     with expect_refusal("clip=x is for a model of captions"):
@@ -119,12 +134,14 @@ def test_another_text_encoder_is_refused(captioned_run, monkeypatch, tmp_path):
     monkeypatch.setattr("models.text_encoders.hash_files", lambda files: "0" * 64)
     assert WordLlama().weights_sha256 == "0" * 64
     with expect_refusal("the text_encoder at None has other weights than the one that made"):
-        draw(captioned_run, tmp_path / "a", "prompt=one")
+        load_run(captioned_run).text_encoder  # noqa: B018 - opens it
 
 
 def test_a_long_prompt_is_cut_and_said(captioned_run, capsys):
-    load_run(captioned_run).sample([0], prompts=["one " * 40], steps=1)
-    assert "has 41 tokens, and 6 are read" in capsys.readouterr().out
+    model = load_run(captioned_run)
+    labels = [] if model.model.label_embed is None else [0]
+    model.sample(labels, prompts=["one " * 40], steps=1)
+    assert "has 41 tokens, and attention reads 6" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +203,14 @@ def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
     assert np.array_equal(images, expected)
     if not both:
         assert np.array_equal(pipe("the digit one", **options).images[0], expected[0])
-    with pytest.raises(ValueError, match="this model was trained on captions; give some"):
-        pipe([], **options)
+    wrong = [([], None), ([0, 1, 2], ["one", "two"]), *([([], "one")] if both else [])]
+    for labels, prompts in wrong:
+        with pytest.raises(ValueError, match="with conditioning=.*text, which needs"):
+            pipe(labels, prompt=prompts, **options)
     facts = pipe.transformer.config.latents
     facts["text"]["sha256"] = "0" * 64
     del pipe.text_encoder
     with pytest.raises(ValueError, match="other weights than in training"):
-        pipe([0], prompt="one", **options)
+        pipe([0] if both else "one", prompt="one" if both else None, **options)
     with expect_refusal("format=torch_export holds no captions"):
         export(ExportConfig(run_dir=str(captioned_run), out="x.pt2", format="torch_export"))

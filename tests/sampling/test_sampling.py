@@ -13,7 +13,6 @@ from data.loader import LatentSpec
 from data.resident import ChunkedLatents
 from models.sampler import sample
 from sampling import load as sampling
-from sampling.conditions import deal_labels_of_data
 from sampling.draw import DrawConfig, SampleJob
 from sampling.load import find_class_numbers, load_run
 from tests.harness.draws import draw_samples, make_job
@@ -21,6 +20,7 @@ from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU
 from training.checkpoint.load import list_complete
 from training.components import build_loader
+from training.conditions import open_data, read_conditions
 from training.distributed.ranks import SINGLE
 from training.weights.adapter_file import load_model
 
@@ -193,8 +193,6 @@ def test_labels_of_a_set_in_chunks(tmp_path):
     node = {"_target_": "data.resident.ResidentLatents", "path": str(tmp_path)}
     node["device_memory_gib"] = 5e-6
     assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
-    forwards, backwards = (deal_labels_of_data(node, 0, 4, CPU)[0] for _ in range(2))
-    positions = torch.arange(20).split(4)
-    labels = [forwards(position)[0] for position in positions]
-    for i in (4, 0, 2, 1, 3):
-        assert torch.equal(backwards(positions[i])[0], labels[i])
+    conditions = read_conditions("data", open_data(node, 0, "none"), 20, CPU)
+    loader = build_loader(node, 0, 20, CPU)
+    assert torch.equal(conditions(torch.arange(20))[0], next(loader).labels)

@@ -548,6 +548,10 @@ class PrecomputeConfig:
         is_count = type(self.classes) is int and self.classes >= 1
         if not is_count and self.classes not in ("given", "none"):
             raise UserError(f"classes={self.classes} must be given, none, or a number from 1 on.")
+        if self.captions != "given" and not self.text_encoder:
+            raise UserError(
+                f"captions={self.captions} needs an encoder; add text_encoder=wordllama or another."
+            )
         self.runtime.check()
         if not is_colour(self.background):
             raise UserError(

@@ -1,0 +1,140 @@
+"""Says what samples are drawn of: classes, the samples of the data, or prompts.
+
+Letters: B samples, N entries of a list from which the samples take theirs in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from common.encoded_text import EncodedText
+from common.errors import UserError
+from data.loader import LatentLoader, LatentSpec
+from training.components import build_loader
+
+if TYPE_CHECKING:
+    from training.assemble import Training
+
+READ_TOGETHER = 256
+"""Number of samples that are read at a time to learn their labels and captions."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Labels and captions for any number of samples. Sample i has those of entry i mod N, so they
+    depend on i alone."""
+
+    source: Any
+    """Where they come from, for protocols: "balanced" for all classes, the numbers of the classes,
+    "data", "train" or "held_out" for the samples of the data, or a hash of the prompts."""
+    labels: Int[Tensor, "N"]
+    numbers: Int[Tensor, "N"]
+    """Places in `names`: the labels again, or rows of `captions`, on its device."""
+    names: list[str]
+    captions: EncodedText | None = None
+
+    @classmethod
+    def of_classes(
+        cls, spec: LatentSpec, labels: Sequence[int], source: Any, device: torch.device
+    ) -> Conditions:
+        """Makes the conditions for samples of these classes, without captions."""
+        table = torch.tensor(labels, device=device)
+        return cls(source, table, table, spec.names)
+
+    def __call__(self, position: Int[Tensor, "B"]) -> tuple[Int[Tensor, "B"], EncodedText | None]:
+        """Returns the labels of samples, given by number, and their captions, if they have any."""
+        place = position % len(self.labels)
+        labels = self.labels[place]
+        if self.captions is None:
+            return labels, None
+        numbers = self.numbers[place.to(self.numbers.device)]
+        return labels, self.captions.select(numbers).to(position.device)
+
+    def list_names(self, count: int) -> dict[str, str]:
+        """Returns number, as text -> name, for all classes or captions of the first `count`
+        samples; empty if the data has no classes."""
+        numbers = self.numbers[:count].unique().tolist() if self.names else []
+        return {str(number): self.names[number] for number in numbers}
+
+
+def list_samples(
+    loader: LatentLoader, source: str, count: int
+) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
+    """Returns the labels of the first `count` samples of a loader, held-out ones if `source` is
+    "held_out", and the numbers of their captions, if the loader reads captions; else the labels
+    again. Raises ValueError if there are no held-out samples."""
+    batches = loader.held_out(loader.batch_size) if source == "held_out" else loader
+    rows = [
+        (batch.labels, batch.labels if batch.text is None else batch.text.numbers)
+        for batch in islice(batches, -(-count // loader.batch_size))
+    ]
+    if not rows:
+        raise UserError(
+            "prompts=held_out: the data has no held-out samples; take prompts=train or a file."
+        )
+    labels, numbers = (torch.cat(column)[:count] for column in zip(*rows, strict=True))
+    return labels, numbers
+
+
+def open_data(node: dict[str, Any], seed: int, level: str) -> LatentLoader:
+    """Opens the data `node` to read labels and captions; latents go to host memory, not onto the
+    device. `level` says what is read of the captions (see `LoaderArgs`)."""
+    return build_loader(node, seed, READ_TOGETHER, torch.device("cpu"), text=level)
+
+
+def read_conditions(
+    source: str, loader: LatentLoader, count: int, device: torch.device
+) -> Conditions:
+    """Reads the labels, and the captions, of the first `count` samples of a loader on the host: for
+    the source "held_out" held-out samples with their first captions, else training samples with the
+    captions that training takes."""
+    labels, numbers = list_samples(loader, source, count)
+    captions = loader.captions
+    if captions is None:
+        return Conditions(source, labels.to(device), numbers, loader.spec.names)
+    return Conditions(source, labels.to(device), numbers, captions.texts, captions.columns)
+
+
+def choose_conditions(training: Training, source: str, count: int) -> Conditions:
+    """Returns the conditions of `count` samples of a model in training: all classes in turn or, for
+    a model of captions, labels and captions of the data's first samples: held-out ones if `source`
+    is "held_out", and else training samples in the order of seed 0, in which the reference of the
+    distances is read. All ranks must call it together."""
+    loader = training.loader
+    device = training.device
+    captions = loader.captions
+    if captions is None:
+        return Conditions.of_classes(loader.spec, loader.spec.labels[:count], "balanced", device)
+
+    def read() -> tuple[Tensor, Tensor]:
+        if source == "held_out":
+            labels, numbers = list_samples(loader, source, count)
+            return labels.cpu(), numbers.cpu()
+        return list_samples(open_data(training.cfg.data, 0, "pooled"), source, count)
+
+    labels, numbers = training.ranks.broadcast_result(read)
+    place = numbers.to(captions.device)
+    return Conditions(source, labels.to(device), place, captions.texts, captions.columns)
+
+
+def read_prompts(file: str) -> list[str]:
+    """Reads a text file with a prompt on each line. Raises ValueError if it has none."""
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"prompts={file} must be held_out, train, or a text file in UTF-8 with a prompt on "
+            f"each line ({error})."
+        ) from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"prompts={file} has no prompt; write one on each line.")
+    return prompts
