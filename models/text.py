@@ -75,6 +75,15 @@ class TextEmbedding(nn.Module):
         if rows:
             self.empty_tokens[: len(rows)].copy_(torch.tensor(rows))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> TextEmbedding:
+        """Moves or converts the module as `fn` does, and keeps the buffers in fp32: a mean of 16
+        bits would hide part of what distinguishes captions."""
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(recurse=False):
+            setattr(self, name, buffer.float() if buffer.is_floating_point() else buffer)
+        self.init_buffers()
+        return self
+
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample."""
         each = 2 * self.pooled.weight.numel()

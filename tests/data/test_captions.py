@@ -8,14 +8,14 @@ import torch
 
 from common.encoded_text import EncodedText
 from data.blocks import BlockReader, DamagedBlockError
-from data.captions import CaptionTable
+from data.captions import CaptionTable, quantise
 from data.loader import choose_captions
 from data.manifest import read_manifest
 from data.source import open_source
 from models.text_encoders import WordLlama
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, resident, take
-from tests.harness.captions import rewrite_captions, save_captioned_set
+from tests.harness.captions import plan_captions, rewrite_captions, save_captioned_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import edit_manifest, flip_byte, save_random_set
 from tests.harness.words import CPU
@@ -157,3 +157,23 @@ def test_older_sets_have_no_captions(tmp_path):
 def test_captions_are_repeated_for_guidance():
     text = EncodedText(*(torch.arange(2) for _ in range(4)))
     assert text.repeat_to(4).numbers.tolist() == [0, 1, 0, 1]
+    with pytest.raises(AssertionError, match="3 samples for 2 captions"):
+        text.repeat_to(3)
+
+
+def test_small_vectors_keep_their_direction_in_8_bits():
+    vectors = torch.tensor([[1.5e-3, -1e-3, 6e-5]]).half()
+    ratios = quantise(vectors, torch.int8).float() / 127.0
+    torch.testing.assert_close(ratios, vectors.float() / 1.5e-3, atol=0.005, rtol=0.01)
+
+
+def test_a_cut_caption_is_pooled_whole(tmp_path):
+    """Tokens after the first `text_tokens` are not stored, but the pooled vector knows them."""
+    texts = [["one red apple on a table"], ["one red apple"]]
+    job = plan_captions(texts, text_tokens=3)
+    block = job.encode(job.texts)
+    rows = [job.texts.index(text) for (text,) in texts]
+    assert block["lengths"][rows].tolist() == [3, 3]
+    assert torch.equal(*block["tokens"][rows])
+    assert torch.equal(block["pooled"], WordLlama().encode(job.texts, 0).pooled)
+    assert not torch.equal(*block["pooled"][rows])

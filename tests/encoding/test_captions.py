@@ -52,6 +52,8 @@ def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
         ('{"prompt": "last", "caption": "one"}', ("one",)),
         ('{"captions": ["one", " ", "one"]}', ("one",)),
         ('{"width": 512}', ()),
+        ('{"caption": null}', ()),
+        ('[null, "a \\ud800 half"]', ("a ? half",)),
     ],
 )
 def test_json_of_many_forms(content, captions):
@@ -152,6 +154,8 @@ def test_captions_that_nobody_wrote(photos, job):
         job("text_encoder=wordllama")
     with expect_refusal(r"text_encoder\.path"):
         job("text_encoder=transformers", "text_encoder.path=nowhere")
+    with expect_refusal("captions=templates.txt needs an encoder"):
+        job("captions=templates.txt")
 
 
 def test_an_import_takes_captions(vae, tmp_path):
@@ -189,8 +193,8 @@ def bert(tmp_path_factory):
     return folder
 
 
-def build_encoder(path):
-    node = {"_target_": "models.text_encoders.HubTextEncoder", "path": str(path)}
+def build_encoder(path, **options):
+    node = {"_target_": "models.text_encoders.HubTextEncoder", "path": str(path), **options}
     return build(node, "text_encoder")
 
 
@@ -212,9 +216,35 @@ def test_an_encoder_of_transformers(bert, tmp_path):
     assert build_encoder(other).weights_sha256 == encoder.weights_sha256
     flip_byte(other / "model.safetensors")
     assert build_encoder(other).weights_sha256 != encoder.weights_sha256
+    (other / "vocab.json").write_text("{}")
+    assert len({build_encoder(path).weights_sha256 for path in (bert, other)}) == 2
+    with expect_refusal("dtype=bf16"):
+        build_encoder(other, dtype="bf16")
+    assert build_encoder(other, dtype="bfloat16").encode(["pear"], 2).tokens.dtype == torch.half
     (other / "model.safetensors").unlink()
     with expect_refusal("cannot be opened by transformers"):
         build_encoder(other)
+
+
+def test_models_that_take_more_than_text(bert, tmp_path):
+    """SigLIP's text part is taken; a model of images is refused."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes["num_attention_heads"] = 2
+    text = sizes | {"vocab_size": 9, "max_position_embeddings": 6}
+    vision = sizes | {"image_size": 16, "patch_size": 8}
+    siglip = transformers.SiglipConfig(text_config=text, vision_config=vision)
+    for name, model in [
+        ("siglip", transformers.SiglipModel(siglip)),
+        ("vit", transformers.ViTModel(transformers.ViTConfig(**vision))),
+    ]:
+        shutil.copytree(bert, tmp_path / name)
+        model.save_pretrained(tmp_path / name)
+    encoder = build_encoder(tmp_path / "siglip")
+    assert (encoder.kind, encoder.width) == ("SiglipTextModel", 8)
+    assert encoder.encode(["a red apple pear"], 8).lengths.tolist() == [6]
+    with expect_refusal("of a model that takes text alone"):
+        build_encoder(tmp_path / "vit")
 
 
 def test_a_package_that_is_missing(bert, monkeypatch):

@@ -43,8 +43,9 @@ def save_captioned_set(folder, *train, held_out=0, **settings):
     )
 
 
-def save_digits(folder, templates=TEMPLATES, count=None, **settings):
-    """Writes the digits, or the first `count` of each split, with a caption for each template."""
+def save_digits(folder, templates=TEMPLATES, count=None, captionless=None, **settings):
+    """Writes the digits, or the first `count` of each split, with a caption for each template, but
+    none for the digit `captionless`."""
     loader = DigitLatents(batch_size=1, seed=0, device=CPU)
     splits = {"train": loader.train, "held_out": loader.held_out_split}
     shards = [
@@ -52,7 +53,9 @@ def save_digits(folder, templates=TEMPLATES, count=None, **settings):
         for name, split in splits.items()
     ]
     labels = torch.cat([tensors["labels"] for _, tensors in shards]).tolist()
-    captions = [[template.format(DIGITS[label]) for template in templates] for label in labels]
+    templates = [[] if label == captionless else templates for label in labels]
+    names = [DIGITS[label] for label in labels]
+    captions = [[t.format(n) for t in own] for own, n in zip(templates, names, strict=True)]
     facts = {"mean": loader.spec.mean, "std": loader.spec.std, "class_names": DIGITS}
     facts |= {"encoder": PIXELS, "encoder_sha256": None, "scaling_factor": None}
     facts |= {"kind": "sample", "dtype": "float32", "flips": False}

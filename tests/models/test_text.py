@@ -160,6 +160,13 @@ def test_muon_takes_keys_and_values_of_text_apart():
     assert layer.list_matrices()[layer.text.kv.weight] == ((0, 64), (64, 128))
 
 
+def test_16_bits_do_not_round_the_mean():
+    model = make_text_model("dit", tokens=True).bfloat16()
+    assert model.text_embed.pooled.weight.dtype == torch.bfloat16
+    assert torch.equal(model.text_embed.mean, torch.full((8,), 0.1))
+    assert torch.equal(model.text_embed.empty_tokens[:2], torch.tensor(SPEC["empty_tokens"]))
+
+
 def test_a_meta_model_knows_the_empty_caption():
     with torch.device("meta"):
         model = make_denoiser("dit", conditioning="text", text_tokens=True, text=SPEC)

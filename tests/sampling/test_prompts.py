@@ -11,7 +11,7 @@ from sampling.load import load_run
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.export.__main__ import ExportConfig, export
 from scripts.sample import SampleConfig, sample_run
-from tests.harness.captions import DIGITS, TEMPLATES, save_digits
+from tests.harness.captions import DIGITS, save_digits
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
@@ -43,10 +43,10 @@ def test_a_prompt_arrives_as_it_was_typed(prompt):
 
 @pytest.fixture(scope="module", params=["text", "class_and_text"])
 def captioned_run(request, tmp_path_factory):
-    """A few quick steps on digits with captions, of which attention reads the tokens. Read
-    only."""
+    """A few quick steps on digits with captions, of which attention reads the tokens; sixes have
+    none. Read only."""
     folder = tmp_path_factory.mktemp("captioned")
-    save_digits(folder / "set", count=64)
+    save_digits(folder / "set", count=64, captionless=6)
     words = ["data=resident", f"data.path={folder}/set", "model=dit_xs", "sample_every=8"]
     words += [f"model.conditioning={request.param}", "model.text_tokens=true"]
     words += ["eval_every=0", "save_every=8", "sampling.steps=3", "sampling.per_class=2"]
@@ -69,18 +69,19 @@ def test_samples_of_prompts(captioned_run, tmp_path):
     model = load_run(captioned_run)
     both = model.model.label_embed is not None
     (tmp_path / "prompts.txt").write_text("the digit one\n\nthe digit two\n")
-    words = [f"prompts={tmp_path}/prompts.txt", *(["labels=[1,2]"] if both else [])]
+    guided = "guidance=20"  # after so few steps the images hardly differ
+    words = [f"prompts={tmp_path}/prompts.txt", guided, *(["labels=[1,2]"] if both else [])]
     images, labels, facts = draw(captioned_run, tmp_path / "a", *words)
     assert labels == [0, 1, 0, 1, 0, 1]
     assert facts["classes"] == {"0": "the digit one", "1": "the digit two"}
     prompts = ["the digit one", "the digit two"] * 3
-    again = model.sample([1, 2] * 3 if both else [], prompts=prompts, batch_size=4, steps=2)
+    labels = [1, 2] * 3 if both else []
+    again = model.sample(labels, prompts=prompts, batch_size=4, steps=2, guidance=20.0)
     assert np.array_equal(again, images)
-    words = ["prompt=the digit one", "grid=4", *(["labels=[1]"] if both else [])]
+    words = ["prompt=the digit one", guided, "grid=4", *(["labels=[1]"] if both else [])]
     other, _, other_facts = draw(captioned_run, tmp_path / "b", *words)
     assert np.array_equal(other[0], images[0])
-    if not both:
-        assert not np.array_equal(other[1], images[1])
+    assert not np.array_equal(other[1], images[1])
     assert other_facts["labels"] != facts["labels"]
     assert (tmp_path / "b.png").is_file()
 
@@ -93,7 +94,11 @@ def test_samples_of_the_captions_of_the_data(captioned_run, tmp_path):
     held_out = next(loader.held_out(6))
     assert numbers == held_out.text.numbers.tolist()
     names = [facts["classes"][str(number)] for number in numbers]
-    assert names == [TEMPLATES[0].format(DIGITS[label]) for label in held_out.labels]
+    first, *others = held_out.labels.tolist()
+    assert (first, names) == (6, ["", *(DIGITS[label] for label in others)])
+    _, numbers, facts = draw(captioned_run, tmp_path / "c", "count=2", "grid=2")
+    assert list(facts["classes"].values()) == [DIGITS[others[0]], ""]
+    assert (tmp_path / "c.png").is_file()
     _, numbers, facts = draw(captioned_run, tmp_path / "b", "prompts=train")
     assert numbers == next(loader).text.numbers.tolist()
     assert facts["labels"] == "train"

@@ -1,19 +1,24 @@
 """Runs on captions: techniques change nothing, restarts are exact, forecasts count the text."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from models.adapters import find_trained_parameters
+from models.sampler import check_guidance
 from scripts.plan.memory import forecast, make_question
-from tests.harness.captions import save_digits
+from tests.harness.captions import DIGITS, save_digits
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import compose_words, tiny_training
+from tests.harness.words import CPU
 from train import train
 from training import objective
 from training.checkpoint.load import list_complete
+from training.components import build_loader
+from training.conditions import choose_conditions
 from training.config.compose import compose
 
 
@@ -101,6 +106,31 @@ def test_a_resumed_run_is_exact(data, digits, run):
     assert (resumed["eval_loss"], resumed["loss"]) == (whole["eval_loss"], whole["loss"])
     with expect_refusal("conditioning"):
         run(*words, "model.conditioning=class_and_text", folder="whole")
+
+
+@pytest.mark.parametrize("source", ["train", "held_out"])
+def test_distances_and_grids_are_drawn_of_pairs_of_the_data(source, digits):
+    """Label and caption of a sample of a model of both belong together, in the order of seed 0."""
+    words = [*text_words(digits), "model.conditioning=class_and_text", "seed=3"]
+    training = tiny_training("dit", *words)
+    conditions = choose_conditions(training, source, 40)
+    labels, text = conditions(torch.arange(50))
+    for label, number in zip(labels.tolist(), text.numbers.tolist(), strict=True):
+        assert DIGITS[label] in conditions.names[number]
+    assert conditions.source == source
+    if source == "train":
+        first = next(build_loader(training.cfg.data, 0, 40, CPU, text="pooled"))
+        assert torch.equal(text.numbers[:40], first.text.numbers)
+        assert torch.equal(text.numbers[40:], first.text.numbers[:10])
+
+
+def test_guidance_needs_classes_or_captions(digits):
+    """A model of classes does not read the captions of its set."""
+    loader = tiny_training("dit", *text_words(digits)).loader
+    spec = replace(loader.spec, num_classes=0)
+    check_guidance(spec, "pooled", 2.0)
+    with expect_refusal("guidance=2.0: the data has no classes to guide to"):
+        check_guidance(spec, "none", 2.0)
 
 
 def test_an_adapter_trains_beside_captions(digits, run):
