@@ -210,7 +210,7 @@ def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
         assert np.array_equal(pipe("the digit one", **options).images[0], expected[0])
     wrong = [([], None), ([0, 1, 2], ["one", "two"]), *([([], "one")] if both else [])]
     for labels, prompts in wrong:
-        with pytest.raises(ValueError, match="with conditioning=.*text, which needs"):
+        with pytest.raises(ValueError, match=r"with conditioning=.*text, which needs"):
             pipe(labels, prompt=prompts, **options)
     facts = pipe.transformer.config.latents
     facts["text"]["sha256"] = "0" * 64
