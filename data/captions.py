@@ -123,16 +123,6 @@ class CaptionTable:
         """Converts rows of bytes, as `gather_rows` returns them, to captions."""
         return EncodedText(**split_rows(rows, self.template._asdict()))
 
-    def pick(self, count: int) -> EncodedText:
-        """Returns at most `count` captions from all parts of the table, none of them empty."""
-        total = self.spec.count - 1
-        count = min(count, total)
-        return self.gather(torch.arange(count, device=self.device) * total // count)
-
-    def list_texts(self, text: EncodedText) -> list[str]:
-        """Returns the texts of captions of this table."""
-        return [self.texts[number] for number in text.numbers.tolist()]
-
 
 def make_blank_table(spec: LatentSpec, level: str, device: torch.device) -> CaptionTable | None:
     """Makes a table of one caption of zeros, with the shapes and dtypes of the set's captions, for

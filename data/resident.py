@@ -263,9 +263,7 @@ class ResidentLatents(LatentLoader):
                 "time, or raise data.device_memory_gib."
             )
         else:
-            row_bytes = sample_bytes
-            if spec.text is not None and self.text != "none":
-                row_bytes += caption_bytes // spec.text.count
+            row_bytes = sample_bytes + caption_bytes // (spec.text.count if spec.text else 1)
             chunk_size = min(train.count, int(allowed // (2 * row_bytes)))
             plan = f"a window of {chunk_size} samples on the device, and the next one on its way"
             self.loader = ChunkedLatents(spec, train, held_out, chunk_size, **args)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,8 +39,6 @@ from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from evaluation.evaluator import Evaluator
 
 CLIP = "clip_score"
 
@@ -67,8 +65,11 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_drawing(cfg)
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
+    import torch
+
     from common.files import write_json
     from evaluation.clip import ClipScore
+    from evaluation.distances import collect_stats, compute_figures
     from evaluation.evaluator import Evaluator
     from sampling.load import find_run_folder
     from training.distributed.ranks import Ranks
@@ -110,37 +111,26 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     )
     result: dict[str, Any] = {}
     if ranks.first:
-        result = summarise(map(chunks.read, range(chunks.count)), evaluator)
+        numbers = range(chunks.count)
+        chunk_features = (
+            {name: chunk[name] for name in evaluator.spaces} for chunk in map(chunks.read, numbers)
+        )
+        figures = compute_figures(collect_stats(chunk_features), evaluator.reference)
+        if clip is not None:
+            scores = torch.cat([chunks.read(i)[CLIP] for i in numbers])
+            result[CLIP] = float(scores.mean())
         result |= {
+            "features": figures,
             "protocol": protocol,
             "environment": describe_environment(trained.device),
             "classes": job.stream.conditions.list_names(cfg.count),
         }
         file = out.with_name(out.name + ".json")
         write_json(file, result)
-        print(f"\n{format_figures(result['features'])}", flush=True)
+        print(f"\n{format_figures(figures)}", flush=True)
         print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if clip else file, flush=True)
     chunks.remove()
     return result
-
-
-def summarise(batches: Iterable[dict[str, Tensor]], evaluator: Evaluator) -> dict[str, Any]:
-    """Computes the figures of samples from what was measured of each batch; holds one batch of
-    features at a time."""
-    import torch
-
-    from evaluation.distances import collect_stats, compute_figures
-
-    scores: list[Tensor] = []
-
-    def take_features() -> Iterator[dict[str, Tensor]]:
-        for batch in batches:
-            if CLIP in batch:
-                scores.append(batch.pop(CLIP))
-            yield batch
-
-    figures = compute_figures(collect_stats(take_features()), evaluator.reference)
-    return {"features": figures} | ({CLIP: float(torch.cat(scores).mean())} if scores else {})
 
 
 def format_figures(features: Mapping[str, Mapping[str, Any]]) -> str:

@@ -135,9 +135,9 @@ def check_captions(source: Source, manifest: Manifest, cfg: VerifyConfig) -> lis
 
     # Compare the pooled vector and the vectors of all tokens; padding is equal, zeros.
     encoder = build_text_encoder(manifest.text, pick_device(cfg.device), cfg.text_encoder)
-    numbers = torch.cat((table.pick(cfg.count).numbers, torch.tensor([-1])))
+    numbers = torch.linspace(0, manifest.text.count - 1, cfg.count + 1).long()
     stored = table.gather(numbers)
-    texts = table.list_texts(stored)
+    texts = [table.texts[number] for number in numbers.tolist()]
     again = encoder.encode(texts, manifest.text.max_tokens).to(table.device)
     vectors, others = (
         torch.cat((text.pooled.unsqueeze(1), text.tokens), 1).float() for text in (stored, again)
