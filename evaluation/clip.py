@@ -6,8 +6,6 @@ Letters: B samples, C channels, H W latent height and width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import hash_file
-from common.libraries import silence_libraries
-from evaluation.features import import_attribute
-from models.autoencoders import find_folder
 from models.images import to_uint8
+from models.text_encoders import open_transformers
 from training.conditions import Conditions
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -43,20 +38,8 @@ class ClipScore:
             raise UserError(f"clip={path} is for a model of captions; leave it out.")
         self.texts = conditions.names
         self.decode = decode
-        folder: Path = find_folder(
-            "clip", path, ["*.json", "*.txt", "model.safetensors"], "openai/clip-vit-base-patch32."
-        )
-        model = import_attribute("clip", "transformers", "CLIPModel")
-        tokenizer = import_attribute("clip", "transformers", "AutoTokenizer")
-        options = {"local_files_only": True}
-        try:
-            with silence_libraries():
-                self.tokenizer = tokenizer.from_pretrained(folder, **options)
-                network = model.from_pretrained(folder, use_safetensors=True, **options)
-        except Exception as error:  # transformers raises many kinds of errors
-            raise UserError(f"clip={path} cannot be read ({error}); download it again.") from error
-        self.network: Any = network.float().eval().requires_grad_(False)
-        self.sha256 = hash_file(folder / "model.safetensors")
+        opened = open_transformers("clip", path, kind="CLIPModel")
+        self.network, self.tokenizer, _, self.sha256 = opened
 
     @torch.no_grad()
     def __call__(

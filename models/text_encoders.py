@@ -20,6 +20,7 @@ from common.encoded_text import TextEncoder
 from common.errors import UserError
 from common.files import hash_file
 from common.libraries import silence_libraries
+from common.text import shorten_error
 from models.autoencoders import find_folder, is_folder
 
 TEXT_CLASSES = {
@@ -49,6 +50,38 @@ def hash_files(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
+def open_transformers(
+    key: str, path: str, revision: str | None = None, kind: str = "", dtype: str = "float32"
+) -> tuple[Any, Any, Path, str]:
+    """Opens what the library transformers saved in a folder, or in a repository of the Hugging Face
+    hub at the commit `revision`. Returns the frozen model, of the class `kind` or else of that in
+    `TEXT_CLASSES`; its tokenizer; the folder; and one sha256 of all files on which vectors depend.
+    Raises ValueError, which names the key `key`, if that fails."""
+    example = f"'owner/name'; correct {key}, or give a local folder."
+    folder = find_folder(key, path, [*TEXT_FILES], example, revision)
+    options: dict[str, Any] = {"local_files_only": True}
+    try:
+        with silence_libraries():
+            import transformers
+
+            model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+            model_class = getattr(transformers, kind or TEXT_CLASSES.get(model_type, "AutoModel"))
+            weights = {"use_safetensors": True, "dtype": getattr(torch, dtype)}
+            model = model_class.from_pretrained(folder, **weights, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    except ImportError as error:
+        raise UserError(
+            f"{key}={path} needs the package transformers: pip install 'fastlatent[text]'."
+        ) from error
+    except Exception as error:  # transformers raises many kinds of errors
+        raise UserError(
+            f"{key}={path} cannot be opened by transformers ({shorten_error(error)}); it must hold "
+            "config.json, weights in safetensors and a tokenizer."
+        ) from error
+    files = {file for pattern in HASHED_FILES for file in folder.glob(pattern)}
+    return model.eval().requires_grad_(False), tokenizer, folder, hash_files([*files])
+
+
 class HubTextEncoder(TextEncoder):
     """A text encoder in the format of the library transformers, such as CLIP, T5, BERT or a
     language model: its last hidden states, and CLIP's own pooled vector, or else their mean.
@@ -64,38 +97,17 @@ class HubTextEncoder(TextEncoder):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     ) -> None:
         super().__init__()
-        example = "'owner/name'; correct text_encoder.path, or give a local folder."
-        folder = find_folder("text_encoder.path", path, [*TEXT_FILES], example, revision)
+        opened = open_transformers("text_encoder.path", path, revision, dtype=dtype)
+        self.model, self.tokenizer, folder, self.weights_sha256 = opened
+        self.kind = type(self.model).__name__
         self.revision = None if is_folder(path) else folder.name
-        options: dict[str, Any] = {"local_files_only": True}
         try:
-            with silence_libraries():
-                import transformers
-
-                model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-                kind = getattr(transformers, TEXT_CLASSES.get(model_type, "AutoModel"))
-                weights = {"use_safetensors": True, "dtype": getattr(torch, dtype)}
-                self.model: Any = kind.from_pretrained(folder, **weights, **options)
-                self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-            self.kind = type(self.model).__name__
-            self.model.eval().requires_grad_(False)
-
-            # Encode a text to see that the model takes tokens alone, and the width of its vectors.
             self.width = self.encode(["a"], 1).tokens.shape[2]
-        except ImportError as error:
+        except Exception as error:  # such as that of a model that also needs an image
             raise UserError(
-                f"text_encoder.path={path} needs the package transformers: pip install "
-                "'fastlatent[text]'."
+                f"text_encoder.path={path}: {self.kind} gives no vectors of a text alone "
+                f"({shorten_error(error)}); take a text encoder."
             ) from error
-        except Exception as error:  # transformers raises many kinds of errors
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"text_encoder.path={path} cannot be opened by transformers ({reason[:300]}); it "
-                "must hold config.json, a tokenizer, and weights in safetensors of a model that "
-                "takes text alone."
-            ) from error
-        files = {file for pattern in HASHED_FILES for file in folder.glob(pattern)}
-        self.weights_sha256 = hash_files([*files])
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         places = getattr(self.model.config, "max_position_embeddings", MAX_TOKENS)

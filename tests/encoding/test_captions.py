@@ -243,7 +243,7 @@ def test_models_that_take_more_than_text(bert, tmp_path):
     encoder = build_encoder(tmp_path / "siglip")
     assert (encoder.kind, encoder.width) == ("SiglipTextModel", 8)
     assert encoder.encode(["a red apple pear"], 8).lengths.tolist() == [6]
-    with expect_refusal("of a model that takes text alone"):
+    with expect_refusal("ViTModel gives no vectors of a text alone"):
         build_encoder(tmp_path / "vit")
 
 
