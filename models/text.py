@@ -22,10 +22,6 @@ Conditioning = Literal["class", "text", "class_and_text"]
 """Names what a denoiser is conditioned on, beside the time."""
 
 
-KEYS = ("width", "max_tokens", "mean", "empty_pooled", "empty_tokens")
-"""Fields of the description of captions that a denoiser needs."""
-
-
 class TextEmbedding(nn.Module):
     """Embeds captions: one linear map takes the pooled vector to a vector that is added where the
     label embedding is, and, if `with_tokens`, another one takes the tokens' vectors to tokens for
@@ -36,8 +32,8 @@ class TextEmbedding(nn.Module):
     before, because their common part is large (Mu & Viswanath 2018,
     https://arxiv.org/abs/1702.01417).
 
-    `text` describes the captions: the keys `KEYS` of `TextSpec` in data/loader.py. The mean and the
-    empty caption are buffers, which files of weights do not contain.
+    `text` describes the captions: a `TextSpec` of data/loader.py as a dict. The mean and the empty
+    caption are buffers, which files of weights do not contain.
     """
 
     mean: Tensor
@@ -54,33 +50,30 @@ class TextEmbedding(nn.Module):
         change."""
         self.pooled = nn.Linear(width, dim)
         self.tokens = nn.Linear(width, dim) if with_tokens else None
-        self.register_buffer("mean", torch.empty(width), persistent=False)
-        self.register_buffer("empty_pooled", torch.empty(width), persistent=False)
-        self.register_buffer("empty_tokens", torch.empty(self.count, width), persistent=False)
-        self.register_buffer("empty_length", torch.empty(1, dtype=torch.int32), persistent=False)
+        self.init_buffers()
 
     def init_weights(self) -> None:
-        for layer in [self.pooled, *([] if self.tokens is None else [self.tokens])]:
+        for layer in filter(None, (self.pooled, self.tokens)):
             nn.init.normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fills the buffers of the mean and the empty caption."""
-        self.mean.copy_(torch.tensor(self.text["mean"]))
-        self.empty_pooled.copy_(torch.tensor(self.text["empty_pooled"]))
+        """Makes the buffers of the mean and the empty caption, on the device of the weights and
+        always in fp32: 16 bits would hide part of what distinguishes captions."""
         rows = self.text["empty_tokens"][: self.count]
-        self.empty_length.fill_(len(rows))
-        self.empty_tokens.zero_()
-        if rows:
-            self.empty_tokens[: len(rows)].copy_(torch.tensor(rows))
+        padding = [[0.0] * self.text["width"]] * (self.count - len(rows))
+        buffers = {
+            "mean": torch.tensor(self.text["mean"]),
+            "empty_pooled": torch.tensor(self.text["empty_pooled"]),
+            "empty_tokens": torch.tensor(rows + padding).view(-1, self.text["width"]),
+            "empty_length": torch.tensor([len(rows)], dtype=torch.int32),
+        }
+        for name, value in buffers.items():
+            self.register_buffer(name, value.to(self.pooled.weight.device), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TextEmbedding:
-        """Moves or converts the module as `fn` does, and keeps the buffers in fp32: a mean of 16
-        bits would hide part of what distinguishes captions."""
         super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers(recurse=False):
-            setattr(self, name, buffer.float() if buffer.is_floating_point() else buffer)
         self.init_buffers()
         return self
 

@@ -227,12 +227,12 @@ class FastlatentPipeline(DiffusionPipeline):
     def encode(self, prompts: Sequence[str]) -> EncodedText:
         """Encodes prompts by the text encoder that encoded the captions; opens it at the first
         call. Raises ValueError if its weights are others."""
-        facts = self.transformer.config.latents["text"]
+        facts = self.transformer.config.text
         encoder: Any = getattr(self, "text_encoder", None)
         if encoder is None:
             place = {"path": self.text_encoder_path} if self.text_encoder_path else {}
             encoder = make_layer(facts["encoder"] | place)()
-            if encoder.weights_sha256 != facts["sha256"]:
+            if encoder.weights_sha256 != facts["encoder_sha256"]:
                 raise UserError(f"{facts['encoder']} has other weights than in training.")
             self.text_encoder = encoder
         encoder.to(self._execution_device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 
 from common.errors import UserError
 from models.autoencoders import PixelAutoencoder
-from models.text import KEYS as TEXT_KEYS
 from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
 from scripts.export.source import join_sources
@@ -66,11 +66,11 @@ def write_folder(
         if branches:
             write_branches(folder / "vae", vae.config, branches)
             index["vae"] = [AUTOENCODING, AUTOENCODER]
-    source = join_sources(
-        f"Draws images with a denoiser of latents{ORIGIN}",
-        *describe_text(trained)[1],
-        CLASSES_MODULE + PIPELINE,
-    )
+    # The pipeline needs the code of the text encoder.
+    kinds = [CLASSES_MODULE + PIPELINE]
+    if trained.text_level != "none" and trained.spec.text is not None:
+        kinds.insert(0, trained.spec.text.encoder["_target_"])
+    source = join_sources(f"Draws images with a denoiser of latents{ORIGIN}", *kinds)
     (folder / "pipeline.py").write_text(source)
     write_json(folder / "model_index.json", index)
     (folder / "README.md").write_text(card)
@@ -103,7 +103,9 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         kinds.append(f"{kind.__module__}.{kind.__name__}")
     source = join_sources(f"A denoiser of latents{ORIGIN}", *kinds, CLASSES_MODULE + TRANSFORMER)
     if trained.text_level != "none" and spec.text is not None:
-        arguments["text"] = {name: getattr(spec.text, name) for name in TEXT_KEYS}
+        encoder = dict(spec.text.encoder)
+        encoder["name"] = encoder.pop("_target_").rpartition(".")[2]
+        arguments["text"] = asdict(spec.text) | {"encoder": encoder}
     latents = {
         "mean": spec.mean,
         "std": spec.std,
@@ -111,29 +113,12 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
         "sampling": {key: getattr(trained.sampling, key) for key in SAMPLER_KEYS},
         "autoencoder": name_autoencoder(trained),
         "global_branches": bool(find_branches(trained)),
-        "text": describe_text(trained)[0],
     }
     config = {"_class_name": TRANSFORMER, **VERSION, **sizes, **arguments, **AUTO_MAP}
     part.mkdir()
     (part / f"{MODELLING}.py").write_text(source)
     write_json(part / "config.json", config | {"latents": latents})
     write_tensors(part / "diffusion_pytorch_model.safetensors", trained.model.state_dict(), {})
-
-
-def describe_text(trained: TrainedModel) -> tuple[dict[str, Any] | None, list[str]]:
-    """Returns what the pipeline must know of the captions, None for a model of classes, and the
-    class of the text encoder, whose code the pipeline needs."""
-    text = trained.spec.text
-    if trained.text_level == "none" or text is None:
-        return None, []
-    node = dict(text.encoder)
-    kind = resolve_target(node.pop("_target_"), "text_encoder")
-    facts = {
-        "encoder": {"name": kind.__name__, **node},
-        "sha256": text.encoder_sha256,
-        "max_tokens": text.max_tokens,
-    }
-    return facts, [f"{kind.__module__}.{kind.__name__}"]
 
 
 def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, list[int]]) -> None:

@@ -212,8 +212,7 @@ def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
     for labels, prompts in wrong:
         with pytest.raises(ValueError, match=r"with conditioning=.*text, which needs"):
             pipe(labels, prompt=prompts, **options)
-    facts = pipe.transformer.config.latents
-    facts["text"]["sha256"] = "0" * 64
+    pipe.transformer.config.text["encoder_sha256"] = "0" * 64
     del pipe.text_encoder
     with pytest.raises(ValueError, match="other weights than in training"):
         pipe([0] if both else "one", prompt="one" if both else None, **options)
