@@ -110,11 +110,9 @@ class CaptionJob:
 
     def number_captions(self, captions: Sequence[Sequence[str]]) -> Tensor:
         """Returns the numbers of each image's captions, int32 (n, M), filled up with -1."""
-        numbers = torch.full((len(captions), self.spec.per_image), -1, dtype=torch.int32)
-        for row, own in zip(numbers, captions, strict=True):
-            for place, text in enumerate(own[: self.spec.per_image]):
-                row[place] = self.index[text]
-        return numbers
+        most = self.spec.per_image
+        rows = [[self.index[text] for text in own[:most]] for own in captions]
+        return torch.tensor([row + [-1] * (most - len(row)) for row in rows], dtype=torch.int32)
 
     def add_numbers(self, chunks: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         """Yields chunks of samples, in the order of the captions, with the captions' numbers."""
@@ -127,30 +125,28 @@ class CaptionJob:
     def run(self, out: Path, ranks: Ranks = SINGLE) -> list[Shard]:
         """Writes each unfinished shard of captions of this rank, and its sidecar; returns the
         shards that it has written."""
-        size = self.settings.shard_size
+        shard_size = self.settings.shard_size
+        block_size = self.settings.block_size
         shards = list(enumerate(self.shards))[ranks.rank :: ranks.world_size]
-        todo = {name: number for number, name in shards if read_finished(out, name) is None}
+        todo = [(number, name) for number, name in shards if read_finished(out, name) is None]
         progress = Progress(len(todo), "shards of captions", silent=not ranks.first)
         written = []
-        for name, number in todo.items():
-            texts = self.texts[number * size : (number + 1) * size]
-            with explain_full_disk(out, name):
-                written.append(self.write_shard(out / name, texts))
+        for number, name in todo:
+            texts = self.texts[number * shard_size : (number + 1) * shard_size]
+            with (
+                explain_full_disk(out, name),
+                ShardWriter(out / name, "captions", block_size) as writer,
+            ):
+                for start in range(0, len(texts), block_size):
+                    part = texts[start : start + block_size]
+                    writer.write_member(self.encode(part), len(part))
+                shard = writer.close()
+                write_sidecar(out, shard)
+            written.append(shard)
             progress.advance(1)
         progress.close()
         self.encoder.cpu()  # the images need the memory
         return written
-
-    def write_shard(self, file: Path, texts: list[str]) -> Shard:
-        """Writes a shard of captions and its sidecar."""
-        size = self.settings.block_size
-        with ShardWriter(file, "captions", size) as writer:
-            for start in range(0, len(texts), size):
-                part = texts[start : start + size]
-                writer.write_member(self.encode(part), len(part))
-            shard = writer.close()
-        write_sidecar(file.parent, shard)
-        return shard
 
     def encode(self, texts: list[str]) -> dict[str, Tensor]:
         """Encodes the captions of a block; returns its tensors (data/captions.py)."""

@@ -88,12 +88,9 @@ class TextEmbedding(nn.Module):
         `dropped` is true, and all captions if `text` is None."""
         samples = dropped.shape[0]
         if text is None:
-            text = EncodedText(
-                self.empty_pooled.expand(samples, -1),
-                self.empty_tokens.expand(samples, -1, -1),
-                self.empty_length.expand(samples),
-                self.empty_length.expand(samples),
-            )
+            length = self.empty_length
+            empty = EncodedText(self.empty_pooled[None], self.empty_tokens[None], length, length)
+            text = empty.repeat_to(samples)
         everywhere = dropped.unsqueeze(1)
         pooled = torch.where(everywhere, self.empty_pooled, text.pooled.float())
         vector = self.pooled(F.normalize(pooled - self.mean, dim=1))
@@ -103,7 +100,7 @@ class TextEmbedding(nn.Module):
         tokens = torch.where(everywhere.unsqueeze(2), self.empty_tokens, text.tokens.float())
         lengths = torch.where(dropped, self.empty_length, text.lengths)
         mask = torch.arange(self.count, device=lengths.device) < lengths.unsqueeze(1)
-        return [vector, self.tokens(normalise_vectors(tokens)), mask]
+        return [vector, self.tokens(F.rms_norm(tokens, tokens.shape[-1:], eps=1e-6)), mask]
 
 
 class TextKeys(nn.Module):
@@ -125,10 +122,6 @@ class TextKeys(nn.Module):
     ) -> tuple[Float[Tensor, "B K T P"], Float[Tensor, "B K T P"]]:
         k, v = self.kv(text).unflatten(-1, (2, -1, len(self.k_weight))).permute(2, 0, 3, 1, 4)
         return F.rms_norm(k.float(), self.k_weight.shape, self.k_weight, self.eps), v
-
-
-def normalise_vectors(vectors: Float[Tensor, "... E"]) -> Float[Tensor, "... E"]:
-    return F.rms_norm(vectors, vectors.shape[-1:], eps=1e-6)
 
 
 def pair_conditions(

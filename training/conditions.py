@@ -70,7 +70,7 @@ def list_samples(
 ) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
     """Returns the labels of the first `count` samples of a loader, held-out ones if `source` is
     "held_out", and the numbers of their captions, if the loader reads captions; else the labels
-    again. Raises ValueError if there are no held-out samples."""
+    again; on the CPU. Raises ValueError if there are no held-out samples."""
     batches = loader.held_out(loader.batch_size) if source == "held_out" else loader
     rows = [
         (batch.labels, batch.labels if batch.text is None else batch.text.numbers)
@@ -80,7 +80,7 @@ def list_samples(
         raise UserError(
             "prompts=held_out: the data has no held-out samples; take prompts=train or a file."
         )
-    labels, numbers = (torch.cat(column)[:count] for column in zip(*rows, strict=True))
+    labels, numbers = (torch.cat(column)[:count].cpu() for column in zip(*rows, strict=True))
     return labels, numbers
 
 
@@ -115,10 +115,8 @@ def choose_conditions(training: Training, source: str, count: int) -> Conditions
         return Conditions.of_classes(loader.spec, loader.spec.labels[:count], "balanced", device)
 
     def read() -> tuple[Tensor, Tensor]:
-        if source == "held_out":
-            labels, numbers = list_samples(loader, source, count)
-            return labels.cpu(), numbers.cpu()
-        return list_samples(open_data(training.cfg.data, 0, "pooled"), source, count)
+        own = loader if source == "held_out" else open_data(training.cfg.data, 0, "pooled")
+        return list_samples(own, source, count)
 
     labels, numbers = training.ranks.broadcast_result(read)
     place = numbers.to(captions.device)
