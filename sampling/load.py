@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -148,9 +149,8 @@ class TrainedModel:
             if count > limit > 0:
                 say(f"note: {prompt[:60]!r} has {count} tokens, and attention reads {limit}")
         text = self.text_encoder.encode(prompts, limit)
-        digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
-        source = {"prompts": digest, "labels": numbers}
-        return Conditions(source, classes.labels, text.numbers, [*prompts], text)
+        digest = hashlib.sha256(json.dumps([numbers, *prompts]).encode()).hexdigest()
+        return Conditions({"prompts": digest}, classes.labels, text.numbers, [*prompts], text)
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Conditions:
 
     source: Any
     """Where they come from, for protocols: "balanced" for all classes, the numbers of the classes,
-    "data", "train" or "held_out" for the samples of the data, or a hash of the prompts."""
+    "data", "train" or "held_out" for the samples of the data, or a hash of labels and prompts."""
     labels: Int[Tensor, "N"]
     numbers: Int[Tensor, "N"]
     """Places in `names`: the labels again, or rows of `captions`, on its device."""
