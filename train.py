@@ -30,10 +30,9 @@ def train(composed: Composed) -> dict[str, Any]:
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
     from training.averages import prepare_snapshots, save_snapshot_if_due
-    from training.conditions import choose_conditions
     from training.config.build import build  # imported here: importing torch slows down --help
     from training.distributed.exit import Request, StopRequest
-    from training.evaluate import GRID_ROWS, draw_sample_grid, evaluate
+    from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
     from training.metrics import SafeLogger
     from training.run import Run
@@ -61,8 +60,6 @@ def train(composed: Composed) -> dict[str, Any]:
     spec = training.loader.spec
     autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every or cfg.fd_every else None
     distances = TrainingDistances(training, autoencoder) if cfg.fd_every and autoencoder else None
-    shown = "held_out" if training.loader.held_out_count else "train"
-    rows = choose_conditions(training, shown, GRID_ROWS) if cfg.sample_every else None
     with explain_failures(training, run.folder):
         ledger = training.warm_up()
 
@@ -95,10 +92,8 @@ def train(composed: Composed) -> dict[str, Any]:
     @meter.pause()
     def draw() -> None:
         assert autoencoder is not None
-        assert rows is not None
         file = run.folder / "samples" / f"step-{state.step}.png"
-        grid = draw_sample_grid(training, rows, autoencoder, file)
-        logger.image("sample_grid", grid, state.samples)
+        logger.image("sample_grid", draw_sample_grid(training, autoencoder, file), state.samples)
 
     @meter.pause()
     def save(scores: dict[str, float]) -> None:

@@ -131,6 +131,8 @@ class CaptionJob:
         todo = [(number, name) for number, name in shards if read_finished(out, name) is None]
         progress = Progress(len(todo), "shards of captions", silent=not ranks.first)
         written = []
+
+        # A shard has `shard_size` captions, and the last one what is left.
         for number, name in todo:
             texts = self.texts[number * shard_size : (number + 1) * shard_size]
             with (

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from training.checkpoint.load import (
 )
 from training.checkpoint.save import Checkpoints
 from training.components import build_loader, find_text_level, prove_kernels, to_kwargs
+from training.conditions import Conditions, choose_conditions
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
@@ -54,6 +56,9 @@ CHANGEABLE_KEYS = (
     *("optim", "schedule", "ema", "guards", "runtime"),
 )
 """Configuration keys that influence the trained weights, but may change when a run resumes."""
+
+GRID_ROWS = 10
+"""Largest number of rows in a sample grid; each row shows samples of one class or caption."""
 
 
 def build_optimizer(
@@ -132,6 +137,12 @@ class Training:
     kernels to choose."""
     base: Base | None = None
     """The base model of the adapter; None without an adapter."""
+
+    @cached_property
+    def shown(self) -> Conditions:
+        """Conditions of the rows of a sample grid; all ranks must read it together."""
+        source = "held_out" if self.loader.held_out_count else "train"
+        return choose_conditions(self, source, GRID_ROWS)
 
     def take_batches(self) -> list[Batch]:
         """Takes the micro-batches of one step from the loader."""

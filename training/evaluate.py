@@ -16,14 +16,11 @@ from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
 from models.sampler import draw_latents
 from training.assemble import Training
-from training.conditions import Conditions
 from training.distributed.ranks import Ranks
 from training.goodput import CLOCK
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-GRID_ROWS = 10
-"""Largest number of rows in a sample grid; each row shows samples of one class or caption."""
 TIME_BUCKETS = 4
 """Number of equal intervals into which `evaluate` divides the range 0 to 1 of the flow's time t; it
 returns a loss for each interval."""
@@ -84,11 +81,9 @@ def share_work(
 
 
 @CLOCK.count_as("sampling")
-def draw_sample_grid(
-    training: Training, conditions: Conditions, autoencoder: Autoencoder, file: Path
-) -> Path:
-    """Writes an image to `file` with a row of samples, `sampling.per_class` of them, for each class
-    or caption of `conditions`, next to its name; returns `file`.
+def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -> Path:
+    """Writes an image to `file` with a row of samples, `sampling.per_class` of them, for each of
+    ten classes or captions (`Training.shown`), next to its name; returns `file`.
 
     The noise depends only on the seed and the place in the grid, so the grids of a run show how the
     same samples change during training.
@@ -97,6 +92,7 @@ def draw_sample_grid(
     spec = training.loader.spec
     ranks = training.ranks
     columns = cfg.sampling.per_class
+    conditions = training.shown
     count = len(conditions.labels)
     rows = torch.arange(count, device=training.device).repeat_interleave(columns)
     places = torch.arange(len(rows), device=training.device)

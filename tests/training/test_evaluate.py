@@ -10,9 +10,8 @@ from PIL import Image
 from models.autoencoders import PixelAutoencoder
 from models.images import LINE_HEIGHT
 from tests.harness.steps import tiny_training
-from training.conditions import choose_conditions
 from training.distributed.ranks import Ranks
-from training.evaluate import GRID_ROWS, draw_sample_grid, evaluate, share_work
+from training.evaluate import draw_sample_grid, evaluate, share_work
 
 
 def test_evaluation_is_fixed_and_uses_the_averages():
@@ -40,9 +39,7 @@ def test_a_grid_has_a_row_for_each_class_and_says_what_it_leaves_out(tmp_path, m
     names = [f"kind {i}" for i in range(9)] + ["an apple of a very long name", *"αβ"]
     spec = dataclasses.replace(training.loader.spec, class_names=names, num_classes=12)
     monkeypatch.setattr(training.loader, "spec", spec)
-    rows = choose_conditions(training, "held_out", GRID_ROWS)
-    file = draw_sample_grid(training, rows, PixelAutoencoder(), tmp_path / "grid.png")
-    with Image.open(file) as grid:
+    with Image.open(draw_sample_grid(training, PixelAutoencoder(), tmp_path / "grid.png")) as grid:
         pixels = np.asarray(grid)[..., 0]
     # The names stand left of the last 120 pixels: 3 images of 8 pixels and a frame, times 4.
     images = pixels[:400, -120:]
