@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from common.errors import UserError
+
 
 class EncodedText(NamedTuple):
     """Encoded captions. Tokens after the first `lengths` of a caption are padding, which a reader
@@ -47,7 +49,6 @@ class TextEncoder(nn.Module, ABC):
     """The interface of text encoders. A subclass tokenizes, and computes a vector for each
     token."""
 
-    kind: str
     width: int
     """E, the number of values of a vector."""
     weights_sha256: str
@@ -70,10 +71,16 @@ class TextEncoder(nn.Module, ABC):
     def encode(self, texts: Sequence[str], max_tokens: int, batch_size: int = 64) -> EncodedText:
         """Encodes texts, `batch_size` at a time. Pooled vectors are of whole texts; of the tokens'
         vectors each text has the first `max_tokens`, padded with zeros to as many. The vectors are
-        fp16, as latent sets store them."""
+        fp16, as latent sets store them. Raises ValueError for values that fp16 cannot hold."""
         starts = range(0, len(texts), batch_size)
         batches = [self.encode_batch(texts[i : i + batch_size], max_tokens) for i in starts]
         pooled, tokens, lengths = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        finite = pooled.isfinite().all(1) & tokens.isfinite().all(2).all(1)
+        if not finite.all():
+            raise UserError(
+                f"the text {texts[int(finite.long().argmin())]!r} has vectors that are too large "
+                "for float16; take another text_encoder."
+            )
         return EncodedText(pooled, tokens, lengths, torch.arange(len(texts), device=pooled.device))
 
     @torch.no_grad()

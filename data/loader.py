@@ -62,7 +62,7 @@ class TextSpec:
     encoder_sha256: str
     width: Size
     """Number of values of a vector."""
-    max_tokens: Count
+    max_tokens: Annotated[int, Field(ge=0, lt=2**16)]
     """Largest number of tokens that are stored of a caption; 0 = pooled vectors only."""
     dtype: Literal["float16", "int8"]
     """dtype of the stored tokens."""

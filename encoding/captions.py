@@ -28,10 +28,10 @@ def parse_captions(place: str, content: bytes) -> tuple[str, ...]:
         if not place.endswith(".json"):
             return tidy(text.splitlines())
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place} holds no captions in UTF-8 ({error}); mend it.") from error
     if isinstance(value, dict):
-        value = next((value[name] for name in CAPTION_NAMES if name in value), [])
+        value = next((value[name] for name in CAPTION_NAMES if value.get(name)), [])
     return tidy_value(place, value)
 
 
@@ -99,8 +99,8 @@ def read_caption_list(file: str, total: int) -> list[tuple[str, ...]]:
     """Reads the captions of `total` samples from a JSON file, a list with a text or a list of texts
     for each sample."""
     try:
-        values = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(Path(file).expanduser().read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"captions={file} is no JSON file ({error}).") from error
     if not isinstance(values, list) or len(values) != total:
         raise UserError(f"captions={file} must be a list with {total} entries, one a sample.")

@@ -44,8 +44,7 @@ from sampling.draw import ResumableChunks
 from sampling.load import SampleStream
 from training.assemble import Training
 from training.checkpoint.load import describe_difference
-from training.components import build_loader
-from training.conditions import choose_conditions
+from training.conditions import choose_conditions, open_data
 from training.config.schema import FdConfig
 from training.distributed.ranks import Ranks
 from training.evaluate import share_work
@@ -138,12 +137,7 @@ def make_reconstructions(
     """
 
     def decode_ranges(ranges: Iterable[range]) -> Iterator[Images]:
-        loader = build_loader(node, 0, BATCH_IMAGES, torch.device("cpu"))
-        if spec.fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
-            raise UserError(
-                f"the run's data are {loader.spec.fingerprint} now, its weights were trained on "
-                f"{spec.fingerprint}; give images to compare with: reference=<folder>."
-            )
+        loader = open_data(node, spec, 0, batch_size=BATCH_IMAGES)
         for wanted in ranges:
             state = loader.state_dict()
             if state["samples_seen"] != wanted.start:

@@ -6,7 +6,7 @@ heads, P head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -64,13 +64,15 @@ class TextEmbedding(nn.Module):
         rows = self.text["empty_tokens"][: self.count]
         padding = [[0.0] * self.text["width"]] * (self.count - len(rows))
         buffers = {
-            "mean": torch.tensor(self.text["mean"]),
-            "empty_pooled": torch.tensor(self.text["empty_pooled"]),
-            "empty_tokens": torch.tensor(rows + padding).view(-1, self.text["width"]),
-            "empty_length": torch.tensor([len(rows)], dtype=torch.int32),
+            "mean": self.text["mean"],
+            "empty_pooled": self.text["empty_pooled"],
+            "empty_tokens": rows + padding,
+            "empty_length": [len(rows)],
         }
-        for name, value in buffers.items():
-            self.register_buffer(name, value.to(self.pooled.weight.device), persistent=False)
+        for name, values in buffers.items():
+            dtype = torch.int32 if name == "empty_length" else torch.float32
+            value = torch.tensor(values, dtype=dtype, device=self.pooled.weight.device)
+            self.register_buffer(name, value, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TextEmbedding:
         super()._apply(fn, recurse)
@@ -86,11 +88,9 @@ class TextEmbedding(nn.Module):
         """Returns the vector of each caption (B, D) and, with tokens, these (B, T, D) and a mask
         (B, T) that is false on padding. The empty caption replaces the caption of a sample whose
         `dropped` is true, and all captions if `text` is None."""
-        samples = dropped.shape[0]
         if text is None:
             length = self.empty_length
-            empty = EncodedText(self.empty_pooled[None], self.empty_tokens[None], length, length)
-            text = empty.repeat_to(samples)
+            text = EncodedText(self.empty_pooled, self.empty_tokens, length, length)
         everywhere = dropped.unsqueeze(1)
         pooled = torch.where(everywhere, self.empty_pooled, text.pooled.float())
         vector = self.pooled(F.normalize(pooled - self.mean, dim=1))
@@ -122,25 +122,6 @@ class TextKeys(nn.Module):
     ) -> tuple[Float[Tensor, "B K T P"], Float[Tensor, "B K T P"]]:
         k, v = self.kv(text).unflatten(-1, (2, -1, len(self.k_weight))).permute(2, 0, 3, 1, 4)
         return F.rms_norm(k.float(), self.k_weight.shape, self.k_weight, self.eps), v
-
-
-def pair_conditions(
-    conditioning: str, labels: Sequence[int | str], prompts: Sequence[str]
-) -> tuple[Sequence[int | str], Sequence[str]]:
-    """Returns the labels and prompts of samples: the label 0 for each prompt if the model has no
-    labels. Raises ValueError unless these are what a model with this conditioning needs: labels,
-    prompts, or as many of each."""
-    needs, fits = {
-        "class": ("labels", len(labels) > 0 == len(prompts)),
-        "text": ("prompts", len(prompts) > 0 == len(labels)),
-        "class_and_text": ("a label for each prompt", len(labels) == len(prompts) > 0),
-    }[conditioning]
-    if not fits:
-        raise UserError(
-            f"labels ({len(labels)}) and prompts ({len(prompts)}): this model was trained with "
-            f"conditioning={conditioning}, which needs {needs}; give only these."
-        )
-    return labels or [0] * len(prompts), prompts
 
 
 def build_text_embedding(

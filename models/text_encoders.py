@@ -26,8 +26,6 @@ from models.autoencoders import find_folder, is_folder
 TEXT_CLASSES = {
     "clip": "CLIPTextModel",
     "clip_text_model": "CLIPTextModel",
-    "siglip": "SiglipTextModel",
-    "siglip_text_model": "SiglipTextModel",
     "t5": "T5EncoderModel",
     "mt5": "MT5EncoderModel",
     "umt5": "UMT5EncoderModel",
@@ -35,7 +33,10 @@ TEXT_CLASSES = {
 """`model_type` in a config of transformers -> class that holds only the text encoder. AutoModel
 opens all other types."""
 TEXT_FILES = ("*.safetensors", "*.json", "*.model", "*.txt")
-HASHED_FILES = ("*.safetensors", "config.json", "token*", "vocab*", "merges.txt", "*.model")
+HASHED_FILES = (
+    *("*.safetensors", "*.model", "config.json", "tokenizer*.json", "vocab.json", "vocab.txt"),
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
+)
 """Patterns of the files on which vectors depend."""
 MAX_TOKENS = 4096
 """Largest number of tokens of a text, for encoders that state no limit."""
@@ -78,8 +79,8 @@ def open_transformers(
             f"{key}={path} cannot be opened by transformers ({shorten_error(error)}); it must hold "
             "config.json, weights in safetensors and a tokenizer."
         ) from error
-    files = {file for pattern in HASHED_FILES for file in folder.glob(pattern)}
-    return model.eval().requires_grad_(False), tokenizer, folder, hash_files([*files])
+    files = [file for pattern in HASHED_FILES for file in folder.glob(pattern) if file.is_file()]
+    return model.eval().requires_grad_(False), tokenizer, folder, hash_files(files)
 
 
 class HubTextEncoder(TextEncoder):
@@ -129,7 +130,6 @@ class WordLlama(TextEncoder):
     tokens, which no other token changes. It is small enough for a laptop, and needs no download
     beyond its package, but it does not know the order of words."""
 
-    kind = "WordLlama"
     BEGIN = 1
     """Number of the token that begins a text; here it stands for an empty text."""
 
@@ -158,7 +158,7 @@ class WordLlama(TextEncoder):
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         found = self.tokenizer.encode_batch([*texts], add_special_tokens=False)
-        return [one.ids or [self.BEGIN] for one in found]
+        return [one.ids[:MAX_TOKENS] or [self.BEGIN] for one in found]
 
     def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, None]:
         return self.table(numbers), None

@@ -168,14 +168,21 @@ class SampleJob:
         cfg = self.cfg
         trained = self.trained
         spec = trained.spec
-        if cfg.prompt is not None and cfg.prompts != type(cfg).prompts:
-            raise UserError(f"prompt and prompts={cfg.prompts} are both set; give one of them.")
+        by_text = trained.text_level != "none"
         listed = cfg.labels if isinstance(cfg.labels, list) else []
         if not listed and cfg.labels not in ("balanced", "data"):
             raise UserError(
                 f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
                 "name, such as [3,apple]."
             )
+        if by_text and cfg.labels == "data":
+            raise UserError(
+                "labels=data: a model of captions takes labels and captions of the data by "
+                "prompts=train or held_out; leave labels out."
+            )
+        if cfg.prompts != type(cfg).prompts and (cfg.prompt is not None or not by_text):
+            other = "prompt" if by_text else "a model of classes"
+            raise UserError(f"prompts={cfg.prompts} does not go with {other}; leave it out.")
 
         # Take the labels and prompts that the user has typed.
         prompts = [] if cfg.prompt is None else [cfg.prompt]
@@ -185,21 +192,15 @@ class SampleJob:
             return trained.make_conditions(listed, prompts, self.ranks.say)
 
         # Without any, take all classes, or labels and captions of the data.
-        by_text = trained.text_level != "none"
-        if by_text and cfg.labels == "data":
-            raise UserError(
-                f"labels=data: a model of captions takes its labels from prompts={cfg.prompts}; "
-                "leave labels out."
-            )
         if not by_text and cfg.labels == "balanced":
             return Conditions.of_classes(spec, spec.labels, cfg.labels, trained.device)
         key = "prompts" if by_text else "labels"
-        source = getattr(cfg, key)
+        source = cfg.prompts if by_text else "data"
         if trained.data is None:
             raise UserError(
                 f"{key}={source} needs the run's data, which weights= does not name; use run_dir=."
             )
-        loader = open_data(trained.data, cfg.seed, trained.text_level)
+        loader = open_data(trained.data, spec, cfg.seed, trained.text_level)
         return read_conditions(source, loader, cfg.count, trained.device)
 
     def describe_protocol(self) -> dict[str, Any]:

@@ -5,13 +5,11 @@ Letters: N and B samples, C channels, H W height and width.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -26,10 +24,10 @@ from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
 from common.encoded_text import TextEncoder
 from common.errors import UserError
 from data.loader import LatentSpec
+from models.conditions import find_class_numbers, pair_conditions
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.sampler import check_guidance, check_internal_guidance, draw_latents
-from models.text import pair_conditions
 from training.checkpoint.load import find_weights_file, read_newest
 from training.components import find_text_level, prove_kernels, to_kwargs
 from training.conditions import Conditions
@@ -45,43 +43,6 @@ QUICK_START_RUNTIME = MappingProxyType(
 """Runtime key of a technique -> value that switches the technique off. The techniques are those
 whose first step is slow: for a few samples this first step takes longer than the technique
 saves."""
-
-
-def find_class_numbers(labels: Sequence[int | str], spec: LatentSpec) -> list[int]:
-    """Returns the class number for each label, which is the number or the name of a class. A str is
-    a name, even "3".
-
-    Raises ValueError for a class that the data does not have, and for a name that several classes
-    have.
-    """
-    numbers: list[int] = []
-    for label in labels:
-        if isinstance(label, str):
-            matches = [number for number, name in enumerate(spec.names) if name == label]
-        else:
-            whole = isinstance(label, Integral) and not isinstance(label, bool)
-            matches = [int(label)] if whole and label in spec.labels else []
-        if len(matches) != 1:
-            fault = explain_unclear_label(label, matches, spec.names)
-            raise UserError(f"labels: {repr(label)[:80]} is {fault}")
-        numbers += matches
-    return numbers
-
-
-def explain_unclear_label(label: object, matches: list[int], names: list[str]) -> str:
-    """Returns the end of a sentence that says why `label` names no class, or more than one."""
-    if matches:
-        return f"the name of {len(matches)} classes, {matches[:5]}; give their numbers."
-    if not names:
-        return "no class of this run, whose data has none; leave labels out."
-    close = difflib.get_close_matches(label[:80], set(names)) if isinstance(label, str) else []
-    if close:
-        return f"no class of this run; did you mean {' or '.join(close)}?"
-    more = ", …" if names[10:] else ""
-    return (
-        f"no class of this run; its {len(names)} classes are, from 0 on, "
-        f"{', '.join(names[:10])}{more}."
-    )
 
 
 @dataclass(frozen=True)
@@ -123,7 +84,7 @@ class TrainedModel:
     def text_encoder(self) -> TextEncoder:
         """The encoder of the captions. Raises ValueError if it is absent, or another one."""
         assert self.spec.text is not None
-        return build_text_encoder(self.spec.text, self.device, self.text_encoder_path)
+        return build_text_encoder(self.spec.text, self.text_encoder_path)
 
     def make_conditions(
         self,
@@ -136,7 +97,7 @@ class TrainedModel:
         if the model needs other conditions."""
         conditioning = self.opened.description.model.get("conditioning", "class")
         labels, prompts = pair_conditions(conditioning, labels, prompts)
-        numbers = find_class_numbers(labels, self.spec)
+        numbers = find_class_numbers(labels, self.spec.names, self.spec.num_classes)
         classes = Conditions.of_classes(self.spec, numbers, numbers, self.device)
         if not prompts:
             return classes
@@ -148,9 +109,10 @@ class TrainedModel:
         for prompt, count in zip(prompts, counts, strict=True):
             if count > limit > 0:
                 say(f"note: {prompt[:60]!r} has {count} tokens, and attention reads {limit}")
-        text = self.text_encoder.encode(prompts, limit)
+        text = self.text_encoder.to(self.device).encode(prompts, limit)
+        self.text_encoder.cpu()  # sampling needs the memory
         digest = hashlib.sha256(json.dumps([numbers, *prompts]).encode()).hexdigest()
-        return Conditions({"prompts": digest}, classes.labels, text.numbers, [*prompts], text)
+        return Conditions({"prompts": digest}, classes.labels, text.numbers, prompts, text)
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -40,6 +40,9 @@ from training.distributed.exit import resumable_command
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from evaluation.evaluator import Evaluator
+    from sampling.draw import ResumableChunks
+
 CLIP = "clip_score"
 
 
@@ -65,11 +68,8 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_drawing(cfg)
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
-    import torch
-
     from common.files import write_json
     from evaluation.clip import ClipScore
-    from evaluation.distances import collect_stats, compute_figures
     from evaluation.evaluator import Evaluator
     from sampling.load import find_run_folder
     from training.distributed.ranks import Ranks
@@ -84,6 +84,9 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             f"out is not set, and {trained.file} is in no run's folder; set out=<file without "
             ".json>."
         )
+    clip = None
+    if cfg.clip is not None:
+        clip = ClipScore(cfg.clip, job.stream.conditions, trained.autoencoder.decode)
     evaluator = Evaluator(
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
@@ -91,11 +94,8 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     # Put a hash of the protocol into the name of the result's file, so that different settings
     # write different files.
     reference_protocol = evaluator.describe_protocol()
+    reference_protocol |= {} if clip is None else {"clip": clip.sha256}
     protocol = job.describe_protocol() | reference_protocol
-    clip = None
-    if cfg.clip is not None:
-        clip = ClipScore(cfg.clip, job.stream.conditions, trained.autoencoder.decode)
-        protocol["clip"] = clip.sha256
     name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
     out = Path(cfg.out or default).expanduser()
@@ -106,30 +106,39 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
 
     chunks = job.run(
         out.with_name(out.name + ".parts"),
-        reference_protocol | {"reference": evaluator.source.identity, "clip": cfg.clip},
+        reference_protocol | {"reference": evaluator.source.identity},
         measure,
     )
     result: dict[str, Any] = {}
     if ranks.first:
-        numbers = range(chunks.count)
-        chunk_features = (
-            {name: chunk[name] for name in evaluator.spaces} for chunk in map(chunks.read, numbers)
-        )
-        figures = compute_figures(collect_stats(chunk_features), evaluator.reference)
-        if clip is not None:
-            scores = torch.cat([chunks.read(i)[CLIP] for i in numbers])
-            result[CLIP] = float(scores.mean())
-        result |= {
-            "features": figures,
+        result = summarise(chunks, evaluator) | {
             "protocol": protocol,
             "environment": describe_environment(trained.device),
             "classes": job.stream.conditions.list_names(cfg.count),
         }
         file = out.with_name(out.name + ".json")
         write_json(file, result)
-        print(f"\n{format_figures(figures)}", flush=True)
+        print(f"\n{format_figures(result['features'])}", flush=True)
         print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if clip else file, flush=True)
     chunks.remove()
+    return result
+
+
+def summarise(chunks: ResumableChunks, evaluator: Evaluator) -> dict[str, Any]:
+    """Computes the figures of all samples; holds the features of one chunk at a time."""
+    import torch
+
+    from evaluation.distances import collect_stats, compute_figures
+
+    numbers = range(chunks.count)
+    features = (
+        {name: chunk[name] for name in evaluator.spaces} for chunk in map(chunks.read, numbers)
+    )
+    result: dict[str, Any] = {
+        "features": compute_figures(collect_stats(features), evaluator.reference)
+    }
+    if CLIP in chunks.read(0):
+        result[CLIP] = float(torch.cat([chunks.read(number)[CLIP] for number in numbers]).mean())
     return result
 
 

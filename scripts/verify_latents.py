@@ -134,8 +134,8 @@ def check_captions(source: Source, manifest: Manifest, cfg: VerifyConfig) -> lis
         return []
 
     # Compare the pooled vector and the vectors of all tokens; padding is equal, zeros.
-    encoder = build_text_encoder(manifest.text, pick_device(cfg.device), cfg.text_encoder)
-    numbers = torch.linspace(0, manifest.text.count - 1, cfg.count + 1).long()
+    encoder = build_text_encoder(manifest.text, cfg.text_encoder).to(pick_device(cfg.device))
+    numbers = torch.arange(cfg.count + 1) * (manifest.text.count - 1) // cfg.count
     stored = table.gather(numbers)
     texts = [table.texts[number] for number in numbers.tolist()]
     again = encoder.encode(texts, manifest.text.max_tokens).to(table.device)

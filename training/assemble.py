@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from accel.composite_optimizer import Groups
 from accel.counted_rows import AdapterGradients, OptimizerState, find_promise
@@ -36,7 +37,7 @@ from training.checkpoint.load import (
 )
 from training.checkpoint.save import Checkpoints
 from training.components import build_loader, find_text_level, prove_kernels, to_kwargs
-from training.conditions import Conditions, choose_conditions
+from training.conditions import Conditions, choose_conditions, list_samples, open_data
 from training.config.build import build, resolve_target
 from training.config.compose import Composed
 from training.config.schema import TrainConfig
@@ -137,6 +138,19 @@ class Training:
     kernels to choose."""
     base: Base | None = None
     """The base model of the adapter; None without an adapter."""
+
+    @cached_property
+    def first_samples(self) -> tuple[Tensor, Tensor]:
+        """Labels, and numbers of the captions, of the first training samples in the order of seed
+        0, in which the reference of the distances is read; as many as the distances need. The first
+        rank reads them; all ranks must read this property together."""
+        cfg = self.cfg
+
+        def read() -> tuple[Tensor, Tensor]:
+            data = open_data(cfg.data, self.loader.spec, 0, "pooled")
+            return list_samples(data, "train", max(GRID_ROWS, cfg.fd.count))
+
+        return self.ranks.broadcast_result(read)
 
     @cached_property
     def shown(self) -> Conditions:

@@ -23,9 +23,6 @@ from training.components import build_loader
 if TYPE_CHECKING:
     from training.assemble import Training
 
-READ_TOGETHER = 256
-"""Number of samples that are read at a time to learn their labels and captions."""
-
 
 @dataclass(frozen=True)
 class Conditions:
@@ -36,9 +33,10 @@ class Conditions:
     """Where they come from, for protocols: "balanced" for all classes, the numbers of the classes,
     "data", "train" or "held_out" for the samples of the data, or a hash of labels and prompts."""
     labels: Int[Tensor, "N"]
-    numbers: Int[Tensor, "N"]
-    """Places in `names`: the labels again, or rows of `captions`, on its device."""
+    rows: Int[Tensor, "N"]
+    """Rows of `captions`, on its device; the labels again if there are none."""
     names: list[str]
+    """Names of the classes, or texts of captions, by number."""
     captions: EncodedText | None = None
 
     @classmethod
@@ -55,14 +53,20 @@ class Conditions:
         labels = self.labels[place]
         if self.captions is None:
             return labels, None
-        numbers = self.numbers[place.to(self.numbers.device)]
-        return labels, self.captions.select(numbers).to(position.device)
+        rows = self.rows[place.to(self.rows.device)]
+        return labels, self.captions.select(rows).to(position.device)
+
+    def list_numbers(self) -> list[int]:
+        """Returns the places of all N entries in `names`."""
+        numbers = self.rows if self.captions is None else self.captions.numbers[self.rows]
+        return numbers.tolist() if self.names else []
 
     def list_names(self, count: int) -> dict[str, str]:
         """Returns number, as text -> name, for all classes or captions of the first `count`
         samples; empty if the data has no classes."""
-        numbers = self.numbers[:count].unique().tolist() if self.names else []
-        return {str(number): self.names[number] for number in numbers}
+        return {
+            str(number): self.names[number] for number in sorted({*self.list_numbers()[:count]})
+        }
 
 
 def list_samples(
@@ -84,10 +88,20 @@ def list_samples(
     return labels, numbers
 
 
-def open_data(node: dict[str, Any], seed: int, level: str) -> LatentLoader:
-    """Opens the data `node` to read labels and captions; latents go to host memory, not onto the
-    device. `level` says what is read of the captions (see `LoaderArgs`)."""
-    return build_loader(node, seed, READ_TOGETHER, torch.device("cpu"), text=level)
+def open_data(
+    node: dict[str, Any], spec: LatentSpec, seed: int, level: str = "none", batch_size: int = 256
+) -> LatentLoader:
+    """Opens the data `node` on which a model of the set `spec` was trained; latents go to host
+    memory, not onto the device. `level` says what is read of the captions (see `LoaderArgs`).
+    Raises ValueError if the data are another set now."""
+    loader = build_loader(node, seed, batch_size, torch.device("cpu"), text=level)
+    if spec.fingerprint not in (loader.spec.fingerprint, loader.spec.earlier_fingerprint):
+        raise UserError(
+            f"the run's data are {loader.spec.fingerprint} now, its weights were trained on "
+            f"{spec.fingerprint}; restore them, or do without them: reference=<folder>, "
+            "labels=balanced, prompts=<file>."
+        )
+    return loader
 
 
 def read_conditions(
@@ -97,30 +111,30 @@ def read_conditions(
     the source "held_out" held-out samples with their first captions, else training samples with the
     captions that training takes."""
     labels, numbers = list_samples(loader, source, count)
-    captions = loader.captions
-    if captions is None:
+    table = loader.captions
+    if table is None:
         return Conditions(source, labels.to(device), numbers, loader.spec.names)
-    return Conditions(source, labels.to(device), numbers, captions.texts, captions.columns)
+
+    # Keep those rows of the table that are needed.
+    used, rows = numbers.unique(return_inverse=True)
+    return Conditions(source, labels.to(device), rows, table.texts, table.columns.select(used))
 
 
 def choose_conditions(training: Training, source: str, count: int) -> Conditions:
     """Returns the conditions of `count` samples of a model in training: all classes in turn or, for
     a model of captions, labels and captions of the data's first samples: held-out ones if `source`
-    is "held_out", and else training samples in the order of seed 0, in which the reference of the
-    distances is read. All ranks must call it together."""
+    is "held_out", and else `training.first_samples`. All ranks must call it together."""
     loader = training.loader
     device = training.device
     captions = loader.captions
     if captions is None:
         return Conditions.of_classes(loader.spec, loader.spec.labels[:count], "balanced", device)
-
-    def read() -> tuple[Tensor, Tensor]:
-        own = loader if source == "held_out" else open_data(training.cfg.data, 0, "pooled")
-        return list_samples(own, source, count)
-
-    labels, numbers = training.ranks.broadcast_result(read)
-    place = numbers.to(captions.device)
-    return Conditions(source, labels.to(device), place, captions.texts, captions.columns)
+    if source == "held_out":
+        labels, numbers = list_samples(loader, source, count)
+    else:
+        labels, numbers = (column[:count] for column in training.first_samples)
+    rows = numbers.to(captions.device)
+    return Conditions(source, labels.to(device), rows, captions.texts, captions.columns)
 
 
 def read_prompts(file: str) -> list[str]:

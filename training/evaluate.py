@@ -109,8 +109,7 @@ def draw_sample_grid(training: Training, autoencoder: Autoencoder, file: Path) -
     with training.state.use_averages():
         images = share_work(parts, len(parts), "batches of the sample grid", ranks, draw_images)
     if ranks.first:
-        numbers = conditions.numbers.tolist() if conditions.names else []
-        names = [conditions.names[number] for number in numbers]
+        names = [conditions.names[number] for number in conditions.list_numbers()]
         more = conditions.captions is None and len(spec.names) > count
         note = f"{count} of {len(spec.names)} classes" if more else ""
         write_grid(file, torch.cat(images).numpy(), columns, names=names, note=note)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from common.encoded_text import EncodedText
 from common.errors import UserError
 from models.autoencoders import add_global_branch
 from models.block import Norm
+from models.conditions import find_class_numbers, pair_conditions
 from models.denoiser import Denoiser
 from models.images import select_rgb, to_uint8
 from models.sampler import (
@@ -30,7 +32,7 @@ from models.sampler import (
     make_guided_velocity,
     sample,
 )
-from models.text import Conditioning, pair_conditions
+from models.text import Conditioning
 
 
 class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
@@ -203,14 +205,15 @@ class FastlatentPipeline(DiffusionPipeline):
             check_decoder(self.vae, facts)
 
         # A model of captions alone takes the first argument as prompts.
-        labels = [class_labels] if isinstance(class_labels, int | str) else class_labels
-        prompts = [prompt] if isinstance(prompt, str) else prompt or []
+        labels: Any = [class_labels] if isinstance(class_labels, Number | str) else class_labels
+        prompts: Any = [prompt] if isinstance(prompt, str) else prompt or []
         conditioning = self.transformer.config.conditioning
         if conditioning == "text" and not prompts:
-            prompts = [str(label) for label in labels]
+            prompts = labels
             labels = []
         labels, prompts = pair_conditions(conditioning, labels, prompts)
-        numbers = find_class_numbers(labels, facts["class_names"])
+        names = facts["class_names"]
+        numbers = find_class_numbers(labels, names, len(names))
         drawn = self.draw(numbers, settings, seed, latents, prompts)
         if output_type == "latent":
             return ImagePipelineOutput(images=drawn)  # pyright: ignore[reportArgumentType]
@@ -230,10 +233,16 @@ class FastlatentPipeline(DiffusionPipeline):
         facts = self.transformer.config.text
         encoder: Any = getattr(self, "text_encoder", None)
         if encoder is None:
-            place = {"path": self.text_encoder_path} if self.text_encoder_path else {}
-            encoder = make_layer(facts["encoder"] | place)()
+            node = dict(facts["encoder"])
+            if self.text_encoder_path:
+                node["path"] = self.text_encoder_path
+            try:
+                encoder = make_layer(node)()
+            except (ValueError, TypeError) as error:
+                hint = "If it is elsewhere: from_pretrained(…, text_encoder_path=<folder>)."
+                raise UserError(f"{error} {hint}") from error
             if encoder.weights_sha256 != facts["encoder_sha256"]:
-                raise UserError(f"{facts['encoder']} has other weights than in training.")
+                raise UserError(f"{node} has other weights than in training.")
             self.text_encoder = encoder
         encoder.to(self._execution_device)
         limit = facts["max_tokens"] if self.transformer.config.text_tokens else 0
@@ -291,14 +300,3 @@ def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
         )
     if vae is None and needed:
         raise UserError(f"there is no vae to decode with; load {needed} and give it as vae=.")
-
-
-def find_class_numbers(labels: Sequence[int | str], names: list[str]) -> list[int]:
-    """Returns the numbers of the classes that `labels` gives by number or name. Raises ValueError
-    for an unknown class. A model without classes has only label 0."""
-    count = max(1, len(names))
-    for label in labels:
-        if (label not in names) if isinstance(label, str) else not 0 <= label < count:
-            known = ", ".join(names[:20]) or "none, use 0"
-            raise UserError(f"class_labels: {label!r} is no class; there are {known}.")
-    return [names.index(label) if isinstance(label, str) else int(label) for label in labels]

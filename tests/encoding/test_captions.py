@@ -53,6 +53,7 @@ def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
         ('{"captions": ["one", " ", "one"]}', ("one",)),
         ('{"width": 512}', ()),
         ('{"caption": null}', ()),
+        ('{"captions": [], "caption": null, "text": "one"}', ("one",)),
         ('[null, "a \\ud800 half"]', ("a ? half",)),
     ],
 )
@@ -60,7 +61,9 @@ def test_json_of_many_forms(content, captions):
     assert parse_captions("a.json", content.encode()) == captions
 
 
-@pytest.mark.parametrize("content", [b'{"text": 3}', b"[1, 2]", b"no json", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b'{"text": 3}', b"[1, 2]", b"no json", b"\xff\xfe", b"[" * 99999]
+)
 def test_json_without_captions(content):
     with expect_refusal(r"a\.json (must hold a caption|holds no captions in UTF-8)"):
         parse_captions("a.json", content)
@@ -216,8 +219,14 @@ def test_an_encoder_of_transformers(bert, tmp_path):
     assert build_encoder(other).weights_sha256 == encoder.weights_sha256
     flip_byte(other / "model.safetensors")
     assert build_encoder(other).weights_sha256 != encoder.weights_sha256
-    (other / "vocab.json").write_text("{}")
-    assert len({build_encoder(path).weights_sha256 for path in (bert, other)}) == 2
+
+    # All files that change tokens count, and no others.
+    plain = shutil.copytree(bert, tmp_path / "plain")
+    (plain / "tokenizer").mkdir()
+    (plain / "tokenization_bert.py").write_text("")
+    assert build_encoder(plain).weights_sha256 == encoder.weights_sha256
+    (plain / "added_tokens.json").write_text('{"cherry": 9}')
+    assert build_encoder(plain).weights_sha256 != encoder.weights_sha256
     with expect_refusal("dtype=bf16"):
         build_encoder(other, dtype="bf16")
     assert build_encoder(other, dtype="bfloat16").encode(["pear"], 2).tokens.dtype == torch.half
@@ -226,25 +235,14 @@ def test_an_encoder_of_transformers(bert, tmp_path):
         build_encoder(other)
 
 
-def test_models_that_take_more_than_text(bert, tmp_path):
-    """SigLIP's text part is taken; a model of images is refused."""
+def test_a_model_of_images_is_refused(bert, tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    sizes["num_attention_heads"] = 2
-    text = sizes | {"vocab_size": 9, "max_position_embeddings": 6}
-    vision = sizes | {"image_size": 16, "patch_size": 8}
-    siglip = transformers.SiglipConfig(text_config=text, vision_config=vision)
-    for name, model in [
-        ("siglip", transformers.SiglipModel(siglip)),
-        ("vit", transformers.ViTModel(transformers.ViTConfig(**vision))),
-    ]:
-        shutil.copytree(bert, tmp_path / name)
-        model.save_pretrained(tmp_path / name)
-    encoder = build_encoder(tmp_path / "siglip")
-    assert (encoder.kind, encoder.width) == ("SiglipTextModel", 8)
-    assert encoder.encode(["a red apple pear"], 8).lengths.tolist() == [6]
+    config = transformers.ViTConfig(**sizes, num_attention_heads=2, image_size=16, patch_size=8)
+    folder = shutil.copytree(bert, tmp_path / "vit")
+    transformers.ViTModel(config).save_pretrained(folder)
     with expect_refusal("ViTModel gives no vectors of a text alone"):
-        build_encoder(tmp_path / "vit")
+        build_encoder(folder)
 
 
 def test_a_package_that_is_missing(bert, monkeypatch):

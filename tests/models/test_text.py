@@ -160,8 +160,14 @@ def test_muon_takes_keys_and_values_of_text_apart():
     assert layer.list_matrices()[layer.text.kv.weight] == ((0, 64), (64, 128))
 
 
-def test_16_bits_do_not_round_the_mean():
-    model = make_text_model("dit", tokens=True).bfloat16()
+@pytest.mark.parametrize("by_default", [False, True])
+def test_16_bits_do_not_round_the_mean(by_default):
+    """Neither if weights are converted, nor if they are made with 16 bits, as diffusers does."""
+    torch.set_default_dtype(torch.bfloat16 if by_default else torch.float32)
+    try:
+        model = make_text_model("dit", tokens=True).bfloat16()
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert model.text_embed.pooled.weight.dtype == torch.bfloat16
     assert torch.equal(model.text_embed.mean, torch.full((8,), 0.1))
     assert torch.equal(model.text_embed.empty_tokens[:2], torch.tensor(SPEC["empty_tokens"]))

@@ -108,15 +108,15 @@ def test_samples_of_the_captions_of_the_data(captioned_run, tmp_path):
 def test_refusals(captioned_run, trained, tmp_path):
     with expect_refusal("with conditioning=class, which needs labels"):
         draw(trained, tmp_path / "a", "prompt=one")
-    with expect_refusal("with conditioning=class, which needs labels"):
-        draw(trained, tmp_path / "a", f"prompts={__file__}")
     with expect_refusal("must be held_out, train, or a text file in UTF-8"):
         draw(captioned_run, tmp_path / "a", "prompts=absent.txt")
     (tmp_path / "empty.txt").write_text("\n")
     with expect_refusal("has no prompt; write one on each line"):
         draw(captioned_run, tmp_path / "a", f"prompts={tmp_path}/empty.txt")
     weights = shutil.copy(next(captioned_run.glob("checkpoints/*/ema.safetensors")), tmp_path)
-    with expect_refusal("prompt and prompts=train are both set; give one"):
+    with expect_refusal("prompts=train does not go with a model of classes"):
+        draw(trained, tmp_path / "a", "prompts=train")
+    with expect_refusal("prompts=train does not go with prompt; leave it out"):
         draw(captioned_run, tmp_path / "a", "prompt=one", "prompts=train")
     model = load_run(captioned_run)
     needs = "which needs (prompts|a label for each prompt)"
@@ -125,7 +125,9 @@ def test_refusals(captioned_run, trained, tmp_path):
             model.sample(labels, prompts=prompts)
     with expect_refusal(needs):
         draw(captioned_run, tmp_path / "a", "labels=[1]")
-    with expect_refusal("labels=data: .* takes its labels from prompts=held_out"):
+    with expect_refusal(
+        "labels=data: a model of captions takes labels and captions of the data by"
+    ):
         draw(captioned_run, tmp_path / "a", "labels=data")
     with expect_refusal("prompts=held_out needs the run's data"):
         sample_run(SampleConfig(weights=str(weights), out=str(tmp_path / "a")))
@@ -208,6 +210,8 @@ def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
     assert np.array_equal(images, expected)
     if not both:
         assert np.array_equal(pipe("the digit one", **options).images[0], expected[0])
+    with pytest.raises(ValueError, match="must be a list of texts|a label for each prompt"):
+        pipe([3, 4], **options)
     wrong = [([], None), ([0, 1, 2], ["one", "two"]), *([([], "one")] if both else [])]
     for labels, prompts in wrong:
         with pytest.raises(ValueError, match=r"with conditioning=.*text, which needs"):

@@ -11,10 +11,11 @@ import torch
 
 from data.loader import LatentSpec
 from data.resident import ChunkedLatents
+from models.conditions import find_class_numbers, pair_conditions
 from models.sampler import sample
 from sampling import load as sampling
 from sampling.draw import DrawConfig, SampleJob
-from sampling.load import find_class_numbers, load_run
+from sampling.load import load_run
 from tests.harness.draws import draw_samples, make_job
 from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU
@@ -134,9 +135,9 @@ NAMED = LatentSpec(1, 2, 2, 4, 9, ["apple", "7", "pear", "pear"], [0.0], [1.0])
 
 
 def test_classes_go_by_number_and_by_name():
-    assert find_class_numbers([3, "apple", "7", np.int64(1)], NAMED) == [3, 0, 1, 1]
+    assert find_class_numbers([3, "apple", "7", np.int64(1)], NAMED.names, 4) == [3, 0, 1, 1]
     nameless = dataclasses.replace(NAMED, class_names=[])
-    assert find_class_numbers(["2", 0], nameless) == [2, 0]
+    assert find_class_numbers(["2", 0], nameless.names, 4) == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -152,8 +153,17 @@ def test_classes_go_by_number_and_by_name():
 )
 def test_a_label_that_is_no_class_is_a_short_sentence(label, sentence):
     with pytest.raises(ValueError, match=f"^labels: .*{sentence}") as caught:
-        find_class_numbers([label], NAMED)
+        find_class_numbers([label], NAMED.names, 4)
     assert len(str(caught.value)) < 300
+
+
+def test_labels_may_be_arrays_and_prompts_must_be_texts():
+    for labels in ([1, 2], np.array([1, 2]), torch.tensor([1, 2])):
+        assert pair_conditions("class", labels, []) == ([1, 2], [])
+    assert pair_conditions("text", [], ["one \udcff"]) == ([0], ["one ?"])
+    for prompts in ("a red apple", [3], [None]):
+        with pytest.raises(ValueError, match="must be a list of texts"):
+            pair_conditions("text", [], prompts)
 
 
 def test_names_are_drawn_and_recorded(trained, tmp_path):
@@ -193,6 +203,8 @@ def test_labels_of_a_set_in_chunks(tmp_path):
     node = {"_target_": "data.resident.ResidentLatents", "path": str(tmp_path)}
     node["device_memory_gib"] = 5e-6
     assert isinstance(build_loader(node, 0, 4, CPU).loader, ChunkedLatents)
-    conditions = read_conditions("data", open_data(node, 0, "none"), 20, CPU)
     loader = build_loader(node, 0, 20, CPU)
+    conditions = read_conditions("data", open_data(node, loader.spec, 0), 20, CPU)
     assert torch.equal(conditions(torch.arange(20))[0], next(loader).labels)
+    with pytest.raises(ValueError, match="its weights were trained on another; restore them"):
+        open_data(node, dataclasses.replace(loader.spec, fingerprint="another"), 0)

@@ -23,9 +23,9 @@ SECRET_NAME = re.compile(
 """Matches a name that belongs to a secret, such as api_key; the name must be in lower case, with
 its words joined by _. The words in the pattern's first line may stand anywhere in the name, those
 in its second line only as whole words, those in its last line only at the end."""
-PUBLIC_KEYS = ("latents_key", "labels_key")
-"""Settings whose name looks like that of a secret, but whose value, the name of an entry in a file,
-is not redacted."""
+PUBLIC_KEYS = ("latents_key", "labels_key", "text_tokens")
+"""Settings whose name looks like that of a secret, but whose value, the name of an entry in a file
+or a number, is not redacted."""
 EMPTY_VALUE = re.compile(
     r"['\"\[({]*(<[^<>]*>|…|value|null|none|true|false)?[.,;:)}`'\"\]]*", re.IGNORECASE
 )

@@ -347,12 +347,10 @@ def build_autoencoder(
     return build_encoder("encoder", Autoencoder, spec.encoder, spec.encoder_sha256, path).to(device)
 
 
-def build_text_encoder(
-    text: TextSpec, device: torch.device, path: str | None = None
-) -> TextEncoder:
-    """Builds the text encoder that encoded the captions, as `build_autoencoder` does."""
-    node = text.encoder
-    return build_encoder("text_encoder", TextEncoder, node, text.encoder_sha256, path).to(device)
+def build_text_encoder(text: TextSpec, path: str | None = None) -> TextEncoder:
+    """Builds the text encoder that encoded the captions, as `build_autoencoder` does, on the
+    CPU."""
+    return build_encoder("text_encoder", TextEncoder, text.encoder, text.encoder_sha256, path)
 
 
 def build_encoder(
