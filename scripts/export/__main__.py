@@ -207,18 +207,17 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
 
     names = trained.spec.names[:2] or [0]
     prompts = ["a red apple", "a yellow pear"][: len(names)]
-    given = {
-        "class": f"{names}",
-        "text": f"{prompts}",
-        "class_and_text": f"{names}, prompt={prompts}",
-    }
+    given = {"class": names, "text": prompts, "class_and_text": f"{names}, prompt={prompts}"}
     conditioning = trained.opened.description.model.get("conditioning", "class")
     call = f"pipe({given[conditioning]}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
-    vae = ""
+    options = ""
     note = ""
+    text = trained.spec.text
+    if conditioning != "class" and text and Path(text.encoder.get("path") or "").is_absolute():
+        options = ", text_encoder_path=<the folder of the text encoder>"
     if not include and can_be_included(trained) and not find_branches(trained):
-        vae = ", vae=<the autoencoder, opened by diffusers>"
+        options += ", vae=<the autoencoder, opened by diffusers>"
     elif not include:
         last = f'latents = {call}, output_type="latent").images'
         note = (
@@ -229,7 +228,8 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
     place = cfg.push or str(cfg.out)
     code = (
         "from diffusers import DiffusionPipeline\n\n"
-        f'pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True{vae})\n{last}'
+        f'pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True{options})\n'
+        f"{last}"
     )
     return f"```python\n{code}\n```{note}"
 

@@ -4,7 +4,6 @@ and a model card."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -106,7 +105,7 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     if trained.text_level != "none" and spec.text is not None:
         encoder = dict(spec.text.encoder)
         encoder["name"] = encoder.pop("_target_").rpartition(".")[2]
-        if os.path.isabs(encoder.get("path") or ""):  # a folder of this machine
+        if Path(encoder.get("path") or "").is_absolute():  # a folder of this machine
             encoder["path"] = Path(encoder["path"]).name
         arguments["text"] = asdict(spec.text) | {"encoder": encoder}
     latents = {

@@ -16,6 +16,7 @@ from encoding.captions import fill_templates, parse_captions
 from encoding.sources import list_images
 from models.text_encoders import HubTextEncoder, WordLlama
 from scripts.import_latents import ImportConfig, check_config, import_latents
+from tests.harness.captions import save_bert
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import PNG, flip_byte, read_contents, save_files, write_tar
 from tests.harness.words import CPU
@@ -183,17 +184,8 @@ def test_an_import_takes_captions(vae, tmp_path):
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
-    """A tiny BERT with random weights, and its tokenizer, as transformers saves them."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("bert")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "apple", "pear"]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.BertConfig(vocab_size=len(words), intermediate_size=32, **sizes)
-    torch.manual_seed(0)
-    transformers.BertModel(config).save_pretrained(folder)
-    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    return folder
+    pytest.importorskip("transformers")
+    return save_bert(tmp_path_factory.mktemp("bert"))
 
 
 def build_encoder(path, **options):

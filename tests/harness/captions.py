@@ -28,10 +28,24 @@ TEMPLATES = [
 UNSEEN = ["please draw the number {}", "a scan that shows {}", "{} written by hand"]
 
 
-def plan_captions(captions, **settings):
-    """A CaptionJob of wordllama, in small shards."""
+def plan_captions(captions, encoder=WORDLLAMA, **settings):
+    """A CaptionJob in small shards."""
     sizes = {"shard_size": 32, "block_size": 8} | settings
-    return CaptionJob(captions, WORDLLAMA, TextSettings(**sizes), CPU)
+    return CaptionJob(captions, encoder, TextSettings(**sizes), CPU)
+
+
+def save_bert(folder):
+    """A tiny BERT with random weights, and its tokenizer, as transformers saves them."""
+    import transformers
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "apple", "pear"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=len(words), intermediate_size=32, **sizes)
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(folder)
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
 
 
 def save_captioned_set(folder, *train, held_out=0, **settings):

@@ -11,7 +11,7 @@ from sampling.load import load_run
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.export.__main__ import ExportConfig, export
 from scripts.sample import SampleConfig, sample_run
-from tests.harness.captions import DIGITS, save_digits
+from tests.harness.captions import DIGITS, save_bert, save_digits
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
@@ -46,9 +46,14 @@ def captioned_run(request, tmp_path_factory):
     """A few quick steps on digits with captions, of which attention reads the tokens; sixes have
     none. Read only."""
     folder = tmp_path_factory.mktemp("captioned")
-    save_digits(folder / "set", count=64, captionless=6)
+    return train_on_digits(folder, request.param, captionless=6)
+
+
+def train_on_digits(folder, conditioning, **settings):
+    """Makes a set with captions and trains a few steps on it; returns the folder of the run."""
+    save_digits(folder / "set", count=64, **settings)
     words = ["data=resident", f"data.path={folder}/set", "model=dit_xs", "sample_every=8"]
-    words += [f"model.conditioning={request.param}", "model.text_tokens=true"]
+    words += [f"model.conditioning={conditioning}", "model.text_tokens=true"]
     words += ["eval_every=0", "save_every=8", "sampling.steps=3", "sampling.per_class=2"]
     words += ["total_samples=128", "batch_size=16", "optim.lr=2e-2", "runtime.precision=fp32"]
     train(compose([*TINY_MODEL, *words, f"run_dir={folder}/run"]))
@@ -220,3 +225,25 @@ def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
         pipe([0] if both else "one", prompt="one" if both else None, **options)
     with expect_refusal("format=torch_export holds no captions"):
         export(ExportConfig(run_dir=str(captioned_run), out="x.pt2", format="torch_export"))
+
+
+def test_an_exported_pipeline_opens_an_encoder_of_transformers(tmp_path):
+    """The folder does not say where the encoder was on the machine that trained."""
+    pytest.importorskip("transformers")
+    from diffusers import DiffusionPipeline
+
+    bert = save_bert(tmp_path)
+    encoder = {"_target_": "models.text_encoders.HubTextEncoder", "path": str(bert)}
+    run = train_on_digits(tmp_path, "text", templates=["a {}"], encoder=encoder)
+    folder = export(ExportConfig(run_dir=str(run), out=str(tmp_path / "out")))
+    for file in ("README.md", "transformer/config.json"):
+        assert str(bert) not in (folder / file).read_text().replace(str(folder), "")
+    assert "text_encoder_path=<the folder" in (folder / "README.md").read_text()
+    options = {"trust_remote_code": True, "text_encoder_path": str(bert)}
+    pipe = DiffusionPipeline.from_pretrained(folder, **options)
+    images = pipe("a red apple", num_inference_steps=2, output_type="np").images
+    expected = load_run(run, runtime={}).sample(prompts=["a red apple"], steps=2)
+    assert np.array_equal(images, expected)
+    pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+    with pytest.raises(ValueError, match="text_encoder_path=<folder>"):
+        pipe("a red apple")
