@@ -81,8 +81,7 @@ class TextEmbedding(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample."""
-        each = 2 * self.pooled.weight.numel()
-        return each * (1 + self.count)
+        return 2 * self.pooled.weight.numel() * (1 + self.count)
 
     def forward(self, text: EncodedText | None, dropped: Bool[Tensor, "B"]) -> list[Tensor]:
         """Returns the vector of each caption (B, D) and, with tokens, these (B, T, D) and a mask

@@ -60,16 +60,16 @@ def open_transformers(
     Raises ValueError, which names the key `key`, if that fails."""
     example = f"'owner/name'; correct {key}, or give a local folder."
     folder = find_folder(key, path, [*TEXT_FILES], example, revision)
-    options: dict[str, Any] = {"local_files_only": True}
     try:
         with silence_libraries():
             import transformers
 
             model_type = json.loads((folder / "config.json").read_text()).get("model_type")
             model_class = getattr(transformers, kind or TEXT_CLASSES.get(model_type, "AutoModel"))
-            weights = {"use_safetensors": True, "dtype": getattr(torch, dtype)}
-            model = model_class.from_pretrained(folder, **weights, **options)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+            model = model_class.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, dtype=getattr(torch, dtype)
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except ImportError as error:
         raise UserError(
             f"{key}={path} needs the package transformers: pip install 'fastlatent[text]'."

@@ -80,6 +80,11 @@ class TrainedModel:
         """Says what the model reads of captions: "none", "pooled" or "tokens"."""
         return find_text_level(self.opened.description.model)
 
+    @property
+    def conditioning(self) -> str:
+        """Says what conditions the model: "class", "text" or "class_and_text"."""
+        return self.opened.description.model.get("conditioning", "class")
+
     @cached_property
     def text_encoder(self) -> TextEncoder:
         """The encoder of the captions. Raises ValueError if it is absent, or another one."""
@@ -95,8 +100,7 @@ class TrainedModel:
         """Returns the conditions for samples of these labels, prompts, or pairs of both. Calls
         `say` with a note for each prompt that is cut. Raises ValueError for an unknown label, and
         if the model needs other conditions."""
-        conditioning = self.opened.description.model.get("conditioning", "class")
-        labels, prompts = pair_conditions(conditioning, labels, prompts)
+        labels, prompts = pair_conditions(self.conditioning, labels, prompts)
         numbers = find_class_numbers(labels, self.spec.names, self.spec.num_classes)
         classes = Conditions.of_classes(self.spec, numbers, numbers, self.device)
         if not prompts:

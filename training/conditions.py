@@ -133,8 +133,9 @@ def choose_conditions(training: Training, source: str, count: int) -> Conditions
         labels, numbers = list_samples(loader, source, count)
     else:
         labels, numbers = (column[:count] for column in training.first_samples)
-    rows = numbers.to(captions.device)
-    return Conditions(source, labels.to(device), rows, captions.texts, captions.columns)
+    return Conditions(
+        source, labels.to(device), numbers.to(captions.device), captions.texts, captions.columns
+    )
 
 
 def read_prompts(file: str) -> list[str]:

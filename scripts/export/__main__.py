@@ -208,13 +208,16 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
     names = trained.spec.names[:2] or [0]
     prompts = ["a red apple", "a yellow pear"][: len(names)]
     given = {"class": names, "text": prompts, "class_and_text": f"{names}, prompt={prompts}"}
-    conditioning = trained.opened.description.model.get("conditioning", "class")
-    call = f"pipe({given[conditioning]}, guidance_scale=2.0, seed=0"
+    call = f"pipe({given[trained.conditioning]}, guidance_scale=2.0, seed=0"
     last = f"{call}).images[0].save('sample.png')"
     options = ""
     note = ""
     text = trained.spec.text
-    if conditioning != "class" and text and Path(text.encoder.get("path") or "").is_absolute():
+    if (
+        trained.conditioning != "class"
+        and text
+        and Path(text.encoder.get("path") or "").is_absolute()
+    ):
         options = ", text_encoder_path=<the folder of the text encoder>"
     if not include and can_be_included(trained) and not find_branches(trained):
         options += ", vae=<the autoencoder, opened by diffusers>"
