@@ -153,7 +153,7 @@ class SampleJob:
         self.stream = SampleStream(
             forward, spec, sampling, conditions, cfg.seed, cfg.batch_size, device
         )
-        self.ledger = self.trained.warm_up(cfg.batch_size, sampling.guidance)
+        self.ledger = self.trained.warm_up(conditions, cfg.batch_size, sampling.guidance)
         self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
         """Samples in a chunk."""
 

@@ -27,7 +27,7 @@ from data.loader import LatentSpec
 from models.conditions import find_class_numbers, pair_conditions
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
-from models.sampler import check_guidance, check_internal_guidance, draw_latents
+from models.sampler import add_text, check_guidance, check_internal_guidance, draw_latents
 from training.checkpoint.load import find_weights_file, read_newest
 from training.components import find_text_level, prove_kernels, to_kwargs
 from training.conditions import Conditions
@@ -173,15 +173,18 @@ class TrainedModel:
         return np.concatenate(images)
 
     @torch.no_grad()
-    def warm_up(self, batch_size: int, guidance: float) -> Ledger:
+    def warm_up(self, conditions: Conditions, batch_size: int, guidance: float) -> Ledger:
         """Runs the model with a batch as large as sampling uses, `batch_size` or with guidance
-        twice that. Returns the ledger, which says which techniques were active."""
+        twice that, and with the first captions of `conditions`. Returns the ledger, which says
+        which techniques were active."""
         spec = self.spec
         count = batch_size * (1 if guidance == 1.0 else 2)
         x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
         t = torch.full((count,), 0.5, device=self.device)
         labels = torch.zeros(count, dtype=torch.int64).to(self.device)
-        ledger = self.stack.warm_up(lambda: self.forward(x, t, labels), self.model.blocks)
+        _, text = conditions(torch.arange(batch_size, device=self.device))
+        forward = add_text(self.forward, text)
+        ledger = self.stack.warm_up(lambda: forward(x, t, labels), self.model.blocks)
         requested = self.runtime.values()
         for kind in TECHNIQUES:
             why = kind.absent_from_sampling

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from models.text import TextEmbedding
+from sampling.draw import DrawConfig, SampleJob
 from sampling.load import load_run
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.export.__main__ import ExportConfig, export
@@ -17,6 +19,7 @@ from tests.harness.words import CPU, TINY_MODEL
 from train import train
 from training.components import build_loader
 from training.config.compose import compose, parse_words
+from training.distributed.ranks import SINGLE
 
 PROMPTS = [
     "red: apple",
@@ -89,6 +92,20 @@ def test_samples_of_prompts(captioned_run, tmp_path):
     assert not np.array_equal(other[1], images[1])
     assert other_facts["labels"] != facts["labels"]
     assert (tmp_path / "b.png").is_file()
+
+
+def test_the_warm_up_reads_captions(captioned_run, monkeypatch):
+    """So a compiled model is not compiled again for the first samples."""
+    seen = []
+    real = TextEmbedding.forward
+
+    def record(self, text, dropped):
+        seen.append(text is not None and len(text.pooled) == len(dropped) == 8)
+        return real(self, text, dropped)
+
+    monkeypatch.setattr(TextEmbedding, "forward", record)
+    SampleJob(DrawConfig(run_dir=str(captioned_run), batch_size=4, device="cpu"), SINGLE)
+    assert seen[-1]
 
 
 def test_samples_of_the_captions_of_the_data(captioned_run, tmp_path):
