@@ -96,9 +96,7 @@ def test_names_with_a_secret_lose_values_and_no_others():
     sources = [compose([]).source, compose(["source=x", "out=y"], "precompute_latents").source]
     keys = [key for source in sources for key, _ in flatten_tree(source)]
     keys += [field.name for field in dataclasses.fields(ImportConfig)]
-    found = {key.rpartition(".")[2] for key in keys if secrets.is_secret(key, "x")}
-    assert found == {"text_tokens"}
-    assert not any(secrets.is_secret("text_tokens", value) for value in (64, True, False))
+    assert not [key for key in keys if secrets.is_secret(key, "x")]
 
 
 def test_no_sentence_of_ours_is_redacted():
