@@ -59,8 +59,9 @@ class TextEmbedding(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Makes the buffers of the mean and the empty caption, on the device of the weights and
-        always in fp32: 16 bits would hide part of what distinguishes captions."""
+        """Makes the buffers of the mean and the empty caption, where they were before, and always
+        in fp32: 16 bits would hide part of what distinguishes captions."""
+        device = getattr(self, "mean", torch.empty(0)).device
         rows = self.text["empty_tokens"][: self.count]
         padding = [[0.0] * self.text["width"]] * (self.count - len(rows))
         buffers = {
@@ -71,7 +72,7 @@ class TextEmbedding(nn.Module):
         }
         for name, values in buffers.items():
             dtype = torch.int32 if name == "empty_length" else torch.float32
-            value = torch.tensor(values, dtype=dtype, device=self.pooled.weight.device)
+            value = torch.tensor(values, dtype=dtype, device=device)
             self.register_buffer(name, value, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TextEmbedding:

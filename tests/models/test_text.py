@@ -7,6 +7,7 @@ from accel.kernels import attend as attention
 from accel.kernels.attend import attend, attend_by_products, attend_in_groups, make_mask
 from common.encoded_text import EncodedText
 from models.mixers.attention import Attention
+from models.text import TextEmbedding
 from tests.harness.denoisers import FAMILIES, SIZES, fill_zero_layers, make_denoiser, make_inputs
 from tests.harness.refusals import expect_refusal
 
@@ -171,6 +172,20 @@ def test_16_bits_do_not_round_the_mean(by_default):
     assert model.text_embed.pooled.weight.dtype == torch.bfloat16
     assert torch.equal(model.text_embed.mean, torch.full((8,), 0.1))
     assert torch.equal(model.text_embed.empty_tokens[:2], torch.tensor(SPEC["empty_tokens"]))
+
+
+def test_buffers_are_there_while_weights_are_not(monkeypatch):
+    """diffusers makes a model without memory for its weights, if accelerate is installed."""
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(self, name, parameter):
+        meta = None if parameter is None else torch.nn.Parameter(parameter.to("meta"))
+        register(self, name, meta)
+
+    monkeypatch.setattr(torch.nn.Module, "register_parameter", register_on_meta)
+    embedding = TextEmbedding(4, SPEC, with_tokens=True)
+    assert embedding.pooled.weight.is_meta
+    assert embedding.mean.tolist() == pytest.approx(SPEC["mean"])
 
 
 def test_a_meta_model_knows_the_empty_caption():
