@@ -39,7 +39,6 @@ class TextEmbedding(nn.Module):
     mean: Tensor
     empty_pooled: Tensor
     empty_tokens: Tensor
-    empty_length: Tensor
 
     def __init__(self, dim: int, text: Mapping[str, Any], with_tokens: bool) -> None:
         super().__init__()
@@ -49,6 +48,7 @@ class TextEmbedding(nn.Module):
         """T, or 0 without tokens. All captions are padded to this length, so that shapes never
         change."""
         self.pooled = nn.Linear(width, dim)
+        self.empty_length = len(text["empty_tokens"][: self.count])
         self.tokens = nn.Linear(width, dim) if with_tokens else None
         self.init_buffers()
 
@@ -62,17 +62,14 @@ class TextEmbedding(nn.Module):
         """Makes the buffers of the mean and the empty caption, where they were before, and always
         in fp32: 16 bits would hide part of what distinguishes captions."""
         device = getattr(self, "mean", torch.empty(0)).device
-        rows = self.text["empty_tokens"][: self.count]
-        padding = [[0.0] * self.text["width"]] * (self.count - len(rows))
+        padding = [[0.0] * self.text["width"]] * (self.count - self.empty_length)
         buffers = {
             "mean": self.text["mean"],
             "empty_pooled": self.text["empty_pooled"],
-            "empty_tokens": rows + padding,
-            "empty_length": [len(rows)],
+            "empty_tokens": self.text["empty_tokens"][: self.count] + padding,
         }
         for name, values in buffers.items():
-            dtype = torch.int32 if name == "empty_length" else torch.float32
-            value = torch.tensor(values, dtype=dtype, device=device)
+            value = torch.tensor(values, dtype=torch.float32, device=device)
             self.register_buffer(name, value, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TextEmbedding:
@@ -89,8 +86,9 @@ class TextEmbedding(nn.Module):
         (B, T) that is false on padding. The empty caption replaces the caption of a sample whose
         `dropped` is true, and all captions if `text` is None."""
         if text is None:
-            length = self.empty_length
-            text = EncodedText(self.empty_pooled, self.empty_tokens, length, length)
+            # Drop all captions, of whatever values.
+            text = EncodedText(self.empty_pooled, self.empty_tokens, dropped, dropped)
+            dropped = torch.ones_like(dropped)
         everywhere = dropped.unsqueeze(1)
         pooled = torch.where(everywhere, self.empty_pooled, text.pooled.float())
         vector = self.pooled(F.normalize(pooled - self.mean, dim=1))
