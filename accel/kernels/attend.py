@@ -122,17 +122,15 @@ def attend_in_groups(
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # Pad groups and prefix to all keys: Inductor compiles no arithmetic with the index of a key.
     tokens = q.shape[2]
-    first = k.shape[2] - tokens
-    """Number of keys of the prefix."""
+    key_groups = None if groups is None else F.pad(groups, (k.shape[2] - tokens, 0), value=-1)
+    shown = None if prefix is None else F.pad(prefix, (0, tokens), value=groups is None)
 
     def is_seen(sample: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = key >= 0
-        if groups is not None:
-            seen = groups[query] == groups[(key - first).clamp(min=0)]
-        if prefix is not None:
-            in_prefix = prefix[sample, key.clamp(max=first - 1)]
-            seen = torch.where(key < first, in_prefix, seen)
+        seen = query < 0 if shown is None else shown[sample, key]
+        if groups is not None and key_groups is not None:
+            seen = seen | (groups[query] == key_groups[key])
         return seen
 
     block_mask = None

@@ -120,14 +120,19 @@ def draw(kind, seed, purpose, position, words):
     return torch.empty(len(position), words, dtype=dtype, device=position.device)
 
 
-def attend(q, k, v, backend="auto", groups=None):
-    """Attention by a backend; "auto" is PyTorch's choice on an H100, or a backend that takes
-    fp32."""
+def attend(q, k, v, backend="auto", groups=None, prefix=None):
+    """Attention by a backend; "auto" is PyTorch's choice on an H100, or a backend that takes fp32
+    or a mask."""
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "flex":
-        return accel.kernels.attend.attend_by_flex(q, k, v, groups)
+        return accel.kernels.attend.attend_by_flex(q, k, v, groups, prefix)
     assert groups is None
     ops = torch.ops.aten
+    if prefix is not None:
+        assert backend in ("auto", "efficient")
+        mask = accel.kernels.attend.make_mask(groups, prefix, q.shape[2])
+        bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype).expand(*q.shape[:3], -1)
+        return ops._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
     if backend == "math":
         return (q @ k.mT).softmax(-1) @ v
     if backend == "cudnn":

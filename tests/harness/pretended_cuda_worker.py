@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import is_fused
 from accel.techniques.fused_kernels import FusedKernel
+from common.encoded_text import EncodedText
 from common.files import ROOT
-from data.loader import Batch, LatentSpec
+from data.loader import Batch, LatentSpec, TextSpec
 from tests.harness.pretended_cuda import always, pretend_compiler, pretend_device, pretend_launches
 from tests.harness.steps import HEADS
 from training.assemble import Parts, assemble, build_stack
@@ -62,6 +63,11 @@ STEPS |= {
         for name in ("flash", "cudnn", "efficient", "math")
     },
 }
+STEPS |= {
+    "text": "dit fast model.conditioning=text model.text_tokens=true",
+    "text, lowmem": "hybrid lowmem model.conditioning=class_and_text model.text_tokens=true",
+    "text, one vector": "mamba fast model.conditioning=text",
+}
 """Name of a case -> family, preset, and further words."""
 COMPILED = {family: f"{family} production" for family in FAMILIES}
 COMPILED |= {
@@ -73,6 +79,10 @@ COMPILED |= {
         "ssd_mlp production runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective"
     ),
     "bf16 weights": "conv production runtime.weights=bf16",
+    "text": "hybrid production model.conditioning=text model.text_tokens=true",
+    "text, flex": (
+        "dit production runtime.attention=flex model.conditioning=text model.text_tokens=true"
+    ),
     "flex": "dit production runtime.attention=flex model.mixer.window=2",
 }
 SPEC = LatentSpec(
@@ -84,6 +94,18 @@ SPEC = LatentSpec(
     class_names=[],
     mean=[0.0] * 4,
     std=[1.0] * 4,
+    text=TextSpec(
+        encoder={},
+        encoder_sha256="",
+        width=256,
+        max_tokens=64,
+        dtype="float16",
+        count=1000,
+        per_image=4,
+        mean=[0.0] * 256,
+        empty_pooled=[1.0] * 256,
+        empty_tokens=[[1.0] * 256],
+    ),
 )
 STEP_COUNT = 2
 
@@ -183,7 +205,11 @@ def make_batches(training):
     samples = training.micro_batch
     numbers = torch.zeros(samples, dtype=torch.int64, device=CUDA)
     latents = torch.empty(samples, SPEC.channels, SPEC.height, SPEC.width, device=CUDA)
-    return [Batch(latents, numbers, numbers, numbers)] * training.cfg.accumulation_steps
+    text = None
+    if training.model.text_embed is not None:
+        vectors = torch.empty(samples, 65, 256, dtype=torch.float16, device=CUDA)
+        text = EncodedText(vectors[:, 0], vectors[:, 1:], numbers.int(), numbers)
+    return [Batch(latents, numbers, numbers, numbers, text)] * training.cfg.accumulation_steps
 
 
 def take_steps(training, watched):
