@@ -30,9 +30,10 @@ def parse_captions(place: str, content: bytes) -> tuple[str, ...]:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} holds no captions in UTF-8 ({error}); mend it.") from error
-    if isinstance(value, dict):
-        value = next((value[name] for name in CAPTION_NAMES if value.get(name)), [])
-    return tidy_value(place, value)
+    if not isinstance(value, dict):
+        return tidy_value(place, value)
+    found = (tidy_value(place, value.get(name)) for name in CAPTION_NAMES)
+    return next(filter(None, found), ())
 
 
 def tidy(lines: Iterable[str]) -> tuple[str, ...]:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any
 
 from common.errors import UserError
 
 
 def pair_conditions(
-    conditioning: str, labels: Any, prompts: Sequence[Any]
+    conditioning: str, labels: Any, prompts: Any
 ) -> tuple[list[int | str], list[str]]:
     """Returns the labels and prompts of samples: the label 0 for each prompt if the model has no
-    labels; in prompts a ? replaces what has no code in UTF-8. `labels` may be an array.
+    labels; in prompts a ? replaces what has no code in UTF-8. Both may be one value, a list, an
+    array or None.
 
     Raises ValueError unless these are what a model with this conditioning needs: labels, prompts,
     or as many of each.
     """
-    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise UserError(f"prompts={str(prompts)[:80]} must be a list of texts.")
-    labels = labels.tolist() if hasattr(labels, "tolist") else [*labels]
+    labels = list_values(labels)
+    prompts = list_values(prompts)
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(f"prompts={str(prompts)[:80]} must be texts.")
     needs, fits = {
         "class": ("labels", len(labels) > 0 == len(prompts)),
         "text": ("prompts", len(prompts) > 0 == len(labels)),
@@ -34,6 +36,14 @@ def pair_conditions(
         )
     encodable = [prompt.encode(errors="replace").decode() for prompt in prompts]
     return labels or [0] * len(prompts), encodable
+
+
+def list_values(values: Any) -> list[Any]:
+    """Returns one value, a sequence, an array or None as a list."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if values is None or isinstance(values, str | Number):
+        return [] if values is None else [values]
+    return [*values]
 
 
 def find_class_numbers(labels: Sequence[int | str], names: list[str], count: int) -> list[int]:

@@ -66,8 +66,9 @@ def open_transformers(
 
             model_type = json.loads((folder / "config.json").read_text()).get("model_type")
             model_class = getattr(transformers, kind or TEXT_CLASSES.get(model_type, "AutoModel"))
-            model = model_class.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, dtype=getattr(torch, dtype)
+            options = {"use_safetensors": True, "dtype": getattr(torch, dtype)}
+            model, loading = model_class.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True, **options
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except ImportError as error:
@@ -79,6 +80,13 @@ def open_transformers(
             f"{key}={path} cannot be opened by transformers ({shorten_error(error)}); it must hold "
             "config.json, weights in safetensors and a tokenizer."
         ) from error
+    # transformers fills weights that are not there at random; BERT's pooler is not used here.
+    missing = [key for key in loading["missing_keys"] if "pooler" not in key]
+    if missing:
+        raise UserError(
+            f"{key}={path} lacks {len(missing)} weights of a {type(model).__name__}, such as "
+            f"{min(missing)}; give the folder of another model."
+        )
     files = [file for pattern in HASHED_FILES for file in folder.glob(pattern) if file.is_file()]
     return model.eval().requires_grad_(False), tokenizer, folder, hash_files(files)
 

@@ -142,8 +142,8 @@ class Training:
     @cached_property
     def first_samples(self) -> tuple[Tensor, Tensor]:
         """Labels, and numbers of the captions, of the first training samples in the order of seed
-        0, in which the reference of the distances is read; as many as the distances need. The first
-        rank reads them; all ranks must read this property together."""
+        0, as many as the distances need. The first rank reads them; all ranks must read this
+        property together."""
         cfg = self.cfg
 
         def read() -> tuple[Tensor, Tensor]:
@@ -193,6 +193,8 @@ class Training:
         """Takes steps until compilation has ended, observes in one step which techniques are
         active, and then restores the state from before these steps. Returns the ledger of the
         techniques."""
+        # Choose the rows of grids now: the data may not be there later.
+        _ = self.cfg.sample_every and self.shown
         with self.state.preserve():
             self.step.schedule(0)
             ledger = self.stack.warm_up(lambda: self.step(self.take_batches()), self.model.blocks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Number
 from typing import Any
 
 import torch
@@ -205,13 +204,11 @@ class FastlatentPipeline(DiffusionPipeline):
             check_decoder(self.vae, facts)
 
         # A model of captions alone takes the first argument as prompts.
-        labels: Any = [class_labels] if isinstance(class_labels, Number | str) else class_labels
-        prompts: Any = [prompt] if isinstance(prompt, str) else prompt or []
+        labels: Any = class_labels
         conditioning = self.transformer.config.conditioning
-        if conditioning == "text" and not prompts:
-            prompts = labels
-            labels = []
-        labels, prompts = pair_conditions(conditioning, labels, prompts)
+        if conditioning == "text" and prompt is None:
+            prompt, labels = labels, None
+        labels, prompts = pair_conditions(conditioning, labels, prompt)
         names = facts["class_names"]
         numbers = find_class_numbers(labels, names, len(names))
         drawn = self.draw(numbers, settings, seed, latents, prompts)
@@ -235,12 +232,14 @@ class FastlatentPipeline(DiffusionPipeline):
         if encoder is None:
             node = dict(facts["encoder"])
             if self.text_encoder_path:
+                if "path" not in node:
+                    raise UserError("text_encoder_path: this encoder has no folder; leave it out.")
                 node["path"] = self.text_encoder_path
             try:
                 encoder = make_layer(node)()
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 hint = "If it is elsewhere: from_pretrained(…, text_encoder_path=<folder>)."
-                raise UserError(f"{error} {hint}") from error
+                raise UserError(f"{error} {hint if 'path' in node else ''}") from error
             if encoder.weights_sha256 != facts["encoder_sha256"]:
                 raise UserError(f"{node} has other weights than in training.")
             self.text_encoder = encoder

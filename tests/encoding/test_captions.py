@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data.blocks import BlockReader
 from data.captions import CaptionTable
@@ -54,7 +55,7 @@ def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
         ('{"captions": ["one", " ", "one"]}', ("one",)),
         ('{"width": 512}', ()),
         ('{"caption": null}', ()),
-        ('{"captions": [], "caption": null, "text": "one"}', ("one",)),
+        ('{"captions": [null, " "], "caption": null, "text": "one"}', ("one",)),
         ('[null, "a \\ud800 half"]', ("a ? half",)),
     ],
 )
@@ -222,6 +223,11 @@ def test_an_encoder_of_transformers(bert, tmp_path):
     with expect_refusal("dtype=bf16"):
         build_encoder(other, dtype="bf16")
     assert build_encoder(other, dtype="bfloat16").encode(["pear"], 2).tokens.dtype == torch.half
+    tensors = load_file(other / "model.safetensors")
+    first = tensors.pop("encoder.layer.0.output.dense.weight")
+    save_file(tensors | {"misnamed": first}, other / "model.safetensors")
+    with expect_refusal("lacks 1 weights of a BertModel, such as encoder.layer.0.output.dense"):
+        build_encoder(other)
     (other / "model.safetensors").unlink()
     with expect_refusal("cannot be opened by transformers"):
         build_encoder(other)

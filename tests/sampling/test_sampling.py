@@ -159,10 +159,13 @@ def test_a_label_that_is_no_class_is_a_short_sentence(label, sentence):
 
 def test_labels_may_be_arrays_and_prompts_must_be_texts():
     for labels in ([1, 2], np.array([1, 2]), torch.tensor([1, 2])):
-        assert pair_conditions("class", labels, []) == ([1, 2], [])
+        assert pair_conditions("class", labels, None) == ([1, 2], [])
+    for label in (1, np.int64(1), torch.tensor(1)):
+        assert pair_conditions("class", label, []) == ([1], [])
+    assert pair_conditions("class_and_text", "one", "a red apple") == (["one"], ["a red apple"])
     assert pair_conditions("text", [], ["one \udcff"]) == ([0], ["one ?"])
-    for prompts in ("a red apple", [3], [None]):
-        with pytest.raises(ValueError, match="must be a list of texts"):
+    for prompts in (3, [3], [None]):
+        with pytest.raises(ValueError, match="must be texts"):
             pair_conditions("text", [], prompts)
 
 

@@ -9,7 +9,7 @@ import torch
 from models.adapters import find_trained_parameters
 from models.sampler import check_guidance
 from scripts.plan.memory import forecast, make_question
-from tests.harness.captions import DIGITS, save_digits
+from tests.harness.captions import DIGITS, save_bert, save_digits
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import compose_words, tiny_training
@@ -139,6 +139,16 @@ def test_an_adapter_trains_beside_captions(digits, run):
     words = ["data=resident", f"data.path={digits}", "model=pretrained", "adapter=lora"]
     folders = [f"init_from={base['run_dir']}", f"run_dir={base['run_dir']}_tuned"]
     assert train(compose([*words, *short, *folders]))["steps"] == 2
+
+
+def test_a_model_of_another_text_encoder_is_refused(digits, run, tmp_path):
+    pytest.importorskip("transformers")
+    base = run(*text_words(digits, "model=dit_s"), "save_every=2")
+    encoder = {"_target_": "models.text_encoders.HubTextEncoder", "path": str(save_bert(tmp_path))}
+    other = save_digits(tmp_path / "set", ["a {}"], count=32, encoder=encoder)
+    words = ["model.text_tokens=false", f"init_from={base['run_dir']}"]
+    with expect_refusal("was trained on captions of another text_encoder than the data"):
+        run(*text_words(other, "model=dit_s", *words), folder="other")
 
 
 def test_forecasts_count_what_the_text_keeps(digits):

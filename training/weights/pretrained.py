@@ -258,6 +258,14 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
     ]
     old = spec if description is None else description.spec
 
+    if getattr(model, "text_embed", None) is not None and old.text and spec.text:
+        encoders = {old.text.encoder_sha256, spec.text.encoder_sha256}
+        if len(encoders) > 1:
+            raise UserError(
+                f"{file} was trained on captions of another text_encoder than the data's; encode "
+                "the captions with that one."
+            )
+
     # Compare class names only if the file's spec or this run's spec has some. Without names,
     # `spec.names` makes a string per class, and a file may claim so many classes that these strings
     # fill the memory.
@@ -379,7 +387,12 @@ def build_encoder(
             "and no hash or commit identifies its weights, so no hub is asked for them; use "
             f"{key}=<folder> with its files, or correct {key}.path in the latents' manifest.json."
         )
-    encoder = build(node, key, kind=kind)
+    try:
+        encoder = build(node, key, kind=kind)
+    except UserError as error:
+        if path is not None:
+            raise
+        raise UserError(f"{error} If it was moved: {key}=<its folder>.") from error
     if sha256 not in (None, encoder.weights_sha256):
         raise UserError(
             f"the {key} at {node.get('path')} has other weights than the one that made the "
