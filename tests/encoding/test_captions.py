@@ -233,6 +233,28 @@ def test_an_encoder_of_transformers(bert, tmp_path):
         build_encoder(other)
 
 
+@pytest.mark.parametrize("name", ["T5", "CLIP"])
+def test_the_text_part_of_a_larger_model_is_taken(name, bert, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes["num_attention_heads"] = 2
+    if name == "T5":
+        config = transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1)
+        model = transformers.T5ForConditionalGeneration(config)
+    else:
+        text = sizes | {"vocab_size": 9, "max_position_embeddings": 6}
+        vision = sizes | {"image_size": 16, "patch_size": 8}
+        model = transformers.CLIPModel(
+            transformers.CLIPConfig(text_config=text, vision_config=vision)
+        )
+    folder = shutil.copytree(bert, tmp_path / "model")
+    model.save_pretrained(folder)
+    encoder = build_encoder(folder)
+    assert encoder.kind == {"T5": "T5EncoderModel", "CLIP": "CLIPTextModel"}[name]
+    assert encoder.width == 8
+    assert encoder.encode(["a red apple", "a " * 9], 8).lengths.tolist()[0] == 5
+
+
 def test_a_model_of_images_is_refused(bert, tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
