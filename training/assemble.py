@@ -246,6 +246,9 @@ def assemble(
     loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks, level)
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
     objective = build(cfg.objective, "objective")
+    base = find_base(cfg, loader.spec, ranks) if cfg.adapter else None
+    if base is not None:
+        loader.spec = base.adopt_mean(loader.spec)
     model = parts.model(cfg.model, loader.spec, device)
     refuse_unfit(cfg, loader, model)
 
@@ -253,7 +256,6 @@ def assemble(
     stack = parts.stack(cfg, device)
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
-    base = find_base(cfg, loader.spec, ranks) if cfg.adapter else None
     if base is not None:
         rows = parts.weights(model, loader.spec, base)
         if rows:

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.manifest import read_manifest
 from models.adapters import find_trained_parameters
 from models.sampler import check_guidance
+from sampling.load import load_run
 from scripts.plan.memory import forecast, make_question
 from tests.harness.captions import DIGITS, save_bert, save_digits
 from tests.harness.refusals import expect_refusal
@@ -133,12 +135,16 @@ def test_guidance_needs_classes_or_captions(digits):
         check_guidance(spec, "none", 2.0)
 
 
-def test_an_adapter_trains_beside_captions(digits, run):
+def test_an_adapter_trains_beside_captions(digits, run, tmp_path):
+    """From the captions of a small set it subtracts the mean that its base subtracts."""
     base = run(*text_words(digits, "model=dit_s", "model.text_tokens=true"), "save_every=2")
-    short = ["total_samples=16", "batch_size=8", "eval_every=0", "sample_every=0", "save_every=0"]
-    words = ["data=resident", f"data.path={digits}", "model=pretrained", "adapter=lora"]
-    folders = [f"init_from={base['run_dir']}", f"run_dir={base['run_dir']}_tuned"]
+    small = save_digits(tmp_path / "set", ["this is a {}"], count=16)
+    short = ["total_samples=16", "batch_size=8", "eval_every=0", "sample_every=0", "save_every=2"]
+    words = ["data=resident", f"data.path={small}", "model=pretrained", "adapter=lora"]
+    folders = [f"init_from={base['run_dir']}", f"run_dir={tmp_path}/tuned"]
     assert train(compose([*words, *short, *folders]))["steps"] == 2
+    means = [load_run(path).spec.text.mean for path in (base["run_dir"], tmp_path / "tuned")]
+    assert means[0] == means[1] != read_manifest(small).text.mean
 
 
 def test_a_model_of_another_text_encoder_is_refused(digits, run, tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 
 from common.errors import UserError
 from common.files import hash_file
-from data.loader import LatentSpec
+from data.loader import LatentSpec, TextSpec
 from models.adapters import Adapter, attach
 from training.checkpoint.files import flatten
 from training.checkpoint.load import find_checkpoints, find_weights_file
@@ -47,6 +47,15 @@ class Base:
     new_classes: bool
     """True if the data has classes that the base model lacks; then the run also trains the table of
     label embeddings."""
+    text: TextSpec | None = None
+    """Description of the captions on which the base model was trained."""
+
+    def adopt_mean(self, spec: LatentSpec) -> LatentSpec:
+        """Returns `spec` with the mean of the captions of the base model, whose weights know no
+        other: the captions of a small set may all be near their own mean."""
+        if self.text is None or spec.text is None:
+            return spec
+        return replace(spec, text=replace(spec.text, mean=self.text.mean))
 
     @cached_property
     def sha256(self) -> str:
@@ -229,7 +238,7 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
             f"{setting} was trained on latents with another normalisation than the data's; use "
             "model=pretrained, which also takes the normalisation from there."
         )
-    return Base(file, not set(spec.names) <= set(base_spec.names))
+    return Base(file, not set(spec.names) <= set(base_spec.names), base_spec.text)
 
 
 def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
