@@ -49,7 +49,7 @@ from training.metrics import Meter
 from training.optimizers import Schedule, make_parameter_groups
 from training.state import TrainState, load_weights
 from training.step import SpikeGuard, StepOutput, TrainStep
-from training.weights.adapter_base import Base, add_adapter, find_base, load_base
+from training.weights.adapter_base import Base, add_adapter, load_base, open_base
 from training.weights.pretrained import build_model, fit_weights
 
 CHANGEABLE_KEYS = (
@@ -246,9 +246,7 @@ def assemble(
     loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks, level)
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
     objective = build(cfg.objective, "objective")
-    base = find_base(cfg, loader.spec, ranks) if cfg.adapter else None
-    if base is not None:
-        loader.spec = base.adopt_mean(loader.spec)
+    base = open_base(cfg, loader, ranks)
     model = parts.model(cfg.model, loader.spec, device)
     refuse_unfit(cfg, loader, model)
 

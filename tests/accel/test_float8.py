@@ -192,7 +192,8 @@ def test_a_run_that_is_resumed_ends_bit_for_bit_the_same(whole, tmp_path):
 @HERE
 def test_samples_are_drawn_in_8_bits_too(whole):
     trained = load_run(whole, device="cpu")
-    row = next(row for row in trained.warm_up(2, 1.5) if row.key == "precision")
+    ledger = trained.warm_up(trained.make_conditions([0]), 2, 1.5)
+    row = next(row for row in ledger if row.key == "precision")
     assert row.active == "fp8"
     images = trained.sample([0, 1], steps=2)
     plain = load_run(whole, device="cpu", runtime={"precision": "fp32"}).sample([0, 1], steps=2)

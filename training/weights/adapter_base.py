@@ -13,7 +13,7 @@ from torch import nn
 
 from common.errors import UserError
 from common.files import hash_file
-from data.loader import LatentSpec, TextSpec
+from data.loader import LatentLoader, LatentSpec, TextSpec
 from models.adapters import Adapter, attach
 from training.checkpoint.files import flatten
 from training.checkpoint.load import find_checkpoints, find_weights_file
@@ -49,13 +49,6 @@ class Base:
     label embeddings."""
     text: TextSpec | None = None
     """Description of the captions on which the base model was trained."""
-
-    def adopt_mean(self, spec: LatentSpec) -> LatentSpec:
-        """Returns `spec` with the mean of the captions of the base model, whose weights know no
-        other: the captions of a small set may all be near their own mean."""
-        if self.text is None or spec.text is None:
-            return spec
-        return replace(spec, text=replace(spec.text, mean=self.text.mean))
 
     @cached_property
     def sha256(self) -> str:
@@ -239,6 +232,19 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
             "model=pretrained, which also takes the normalisation from there."
         )
     return Base(file, not set(spec.names) <= set(base_spec.names), base_spec.text)
+
+
+def open_base(cfg: TrainConfig, loader: LatentLoader, ranks: Ranks) -> Base | None:
+    """Finds the base model as `find_base` does; None for a run without an adapter. Gives the
+    loader's spec the mean of the captions of the base model, whose weights know no other: the
+    captions of a small set may all be near their own mean."""
+    if not cfg.adapter:
+        return None
+    spec = loader.spec
+    base = find_base(cfg, spec, ranks)
+    if base.text and spec.text:
+        loader.spec = replace(spec, text=replace(spec.text, mean=base.text.mean))
+    return base
 
 
 def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
