@@ -207,7 +207,8 @@ class FastlatentPipeline(DiffusionPipeline):
         labels: Any = class_labels
         conditioning = self.transformer.config.conditioning
         if conditioning == "text" and prompt is None:
-            prompt, labels = labels, None
+            prompt = labels
+            labels = None
         labels, prompts = pair_conditions(conditioning, labels, prompt)
         names = facts["class_names"]
         numbers = find_class_numbers(labels, names, len(names))
