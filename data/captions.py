@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.encoded_text import EncodedText
 from data.blocks import BlockReader, DamagedBlockError, describe_tensor, join_rows, split_rows
-from data.loader import LatentSpec, TextSpec
+from data.loader import TextSpec
 from data.manifest import Manifest
 from data.source import Source
 
@@ -124,20 +124,20 @@ class CaptionTable:
         return EncodedText(**split_rows(rows, self.template._asdict()))
 
 
-def make_blank_table(spec: LatentSpec, level: str, device: torch.device) -> CaptionTable | None:
+def make_blank_table(
+    spec: TextSpec | None, level: str, device: torch.device
+) -> CaptionTable | None:
     """Makes a table of one caption of zeros, with the shapes and dtypes of the set's captions, for
     forecasts; None if `level` is "none" or the set has no captions."""
-    if spec.text is None or level == "none":
+    if spec is None or level == "none":
         return None
-    return CaptionTable(replace(spec.text, count=1), level, device)
+    return CaptionTable(replace(spec, count=1), level, device)
 
 
 def count_caption_bytes(spec: TextSpec | None, level: str) -> int:
     """Counts the bytes of a table of captions; 0 if there is none."""
-    if spec is None or level == "none":
-        return 0
-    one = CaptionTable(replace(spec, count=1), level, torch.device("meta"))
-    return spec.count * one.row_bytes
+    one = make_blank_table(spec, level, torch.device("meta"))
+    return spec.count * one.row_bytes if spec and one else 0
 
 
 def quantise(vectors: Tensor, dtype: torch.dtype) -> Tensor:

@@ -132,7 +132,7 @@ class CaptionJob:
         progress = Progress(len(todo), "shards of captions", silent=not ranks.first)
         written = []
 
-        # A shard has `shard_size` captions, and the last one what is left.
+        # All shards but the last have `shard_size` captions.
         for number, name in todo:
             texts = self.texts[number * shard_size : (number + 1) * shard_size]
             with (

@@ -30,8 +30,8 @@ class Conditions:
     depend on i alone."""
 
     source: Any
-    """Where they come from, for protocols: "balanced" for all classes, the numbers of the classes,
-    "data", "train" or "held_out" for the samples of the data, or a hash of labels and prompts."""
+    """Value that protocols record: "balanced" for all classes, the numbers of the classes, "data",
+    "train" or "held_out" for the samples of the data, or a hash of labels and prompts."""
     labels: Int[Tensor, "N"]
     rows: Int[Tensor, "N"]
     """Rows of `captions`, on its device; the labels again if there are none."""

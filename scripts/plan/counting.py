@@ -234,7 +234,7 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
             torch.zeros(samples, spec.channels, spec.height, spec.width)
             for _ in range(cfg.accumulation_steps)
         ]
-        table = make_blank_table(spec, find_text_level(cfg.model), CPU)
+        table = make_blank_table(spec.text, find_text_level(cfg.model), CPU)
         text = table and table.gather(numbers)
         batches = [Batch(micro_batch, numbers, numbers, numbers, text) for micro_batch in latents]
 

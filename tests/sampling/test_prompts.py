@@ -95,7 +95,7 @@ def test_samples_of_prompts(captioned_run, tmp_path):
 
 
 def test_the_warm_up_reads_captions(captioned_run, monkeypatch):
-    """So a compiled model is not compiled again for the first samples."""
+    """The warm-up compiles the graph of the samples, so they do not wait for another."""
     seen = []
     real = TextEmbedding.forward
 
