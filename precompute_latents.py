@@ -7,6 +7,10 @@ python precompute_latents.py source=photos out=latents/photos encoder=sd
 torchrun --nproc-per-node 8 precompute_latents.py source=photos out=latents/photos encoder=sd
 python precompute_latents.py source=photos out=latents/photos encoder=local \\
     encoder.path=models/my-vae
+
+On several machines, one command each for part=0/3, 1/3 and 2/3, and finish=true at the end:
+python precompute_latents.py source=photos out=latents/photos encoder=sd part=0/3
+python precompute_latents.py out=latents/photos finish=true
 """
 
 import common.require_python  # isort: skip  # noqa: F401  # refuses a Python that is too old
@@ -28,7 +32,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 def precompute(composed: Composed) -> Path:
     """Encodes the images that `composed.cfg` names, and returns the path of the manifest. With
-    dry_run=true it only prints an estimate of size and time, and writes no manifest."""
+    dry_run=true it only prints an estimate of size and time, and writes no manifest. Neither does a
+    part of a job; with finish=true it writes the manifest of all parts."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
     from encoding.captions import fill_templates
     from encoding.encoder import (
@@ -42,22 +47,33 @@ def precompute(composed: Composed) -> Path:
     from encoding.job import (
         claim_folder,
         describe_job,
-        make_locked_folder,
+        describe_result,
+        describe_set,
+        finish_job,
+        hold_folder,
+        list_settings,
         plan_captions,
         plan_shards,
         write_manifest,
     )
+    from encoding.shards import WHOLE
     from encoding.sources import list_images
     from models.images import Autoencoder
     from training.config.build import build
     from training.distributed.ranks import Ranks
     from training.environment import pick_device
 
-    # 1. List the images, plan the shards, and load the encoder.
     cfg = composed.cfg
+    out = Path(cfg.out).expanduser()
+    if cfg.finish:
+        given = {word.partition("=")[0] for word in composed.overrides}
+        settings = {key: value for key, value in list_settings(cfg).items() if key in given}
+        print(describe_result(finish_job(out, settings), out))
+        return out / "manifest.json"
+
+    # 1. List the images, plan the shards, and load the encoder.
     ranks = Ranks.from_environment()
     device = ranks.device(pick_device(cfg.runtime.device.value))
-    out = Path(cfg.out).expanduser()
     given = cfg.captions == "given"
     with_text = bool(cfg.text_encoder)
     images = list_images(cfg.source, cfg.classes, cfg.allow_cut, with_text and given)
@@ -99,44 +115,33 @@ def precompute(composed: Composed) -> Path:
 
     # 4. Encode all images, shard by shard; the ranks share the shards.
     job = describe_job(images, cfg, autoencoder.weights_sha256, precision, plan)
+    found = describe_set(plan, images, cfg, autoencoder, shape, quality, precision)
     with contextlib.ExitStack() as lock:
         # The first rank locks the folder and writes job.json; then all ranks compare job.json with
         # their own job.
         if ranks.first:
-            lock.enter_context(make_locked_folder(out))
-            claim_folder(out, job)
+            lock.enter_context(hold_folder(out, plan.part, job, found))
         ranks.wait_for_all()
-        claim_folder(out, job)
+        claim_folder(out, job, found)
         began = time.perf_counter()
         if plan.captions is not None:
-            plan.captions.run(out, ranks)
+            plan.captions.run(out, ranks, plan.part)
         encoder.run(plan)
         ranks.wait_for_all()
-        if not ranks.first:
-            ranks.close()
-            return out / "manifest.json"
-        manifest = write_manifest(plan, images, cfg, autoencoder, shape, quality, precision)
+        if ranks.first and plan.part == WHOLE:
+            result = describe_result(write_manifest(out), out)
+        else:
+            result = (
+                f"part={plan.part} is encoded; once all parts are: "
+                f"python precompute_latents.py out={out} finish=true"
+            )
     ranks.close()
 
-    # 5. Report the result, and the command that trains on it.
+    # 5. Report the time and the result, with the next command.
     seconds = time.perf_counter() - began
-    shares = [f"{part} {spent / seconds:.0%}" for part, spent in encoder.seconds.items()]
+    shares = [f"{name} {spent / seconds:.0%}" for name, spent in encoder.seconds.items()]
     breakdown = f" ({', '.join(shares)})" if shares else ""
-    print(
-        f"{manifest.count} training and {manifest.held_out} held-out latents in {out}, "
-        f"{seconds:.0f} s{breakdown}"
-    )
-    if manifest.skipped:
-        print(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
-    # Guidance needs classes or captions. If the set has neither, the suggested command switches
-    # guidance off by guidance=1.
-    guidance = "" if manifest.class_names else " sampling.guidance=1"
-    if manifest.text is not None:
-        guidance = " model.conditioning=text"
-    print(
-        f"next: python train.py data=resident data.path={out} experiment=fastrun{guidance}",
-        flush=True,
-    )
+    ranks.say(f"encoded in {seconds:.0f} s{breakdown}\n{result}")
     return out / "manifest.json"
 
 

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 """Root folder of this repository's checkout."""
 LOCK_FILE = ".lock"
 """Name of a lock file: to lock a folder, a process locks the file of this name in the folder."""
+LOCK_PARTS = 2**30
+"""Number of parts of a folder that `lock_folder` can lock separately."""
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -122,6 +124,7 @@ class FolderLock:
     of the process."""
 
     def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
         self.close = weakref.finalize(self, os.close, descriptor)
 
     def __enter__(self) -> FolderLock:
@@ -130,10 +133,27 @@ class FolderLock:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def take_turn(self) -> Iterator[None]:
+        """Waits until no other process that holds a part of the folder runs such a `with` block.
+        Does not wait if the file system has no locks."""
+        import fcntl
 
-def lock_folder(folder: Path, refusal: str) -> FolderLock:
+        with contextlib.suppress(OSError):
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX, 1, LOCK_PARTS)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, LOCK_PARTS)
+
+
+def lock_folder(folder: Path, refusal: str, start: int = 0, length: int = 0) -> FolderLock:
     """Locks an existing folder for this process. Raises ValueError with the message `refusal` if
     another process holds the lock; only warns if the file system has no locks.
+
+    Processes that share the work in a folder each lock the part of it from `start` on, with
+    `length` of `LOCK_PARTS` equal parts. These are bytes of the lock file, which need not exist.
 
     The lock is a POSIX lock: it works on NFS, forked worker processes do not inherit it, and the
     system releases it when its process is killed.
@@ -143,7 +163,7 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     lock = FolderLock(descriptor)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             holder = os.pread(descriptor, 1000, 0).decode()
@@ -155,8 +175,10 @@ def lock_folder(folder: Path, refusal: str) -> FolderLock:
             flush=True,
         )
     else:
+        # Name this process to others that are refused, unless it is one of several holders.
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        if not length:
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return lock
 
 

@@ -22,7 +22,14 @@ from common.terminal import Progress
 from data.captions import count_caption_bytes, join_text, quantise
 from data.loader import TextSpec
 from data.manifest import Shard
-from encoding.shards import ShardWriter, explain_full_disk, read_finished, write_sidecar
+from encoding.shards import (
+    WHOLE,
+    Part,
+    ShardWriter,
+    explain_full_disk,
+    read_finished,
+    write_sidecar,
+)
 from training.config.build import build
 from training.distributed.ranks import SINGLE, Ranks
 
@@ -122,12 +129,12 @@ class CaptionJob:
             yield chunk | {"captions": self.number_captions(self.captions[start:end])}
             start = end
 
-    def run(self, out: Path, ranks: Ranks = SINGLE) -> list[Shard]:
-        """Writes each unfinished shard of captions of this rank, and its sidecar; returns the
-        shards that it has written."""
+    def run(self, out: Path, ranks: Ranks = SINGLE, part: Part = WHOLE) -> list[Shard]:
+        """Writes each unfinished shard of captions of this rank and part, and its sidecar; returns
+        the shards that it has written."""
         shard_size = self.settings.shard_size
         block_size = self.settings.block_size
-        shards = list(enumerate(self.shards))[ranks.rank :: ranks.world_size]
+        shards = part.select(list(enumerate(self.shards)))[ranks.rank :: ranks.world_size]
         todo = [(number, name) for number, name in shards if read_finished(out, name) is None]
         progress = Progress(len(todo), "shards of captions", silent=not ranks.first)
         written = []
@@ -140,8 +147,8 @@ class CaptionJob:
                 ShardWriter(out / name, "captions", block_size) as writer,
             ):
                 for start in range(0, len(texts), block_size):
-                    part = texts[start : start + block_size]
-                    writer.write_member(self.encode(part), len(part))
+                    block = texts[start : start + block_size]
+                    writer.write_member(self.encode(block), len(block))
                 shard = writer.close()
                 write_sidecar(out, shard)
             written.append(shard)

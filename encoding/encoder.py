@@ -110,7 +110,7 @@ def measure_psnr(
 
 @dataclass
 class ShardEncoder:
-    """Encodes the unfinished shards of a plan; each of n ranks takes every n-th shard."""
+    """Encodes the unfinished shards of a plan's part; each of n ranks takes every n-th shard."""
 
     step: EncodeStep
     cfg: PrecomputeConfig
@@ -125,7 +125,7 @@ class ShardEncoder:
     def run(self, plan: Plan) -> None:
         """Writes each unfinished shard of this rank, and its sidecar, a JSON file that describes
         the shard. Worker processes decode images ahead of the encoder."""
-        rank_shards = plan.shards[self.ranks.rank :: self.ranks.world_size]
+        rank_shards = plan.part.select(plan.shards)[self.ranks.rank :: self.ranks.world_size]
         if any((self.out / f"{name}.json").is_file() for name, _, _ in rank_shards):
             print("checking the hashes of the finished shards", flush=True)
         todo = [shard for shard in rank_shards if read_finished(self.out, shard[0]) is None]
@@ -233,8 +233,9 @@ class ShardEncoder:
 
 
 def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
-    """Returns the text that dry_run=true prints: the number of images of the job, and the GiB and
-    minutes that it will take, estimated by encoding its first `batches` batches."""
+    """Returns the text that dry_run=true prints: the number of images of the job, the GiB that it
+    will take, and the minutes that this part of it will take, estimated by encoding the first
+    `batches` batches of the job."""
     cfg = encoder.cfg
     all_images = (image for _, _, shard_images in plan.shards for image in shard_images)
     first = list(islice(all_images, batches * cfg.batch_size))
@@ -255,7 +256,8 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
     processes = max(1, cfg.num_workers)
     reading = encoder.seconds["decode"] / len(items) / processes
     encoding = encoder.seconds["encode"] / count
-    minutes = plan.images / encoder.ranks.world_size * max(encoding, reading) / 60
+    processes_at_work = encoder.ranks.world_size * plan.part.count
+    minutes = plan.images / processes_at_work * max(encoding, reading) / 60
     out = encoder.out.absolute()
     folder = next(parent for parent in (out, *out.parents) if parent.exists())
     return (

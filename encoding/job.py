@@ -1,16 +1,26 @@
 """Plans an encoding job and writes its folder, shards and manifest. If a job was stopped, the same
-command continues it.
+command continues it. Several commands, which may run at once on different machines, can share a
+job: each encodes a part of the shards, and one more writes the manifest.
 
 A shard is a WebDataset tar of blocks (data/manifest.py describes them). Its content depends only on
 the list of images, the settings of the job, and the index of the shard. Each finished shard has a
 sidecar `<shard>.json` with its description and the sums of its channels; the job does not encode a
 shard with a valid sidecar again.
+
+The first command writes job.json. It holds the settings, which every further command compares with
+its own, and what the manifest will need: the names of all shards, and what this command found out
+about the encoder. So no later command needs that machine, and the manifest does not depend on the
+number or the order of the commands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +28,19 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import LOCK_FILE, FolderLock, lock_folder, make_folder, read_object, write_json
-from data.manifest import MANIFEST_NAME, Manifest, Shard
+from common.files import (
+    LOCK_FILE,
+    LOCK_PARTS,
+    FolderLock,
+    lock_folder,
+    make_folder,
+    read_object,
+    write_json,
+)
+from data.manifest import MANIFEST_NAME, SCHEMA, Manifest, Shard
 from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
-from encoding.images import RESIZE, ImageEntry, ImageList
+from encoding.images import RESIZE, ImageEntry, ImageList, join_few
+from encoding.shards import WHOLE, Part, read_finished
 from models.images import Autoencoder
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
@@ -40,6 +59,8 @@ class Plan:
     """(file name, split "held_out" or "train", images) of each shard"""
     held_out: int
     images: int
+    part: Part = WHOLE
+    """Part of the shards that this command encodes."""
     captions: CaptionJob | None = None
 
 
@@ -59,7 +80,7 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
         for number, start in enumerate(range(0, len(part), cfg.shard_size)):
             file = f"{split}-{number:05d}.tar"
             shards.append((file, split, part[start : start + cfg.shard_size]))
-    return Plan(shards, held_out, len(numbered))
+    return Plan(shards, held_out, len(numbered), Part.parse(cfg.part))
 
 
 def plan_captions(plan: Plan, cfg: PrecomputeConfig, device: torch.device) -> CaptionJob:
@@ -70,11 +91,8 @@ def plan_captions(plan: Plan, cfg: PrecomputeConfig, device: torch.device) -> Ca
     return CaptionJob(captions, cfg.text_encoder, settings, device)
 
 
-def describe_job(
-    images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str, plan: Plan
-) -> dict[str, Any]:
-    """Returns the settings that determine the content of the shards, by name. `precision` is the
-    dtype in which the encoder's matrix products really ran, from the acceleration ledger."""
+def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
+    """Returns the keys of `cfg` that determine the content of the shards, with their values."""
     image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
     job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
     return {
@@ -82,6 +100,16 @@ def describe_job(
         "classes": cfg.classes,
         "kind": cfg.kind.value,
         "dtype": cfg.dtype.value,
+    }
+
+
+def describe_job(
+    images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str, plan: Plan
+) -> dict[str, Any]:
+    """Returns the settings that determine the content of the shards, by name. `precision` is the
+    dtype in which the encoder's matrix products really ran, from the acceleration ledger."""
+    return {
+        **list_settings(cfg),
         "precision": precision,
         "source_sha256": images.sha256(),
         "encoder_sha256": encoder_sha256,
@@ -90,27 +118,70 @@ def describe_job(
     }
 
 
-def claim_folder(out: Path, job: dict[str, Any]) -> None:
-    """Writes `job` to job.json in the folder `out`, or compares it with the job.json that is there.
-    Raises ValueError if the folder belongs to another job, or if job.json cannot be read."""
+def describe_set(
+    plan: Plan,
+    images: ImageList,
+    cfg: PrecomputeConfig,
+    autoencoder: Autoencoder,
+    shape: tuple[int, ...],
+    psnr_db: float,
+    precision: str,
+) -> dict[str, Any]:
+    """Returns what job.json keeps for `write_manifest`: the number of parts, the names of all
+    shards, and those fields of the manifest that are known before any shard is encoded. `shape` is
+    (C, H, W) of a latent."""
+    captions = plan.captions
+    fields = {
+        **describe_autoencoder(autoencoder, cfg.encoder),
+        "height": shape[1],
+        "width": shape[2],
+        "class_names": images.class_names,
+        "kind": cfg.kind.value,
+        "dtype": cfg.dtype.value,
+        "flips": cfg.flips,
+        "resize": RESIZE,
+        "resolution": cfg.resolution,
+        "psnr_db": psnr_db,
+        "precision": precision,
+        "source": str(cfg.source),
+        "source_sha256": images.sha256(),
+        "seed": cfg.seed,
+        "text": captions and asdict(captions.spec),
+    }
+    names = [name for name, _, _ in plan.shards]
+    shards = {"images": names, "captions": captions.shards if captions else []}
+    return {"parts": plan.part.count, "shards": shards, "manifest": fields}
+
+
+def claim_folder(out: Path, job: dict[str, Any], found: dict[str, Any]) -> None:
+    """Writes `job` and `found` (`describe_set`) to job.json in the folder `out`, or compares `job`
+    with the job.json that is there. Raises ValueError if the folder belongs to another job, or if
+    job.json cannot be read."""
     file = out / JOB_FILE
     if not file.is_file():
-        write_json(file, job)
+        write_json(file, job | found)
         return
 
     try:
-        # Add the values of keys that earlier versions did not write, according to which they
-        # behaved.
-        earlier = {"same_bytes": True, "text_encoder": None} | read_object(file)
+        content = read_object(file)
     except ValueError as error:
         raise UserError(
             f"{file} is broken, so nothing says which job this folder belongs to; choose "
             "another folder or delete this one."
         ) from error
+    # Add the values of keys that earlier versions did not write, according to which they behaved.
+    earlier = {"same_bytes": True, "text_encoder": None} | content
     # If the manifest exists, the set is finished, perhaps by an earlier version that wrote fewer
     # keys to job.json: compare only the keys that job.json has.
     if (out / MANIFEST_NAME).is_file():
         job = {key: value for key, value in job.items() if key in earlier}
+    refuse_changes(out, earlier, job)
+    if found.keys() - content.keys():
+        write_json(file, content | found)
+
+
+def refuse_changes(out: Path, earlier: dict[str, Any], job: dict[str, Any]) -> None:
+    """Raises ValueError if a value of `job` is not that of `earlier`, the content of job.json."""
     changes = [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]
     if changes:
         raise UserError(
@@ -119,100 +190,146 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
         )
 
 
-def make_locked_folder(out: Path) -> FolderLock:
-    """Makes the folder `out` and locks it until the caller closes the result.
+@contextmanager
+def hold_folder(
+    out: Path, part: Part, job: dict[str, Any], found: dict[str, Any]
+) -> Iterator[None]:
+    """Makes the folder `out`, claims it for the job (see `claim_folder`), and locks the shards of
+    `part` while the `with` block runs.
 
-    Raises ValueError if another process holds the lock, or if the folder has files but no job.json.
+    Raises ValueError if another process holds some of these shards, or if the folder has files but
+    no job.json.
     """
     try:
         make_folder(out)
-        names = {file.name for file in out.iterdir()}
+        if not (out / LOCK_FILE).exists():
+            refuse_other_files(out)  # leave no lock file in a folder that is not ours
     except OSError as error:
         raise UserError(
             f"out={out} cannot be made or read ({error.strerror}); choose another folder."
         ) from error
+    with lock_shards(out, part) as lock:
+        with lock.take_turn():
+            refuse_other_files(out)
+            claim_folder(out, job, found)
+        yield
+
+
+def lock_shards(out: Path, part: Part = WHOLE) -> FolderLock:
+    """Locks the shards of `part` in the folder `out`. Raises ValueError if another process holds
+    some of them."""
+    what = "into it"
+    chosen = range(0)  # locks everything
+    if part != WHOLE:
+        what = f"shards of part={part}"
+        chosen = part.find_range(LOCK_PARTS)
+    refusal = f"out={out}: another process is encoding {what}; wait for it, or stop it first."
+    return lock_folder(out, refusal, chosen.start, len(chosen))
+
+
+def refuse_other_files(out: Path) -> None:
+    """Raises ValueError if the folder `out` has files but no job.json."""
+    names = {file.name for file in out.iterdir()}
     # Accept a folder that has only a lock file and the temporary file of job.json: a process that
     # was killed in `claim_folder` leaves these two behind.
     if JOB_FILE not in names and names - {LOCK_FILE, f"{JOB_FILE}.tmp"}:
         raise UserError(
             f"out={out} is not empty and holds no latents of ours; choose another folder."
         )
-    return lock_folder(
-        out, f"out={out}: another process is encoding into it; wait for it, or stop it first."
-    )
 
 
-def make_manifest_fields(
-    autoencoder: Autoencoder,
-    encoder: dict[str, Any],
-    shards: list[Shard],
-    sums: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Returns a dict from name to value of the manifest's fields that describe the autoencoder, the
-    shards, and the statistics of the channels. `encoder` is the autoencoder's configuration node;
-    `sums` is a list with `ChannelSums.as_dict()` of each training shard."""
-    mean, std = compute_channel_statistics(sums)
+def describe_autoencoder(autoencoder: Autoencoder, encoder: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the manifest that describe the autoencoder and the software, by name.
+    `encoder` is the autoencoder's configuration node."""
     return {
-        "channels": len(mean),
-        "mean": mean,
-        "std": std,
         "encoder": locate_encoder(encoder, autoencoder.revision),
         "encoder_class": autoencoder.kind,
         "encoder_sha256": autoencoder.weights_sha256,
         "scaling_factor": autoencoder.scaling_factor,
         "shift_factor": autoencoder.shift_factor,
         "input_range": [-1.0, 1.0],
+        "versions": describe_environment(torch.device("cpu"))["versions"],
+    }
+
+
+def describe_shards(shards: list[Shard], sums: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of the manifest that describe the shards and the statistics of the
+    channels, by name. `sums` has `ChannelSums.as_dict()` of each training shard."""
+    mean, std = compute_channel_statistics(sums)
+    return {
+        "channels": len(mean),
+        "mean": mean,
+        "std": std,
         "count": sum(shard.count for shard in shards if shard.split == "train"),
         "held_out": sum(shard.count for shard in shards if shard.split == "held_out"),
-        "versions": describe_environment(torch.device("cpu"))["versions"],
         "shards": shards,
     }
 
 
-def write_manifest(
-    plan: Plan,
-    images: ImageList,
-    cfg: PrecomputeConfig,
-    autoencoder: Autoencoder,
-    shape: tuple[int, ...],
-    psnr_db: float,
-    precision: str,
-) -> Manifest:
-    """Merges the sidecars of all shards into `manifest.json`, and returns the manifest. `shape` is
-    (C, H, W) of a latent. Raises ValueError if no training image was decoded."""
-    out = Path(str(cfg.out)).expanduser()
-    captions = plan.captions
-    names = [name for name, _, _ in plan.shards] + (captions.shards if captions else [])
+def write_manifest(out: Path) -> Manifest:
+    """Writes `manifest.json` from job.json and the sidecars of all shards, and returns it. Raises
+    ValueError if no training image was decoded."""
+    job = read_object(out / JOB_FILE)
+    names = chain(*job["shards"].values())
     sidecars = [read_object(out / f"{name}.json") for name in names]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
     sums = [s["sums"] for s in sidecars if s["shard"]["split"] == "train"]
     skipped = [line for s in sidecars for line in s["skipped"]]
     if not any(shard_sums["count"] for shard_sums in sums):
         raise UserError(
-            f"source={cfg.source}: no training image can be decoded, such as {skipped[0]}; repair "
-            "or replace some."
+            f"source={job['manifest']['source']}: no training image can be decoded, such as "
+            f"{skipped[0]}; repair or replace some."
         )
 
-    manifest = Manifest(
-        **make_manifest_fields(autoencoder, cfg.encoder, shards, sums),
-        height=shape[1],
-        width=shape[2],
-        class_names=images.class_names,
-        kind=cfg.kind.value,
-        dtype=cfg.dtype.value,
-        flips=cfg.flips,
-        resize=RESIZE,
-        resolution=cfg.resolution,
-        psnr_db=psnr_db,
-        precision=precision,
-        skipped=skipped,
-        source=str(cfg.source),
-        source_sha256=images.sha256(),
-        seed=cfg.seed,
-        text=captions and captions.spec,
-    )
+    fields = job["manifest"] | describe_shards(shards, sums) | {"skipped": skipped}
+    manifest = SCHEMA.validate_python(fields)
     manifest.write(out)
     return manifest
+
+
+def finish_job(out: Path, settings: dict[str, Any]) -> Manifest:
+    """Checks the hashes of all shards that the commands of a job have encoded in parts, writes the
+    manifest, and returns it. Needs neither the images nor the encoder. Raises ValueError that names
+    the parts with an absent or damaged shard, and if job.json has other values than `settings`."""
+    file = out / JOB_FILE
+    if not file.is_file():
+        raise UserError(f"out={out} has no {JOB_FILE}; encode its parts first: part=0/8, …")
+    with lock_shards(out):
+        job = read_object(file)
+        refuse_changes(out, job, settings)
+        if "shards" not in job:
+            raise UserError(f"{file} is of an earlier version; run the command without finish.")
+
+        faults = []
+        with ThreadPoolExecutor() as pool:
+            for index in range(job["parts"]):
+                part = Part(index, job["parts"])
+                names = [name for group in job["shards"].values() for name in part.select(group)]
+                sidecars = pool.map(partial(read_finished, out), names)
+                wrong = [name for name, whole in zip(names, sidecars, strict=True) if not whole]
+                if wrong:
+                    few = f"{len(wrong)} of {len(names)} shards, such as {wrong[0]}"
+                    faults.append(f"part={part} ({few})")
+        if faults:
+            raise UserError(
+                f"out={out}: shards of {join_few(faults)} are absent or damaged; run these parts "
+                "again, and then this command."
+            )
+        return write_manifest(out)
+
+
+def describe_result(manifest: Manifest, out: Path) -> str:
+    """Says what the finished set in the folder `out` holds, and which command trains on it."""
+    lines = [f"{manifest.count} training and {manifest.held_out} held-out latents in {out}"]
+    if manifest.skipped:
+        lines.append(f"{len(manifest.skipped)} images were skipped; manifest.json lists them")
+    # Guidance needs classes or captions. If the set has neither, the suggested command switches
+    # guidance off by guidance=1.
+    guidance = "" if manifest.class_names else " sampling.guidance=1"
+    if manifest.text is not None:
+        guidance = " model.conditioning=text"
+    command = f"python train.py data=resident data.path={out} experiment=fastrun{guidance}"
+    return "\n".join([*lines, f"next: {command}"])
 
 
 def cast_tensors(

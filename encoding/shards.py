@@ -14,9 +14,9 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -25,6 +25,38 @@ from torch import Tensor
 from common.errors import UserError
 from common.files import hash_file, read_object, rename, sync_folder, write_atomically
 from data.manifest import Block, Shard
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `index` (0, 1, …) of a job that `count` separate commands share."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Returns the part that `text`, such as 3/64, names."""
+        return cls(*map(int, text.split("/")))
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def find_range(self, length: int) -> range:
+        """Returns which of `length` things belong to this part. Parts of two divisions of a job
+        have nothing in common if they do not overlap as fractions, such as 0/2 and 3/4."""
+        return range(self.index * length // self.count, (self.index + 1) * length // self.count)
+
+    def select(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Returns the items of this part."""
+        chosen = self.find_range(len(items))
+        return items[chosen.start : chosen.stop]
+
+
+WHOLE = Part()
+"""The only part of a job that one command does."""
 
 
 def read_finished(out: Path, name: str) -> dict[str, Any] | None:

@@ -327,7 +327,7 @@ def write_set(
     import torch
 
     from data.manifest import Manifest
-    from encoding.job import make_manifest_fields
+    from encoding.job import describe_autoencoder, describe_shards
 
     # Assign each sample to a random shard: 0 is the held-out shard, the numbers above are training
     # shards.
@@ -350,7 +350,8 @@ def write_set(
     summary = f"{len(names)} classes, {empty} of them without a training sample"
     print(summary if names else "no labels")
     return Manifest(
-        **make_manifest_fields(autoencoder, node, written, [sums]),
+        **describe_autoencoder(autoencoder, node),
+        **describe_shards(written, [sums]),
         height=shape["latents"][2],
         width=shape["latents"][3],
         class_names=names,

@@ -66,9 +66,9 @@ def test_only_a_lost_or_damaged_shard_is_rebuilt(done, job, capsys, damage):
 
 def test_a_job_of_an_earlier_version_goes_on_with_the_same_bytes(tmp_path):
     write_json(tmp_path / "job.json", {"seed": 0})
-    claim_folder(tmp_path, {"seed": 0, "same_bytes": True})
+    claim_folder(tmp_path, {"seed": 0, "same_bytes": True}, {})
     with expect_refusal("same_bytes was True, is False"):
-        claim_folder(tmp_path, {"seed": 0, "same_bytes": False})
+        claim_folder(tmp_path, {"seed": 0, "same_bytes": False}, {})
 
 
 # Crashes
@@ -308,7 +308,7 @@ def test_a_shard_with_a_broken_sidecar_is_encoded_again(done, job):
 def test_a_broken_job_file_is_a_sentence(tmp_path, content):
     (tmp_path / "job.json").write_bytes(content)
     with expect_refusal("job.json is broken, so nothing says which job this folder belongs to"):
-        claim_folder(tmp_path, {})
+        claim_folder(tmp_path, {}, {})
 
 
 def test_the_folder_of_another_job_is_refused(done, job):

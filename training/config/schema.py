@@ -523,6 +523,10 @@ class PrecomputeConfig:
     shard_size: Positive = 2048  # number of images in each shard, which is a tar file
     # number of samples in each block, which is a member of a shard's tar
     block_size: Positive = 256
+    # i/n: encode only part i (0, 1, … n-1) of the shards, beside commands that encode the others
+    part: str = "0/1"
+    # true: once all parts are there, check their shards and write manifest.json; needs only `out`
+    finish: bool = False
     # lowest PSNR, in dB, that the first images may have after encoding and decoding; the job stops
     # if their PSNR is lower
     min_psnr: float = 20.0
@@ -538,13 +542,18 @@ class PrecomputeConfig:
 
     def check(self) -> None:
         """Raises ValueError for a value with which no encoding job can run."""
-        if not self.source:
+        if not self.source and not self.finish:
             raise UserError("source is not set; say which: source=<a folder of images or tars>.")
         if not self.out:
             raise UserError("out is not set; say which: out=<the folder for the latents>.")
         refuse_values(self)
 
         # Check what the types of the fields cannot express.
+        numbers = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.part)
+        if not numbers or int(numbers[1]) >= int(numbers[2]):
+            raise UserError(f"part={self.part} must be i/n with i below n, such as part=0/8.")
+        if self.finish and (self.part != "0/1" or self.dry_run):
+            raise UserError("finish=true is for all parts; leave part and dry_run out.")
         is_count = type(self.classes) is int and self.classes >= 1
         if not is_count and self.classes not in ("given", "none"):
             raise UserError(f"classes={self.classes} must be given, none, or a number from 1 on.")
