@@ -3,6 +3,7 @@ bytes, and no two jobs share a folder."""
 
 import errno
 import gc
+import json
 import os
 import random
 import shutil
@@ -15,14 +16,15 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 
-from common.files import ROOT, write_json
+from common.files import LOCK_PARTS, ROOT, write_json
 from data.manifest import read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
 from encoding.job import Plan, claim_folder, describe_job
-from encoding.shards import ShardWriter, read_finished
+from encoding.shards import Part, ShardWriter, read_finished
 from encoding.sources import list_images
 from models.autoencoders import WEIGHTS_FILE
+from precompute_latents import precompute
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, read_contents
 from tests.harness.words import TINY_JOB
@@ -220,16 +222,17 @@ def test_killed_anywhere_it_continues_to_the_same_bytes(
 HOLD = """
 import fcntl, sys
 lock = open(sys.argv[1], "a")
-fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, *map(int, sys.argv[2:]))
 print("held", flush=True)
 input()
 """
 
 
-def hold(folder):
-    """Locks a folder's file from another process, until that is killed."""
+def hold(folder, part="0/1"):
+    """Locks a folder's file, or the bytes of a part, from another process, until that is killed."""
+    chosen = Part.parse(part).find_range(LOCK_PARTS)
     return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder / ".lock")],
+        [sys.executable, "-c", HOLD, str(folder / ".lock"), str(len(chosen)), str(chosen.start)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -238,20 +241,30 @@ def hold(folder):
 
 
 @pytest.fixture
-def locked(tmp_path):
-    """A folder that another process holds."""
+def locked(tmp_path, request):
+    """A folder that another process holds, or a part of it."""
     folder = tmp_path / "out"
     folder.mkdir()
-    with hold(folder) as holder:
+    with hold(folder, getattr(request, "param", "0/1")) as holder:
         assert holder.stdout.readline() == "held\n"
         yield folder
         holder.kill()
     assert [file.name for file in folder.iterdir()] == [".lock"]
 
 
-def test_two_jobs_do_not_write_into_one_folder(locked, job):
-    with expect_refusal("another process is encoding into it; wait for it"):
-        job()
+@pytest.mark.parametrize(
+    ("locked", "words", "what"),
+    [
+        ("0/1", [], "into it"),
+        ("0/1", ["part=1/3"], "shards of part=1/3"),
+        ("1/2", [], "into it"),
+        ("1/2", ["part=1/3"], "shards of part=1/3"),
+    ],
+    indirect=["locked"],
+)
+def test_two_jobs_do_not_write_the_same_shards(locked, words, what, job):
+    with expect_refusal(f"another process is encoding {what}; wait for it"):
+        job(*words)
 
 
 @pytest.mark.slow
@@ -262,24 +275,108 @@ def test_no_rank_waits_for_a_folder_that_another_job_holds(locked, vae, photos):
     assert "another process is encoding into it; wait for it" in errors
 
 
-def test_a_job_holds_its_folder_while_it_encodes(job, monkeypatch):
-    errors = []
-    run = ShardEncoder.run
-
-    def run_beside_another(self, plan):
-        errors.append(hold(self.out).communicate()[1])
-        run(self, plan)
-
-    monkeypatch.setattr(ShardEncoder, "run", run_beside_another)
-    job()
-    assert "BlockingIOError" in errors[0]
-
-
 def test_a_rank_that_cannot_be_is_refused(monkeypatch):
     for name, value in {"RANK": "8", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with expect_refusal("RANK=8 does not fit WORLD_SIZE=8"):
         Ranks.from_environment()
+
+
+# Parts
+
+
+def finish(out, *words):
+    return precompute(compose([f"out={out}", "finish=true", *words], "precompute_latents"))
+
+
+@pytest.fixture(scope="module")
+def captioned_words(vae, many_photos, tmp_path_factory):
+    """Words of a job of 60 shards of images and 7 of captions."""
+    templates = tmp_path_factory.mktemp("templates") / "templates.txt"
+    templates.write_text("a {}\nthe {}\nmy {}\n")
+    words = [*TINY_JOB, f"encoder.path={vae}", f"source={many_photos}"]
+    words += ["shard_size=1", "batch_size=1", "block_size=1"]
+    return [*words, "text_encoder=wordllama", f"captions={templates}"]
+
+
+@pytest.fixture(scope="module")
+def undivided(captioned_words, tmp_path_factory):
+    """What one command makes of that job."""
+    out = tmp_path_factory.mktemp("undivided") / "out"
+    return read_contents(
+        precompute(compose([*captioned_words, f"out={out}"], "precompute_latents")).parent
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "kills"),
+    [(8, 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, 9), (4, 3), (8, 2)])],
+)
+def test_parts_make_the_bytes_of_one_job(parts, kills, captioned_words, undivided, tmp_path):
+    """They start in the same moment in a folder that is not there yet, and are killed. Another
+    command, which sees neither the images nor the encoder, writes the manifest."""
+    out = tmp_path / "out"
+    program = [sys.executable, "-m", "tests.harness.parts", str(parts), str(kills), str(out)]
+    done = subprocess.run(
+        [*program, *captioned_words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    finish(out)
+    contents = read_contents(out)
+    job = json.loads(contents.pop("job.json"))
+    assert job == json.loads(undivided["job.json"]) | {"parts": parts}
+    whole = {name: content for name, content in contents.items() if not name.endswith(".tmp")}
+    assert whole == {name: undivided[name] for name in undivided if name != "job.json"}
+
+
+def test_a_fault_in_a_part_is_named_at_the_end(job, tmp_path, capsys):
+    for part in (0, 2):
+        out = job(f"part={part}/3", "shard_size=3")
+        assert f"part={part}/3 is encoded; once all parts are: " in capsys.readouterr().out
+    refusal = r"shards of part=1/3 \(3 of 3 shards, such as train-00000.tar\) are absent or damaged"
+    with expect_refusal(refusal):
+        finish(out)
+
+    job("part=1/3", "shard_size=3")
+    flip_byte(out / "train-00005.tar")
+    with expect_refusal(r"part=2/3 \(1 of 3 shards, such as train-00005.tar\) are absent"):
+        finish(out)
+    assert not (out / "manifest.json").exists()
+    job("part=2/3", "shard_size=3")
+    assert read_manifest(finish(out).parent).count == 16
+    assert "16 training and 4 held-out latents" in capsys.readouterr().out
+
+
+def test_what_finishes_a_job_must_fit_it(done, tmp_path):
+    folder = done()
+    finish(folder, "resolution=16", "source=/a/folder/of/another/machine")
+    with expect_refusal("resolution was 16, is 32; limit was None, is 5"):
+        finish(folder, "resolution=32", "limit=5")
+    with expect_refusal("has no job.json; encode its parts first: part=0/8"):
+        finish(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "overlapping"), [("1/3", ["1/3", "1/2", "0/1"]), ("0/1", ["1/3", "0/3", "1/2", "0/1"])]
+)
+def test_a_job_holds_its_shards_while_it_encodes(part, overlapping, job, monkeypatch):
+    refused = []
+    run = ShardEncoder.run
+
+    def run_beside_others(self, plan):
+        for other in ("1/3", "0/3", "1/2", "0/1"):
+            if "BlockingIOError" in hold(self.out, other).communicate()[1]:
+                refused.append(other)
+        run(self, plan)
+
+    monkeypatch.setattr(ShardEncoder, "run", run_beside_others)
+    job(f"part={part}")
+    assert refused == overlapping
 
 
 # Other jobs

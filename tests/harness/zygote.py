@@ -107,7 +107,7 @@ def read_output(folder: Path) -> str:
 
 
 def die_at(event: int, folder: str) -> None:
-    """Kills this process at the event-th change of a file below `folder`/checkpoints, in whichever
+    """Kills this process at the event-th change of `folder` or a file below it, in whichever
     thread."""
     events = count(1)
 
@@ -122,7 +122,7 @@ def die_at(event: int, folder: str) -> None:
             and arguments[1] >= 0
         ):
             path = f"{os.readlink(f'/proc/self/fd/{arguments[1]}')}/{path}"
-        if f"{folder}/checkpoints" not in path:
+        if folder not in path:
             return
         if name == "open" and not (isinstance(arguments[1], str) and "w" in arguments[1]):
             return
@@ -151,7 +151,7 @@ def run_rank(attempt: Attempt, rank: int, port: int) -> None:
         )
     os.environ.update(attempt.environment)
     if attempt.at_event is not None and rank == attempt.kill_rank:
-        die_at(attempt.at_event, attempt.folder)
+        die_at(attempt.at_event, f"{attempt.folder}/checkpoints")
     code: Any = 0
     try:
         parallel_worker.main([*attempt.words, f"run_dir={attempt.folder}"])
