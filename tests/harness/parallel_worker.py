@@ -1,6 +1,7 @@
 """A training process of the tests: `train.py` with a quick compiler, changed by its environment.
 
-FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), hang.
+FAULT is "<kind>:<rank>:<step>": nan (a gradient that is not finite), die (SIGKILL, once), lose (the
+same with the launcher), hang; the rank may be any.
 ANY_PRECISION allows 8 and 16 bits on a CPU, OFFLOADS the copies of saved tensors to the host.
 KERNELS_ON_RANK allows fused kernels, and only that process can run them, in Triton's interpreter.
 LIMITED is the processor time in seconds that the process may take, with 1 GiB of memory.
@@ -44,6 +45,8 @@ def plant_fault(kind: str, step: int) -> None:
                 time.sleep(600)
             elif not (marker := Path(os.environ["FAULT_MARKER"])).exists():
                 marker.touch()
+                if kind == "lose":
+                    os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
         return computed
 
@@ -69,7 +72,7 @@ def main(words: list[str]) -> None:
             os.environ["TRITON_INTERPRET"] = "1"  # for the process that tries them
     if fault := os.environ.get("FAULT"):
         kind, rank, step = fault.split(":")
-        if os.environ.get("RANK") == rank:
+        if rank in ("any", os.environ.get("RANK")):
             plant_fault(kind, int(step))
     with exit_cleanly(), report_user_errors():
         train(compose([*TINY_RUN, *words]))

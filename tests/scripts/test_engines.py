@@ -1,0 +1,254 @@
+"""The files and lines that start fastlatent by Slurm, Kubernetes, SkyPilot, Ray and Docker: their
+commands are understood. No engine runs here; the tests set the variables that it would set."""
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+import pytest
+import torch.distributed.run
+import yaml
+
+from common.files import ROOT
+from tests.harness.outcomes import FOUR_STEPS, read_columns
+
+SLURM = {
+    "SLURM_JOB_NODELIST": "node[0-1]",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_PER_TASK": "64",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_ID": "5",
+}
+SKY = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-5",
+}
+TRAINING = "experiment=fullrun run_dir=/shared/runs/mine data=resident data.path=/shared/latents"
+STUBS = {
+    ".venv/bin/python": 'printf "%s\\n" "$@" >> calls; echo >> calls',
+    "bin/python": 'exec .venv/bin/python "$@"',
+    "bin/srun": 'exec "$@"',
+    "bin/scontrol": "echo node0; echo node1",
+}
+RAY = """
+from types import SimpleNamespace
+remote = lambda **_: lambda function: SimpleNamespace(remote=function)
+get = list
+"""
+SCALING = (ROOT / "docs" / "scaling.md").read_text()
+
+
+def read_yaml(name):
+    return list(yaml.safe_load_all((ROOT / "scripts" / name).read_text()))
+
+
+class Pod(NamedTuple):
+    """What a Kubernetes job says about its pods."""
+
+    job: dict
+    command: list[str]
+    gpus: int
+
+    @classmethod
+    def read(cls, name):
+        job = read_yaml(name)[-1]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        return cls(job, [*container["command"], *container["args"]], gpus)
+
+
+def save_program(file, line):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/bash\n{line}\n")
+    file.chmod(0o755)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(command, **variables)` runs a command, and returns the words of each call of Python,
+    which does nothing."""
+    for name, line in STUBS.items():
+        save_program(tmp_path / name, line)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+
+    def run(command, **variables):
+        environment = os.environ | {"PATH": path} | variables
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        calls = (tmp_path / "calls").read_text().strip("\n").split("\n\n")
+        return [call.splitlines() for call in calls]
+
+    return run
+
+
+def compose_only(words):
+    """Runs a program of the root with its words, as far as the composed configuration."""
+    program = [sys.executable, *words, "--cfg", "job"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return yaml.safe_load(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "endpoint", "is_host"),
+    [
+        (
+            ["bash", str(ROOT / "scripts/slurm/train.sbatch"), *TRAINING.split()],
+            SLURM,
+            "node0:29500",
+            None,
+        ),
+        (
+            ["bash", "-c", read_yaml("sky/train.yaml")[0]["run"]],
+            SKY | {"WORDS": TRAINING},
+            "10.0.0.1:29500",
+            "0",
+        ),
+        (
+            Pod.read("k8s/train.yaml").command,
+            {"JOB_COMPLETION_INDEX": "0"},
+            "fastlatent-0.fastlatent:29500",
+            "1",
+        ),
+    ],
+    ids=["slurm", "sky", "k8s"],
+)
+def test_several_machines_train(command, variables, endpoint, is_host, start):
+    ((option, module, *words),) = start(command, **variables)
+    assert (option, module) == ("-m", "torch.distributed.run")
+    launch = torch.distributed.run.parse_args(words)
+    assert (launch.nnodes, launch.nproc_per_node) == ("2", "8")
+    assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("c10d", endpoint)
+    assert launch.rdzv_conf == (f"is_host={is_host}" if is_host else "")
+    assert launch.max_restarts == 3
+    cfg = compose_only([launch.training_script, *launch.training_script_args])
+    assert cfg["run_dir"] == "/shared/runs/mine"
+
+
+def find_block(language, word):
+    """Returns the block of docs/scaling.md that has a word."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", SCALING, re.DOTALL)
+    (block,) = [block for block in blocks if word in block]
+    return block
+
+
+def find_array():
+    """Returns the command of each task of the Slurm array."""
+    (line,) = [line for line in find_block("sh", "--array").splitlines() if "--array" in line]
+    return ["bash", "-c", shlex.split(line)[-1]]
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "part"),
+    [
+        (find_array(), {"SLURM_ARRAY_TASK_ID": "3"}, "3/64"),
+        (Pod.read("k8s/encode.yaml").command, {"JOB_COMPLETION_INDEX": "3"}, "3/8"),
+        (["bash", "-c", read_yaml("sky/encode.yaml")[0]["run"]], {"PART": "3/8"}, "3/8"),
+    ],
+    ids=["slurm", "k8s", "sky"],
+)
+def test_several_machines_encode(command, variables, part, start):
+    (words,) = start(command, **variables)
+    assert words[0] == "precompute_latents.py"
+    assert compose_only(words)["part"] == part
+
+
+def test_ray_encodes(start, tmp_path):
+    """A module that calls at once stands in for Ray."""
+    (tmp_path / "ray.py").write_text(RAY)
+    calls = start([sys.executable, "-c", find_block("python", "ray")])
+    assert [words[-1] for words in calls] == [f"part={index}/64" for index in range(64)]
+    assert compose_only(calls[0])["source"] == "/data/photos"
+
+
+def test_the_numbers_in_a_file_of_kubernetes_agree():
+    service, job = read_yaml("k8s/train.yaml")
+    pod = Pod.read("k8s/train.yaml")
+    name = job["metadata"]["name"]
+    assert service["metadata"]["name"] == pod.job["template"]["spec"]["subdomain"] == name
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert f"--rdzv-endpoint={name}-0.{name}:" in pod.command[-1]
+    assert f"--nnodes={pod.job['completions']} " in pod.command[-1]
+    assert f"--nproc-per-node={pod.gpus} " in pod.command[-1]
+    encode = Pod.read("k8s/encode.yaml")
+    assert f'part="$JOB_COMPLETION_INDEX/{encode.job["completions"]}"' in encode.command[-1]
+    for job in (pod.job, encode.job):
+        assert (job["completionMode"], job["parallelism"]) == ("Indexed", job["completions"])
+
+
+@pytest.mark.parametrize("name", ["sky/train", "sky/encode", "k8s/train", "k8s/encode"])
+def test_a_user_edits_two_lines(name):
+    assert (ROOT / f"scripts/{name}.yaml").read_text().count("# edit: ") == 2
+
+
+def test_the_image_holds_what_a_run_needs_and_what_is_tested(tmp_path):
+    text = (ROOT / "Dockerfile").read_text()
+    (version,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"FROM pytorch/pytorch:{version}-" in text
+    assert re.search(r"^RUN .* && make setup$", text, re.MULTILINE)
+    assert "--shm-size" in text
+    copied = []
+    for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
+        *sources, target = line.split()
+        for source in sources:
+            copied.append(source)
+            if (ROOT / source).is_dir():
+                assert source == target
+                shutil.copytree(ROOT / source, tmp_path / source)
+            else:
+                shutil.copy(ROOT / source, tmp_path)
+    packages = {file.parent.name for file in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert packages | {"conf"} == {name for name in copied if (ROOT / name).is_dir()}
+    done = subprocess.run(["make", "-n", "setup"], cwd=tmp_path, capture_output=True, text=True)
+    assert "--constraint constraints.txt" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.fault("a machine of two that is lost", "the engine starts all again; the same losses")
+def test_a_lost_machine(tmp_path):
+    """Two shells stand in for two machines of SkyPilot. One loses all its processes in the third
+    step. Each machine that ends with an error is started again, as engines do."""
+    save_program(tmp_path / ".venv/bin/python", f'exec {sys.executable} "$@"')
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = read_yaml("sky/train.yaml")[0]["run"].replace("29500", str(port))
+    script = script.replace("train.py", "-m tests.harness.parallel_worker")
+    script = script.replace("is_host", "read_timeout=10,is_host")  # instead of a minute
+
+    def start_machine(rank, folder, **variables):
+        words = [*FOUR_STEPS, "save_every=1", f"run_dir={folder}"]
+        pretended = {
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+            "SKYPILOT_TASK_ID": folder.name,
+            "WORDS": shlex.join(words),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        environment = os.environ | pretended | variables
+        return subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=environment)
+
+    fault = {"FAULT": "lose:any:3", "FAULT_MARKER": str(tmp_path / "died")}
+    for folder, variables in ((tmp_path / "whole", {}), (tmp_path / "lost", fault)):
+        machines = [start_machine(0, folder), start_machine(1, folder, **variables)]
+        while [machine.poll() for machine in machines] != [0, 0]:
+            for rank, machine in enumerate(machines):
+                if machine.poll():
+                    machines[rank] = start_machine(rank, folder)
+            time.sleep(0.1)
+    assert (tmp_path / "died").exists()
+    losses, expected = (read_columns(tmp_path / name, "loss") for name in ("lost", "whole"))
+    assert losses == expected
