@@ -14,7 +14,6 @@ python precompute_latents.py out=latents/photos finish=true
 """
 
 import common.require_python  # isort: skip  # noqa: F401  # refuses a Python that is too old
-import contextlib
 import os
 import time
 from pathlib import Path
@@ -45,7 +44,6 @@ def precompute(composed: Composed) -> Path:
         read_first_images,
     )
     from encoding.job import (
-        claim_folder,
         describe_job,
         describe_result,
         describe_set,
@@ -56,7 +54,7 @@ def precompute(composed: Composed) -> Path:
         plan_shards,
         write_manifest,
     )
-    from encoding.shards import WHOLE
+    from encoding.shards import WHOLE, Part
     from encoding.sources import list_images
     from models.images import Autoencoder
     from training.config.build import build
@@ -80,6 +78,8 @@ def precompute(composed: Composed) -> Path:
     if with_text and not given:
         images = fill_templates(images, cfg.captions)
     plan = plan_shards(images, cfg)
+    part = Part.parse(cfg.part)
+    plan.part = part.divide(ranks.rank, ranks.world_size)
     ranks.say(images.describe(cfg.source, plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
     if with_text:
@@ -108,33 +108,24 @@ def precompute(composed: Composed) -> Path:
     precision = ledger.precision
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
-    encoder = ShardEncoder(step, cfg, out, device, ranks, plan.captions)
+    encoder = ShardEncoder(step, cfg, out, device, plan.captions)
     if cfg.dry_run:
         ranks.say(estimate(encoder, images, plan))
         return out / "manifest.json"
 
-    # 4. Encode all images, shard by shard; the ranks share the shards.
+    # 4. Encode all images, shard by shard; the ranks share the shards, as parts do.
     job = describe_job(images, cfg, autoencoder.weights_sha256, precision, plan)
     found = describe_set(plan, images, cfg, autoencoder, shape, quality, precision)
-    with contextlib.ExitStack() as lock:
-        # The first rank locks the folder and writes job.json; then all ranks compare job.json with
-        # their own job.
-        if ranks.first:
-            lock.enter_context(hold_folder(out, plan.part, job, found))
-        ranks.wait_for_all()
-        claim_folder(out, job, found)
+    with hold_folder(out, plan.part, job, found):
         began = time.perf_counter()
         if plan.captions is not None:
-            plan.captions.run(out, ranks, plan.part)
+            plan.captions.run(out, plan.part)
         encoder.run(plan)
         ranks.wait_for_all()
-        if ranks.first and plan.part == WHOLE:
+        command = f"python precompute_latents.py out={out} finish=true"
+        result = f"part={part} is encoded; once all parts are: {command}"
+        if ranks.first and part == WHOLE:
             result = describe_result(write_manifest(out), out)
-        else:
-            result = (
-                f"part={plan.part} is encoded; once all parts are: "
-                f"python precompute_latents.py out={out} finish=true"
-            )
     ranks.close()
 
     # 5. Report the time and the result, with the next command.

@@ -31,7 +31,6 @@ from encoding.shards import (
     write_sidecar,
 )
 from training.config.build import build
-from training.distributed.ranks import SINGLE, Ranks
 
 MEAN_CAPTIONS = 1024
 """Number of captions over which the mean vector is computed; their order, by hashes, is random."""
@@ -129,14 +128,14 @@ class CaptionJob:
             yield chunk | {"captions": self.number_captions(self.captions[start:end])}
             start = end
 
-    def run(self, out: Path, ranks: Ranks = SINGLE, part: Part = WHOLE) -> list[Shard]:
-        """Writes each unfinished shard of captions of this rank and part, and its sidecar; returns
-        the shards that it has written."""
+    def run(self, out: Path, part: Part = WHOLE) -> list[Shard]:
+        """Writes each unfinished shard of captions of this part, and its sidecar; returns the
+        shards that it has written."""
         shard_size = self.settings.shard_size
         block_size = self.settings.block_size
-        shards = part.select(list(enumerate(self.shards)))[ranks.rank :: ranks.world_size]
+        shards = part.select(list(enumerate(self.shards)))
         todo = [(number, name) for number, name in shards if read_finished(out, name) is None]
-        progress = Progress(len(todo), "shards of captions", silent=not ranks.first)
+        progress = Progress(len(todo), part.name_unit("shards of captions"))
         written = []
 
         # All shards but the last have `shard_size` captions.

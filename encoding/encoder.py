@@ -30,10 +30,9 @@ from encoding.images import (
     make_decoding_loader,
 )
 from encoding.job import ChannelSums, NumberedImage, Plan, cast_tensors
-from encoding.shards import ShardWriter, explain_full_disk, read_finished, write_sidecar
+from encoding.shards import WHOLE, ShardWriter, explain_full_disk, read_finished, write_sidecar
 from models.images import Autoencoder, psnr
 from training.config.schema import PrecomputeConfig
-from training.distributed.ranks import SINGLE, Ranks
 
 PSNR_IMAGES = 16
 """Number of images that the job encodes and decodes to measure the PSNR, before it encodes the
@@ -110,32 +109,30 @@ def measure_psnr(
 
 @dataclass
 class ShardEncoder:
-    """Encodes the unfinished shards of a plan's part; each of n ranks takes every n-th shard."""
+    """Encodes the unfinished shards of a plan's part."""
 
     step: EncodeStep
     cfg: PrecomputeConfig
     out: Path
     device: torch.device
-    ranks: Ranks = SINGLE
     captions: CaptionJob | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Part of the job (decode, encode, write) -> seconds spent on it. "decode" counts only the
     seconds in which the encoder waits for decoded images."""
 
     def run(self, plan: Plan) -> None:
-        """Writes each unfinished shard of this rank, and its sidecar, a JSON file that describes
-        the shard. Worker processes decode images ahead of the encoder."""
-        rank_shards = plan.part.select(plan.shards)[self.ranks.rank :: self.ranks.world_size]
-        if any((self.out / f"{name}.json").is_file() for name, _, _ in rank_shards):
+        """Writes each unfinished shard of the plan's part, and its sidecar, a JSON file that
+        describes the shard. Worker processes decode images ahead of the encoder."""
+        shards = plan.part.select(plan.shards)
+        if any((self.out / f"{name}.json").is_file() for name, _, _ in shards):
             print("checking the hashes of the finished shards", flush=True)
-        todo = [shard for shard in rank_shards if read_finished(self.out, shard[0]) is None]
-        images = sum(len(entries) for _, _, entries in rank_shards)
+        todo = [shard for shard in shards if read_finished(self.out, shard[0]) is None]
+        images = sum(len(entries) for _, _, entries in shards)
         done = images - sum(len(entries) for _, _, entries in todo)
         if done:
             print(f"{done} of {images} images are already encoded", flush=True)
 
-        unit = "images" if self.ranks.world_size == 1 else f"images of rank {self.ranks.rank}"
-        progress = Progress(images, unit, initial=done)
+        progress = Progress(images, plan.part.name_unit("images"), initial=done)
         batches = self.decode_batches([entries for _, _, entries in todo])
         for name, split, entries in todo:
             with explain_full_disk(self.out, name):
@@ -256,8 +253,8 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
     processes = max(1, cfg.num_workers)
     reading = encoder.seconds["decode"] / len(items) / processes
     encoding = encoder.seconds["encode"] / count
-    processes_at_work = encoder.ranks.world_size * plan.part.count
-    minutes = plan.images / processes_at_work * max(encoding, reading) / 60
+    minutes = plan.images / plan.part.count * max(encoding, reading) / 60
+    each = f" for each of {plan.part.count} parts" if plan.part != WHOLE else ""
     out = encoder.out.absolute()
     folder = next(parent for parent in (out, *out.parents) if parent.exists())
     return (
@@ -265,7 +262,8 @@ def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int 
         f"{plan.held_out} of them held out, in {len(plan.shards)} shards\n"
         f"  about {plan.images * size / count / 2**30:.2f} GiB in {encoder.out}; "
         f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there\n"
-        f"  about {minutes:.1f} minutes: decoding {1e3 * reading * processes:.1f} ms an image in "
-        f"each of {processes} processes, encoding {1e3 * encoding:.1f} ms "
+        f"  about {minutes:.1f} minutes{each}: "
+        f"decoding {1e3 * reading * processes:.1f} ms an image in each of {processes} processes, "
+        f"encoding {1e3 * encoding:.1f} ms "
         f"({'decoding' if reading > encoding else 'encoding'} is slower; from {count} images)"
     )

@@ -60,7 +60,7 @@ class Plan:
     held_out: int
     images: int
     part: Part = WHOLE
-    """Part of the shards that this command encodes."""
+    """Part of the shards that this process encodes."""
     captions: CaptionJob | None = None
 
 
@@ -80,7 +80,7 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
         for number, start in enumerate(range(0, len(part), cfg.shard_size)):
             file = f"{split}-{number:05d}.tar"
             shards.append((file, split, part[start : start + cfg.shard_size]))
-    return Plan(shards, held_out, len(numbered), Part.parse(cfg.part))
+    return Plan(shards, held_out, len(numbered))
 
 
 def plan_captions(plan: Plan, cfg: PrecomputeConfig, device: torch.device) -> CaptionJob:
@@ -131,6 +131,9 @@ def describe_set(
     shards, and those fields of the manifest that are known before any shard is encoded. `shape` is
     (C, H, W) of a latent."""
     captions = plan.captions
+    names = [name for name, _, _ in plan.shards]
+    shards = {"images": names, "captions": captions.shards if captions else []}
+
     fields = {
         **describe_autoencoder(autoencoder, cfg.encoder),
         "height": shape[1],
@@ -148,9 +151,7 @@ def describe_set(
         "seed": cfg.seed,
         "text": captions and asdict(captions.spec),
     }
-    names = [name for name, _, _ in plan.shards]
-    shards = {"images": names, "captions": captions.shards if captions else []}
-    return {"parts": plan.part.count, "shards": shards, "manifest": fields}
+    return {"parts": Part.parse(cfg.part).count, "shards": shards, "manifest": fields}
 
 
 def claim_folder(out: Path, job: dict[str, Any], found: dict[str, Any]) -> None:

@@ -41,8 +41,16 @@ class Part:
         """Returns the part that `text`, such as 3/64, names."""
         return cls(*map(int, text.split("/")))
 
+    def divide(self, index: int, count: int) -> Part:
+        """Returns part `index` of `count` equal parts of this part."""
+        return Part(self.index * count + index, self.count * count)
+
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
+
+    def name_unit(self, unit: str) -> str:
+        """Returns the name of what a progress line counts, such as "images of part 3/64"."""
+        return unit if self.count == 1 else f"{unit} of part {self}"
 
     def find_range(self, length: int) -> range:
         """Returns which of `length` things belong to this part. Parts of two divisions of a job
