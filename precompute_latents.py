@@ -46,7 +46,6 @@ def precompute(composed: Composed) -> Path:
     from encoding.job import (
         describe_job,
         describe_result,
-        describe_set,
         finish_job,
         hold_folder,
         list_settings,
@@ -105,7 +104,6 @@ def precompute(composed: Composed) -> Path:
     # 3. Check that encoding and decoding the first images reaches `min_psnr`.
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
     shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
-    precision = ledger.precision
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
     encoder = ShardEncoder(step, cfg, out, device, plan.captions)
@@ -114,9 +112,8 @@ def precompute(composed: Composed) -> Path:
         return out / "manifest.json"
 
     # 4. Encode all images, shard by shard; the ranks share the shards, as parts do.
-    job = describe_job(images, cfg, autoencoder.weights_sha256, precision, plan)
-    found = describe_set(plan, images, cfg, autoencoder, shape, quality, precision)
-    with hold_folder(out, plan.part, job, found):
+    job = describe_job(plan, images, cfg, autoencoder, shape, quality, ledger.precision)
+    with hold_folder(out, plan.part, job):
         began = time.perf_counter()
         if plan.captions is not None:
             plan.captions.run(out, plan.part)

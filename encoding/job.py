@@ -46,6 +46,9 @@ from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
 JOB_FILE = "job.json"
+NOT_COMPARED = ("parts", "shards", "manifest")
+"""Keys of job.json for `write_manifest` and `finish_job`: the number of parts, the names of all
+shards, and those fields of the manifest that are known before any shard is encoded."""
 NumberedImage = tuple[int, ImageEntry]
 """Pair (index of the image in the shuffled list of the job, image)."""
 
@@ -104,21 +107,6 @@ def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
 
 
 def describe_job(
-    images: ImageList, cfg: PrecomputeConfig, encoder_sha256: str | None, precision: str, plan: Plan
-) -> dict[str, Any]:
-    """Returns the settings that determine the content of the shards, by name. `precision` is the
-    dtype in which the encoder's matrix products really ran, from the acceleration ledger."""
-    return {
-        **list_settings(cfg),
-        "precision": precision,
-        "source_sha256": images.sha256(),
-        "encoder_sha256": encoder_sha256,
-        "text_encoder": None,
-        **(plan.captions.settings_of_content if plan.captions else {}),
-    }
-
-
-def describe_set(
     plan: Plan,
     images: ImageList,
     cfg: PrecomputeConfig,
@@ -127,12 +115,20 @@ def describe_set(
     psnr_db: float,
     precision: str,
 ) -> dict[str, Any]:
-    """Returns what job.json keeps for `write_manifest`: the number of parts, the names of all
-    shards, and those fields of the manifest that are known before any shard is encoded. `shape` is
-    (C, H, W) of a latent."""
+    """Returns the content of job.json: the settings that determine the content of the shards, and
+    the keys of `NOT_COMPARED`. `shape` is (C, H, W) of a latent; `precision` is the dtype in which
+    the encoder's matrix products really ran, from the acceleration ledger."""
     captions = plan.captions
     names = [name for name, _, _ in plan.shards]
     shards = {"images": names, "captions": captions.shards if captions else []}
+    settings = {
+        **list_settings(cfg),
+        "precision": precision,
+        "source_sha256": images.sha256(),
+        "encoder_sha256": autoencoder.weights_sha256,
+        "text_encoder": None,
+        **(captions.settings_of_content if captions else {}),
+    }
 
     fields = {
         **describe_autoencoder(autoencoder, cfg.encoder),
@@ -151,16 +147,15 @@ def describe_set(
         "seed": cfg.seed,
         "text": captions and asdict(captions.spec),
     }
-    return {"parts": Part.parse(cfg.part).count, "shards": shards, "manifest": fields}
+    return settings | {"parts": Part.parse(cfg.part).count, "shards": shards, "manifest": fields}
 
 
-def claim_folder(out: Path, job: dict[str, Any], found: dict[str, Any]) -> None:
-    """Writes `job` and `found` (`describe_set`) to job.json in the folder `out`, or compares `job`
-    with the job.json that is there. Raises ValueError if the folder belongs to another job, or if
-    job.json cannot be read."""
+def claim_folder(out: Path, job: dict[str, Any]) -> None:
+    """Writes `job` to job.json in the folder `out`, or compares it with the job.json that is there.
+    Raises ValueError if the folder belongs to another job, or if job.json cannot be read."""
     file = out / JOB_FILE
     if not file.is_file():
-        write_json(file, job | found)
+        write_json(file, job)
         return
 
     try:
@@ -174,16 +169,18 @@ def claim_folder(out: Path, job: dict[str, Any], found: dict[str, Any]) -> None:
     earlier = {"same_bytes": True, "text_encoder": None} | content
     # If the manifest exists, the set is finished, perhaps by an earlier version that wrote fewer
     # keys to job.json: compare only the keys that job.json has.
-    if (out / MANIFEST_NAME).is_file():
-        job = {key: value for key, value in job.items() if key in earlier}
-    refuse_changes(out, earlier, job)
-    if found.keys() - content.keys():
+    finished = (out / MANIFEST_NAME).is_file()
+    compared = {key: v for key, v in job.items() if key in earlier or not finished}
+    refuse_changes(out, earlier, compared)
+    if "manifest" not in content:
+        found = {key: value for key, value in job.items() if key in NOT_COMPARED}
         write_json(file, content | found)
 
 
 def refuse_changes(out: Path, earlier: dict[str, Any], job: dict[str, Any]) -> None:
-    """Raises ValueError if a value of `job` is not that of `earlier`, the content of job.json."""
-    changes = [f"{k} was {earlier.get(k)}, is {v}" for k, v in job.items() if earlier.get(k) != v]
+    """Raises ValueError if a setting in `job` is not that in `earlier`, the content of job.json."""
+    keys = [key for key in job if key not in NOT_COMPARED and earlier.get(key) != job[key]]
+    changes = [f"{key} was {earlier.get(key)}, is {job[key]}" for key in keys]
     if changes:
         raise UserError(
             f"out={out} holds latents of another job ({'; '.join(changes)}); choose another "
@@ -192,9 +189,7 @@ def refuse_changes(out: Path, earlier: dict[str, Any], job: dict[str, Any]) -> N
 
 
 @contextmanager
-def hold_folder(
-    out: Path, part: Part, job: dict[str, Any], found: dict[str, Any]
-) -> Iterator[None]:
+def hold_folder(out: Path, part: Part, job: dict[str, Any]) -> Iterator[None]:
     """Makes the folder `out`, claims it for the job (see `claim_folder`), and locks the shards of
     `part` while the `with` block runs.
 
@@ -212,7 +207,7 @@ def hold_folder(
     with lock_shards(out, part) as lock:
         with lock.take_turn():
             refuse_other_files(out)
-            claim_folder(out, job, found)
+            claim_folder(out, job)
         yield
 
 

@@ -5,9 +5,7 @@ import errno
 import gc
 import json
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,9 +18,8 @@ from common.files import LOCK_PARTS, ROOT, write_json
 from data.manifest import read_manifest
 from encoding import images
 from encoding.encoder import ShardEncoder
-from encoding.job import Plan, claim_folder, describe_job
+from encoding.job import claim_folder, list_settings
 from encoding.shards import Part, ShardWriter, read_finished
-from encoding.sources import list_images
 from models.autoencoders import WEIGHTS_FILE
 from precompute_latents import precompute
 from tests.harness.refusals import expect_refusal
@@ -68,9 +65,9 @@ def test_only_a_lost_or_damaged_shard_is_rebuilt(done, job, capsys, damage):
 
 def test_a_job_of_an_earlier_version_goes_on_with_the_same_bytes(tmp_path):
     write_json(tmp_path / "job.json", {"seed": 0})
-    claim_folder(tmp_path, {"seed": 0, "same_bytes": True}, {})
+    claim_folder(tmp_path, {"seed": 0, "same_bytes": True})
     with expect_refusal("same_bytes was True, is False"):
-        claim_folder(tmp_path, {"seed": 0, "same_bytes": False}, {})
+        claim_folder(tmp_path, {"seed": 0, "same_bytes": False})
 
 
 # Crashes
@@ -155,68 +152,27 @@ def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job, mon
     assert (manifest.count, manifest.skipped) == (16, [])
 
 
-# Kills
+# Ranks, and other processes
 
 
-def start(vae, source, out, *words, ranks=1):
-    """Starts the command in processes of its own."""
-    program = ["precompute_latents.py"]
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        program = [*launcher, *program]
-    settings = [*TINY_JOB, f"encoder.path={vae}", f"source={source}", f"out={out}", *words]
-    return subprocess.Popen(
-        [sys.executable, *program, *settings],
+def run_ranks(vae, source, out):
+    """Runs the command in two processes of torchrun."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [*TINY_JOB, f"encoder.path={vae}", f"source={source}", f"out={out}"]
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, "precompute_latents.py", *words],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        start_new_session=True,
     )
 
 
-@pytest.fixture(scope="module")
-def many_photos(photos, tmp_path_factory):
-    source = tmp_path_factory.mktemp("many")
-    for i in range(3):
-        shutil.copytree(photos, source / str(i))
-    return source
-
-
-@pytest.mark.parametrize(
-    ("ranks", "kills"),
-    [
-        (2, 1),
-        pytest.param(1, 20, marks=pytest.mark.slow),
-        pytest.param(3, 20, marks=pytest.mark.slow),
-    ],
-)
-def test_killed_anywhere_it_continues_to_the_same_bytes(
-    vae, many_photos, tmp_path, job, ranks, kills
-):
-    """Each kill comes once a random number of further shards is there."""
-    words = ["shard_size=1", "batch_size=1", "block_size=1"]
-    out = tmp_path / "killed"
-    draw = random.Random(ranks)
-    for _ in range(kills):
-        process = start(vae, many_photos, out, *words, ranks=ranks)
-        wanted = len(list(out.glob("*.tar.json"))) + draw.randint(0, 12)
-        while process.poll() is None and len(list(out.glob("*.tar.json"))) < wanted:
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0.0, 0.02))
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    process = start(vae, many_photos, out, *words, ranks=ranks)
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert output.count(" held-out latents in ") == 1  # one rank reports for all
-
-    # a killed writer may leave files under temporary names
-    contents = read_contents(out)
-    whole = {name: content for name, content in contents.items() if not name.endswith(".tmp")}
-    assert whole == read_contents(job(*words, source=many_photos))
+def test_ranks_of_torchrun_make_the_bytes_of_one_job(vae, photos, tmp_path, job):
+    done = run_ranks(vae, photos, tmp_path / "ranks")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" held-out latents in ") == 1  # one rank reports for all
+    assert read_contents(tmp_path / "ranks") == read_contents(job())
 
 
 HOLD = """
@@ -269,10 +225,9 @@ def test_two_jobs_do_not_write_the_same_shards(locked, words, what, job):
 
 @pytest.mark.slow
 def test_no_rank_waits_for_a_folder_that_another_job_holds(locked, vae, photos):
-    process = start(vae, photos, locked, ranks=2)
-    _, errors = process.communicate()
-    assert process.returncode != 0
-    assert "another process is encoding into it; wait for it" in errors
+    done = run_ranks(vae, photos, locked)
+    assert done.returncode != 0
+    assert "another process is encoding shards of part=" in done.stderr
 
 
 def test_a_rank_that_cannot_be_is_refused(monkeypatch):
@@ -283,6 +238,14 @@ def test_a_rank_that_cannot_be_is_refused(monkeypatch):
 
 
 # Parts
+
+
+@pytest.fixture(scope="module")
+def many_photos(photos, tmp_path_factory):
+    source = tmp_path_factory.mktemp("many")
+    for i in range(3):
+        shutil.copytree(photos, source / str(i))
+    return source
 
 
 def finish(out, *words):
@@ -405,7 +368,7 @@ def test_a_shard_with_a_broken_sidecar_is_encoded_again(done, job):
 def test_a_broken_job_file_is_a_sentence(tmp_path, content):
     (tmp_path / "job.json").write_bytes(content)
     with expect_refusal("job.json is broken, so nothing says which job this folder belongs to"):
-        claim_folder(tmp_path, {}, {})
+        claim_folder(tmp_path, {})
 
 
 def test_the_folder_of_another_job_is_refused(done, job):
@@ -429,13 +392,9 @@ def test_the_folder_of_another_job_is_refused(done, job):
         "classes=none",
     ],
 )
-def test_what_images_are_taken_for_is_part_of_the_job(photos, change):
-    words = [f"source={photos}", "out=x", "encoder.path=x"]
-    listed = list_images(photos)
+def test_what_images_are_taken_for_is_part_of_the_job(change):
     one, other = (
-        describe_job(
-            listed, compose([*words, *more], "precompute_latents").cfg, None, "fp32", Plan([], 0, 0)
-        )
+        list_settings(compose(["source=x", "out=x", *more], "precompute_latents").cfg)
         for more in ([], [change])
     )
     assert one != other

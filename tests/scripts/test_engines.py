@@ -4,12 +4,10 @@ commands are understood. No engine runs here; the tests set the variables that i
 import os
 import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
 import time
-from typing import NamedTuple
 
 import pytest
 import torch.distributed.run
@@ -51,19 +49,17 @@ def read_yaml(name):
     return list(yaml.safe_load_all((ROOT / "scripts" / name).read_text()))
 
 
-class Pod(NamedTuple):
-    """What a Kubernetes job says about its pods."""
+def read_job(name):
+    """Returns the specification of a Kubernetes job, and its only container."""
+    job = read_yaml(name)[-1]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    return job, container
 
-    job: dict
-    command: list[str]
-    gpus: int
 
-    @classmethod
-    def read(cls, name):
-        job = read_yaml(name)[-1]["spec"]
-        (container,) = job["template"]["spec"]["containers"]
-        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-        return cls(job, [*container["command"], *container["args"]], gpus)
+def read_command(name):
+    """Returns the command of the pods of a Kubernetes job."""
+    _, container = read_job(name)
+    return [*container["command"], *container["args"]]
 
 
 def save_program(file, line):
@@ -116,7 +112,7 @@ def compose_only(words):
             "0",
         ),
         (
-            Pod.read("k8s/train.yaml").command,
+            read_command("k8s/train.yaml"),
             {"JOB_COMPLETION_INDEX": "0"},
             "fastlatent-0.fastlatent:29500",
             "1",
@@ -153,7 +149,7 @@ def find_array():
     ("command", "variables", "part"),
     [
         (find_array(), {"SLURM_ARRAY_TASK_ID": "3"}, "3/64"),
-        (Pod.read("k8s/encode.yaml").command, {"JOB_COMPLETION_INDEX": "3"}, "3/8"),
+        (read_command("k8s/encode.yaml"), {"JOB_COMPLETION_INDEX": "3"}, "3/8"),
         (["bash", "-c", read_yaml("sky/encode.yaml")[0]["run"]], {"PART": "3/8"}, "3/8"),
     ],
     ids=["slurm", "k8s", "sky"],
@@ -172,19 +168,20 @@ def test_ray_encodes(start, tmp_path):
     assert compose_only(calls[0])["source"] == "/data/photos"
 
 
-def test_the_numbers_in_a_file_of_kubernetes_agree():
-    service, job = read_yaml("k8s/train.yaml")
-    pod = Pod.read("k8s/train.yaml")
-    name = job["metadata"]["name"]
-    assert service["metadata"]["name"] == pod.job["template"]["spec"]["subdomain"] == name
+def test_the_files_of_kubernetes_agree_with_themselves():
+    service, _ = read_yaml("k8s/train.yaml")
+    job, container = read_job("k8s/train.yaml")
+    command = read_command("k8s/train.yaml")[-1]
+    name = service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": name}
-    assert f"--rdzv-endpoint={name}-0.{name}:" in pod.command[-1]
-    assert f"--nnodes={pod.job['completions']} " in pod.command[-1]
-    assert f"--nproc-per-node={pod.gpus} " in pod.command[-1]
-    encode = Pod.read("k8s/encode.yaml")
-    assert f'part="$JOB_COMPLETION_INDEX/{encode.job["completions"]}"' in encode.command[-1]
-    for job in (pod.job, encode.job):
-        assert (job["completionMode"], job["parallelism"]) == ("Indexed", job["completions"])
+    assert job["template"]["spec"]["subdomain"] == name
+    assert f"--rdzv-endpoint={name}-0.{name}:" in command
+    assert f"--nnodes={job['completions']} " in command
+    assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']} " in command
+    encode, _ = read_job("k8s/encode.yaml")
+    assert f"/{encode['completions']}" in read_command("k8s/encode.yaml")[-1]
+    for spec in (job, encode):
+        assert (spec["completionMode"], spec["parallelism"]) == ("Indexed", spec["completions"])
 
 
 @pytest.mark.parametrize("name", ["sky/train", "sky/encode", "k8s/train", "k8s/encode"])
@@ -192,26 +189,15 @@ def test_a_user_edits_two_lines(name):
     assert (ROOT / f"scripts/{name}.yaml").read_text().count("# edit: ") == 2
 
 
-def test_the_image_holds_what_a_run_needs_and_what_is_tested(tmp_path):
-    text = (ROOT / "Dockerfile").read_text()
+def test_the_image_holds_what_a_run_needs_and_what_is_tested():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
     (version,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert f"FROM pytorch/pytorch:{version}-" in text
-    assert re.search(r"^RUN .* && make setup$", text, re.MULTILINE)
-    assert "--shm-size" in text
-    copied = []
-    for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
-        *sources, target = line.split()
-        for source in sources:
-            copied.append(source)
-            if (ROOT / source).is_dir():
-                assert source == target
-                shutil.copytree(ROOT / source, tmp_path / source)
-            else:
-                shutil.copy(ROOT / source, tmp_path)
+    assert [line.startswith(f"FROM pytorch/pytorch:{version}-") for line in lines].count(True) == 1
+    assert "RUN python3 -m venv --system-site-packages .venv && make setup" in lines
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert all((ROOT / name).exists() for name in copied)
     packages = {file.parent.name for file in ROOT.glob("*/__init__.py")} - {"tests"}
     assert packages | {"conf"} == {name for name in copied if (ROOT / name).is_dir()}
-    done = subprocess.run(["make", "-n", "setup"], cwd=tmp_path, capture_output=True, text=True)
-    assert "--constraint constraints.txt" in done.stdout, done.stderr
 
 
 @pytest.mark.slow
