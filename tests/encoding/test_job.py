@@ -155,23 +155,24 @@ def test_an_image_that_cannot_be_read_stops_the_job_and_is_not_left_out(job, mon
 # Ranks, and other processes
 
 
-def run_ranks(vae, source, out):
-    """Runs the command in two processes of torchrun."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [*TINY_JOB, f"encoder.path={vae}", f"source={source}", f"out={out}"]
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, "precompute_latents.py", *words],
+def run_program(*words):
+    """Runs Python in a process of its own, and returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, *words],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 def test_ranks_of_torchrun_make_the_bytes_of_one_job(vae, photos, tmp_path, job):
-    done = run_ranks(vae, photos, tmp_path / "ranks")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" held-out latents in ") == 1  # one rank reports for all
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [f"encoder.path={vae}", f"source={photos}", f"out={tmp_path / 'ranks'}"]
+    output = run_program("-m", *launcher, "precompute_latents.py", *TINY_JOB, *words)
+    assert output.count(" held-out latents in ") == 1  # one rank reports for all
     assert read_contents(tmp_path / "ranks") == read_contents(job())
 
 
@@ -223,13 +224,6 @@ def test_two_jobs_do_not_write_the_same_shards(locked, words, what, job):
         job(*words)
 
 
-@pytest.mark.slow
-def test_no_rank_waits_for_a_folder_that_another_job_holds(locked, vae, photos):
-    done = run_ranks(vae, photos, locked)
-    assert done.returncode != 0
-    assert "another process is encoding shards of part=" in done.stderr
-
-
 def test_a_rank_that_cannot_be_is_refused(monkeypatch):
     for name, value in {"RANK": "8", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -240,24 +234,19 @@ def test_a_rank_that_cannot_be_is_refused(monkeypatch):
 # Parts
 
 
-@pytest.fixture(scope="module")
-def many_photos(photos, tmp_path_factory):
-    source = tmp_path_factory.mktemp("many")
-    for i in range(3):
-        shutil.copytree(photos, source / str(i))
-    return source
-
-
 def finish(out, *words):
     return precompute(compose([f"out={out}", "finish=true", *words], "precompute_latents"))
 
 
 @pytest.fixture(scope="module")
-def captioned_words(vae, many_photos, tmp_path_factory):
+def captioned_words(vae, photos, tmp_path_factory):
     """Words of a job of 60 shards of images and 7 of captions."""
-    templates = tmp_path_factory.mktemp("templates") / "templates.txt"
+    folder = tmp_path_factory.mktemp("captioned")
+    for i in range(3):
+        shutil.copytree(photos, folder / "photos" / str(i))
+    templates = folder / "templates.txt"
     templates.write_text("a {}\nthe {}\nmy {}\n")
-    words = [*TINY_JOB, f"encoder.path={vae}", f"source={many_photos}"]
+    words = [*TINY_JOB, f"encoder.path={vae}", f"source={folder / 'photos'}"]
     words += ["shard_size=1", "batch_size=1", "block_size=1"]
     return [*words, "text_encoder=wordllama", f"captions={templates}"]
 
@@ -279,15 +268,7 @@ def test_parts_make_the_bytes_of_one_job(parts, kills, captioned_words, undivide
     """They start in the same moment in a folder that is not there yet, and are killed. Another
     command, which sees neither the images nor the encoder, writes the manifest."""
     out = tmp_path / "out"
-    program = [sys.executable, "-m", "tests.harness.parts", str(parts), str(kills), str(out)]
-    done = subprocess.run(
-        [*program, *captioned_words],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    run_program("-m", "tests.harness.parts", str(parts), str(kills), str(out), *captioned_words)
     finish(out)
     contents = read_contents(out)
     job = json.loads(contents.pop("job.json"))
