@@ -40,6 +40,7 @@ STUBS = {
 RAY = """
 from types import SimpleNamespace
 remote = lambda **_: lambda function: SimpleNamespace(remote=function)
+init = lambda **_: None
 get = list
 """
 SCALING = (ROOT / "docs" / "scaling.md").read_text()
