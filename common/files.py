@@ -11,7 +11,7 @@ import os
 import socket
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,23 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file} holds no JSON object; restore it or delete it.")
     return content
+
+
+def refuse_changes(
+    place: str, earlier: Mapping[str, Any], job: Mapping[str, Any], keys: Iterable[str]
+) -> None:
+    """Raises ValueError if one of `keys` has not the value in `job`, the settings of this command,
+    that it has in `earlier`, those of the command that has begun the work in `place`, a folder."""
+    changes = [
+        f"{key} was {earlier.get(key)}, is {job.get(key)}"
+        for key in sorted(keys)
+        if earlier.get(key) != job.get(key)
+    ]
+    if changes:
+        raise UserError(
+            f"{place} holds the work of another command ({'; '.join(changes)}); choose another "
+            "out, or delete this folder."
+        )
 
 
 def make_folder(folder: Path) -> None:

@@ -35,6 +35,7 @@ from common.files import (
     lock_folder,
     make_folder,
     read_object,
+    refuse_changes,
     write_json,
 )
 from data.manifest import MANIFEST_NAME, SCHEMA, Manifest, Shard
@@ -46,7 +47,7 @@ from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
 JOB_FILE = "job.json"
-NOT_COMPARED = ("parts", "shards", "manifest")
+NOT_COMPARED = {"parts", "shards", "manifest"}
 """Keys of job.json for `write_manifest` and `finish_job`: the number of parts, the names of all
 shards, and those fields of the manifest that are known before any shard is encoded."""
 NumberedImage = tuple[int, ImageEntry]
@@ -121,7 +122,7 @@ def describe_job(
     captions = plan.captions
     names = [name for name, _, _ in plan.shards]
     shards = {"images": names, "captions": captions.shards if captions else []}
-    settings = {
+    settings: dict[str, Any] = {
         **list_settings(cfg),
         "precision": precision,
         "source_sha256": images.sha256(),
@@ -130,21 +131,16 @@ def describe_job(
         **(captions.settings_of_content if captions else {}),
     }
 
+    shared = ("resolution", "flips", "kind", "dtype", "seed", "precision", "source_sha256")
     fields = {
+        **{key: settings[key] for key in shared},
         **describe_autoencoder(autoencoder, cfg.encoder),
         "height": shape[1],
         "width": shape[2],
         "class_names": images.class_names,
-        "kind": cfg.kind.value,
-        "dtype": cfg.dtype.value,
-        "flips": cfg.flips,
         "resize": RESIZE,
-        "resolution": cfg.resolution,
         "psnr_db": psnr_db,
-        "precision": precision,
         "source": str(cfg.source),
-        "source_sha256": images.sha256(),
-        "seed": cfg.seed,
         "text": captions and asdict(captions.spec),
     }
     return settings | {"parts": Part.parse(cfg.part).count, "shards": shards, "manifest": fields}
@@ -169,23 +165,13 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
     earlier = {"same_bytes": True, "text_encoder": None} | content
     # If the manifest exists, the set is finished, perhaps by an earlier version that wrote fewer
     # keys to job.json: compare only the keys that job.json has.
-    finished = (out / MANIFEST_NAME).is_file()
-    compared = {key: v for key, v in job.items() if key in earlier or not finished}
-    refuse_changes(out, earlier, compared)
+    keys = job.keys() - NOT_COMPARED
+    if (out / MANIFEST_NAME).is_file():
+        keys &= earlier.keys()
+    refuse_changes(f"out={out}", earlier, job, keys)
     if "manifest" not in content:
         found = {key: value for key, value in job.items() if key in NOT_COMPARED}
         write_json(file, content | found)
-
-
-def refuse_changes(out: Path, earlier: dict[str, Any], job: dict[str, Any]) -> None:
-    """Raises ValueError if a setting in `job` is not that in `earlier`, the content of job.json."""
-    keys = [key for key in job if key not in NOT_COMPARED and earlier.get(key) != job[key]]
-    changes = [f"{key} was {earlier.get(key)}, is {job[key]}" for key in keys]
-    if changes:
-        raise UserError(
-            f"out={out} holds latents of another job ({'; '.join(changes)}); choose another "
-            "folder or delete it."
-        )
 
 
 @contextmanager
@@ -292,7 +278,7 @@ def finish_job(out: Path, settings: dict[str, Any]) -> Manifest:
         raise UserError(f"out={out} has no {JOB_FILE}; encode its parts first: part=0/8, …")
     with lock_shards(out):
         job = read_object(file)
-        refuse_changes(out, job, settings)
+        refuse_changes(f"out={out}", job, settings, settings)
         if "shards" not in job:
             raise UserError(f"{file} is of an earlier version; run the command without finish.")
 

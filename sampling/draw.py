@@ -22,6 +22,7 @@ from common.files import (
     lock_folder,
     make_folder,
     read_object,
+    refuse_changes,
     rename,
     sync_folder,
     write_json,
@@ -328,13 +329,7 @@ class ResumableChunks:
         if not file.is_file():
             write_json(file, job)
         earlier = read_object(file)
-        keys = sorted(key for key in earlier | job if earlier.get(key) != job.get(key))
-        if keys:
-            changes = "; ".join(f"{key} was {earlier.get(key)}, is {job.get(key)}" for key in keys)
-            raise UserError(
-                f"{self.folder} holds the unfinished work of another command ({changes}); delete "
-                "it or use another out."
-            )
+        refuse_changes(str(self.folder), earlier, job, earlier | job)
 
     def list_rank_chunks(self) -> list[int]:
         """Returns the numbers of the chunks that belong to this rank."""

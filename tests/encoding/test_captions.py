@@ -145,7 +145,7 @@ def test_a_job_with_captions(captioned, job, tmp_path, capsys):
     job(*WORDS, f"source={captioned}")
     assert read_contents(out) == whole
     for words in (["text_tokens=2"], ["text_dtype=int8"], ["max_captions=1"]):
-        with expect_refusal("holds latents of another job"):
+        with expect_refusal("holds the work of another command"):
             job(*WORDS, f"source={captioned}", *words)
     next(captioned.glob("*/*.txt")).write_text("another caption")
     with expect_refusal("captions_sha256 was"):

@@ -298,7 +298,7 @@ def test_a_fault_in_a_part_is_named_at_the_end(job, tmp_path, capsys):
 def test_what_finishes_a_job_must_fit_it(done, tmp_path):
     folder = done()
     finish(folder, "resolution=16", "source=/a/folder/of/another/machine")
-    with expect_refusal("resolution was 16, is 32; limit was None, is 5"):
+    with expect_refusal("limit was None, is 5; resolution was 16, is 32"):
         finish(folder, "resolution=32", "limit=5")
     with expect_refusal("has no job.json; encode its parts first: part=0/8"):
         finish(tmp_path / "nowhere")
@@ -355,7 +355,7 @@ def test_a_broken_job_file_is_a_sentence(tmp_path, content):
 def test_the_folder_of_another_job_is_refused(done, job):
     folder = done()
     contents = read_contents(folder)
-    with expect_refusal("another job .flips was False, is True; limit was None, is 19.; choose an"):
+    with expect_refusal("another command .flips was False, is True; limit was None, is 19.; choo"):
         job("flips=true", "limit=19")
     assert read_contents(folder) == contents
 

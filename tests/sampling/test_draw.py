@@ -77,7 +77,7 @@ def test_a_stopped_command_goes_on_to_the_same_bytes(drawn, trained, tmp_path, m
     parts = tmp_path / "stopped.parts"
     (chunk,) = parts.glob("000000-*.safetensors")
     with pytest.raises(
-        ValueError, match=r"count was 1100, is 1200\); delete it or use another out"
+        ValueError, match=r"count was 1100, is 1200\); choose another out, or delete"
     ):
         draw_samples(trained, out, count=1200)
     # a chunk that a disk damaged is drawn again
