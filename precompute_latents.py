@@ -63,8 +63,8 @@ def precompute(composed: Composed) -> Path:
     cfg = composed.cfg
     out = Path(cfg.out).expanduser()
     if cfg.finish:
-        given = {word.partition("=")[0] for word in composed.overrides}
-        settings = {key: value for key, value in list_settings(cfg).items() if key in given}
+        keys = {word.partition("=")[0].lstrip("+") for word in composed.overrides}
+        settings = {key: value for key, value in list_settings(cfg).items() if key in keys}
         print(describe_result(finish_job(out, settings), out))
         return out / "manifest.json"
 
