@@ -21,6 +21,7 @@ COPY sampling sampling
 COPY scripts scripts
 COPY training training
 
-# .venv sees the image's PyTorch, whose version constraints.txt names, so that pip does not install another.
+# .venv sees the image's PyTorch, whose version constraints.txt names, so that pip does not install another. The image has
+# Python 3.12; the versions in constraints.txt were tested on 3.11.
 RUN python3 -m venv --system-site-packages .venv && make setup
 ENV PATH=/fastlatent/.venv/bin:$PATH

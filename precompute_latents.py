@@ -34,6 +34,7 @@ def precompute(composed: Composed) -> Path:
     dry_run=true it only prints an estimate of size and time, and writes no manifest. Neither does a
     part of a job; with finish=true it writes the manifest of all parts."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
+    from common.errors import UserError
     from encoding.captions import fill_templates
     from encoding.encoder import (
         PSNR_IMAGES,
@@ -48,7 +49,6 @@ def precompute(composed: Composed) -> Path:
         describe_result,
         finish_job,
         hold_folder,
-        list_settings,
         plan_captions,
         plan_shards,
         write_manifest,
@@ -63,9 +63,10 @@ def precompute(composed: Composed) -> Path:
     cfg = composed.cfg
     out = Path(cfg.out).expanduser()
     if cfg.finish:
-        keys = {word.partition("=")[0].lstrip("+") for word in composed.overrides}
-        settings = {key: value for key, value in list_settings(cfg).items() if key in keys}
-        print(describe_result(finish_job(out, settings), out))
+        others = [word for word in composed.overrides if not word.startswith(("out=", "finish="))]
+        if others:
+            raise UserError(f"finish=true needs only out; leave {' '.join(others)} out.")
+        print(describe_result(finish_job(out), out))
         return out / "manifest.json"
 
     # 1. List the images, plan the shards, and load the encoder.

@@ -142,6 +142,8 @@ class FolderLock:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self.works = True
+        """False if the file system has no locks."""
         self.close = weakref.finalize(self, os.close, descriptor)
 
     def __enter__(self) -> FolderLock:
@@ -156,13 +158,11 @@ class FolderLock:
         Does not wait if the file system has no locks."""
         import fcntl
 
-        with contextlib.suppress(OSError):
+        if self.works:
             fcntl.lockf(self.descriptor, fcntl.LOCK_EX, 1, LOCK_PARTS)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, LOCK_PARTS)
+        yield
+        if self.works:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, LOCK_PARTS)
 
 
 def lock_folder(folder: Path, refusal: str, start: int = 0, length: int = 0) -> FolderLock:
@@ -186,6 +186,7 @@ def lock_folder(folder: Path, refusal: str, start: int = 0, length: int = 0) -> 
             holder = os.pread(descriptor, 1000, 0).decode()
             lock.close()
             raise UserError(f"{refusal} {f'It is {holder}.' if holder else ''}".strip()) from error
+        lock.works = False
         print(
             f"warning: {folder} cannot be locked ({error.strerror}); make sure that no other "
             "process writes there",

@@ -8,9 +8,8 @@ sidecar `<shard>.json` with its description and the sums of its channels; the jo
 shard with a valid sidecar again.
 
 The first command writes job.json. It holds the settings, which every further command compares with
-its own, and what the manifest will need: the names of all shards, and what this command found out
-about the encoder. So no later command needs that machine, and the manifest does not depend on the
-number or the order of the commands.
+its own, and what the manifest will need: the names of all shards, and what the command that started
+last found out about the encoder. So the command that writes the manifest needs no encoder.
 """
 
 from __future__ import annotations
@@ -38,10 +37,11 @@ from common.files import (
     refuse_changes,
     write_json,
 )
-from data.manifest import MANIFEST_NAME, SCHEMA, Manifest, Shard
+from data.loader import TextSpec
+from data.manifest import MANIFEST_NAME, Manifest, Shard
 from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
-from encoding.shards import WHOLE, Part, read_finished
+from encoding.shards import WHOLE, Part, hash_content, read_finished
 from models.images import Autoencoder
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
@@ -147,31 +147,43 @@ def describe_job(
 
 
 def claim_folder(out: Path, job: dict[str, Any]) -> None:
-    """Writes `job` to job.json in the folder `out`, or compares it with the job.json that is there.
-    Raises ValueError if the folder belongs to another job, or if job.json cannot be read."""
+    """Writes `job` to job.json in the folder `out`. If the file is there, first compares the
+    settings in it with those of `job`. Raises ValueError if the folder belongs to another job, or
+    if job.json cannot be read."""
     file = out / JOB_FILE
-    if not file.is_file():
-        write_json(file, job)
-        return
+    content: dict[str, Any] = {}
+    if file.is_file():
+        content = read_job(out)
+        # Add the values of keys that earlier versions did not write, according to which they
+        # behaved.
+        earlier = {"same_bytes": True, "text_encoder": None} | content
+        # If the manifest exists, the set is finished, perhaps by an earlier version that wrote
+        # fewer keys to job.json: compare only the keys that job.json has.
+        keys = job.keys() - NOT_COMPARED
+        if (out / MANIFEST_NAME).is_file():
+            keys &= earlier.keys()
+            job = {key: value for key, value in job.items() if key in keys | NOT_COMPARED}
+        refuse_changes(f"out={out}", earlier, job, keys)
+    if content | job != content:
+        content |= job
+        write_json(file, content | {"sha256": hash_content(content)})
 
+
+def read_job(out: Path) -> dict[str, Any]:
+    """Returns the content of job.json in the folder `out`. Raises ValueError if the file cannot be
+    read, or is not as a job has written it."""
+    file = out / JOB_FILE
     try:
         content = read_object(file)
-    except ValueError as error:
-        raise UserError(
-            f"{file} is broken, so nothing says which job this folder belongs to; choose "
-            "another folder or delete this one."
-        ) from error
-    # Add the values of keys that earlier versions did not write, according to which they behaved.
-    earlier = {"same_bytes": True, "text_encoder": None} | content
-    # If the manifest exists, the set is finished, perhaps by an earlier version that wrote fewer
-    # keys to job.json: compare only the keys that job.json has.
-    keys = job.keys() - NOT_COMPARED
-    if (out / MANIFEST_NAME).is_file():
-        keys &= earlier.keys()
-    refuse_changes(f"out={out}", earlier, job, keys)
-    if "manifest" not in content:
-        found = {key: value for key, value in job.items() if key in NOT_COMPARED}
-        write_json(file, content | found)
+        digest = content.pop("sha256", None)  # None: an earlier version stored no hash
+        if (digest is None and "manifest" not in content) or digest == hash_content(content):
+            return content
+    except ValueError:
+        pass
+    raise UserError(
+        f"{file} is broken, so nothing says which job this folder belongs to; restore it, or "
+        "choose another folder."
+    )
 
 
 @contextmanager
@@ -184,15 +196,19 @@ def hold_folder(out: Path, part: Part, job: dict[str, Any]) -> Iterator[None]:
     """
     try:
         make_folder(out)
-        if not (out / LOCK_FILE).exists():
-            refuse_other_files(out)  # leave no lock file in a folder that is not ours
+        names = {file.name for file in out.iterdir()}
     except OSError as error:
         raise UserError(
             f"out={out} cannot be made or read ({error.strerror}); choose another folder."
         ) from error
+    # Accept a folder that has only a lock file and the temporary file of job.json: a process that
+    # was killed in `claim_folder` leaves these two behind.
+    if JOB_FILE not in names and names - {LOCK_FILE, f"{JOB_FILE}.tmp"}:
+        raise UserError(
+            f"out={out} is not empty and holds no latents of ours; choose another folder."
+        )
     with lock_shards(out, part) as lock:
         with lock.take_turn():
-            refuse_other_files(out)
             claim_folder(out, job)
         yield
 
@@ -200,24 +216,11 @@ def hold_folder(out: Path, part: Part, job: dict[str, Any]) -> Iterator[None]:
 def lock_shards(out: Path, part: Part = WHOLE) -> FolderLock:
     """Locks the shards of `part` in the folder `out`. Raises ValueError if another process holds
     some of them."""
-    what = "into it"
-    chosen = range(0)  # locks everything
-    if part != WHOLE:
-        what = f"shards of part={part}"
-        chosen = part.find_range(LOCK_PARTS)
-    refusal = f"out={out}: another process is encoding {what}; wait for it, or stop it first."
+    refusal = (
+        f"out={out}: another process is encoding the same shards; wait for it, or stop it first."
+    )
+    chosen = range(0) if part == WHOLE else part.find_range(LOCK_PARTS)  # length 0: everything
     return lock_folder(out, refusal, chosen.start, len(chosen))
-
-
-def refuse_other_files(out: Path) -> None:
-    """Raises ValueError if the folder `out` has files but no job.json."""
-    names = {file.name for file in out.iterdir()}
-    # Accept a folder that has only a lock file and the temporary file of job.json: a process that
-    # was killed in `claim_folder` leaves these two behind.
-    if JOB_FILE not in names and names - {LOCK_FILE, f"{JOB_FILE}.tmp"}:
-        raise UserError(
-            f"out={out} is not empty and holds no latents of ours; choose another folder."
-        )
 
 
 def describe_autoencoder(autoencoder: Autoencoder, encoder: dict[str, Any]) -> dict[str, Any]:
@@ -251,7 +254,7 @@ def describe_shards(shards: list[Shard], sums: list[dict[str, Any]]) -> dict[str
 def write_manifest(out: Path) -> Manifest:
     """Writes `manifest.json` from job.json and the sidecars of all shards, and returns it. Raises
     ValueError if no training image was decoded."""
-    job = read_object(out / JOB_FILE)
+    job = read_job(out)
     names = chain(*job["shards"].values())
     sidecars = [read_object(out / f"{name}.json") for name in names]
     shards = [Shard(**s["shard"]) for s in sidecars if s["shard"]["count"]]
@@ -264,34 +267,38 @@ def write_manifest(out: Path) -> Manifest:
         )
 
     fields = job["manifest"] | describe_shards(shards, sums) | {"skipped": skipped}
-    manifest = SCHEMA.validate_python(fields)
+    if fields["text"] is not None:
+        fields["text"] = TextSpec(**fields["text"])
+    manifest = Manifest(**fields)
     manifest.write(out)
     return manifest
 
 
-def finish_job(out: Path, settings: dict[str, Any]) -> Manifest:
+def finish_job(out: Path) -> Manifest:
     """Checks the hashes of all shards that the commands of a job have encoded in parts, writes the
     manifest, and returns it. Needs neither the images nor the encoder. Raises ValueError that names
-    the parts with an absent or damaged shard, and if job.json has other values than `settings`."""
-    file = out / JOB_FILE
-    if not file.is_file():
+    the parts with an absent or damaged shard."""
+    if not (out / JOB_FILE).is_file():
         raise UserError(f"out={out} has no {JOB_FILE}; encode its parts first: part=0/8, …")
     with lock_shards(out):
-        job = read_object(file)
-        refuse_changes(f"out={out}", job, settings, settings)
-        if "shards" not in job:
-            raise UserError(f"{file} is of an earlier version; run the command without finish.")
+        job = read_job(out)
+        if "manifest" not in job:
+            raise UserError(
+                f"{out / JOB_FILE} is of an earlier version; run the command without finish=true."
+            )
 
-        faults = []
+        groups = list(job["shards"].values())
+        names = list(chain(*groups))
+        print(f"checking the hashes of {len(names)} shards", flush=True)
         with ThreadPoolExecutor() as pool:
-            for index in range(job["parts"]):
-                part = Part(index, job["parts"])
-                names = [name for group in job["shards"].values() for name in part.select(group)]
-                sidecars = pool.map(partial(read_finished, out), names)
-                wrong = [name for name, whole in zip(names, sidecars, strict=True) if not whole]
-                if wrong:
-                    few = f"{len(wrong)} of {len(names)} shards, such as {wrong[0]}"
-                    faults.append(f"part={part} ({few})")
+            sidecars = list(pool.map(partial(read_finished, out), names))
+        wrong = {name for name, sidecar in zip(names, sidecars, strict=True) if sidecar is None}
+        faults = []
+        for index in range(job["parts"] if wrong else 0):
+            part = Part(index, job["parts"])
+            lost = [name for group in groups for name in part.select(group) if name in wrong]
+            if lost:
+                faults.append(f"part={part} ({lost[0]}{', …' if lost[1:] else ''})")
         if faults:
             raise UserError(
                 f"out={out}: shards of {join_few(faults)} are absent or damaged; run these parts "

@@ -76,12 +76,13 @@ def read_finished(out: Path, name: str) -> dict[str, Any] | None:
         complete = hash_file(out / name) == sidecar["shard"]["sha256"]
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return sidecar if complete and digest in (None, hash_sidecar(sidecar)) else None
+    return sidecar if complete and digest in (None, hash_content(sidecar)) else None
 
 
-def hash_sidecar(sidecar: dict[str, Any]) -> str:
-    """Returns the SHA-256 of a sidecar's content, by which a later run detects damage."""
-    return hashlib.sha256(json.dumps(sidecar).encode()).hexdigest()
+def hash_content(content: dict[str, Any]) -> str:
+    """Returns the SHA-256 of the content of a sidecar or of job.json, by which a later run detects
+    damage."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def write_sidecar(
@@ -90,7 +91,7 @@ def write_sidecar(
     """Writes the sidecar of a finished shard. `skipped` are sentences about images that the shard
     lacks, `sums` is `ChannelSums.as_dict()`; captions have neither."""
     sidecar: dict[str, Any] = {"shard": asdict(shard), "skipped": list(skipped), "sums": sums}
-    sidecar["sha256"] = hash_sidecar(sidecar)
+    sidecar["sha256"] = hash_content(sidecar)
     write_atomically(out / f"{shard.file}.json", json.dumps(sidecar) + "\n")
 
 

@@ -185,9 +185,12 @@ input()
 """
 
 
+TURN = range(LOCK_PARTS, LOCK_PARTS + 1)
+
+
 def hold(folder, part="0/1"):
-    """Locks a folder's file, or the bytes of a part, from another process, until that is killed."""
-    chosen = Part.parse(part).find_range(LOCK_PARTS)
+    """Locks the bytes of a part, or of the turn, from another process, until that is killed."""
+    chosen = TURN if part == "turn" else Part.parse(part).find_range(LOCK_PARTS)
     return subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder / ".lock"), str(len(chosen)), str(chosen.start)],
         stdin=subprocess.PIPE,
@@ -199,29 +202,52 @@ def hold(folder, part="0/1"):
 
 @pytest.fixture
 def locked(tmp_path, request):
-    """A folder that another process holds, or a part of it."""
+    """A folder of which another process holds a part."""
     folder = tmp_path / "out"
     folder.mkdir()
-    with hold(folder, getattr(request, "param", "0/1")) as holder:
+    with hold(folder, request.param) as holder:
         assert holder.stdout.readline() == "held\n"
         yield folder
         holder.kill()
     assert [file.name for file in folder.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize(
-    ("locked", "words", "what"),
-    [
-        ("0/1", [], "into it"),
-        ("0/1", ["part=1/3"], "shards of part=1/3"),
-        ("1/2", [], "into it"),
-        ("1/2", ["part=1/3"], "shards of part=1/3"),
-    ],
-    indirect=["locked"],
-)
-def test_two_jobs_do_not_write_the_same_shards(locked, words, what, job):
-    with expect_refusal(f"another process is encoding {what}; wait for it"):
+@pytest.mark.parametrize("words", [[], ["part=1/3"]])
+@pytest.mark.parametrize("locked", ["0/1", "1/2"], indirect=True)
+def test_two_jobs_do_not_write_the_same_shards(locked, words, job):
+    with expect_refusal("another process is encoding the same shards; wait for it"):
         job(*words)
+
+
+@pytest.mark.parametrize(
+    ("part", "overlapping"), [("1/3", ["1/3", "1/2", "0/1"]), ("0/1", ["1/3", "0/3", "1/2", "0/1"])]
+)
+def test_a_job_holds_its_shards_while_it_encodes(part, overlapping, job, monkeypatch):
+    refused = []
+    run = ShardEncoder.run
+
+    def run_beside_others(self, plan):
+        for other in ("1/3", "0/3", "1/2", "0/1"):
+            if "BlockingIOError" in hold(self.out, other).communicate()[1]:
+                refused.append(other)
+        run(self, plan)
+
+    monkeypatch.setattr(ShardEncoder, "run", run_beside_others)
+    job(f"part={part}")
+    assert refused == overlapping
+
+
+def test_parts_write_and_compare_settings_one_after_the_other(job, monkeypatch):
+    errors = []
+
+    def write_beside_others(file, content):
+        errors.append(hold(file.parent, "turn").communicate()[1])
+        write_json(file, content)
+
+    monkeypatch.setattr("encoding.job.write_json", write_beside_others)
+    out = job("part=0/3")
+    assert "BlockingIOError" in errors[0]
+    assert hold(out, "turn").communicate()[0] == "held\n"
 
 
 def test_a_rank_that_cannot_be_is_refused(monkeypatch):
@@ -272,55 +298,50 @@ def test_parts_make_the_bytes_of_one_job(parts, kills, captioned_words, undivide
     finish(out)
     contents = read_contents(out)
     job = json.loads(contents.pop("job.json"))
-    assert job == json.loads(undivided["job.json"]) | {"parts": parts}
+    own = {"parts": parts, "sha256": job["sha256"]}
+    assert job == json.loads(undivided["job.json"]) | own
     whole = {name: content for name, content in contents.items() if not name.endswith(".tmp")}
     assert whole == {name: undivided[name] for name in undivided if name != "job.json"}
 
 
-def test_a_fault_in_a_part_is_named_at_the_end(job, tmp_path, capsys):
-    for part in (0, 2):
-        out = job(f"part={part}/3", "shard_size=3")
-        assert f"part={part}/3 is encoded; once all parts are: " in capsys.readouterr().out
-    refusal = r"shards of part=1/3 \(3 of 3 shards, such as train-00000.tar\) are absent or damaged"
-    with expect_refusal(refusal):
+def test_a_fault_in_a_part_is_named_at_the_end(job, capsys):
+    for part in ("0/3", "2/3"):
+        out = job(f"part={part}", "shard_size=3")
+        assert f"part={part} is encoded; once all parts are: " in capsys.readouterr().out
+    with expect_refusal(r"shards of part=1/3 \(train-00000.tar, …\) are absent or damaged; run"):
         finish(out)
 
     job("part=1/3", "shard_size=3")
     flip_byte(out / "train-00005.tar")
-    with expect_refusal(r"part=2/3 \(1 of 3 shards, such as train-00005.tar\) are absent"):
+    with expect_refusal(r"shards of part=2/3 \(train-00005.tar\) are absent or damaged"):
         finish(out)
     assert not (out / "manifest.json").exists()
-    job("part=2/3", "shard_size=3")
+    job("part=7/8", "shard_size=3")
     assert read_manifest(finish(out).parent).count == 16
     assert "16 training and 4 held-out latents" in capsys.readouterr().out
 
 
-def test_what_finishes_a_job_must_fit_it(done, tmp_path):
+def test_what_finishes_no_job(done, tmp_path):
     folder = done()
-    finish(folder, "resolution=16", "source=/a/folder/of/another/machine")
-    with expect_refusal("limit was None, is 5; resolution was 16, is 32"):
-        finish(folder, "resolution=32", "limit=5")
+    with expect_refusal("finish=true needs only out; leave resolution=32 part=0/2 out"):
+        finish(folder, "resolution=32", "part=0/2")
     with expect_refusal("has no job.json; encode its parts first: part=0/8"):
         finish(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
+    job = json.loads((folder / "job.json").read_text())
+    job["shards"]["images"].pop()
+    write_json(folder / "job.json", job)
+    with expect_refusal("job.json is broken, so nothing says which job"):
+        finish(folder)
+    write_json(folder / "job.json", {"seed": 0})
+    with expect_refusal("job.json is of an earlier version; run the command without finish=true"):
+        finish(folder)
 
 
-@pytest.mark.parametrize(
-    ("part", "overlapping"), [("1/3", ["1/3", "1/2", "0/1"]), ("0/1", ["1/3", "0/3", "1/2", "0/1"])]
-)
-def test_a_job_holds_its_shards_while_it_encodes(part, overlapping, job, monkeypatch):
-    refused = []
-    run = ShardEncoder.run
-
-    def run_beside_others(self, plan):
-        for other in ("1/3", "0/3", "1/2", "0/1"):
-            if "BlockingIOError" in hold(self.out, other).communicate()[1]:
-                refused.append(other)
-        run(self, plan)
-
-    monkeypatch.setattr(ShardEncoder, "run", run_beside_others)
-    job(f"part={part}")
-    assert refused == overlapping
+def test_an_encoder_that_was_moved_is_found_again(done, job, vae, tmp_path):
+    done()
+    moved = shutil.copytree(vae, tmp_path / "moved")
+    assert read_manifest(job(f"encoder.path={moved}")).encoder["path"] == str(moved)
 
 
 # Other jobs
@@ -396,12 +417,15 @@ def test_changed_weights_are_another_job(done, job, vae, tmp_path):
         job(f"encoder.path={other}")
 
 
-def test_a_folder_with_other_files_is_refused(job, tmp_path):
+@pytest.mark.parametrize("names", [["thesis.txt"], [".lock", "checkpoints"]])
+def test_a_folder_with_other_files_is_refused(names, job, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    for name in names:
+        (tmp_path / "out" / name).write_text("mine")
     with expect_refusal(f"out={tmp_path}/out is not empty .* choose another folder"):
         job()
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+    contents = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
+    assert contents == dict.fromkeys(names, "mine")
 
 
 def test_a_file_as_out_is_refused(job, tmp_path):

@@ -208,7 +208,6 @@ def test_a_job_that_cannot_be_done_is_refused_before_anything_is_written(
         (["min_psnr=nan"], "min_psnr=nan is not finite; give"),
         (["part=8/8"], "part=8/8 must be i/n with i below n, such as part=0/8"),
         (["part=3"], "part=3 must be i/n with i below n"),
-        (["part=0/2", "finish=true"], "finish=true is for all parts; leave part and dry_run out"),
         (["classes=some"], "classes=some must be given, none, or a number"),
         ([f"seed={2**64}"], "does not fit into 64 bits"),
     ],

@@ -185,9 +185,12 @@ def test_the_files_of_kubernetes_agree_with_themselves():
         assert (spec["completionMode"], spec["parallelism"]) == ("Indexed", spec["completions"])
 
 
-@pytest.mark.parametrize("name", ["sky/train", "sky/encode", "k8s/train", "k8s/encode"])
+FILES = ["sky/train.yaml", "sky/encode.yaml", "k8s/train.yaml", "k8s/encode.yaml"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "slurm/train.sbatch"])
 def test_a_user_edits_two_lines(name):
-    assert (ROOT / f"scripts/{name}.yaml").read_text().count("# edit: ") == 2
+    assert (ROOT / "scripts" / name).read_text().count("# edit: ") == 2
 
 
 def test_the_image_holds_what_a_run_needs_and_what_is_tested():
@@ -231,11 +234,14 @@ def test_a_lost_machine(tmp_path):
     fault = {"FAULT": "lose:any:3", "FAULT_MARKER": str(tmp_path / "died")}
     for folder, variables in ((tmp_path / "whole", {}), (tmp_path / "lost", fault)):
         machines = [start_machine(0, folder), start_machine(1, folder, **variables)]
-        while [machine.poll() for machine in machines] != [0, 0]:
+        restarts = 0
+        while [machine.poll() for machine in machines] != [0, 0] and restarts < 9:
             for rank, machine in enumerate(machines):
                 if machine.poll():
                     machines[rank] = start_machine(rank, folder)
+                    restarts += 1
             time.sleep(0.1)
+        assert [machine.terminate() or machine.wait() for machine in machines] == [0, 0]
     assert (tmp_path / "died").exists()
     losses, expected = (read_columns(tmp_path / name, "loss") for name in ("lost", "whole"))
     assert losses == expected

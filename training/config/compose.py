@@ -307,9 +307,7 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
     """Raises ValueError if a path in the configuration of a run or an encoding job does not exist
     or lacks the expected files, or if an output folder is a file."""
     if isinstance(cfg, PrecomputeConfig):
-        refuse_missing(
-            "source", None if cfg.finish else cfg.source, "name a folder of images, or tars"
-        )
+        refuse_missing("source", cfg.source, "name a folder of images, or tars")
         refuse_file("out", cfg.out)
         return
     refuse_file("run_dir", cfg.run_dir)
