@@ -87,8 +87,8 @@ def read_object(file: Path) -> dict[str, Any]:
 def refuse_changes(
     place: str, earlier: Mapping[str, Any], job: Mapping[str, Any], keys: Iterable[str]
 ) -> None:
-    """Raises ValueError if one of `keys` has not the value in `job`, the settings of this command,
-    that it has in `earlier`, those of the command that has begun the work in `place`, a folder."""
+    """Raises ValueError if one of `keys` has another value in `job`, the settings of this command,
+    than in `earlier`, those of the command that began the work in the folder `place`."""
     changes = [
         f"{key} was {earlier.get(key)}, is {job.get(key)}"
         for key in sorted(keys)
@@ -169,8 +169,9 @@ def lock_folder(folder: Path, refusal: str, start: int = 0, length: int = 0) -> 
     """Locks an existing folder for this process. Raises ValueError with the message `refusal` if
     another process holds the lock; only warns if the file system has no locks.
 
-    Processes that share the work in a folder each lock the part of it from `start` on, with
-    `length` of `LOCK_PARTS` equal parts. These are bytes of the lock file, which need not exist.
+    Processes that share the work in a folder each lock `length` of its `LOCK_PARTS` parts, from
+    part `start` on; a length of 0 means all that follow. A part is a byte of the lock file, which
+    need not be that long.
 
     The lock is a POSIX lock: it works on NFS, forked worker processes do not inherit it, and the
     system releases it when its process is killed.
