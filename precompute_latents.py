@@ -15,6 +15,7 @@ python precompute_latents.py out=latents/photos finish=true
 
 import common.require_python  # isort: skip  # noqa: F401  # refuses a Python that is too old
 import os
+import shlex
 import time
 from pathlib import Path
 
@@ -31,8 +32,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 def precompute(composed: Composed) -> Path:
     """Encodes the images that `composed.cfg` names, and returns the path of the manifest. With
-    dry_run=true it only prints an estimate of size and time, and writes no manifest. Neither does a
-    part of a job; with finish=true it writes the manifest of all parts."""
+    dry_run=true it only prints an estimate of size and time, and writes no manifest. For a part of
+    a job it writes no manifest either; with finish=true it writes that of all parts."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
     from common.errors import UserError
     from encoding.captions import fill_templates
@@ -62,15 +63,17 @@ def precompute(composed: Composed) -> Path:
 
     cfg = composed.cfg
     out = Path(cfg.out).expanduser()
+    ranks = Ranks.from_environment()
     if cfg.finish:
-        others = [word for word in composed.overrides if not word.startswith(("out=", "finish="))]
+        needed = ("out=", "finish=")
+        others = [word for word in composed.overrides if not word.lstrip("+").startswith(needed)]
         if others:
             raise UserError(f"finish=true needs only out; leave {' '.join(others)} out.")
-        print(describe_result(finish_job(out), out))
+        if ranks.first:
+            print(describe_result(finish_job(out), out))
         return out / "manifest.json"
 
     # 1. List the images, plan the shards, and load the encoder.
-    ranks = Ranks.from_environment()
     device = ranks.device(pick_device(cfg.runtime.device.value))
     given = cfg.captions == "given"
     with_text = bool(cfg.text_encoder)
@@ -114,14 +117,15 @@ def precompute(composed: Composed) -> Path:
 
     # 4. Encode all images, shard by shard; the ranks share the shards, as parts do.
     job = describe_job(plan, images, cfg, autoencoder, shape, quality, ledger.precision)
+    ranks.wait_for_all()  # and join a group, so that a rank that dies ends the others
     with hold_folder(out, plan.part, job):
         began = time.perf_counter()
         if plan.captions is not None:
             plan.captions.run(out, plan.part)
         encoder.run(plan)
         ranks.wait_for_all()
-        command = f"python precompute_latents.py out={out} finish=true"
-        result = f"part={part} is encoded; once all parts are: {command}"
+        command = shlex.join(["python", "precompute_latents.py", f"out={out}", "finish=true"])
+        result = f"part={part} is encoded. When all parts are encoded, run: {command}"
         if ranks.first and part == WHOLE:
             result = describe_result(write_manifest(out), out)
     ranks.close()

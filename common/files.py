@@ -1,5 +1,5 @@
-"""Writes files so that a kill or a power cut leaves the old or the new content, and locks folders
-for one process."""
+"""Writes files so that a kill or a power cut leaves the old or the new content, and locks folders,
+or parts of folders, for one process."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def refuse_changes(
     if changes:
         raise UserError(
             f"{place} holds the work of another command ({'; '.join(changes)}); choose another "
-            "out, or delete this folder."
+            "out, or delete this folder if you need nothing in it."
         )
 
 

@@ -14,6 +14,7 @@ last found out about the encoder. So the command that writes the manifest needs 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -188,8 +189,8 @@ def read_job(out: Path) -> dict[str, Any]:
 
 @contextmanager
 def hold_folder(out: Path, part: Part, job: dict[str, Any]) -> Iterator[None]:
-    """Makes the folder `out`, claims it for the job (see `claim_folder`), and locks the shards of
-    `part` while the `with` block runs.
+    """Makes the folder `out`, locks the shards of `part` while the `with` block runs, and claims
+    the folder for the job (see `claim_folder`).
 
     Raises ValueError if another process holds some of these shards, or if the folder has files but
     no job.json.
@@ -215,12 +216,16 @@ def hold_folder(out: Path, part: Part, job: dict[str, Any]) -> Iterator[None]:
 
 def lock_shards(out: Path, part: Part = WHOLE) -> FolderLock:
     """Locks the shards of `part` in the folder `out`. Raises ValueError if another process holds
-    some of them."""
-    refusal = (
-        f"out={out}: another process is encoding the same shards; wait for it, or stop it first."
-    )
+    some of them, or if the lock file belongs to another user."""
+    refusal = f"out={out}: another process works on these shards; wait for it, or stop it first."
     chosen = range(0) if part == WHOLE else part.find_range(LOCK_PARTS)  # length 0: everything
-    return lock_folder(out, refusal, chosen.start, len(chosen))
+    try:
+        return lock_folder(out, refusal, chosen.start, len(chosen))
+    except OSError as error:
+        raise UserError(
+            f"{out / LOCK_FILE} cannot be opened ({error.strerror}); run this command as the user "
+            "who began the job."
+        ) from error
 
 
 def describe_autoencoder(autoencoder: Autoencoder, encoder: dict[str, Any]) -> dict[str, Any]:
@@ -317,7 +322,8 @@ def describe_result(manifest: Manifest, out: Path) -> str:
     guidance = "" if manifest.class_names else " sampling.guidance=1"
     if manifest.text is not None:
         guidance = " model.conditioning=text"
-    command = f"python train.py data=resident data.path={out} experiment=fastrun{guidance}"
+    path = shlex.quote(f"data.path={out}")
+    command = f"python train.py data=resident {path} experiment=fastrun{guidance}"
     return "\n".join([*lines, f"next: {command}"])
 
 

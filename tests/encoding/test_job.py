@@ -2,6 +2,7 @@
 bytes, and no two jobs share a folder."""
 
 import errno
+import fcntl
 import gc
 import json
 import os
@@ -22,11 +23,11 @@ from encoding.job import claim_folder, list_settings
 from encoding.shards import Part, ShardWriter, read_finished
 from models.autoencoders import WEIGHTS_FILE
 from precompute_latents import precompute
+from tests.harness.captions import plan_captions
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, read_contents
 from tests.harness.words import TINY_JOB
 from training.config.compose import compose
-from training.distributed.ranks import Ranks
 
 SECOND = "train-00001.tar"
 
@@ -215,7 +216,7 @@ def locked(tmp_path, request):
 @pytest.mark.parametrize("words", [[], ["part=1/3"]])
 @pytest.mark.parametrize("locked", ["0/1", "1/2"], indirect=True)
 def test_two_jobs_do_not_write_the_same_shards(locked, words, job):
-    with expect_refusal("another process is encoding the same shards; wait for it"):
+    with expect_refusal("another process works on these shards; wait for it"):
         job(*words)
 
 
@@ -250,11 +251,15 @@ def test_parts_write_and_compare_settings_one_after_the_other(job, monkeypatch):
     assert hold(out, "turn").communicate()[0] == "held\n"
 
 
-def test_a_rank_that_cannot_be_is_refused(monkeypatch):
+def test_a_rank_that_cannot_be_is_refused(job, tmp_path, monkeypatch):
     for name, value in {"RANK": "8", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with expect_refusal("RANK=8 does not fit WORLD_SIZE=8"):
-        Ranks.from_environment()
+        job()
+    monkeypatch.setenv("RANK", "0")
+    with expect_refusal("MASTER_ADDR is not set, and WORLD_SIZE is 8"):
+        job()
+    assert not (tmp_path / "out").exists()
 
 
 # Parts
@@ -307,7 +312,9 @@ def test_parts_make_the_bytes_of_one_job(parts, kills, captioned_words, undivide
 def test_a_fault_in_a_part_is_named_at_the_end(job, capsys):
     for part in ("0/3", "2/3"):
         out = job(f"part={part}", "shard_size=3")
-        assert f"part={part} is encoded; once all parts are: " in capsys.readouterr().out
+        assert (
+            f"part={part} is encoded. When all parts are encoded, run: " in capsys.readouterr().out
+        )
     with expect_refusal(r"shards of part=1/3 \(train-00000.tar, …\) are absent or damaged; run"):
         finish(out)
 
@@ -323,6 +330,11 @@ def test_a_fault_in_a_part_is_named_at_the_end(job, capsys):
 
 def test_what_finishes_no_job(done, tmp_path):
     folder = done()
+    with hold(folder, "1/2") as holder:
+        assert holder.stdout.readline() == "held\n"
+        with expect_refusal("another process works on these shards; wait for it"):
+            finish(folder)
+        holder.kill()
     with expect_refusal("finish=true needs only out; leave resolution=32 part=0/2 out"):
         finish(folder, "resolution=32", "part=0/2")
     with expect_refusal("has no job.json; encode its parts first: part=0/8"):
@@ -335,6 +347,32 @@ def test_what_finishes_no_job(done, tmp_path):
         finish(folder)
     write_json(folder / "job.json", {"seed": 0})
     with expect_refusal("job.json is of an earlier version; run the command without finish=true"):
+        finish(folder)
+
+
+def test_parts_share_all_shards():
+    for count, length in ((1, 3), (3, 10), (7, 5)):
+        parts = [Part(index, count) for index in range(count)]
+        assert [item for part in parts for item in part.select(range(length))] == [*range(length)]
+    assert Part(1, 2).divide(0, 3) == Part(3, 6)
+
+
+def test_captions_are_shared_too(tmp_path):
+    job = plan_captions([["one", "two", "three"]], shard_size=1)
+    assert [shard.file for shard in job.run(tmp_path, Part(1, 2))] == job.shards[2:]
+
+
+def test_a_file_system_without_locks_is_a_warning(job, monkeypatch, capsys):
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
+    assert read_manifest(job()).count == 16
+    assert "cannot be locked (No locks); make sure that no other process" in capsys.readouterr().out
+
+
+def test_the_lock_file_of_another_user_is_a_sentence(done, monkeypatch):
+    folder = done()
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr("encoding.job.lock_folder", Mock(side_effect=denied))
+    with expect_refusal(r"\.lock cannot be opened \(Permission denied\); run this command as the"):
         finish(folder)
 
 

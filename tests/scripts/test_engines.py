@@ -179,10 +179,15 @@ def test_the_files_of_kubernetes_agree_with_themselves():
     assert f"--rdzv-endpoint={name}-0.{name}:" in command
     assert f"--nnodes={job['completions']} " in command
     assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']} " in command
+    (patience,) = [int(variable["value"]) for variable in container["env"]]
+    assert patience < job["template"]["spec"]["terminationGracePeriodSeconds"]
     encode, _ = read_job("k8s/encode.yaml")
     assert f"/{encode['completions']}" in read_command("k8s/encode.yaml")[-1]
-    for spec in (job, encode):
+    for name in ("k8s/train.yaml", "k8s/encode.yaml"):
+        spec, container = read_job(name)
         assert (spec["completionMode"], spec["parallelism"]) == ("Indexed", spec["completions"])
+        volumes = [volume["name"] for volume in spec["template"]["spec"]["volumes"]]
+        assert [mount["name"] for mount in container["volumeMounts"]] == volumes
 
 
 FILES = ["sky/train.yaml", "sky/encode.yaml", "k8s/train.yaml", "k8s/encode.yaml"]
