@@ -28,6 +28,7 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, read_contents
 from tests.harness.words import TINY_JOB
 from training.config.compose import compose
+from training.distributed import exit
 
 SECOND = "train-00001.tar"
 
@@ -257,6 +258,7 @@ def test_a_rank_that_cannot_be_is_refused(job, tmp_path, monkeypatch):
     with expect_refusal("RANK=8 does not fit WORLD_SIZE=8"):
         job()
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(exit, "group_joined", False)  # undoes afterwards what `job` sets
     with expect_refusal("MASTER_ADDR is not set, and WORLD_SIZE is 8"):
         job()
     assert not (tmp_path / "out").exists()
