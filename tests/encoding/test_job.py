@@ -286,7 +286,7 @@ def captioned_words(vae, photos, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undivided(captioned_words, tmp_path_factory):
-    """What one command makes of that job."""
+    """Runs that job as one command, and returns the contents of the files that it writes."""
     out = tmp_path_factory.mktemp("undivided") / "out"
     return read_contents(
         precompute(compose([*captioned_words, f"out={out}"], "precompute_latents")).parent

@@ -223,12 +223,10 @@ def test_a_lost_machine(tmp_path):
 
     def start_machine(rank, folder, **variables):
         words = [*FOUR_STEPS, "save_every=1", f"run_dir={folder}"]
-        pretended = {
+        pretended = SKY | {
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
-            "SKYPILOT_NUM_NODES": "2",
             "SKYPILOT_NUM_GPUS_PER_NODE": "1",
-            "SKYPILOT_TASK_ID": folder.name,
             "WORDS": shlex.join(words),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
