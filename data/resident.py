@@ -97,6 +97,9 @@ class ChunkedLatents(BlockLoader):
             )
             for _ in range(2)
         ]
+        # The buffers' memory may belong to kernels that are still queued on the current stream.
+        if self.copy_stream is not None:
+            self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
 
         # When this loader is freed or the process ends, wait for the thread, because a copy that
         # runs after the CUDA context is destroyed fails.

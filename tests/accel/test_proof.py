@@ -31,9 +31,9 @@ def trials(monkeypatch):
     """The keys, and the timed keys, of each trial; every kernel is right and fast."""
     calls = []
 
-    def find_all_good(question, uses, keys, timed):
+    def find_all_good(question, uses, keys, timed, known):
         calls.append((keys, timed))
-        parity = {name: GOOD[name] for name in ("refusal", "error", "definition_error")}
+        parity = proof.select_outcome(GOOD)
         return {key: dict(GOOD if key in timed else parity) for key in keys}
 
     monkeypatch.setattr(proof, "run_trials", find_all_good)
@@ -69,7 +69,7 @@ def test_on_unavailable_error_accepts_a_measured_off_and_no_failed_parity(monkey
     assert not prove_scan(on_unavailable="error")[0]
     plant_findings(monkeypatch, REFUSED)
     with pytest.raises(ValueError, match=r"fused_scan=true \(ssd\[0\] is not finite"):
-        prove_scan(True, samples=9, on_unavailable="error")
+        prove_scan(True, runtime={"residual_in_fp32": False}, on_unavailable="error")
 
 
 def test_auto_where_there_is_no_gpu_is_off_and_no_error(monkeypatch, trials):
@@ -108,13 +108,25 @@ def test_a_captured_run_goes_by_the_times_without_launches(trials, monkeypatch):
 
 def test_parity_alone_is_shared_by_runs_that_differ_in_time_only(trials):
     prove_scan(True)
-    prove_scan(True, runtime={"gradient_checkpointing": True, "cuda_graph": True})
+    prove_scan(True, runtime={"gradient_checkpointing": True, "cuda_graph": True}, samples=16)
     assert len(trials) == 1
     prove_scan(True, runtime={"residual_in_fp32": False})
     assert len(trials) == 2
     prove_scan("auto")
     prove_scan("auto", runtime={"gradient_checkpointing": True})
     assert len(trials) == 4
+
+
+def test_a_trial_does_not_repeat_what_is_known(trials, monkeypatch):
+    """A later rung asks for one more kernel, an `auto` for times."""
+    known = {}
+    monkeypatch.setattr(
+        proof, "run_trials", lambda *args: known.update(args[-1]) or {"fused_scan": GOOD}
+    )
+    prove_scan(True)
+    assert known == {}
+    prove_scan("auto")
+    assert known == {"fused_scan": proof.select_outcome(GOOD)}
 
 
 def test_ranks_that_disagree_come_to_one_answer():

@@ -69,7 +69,7 @@ def test_a_crash_costs_only_the_key_that_it_came_from(monkeypatch):
 
     monkeypatch.setattr(proof, "watch_trial", read_end)
     question = Question({key: "auto" for key in "abc"}, {}, 8, CPU)
-    findings = proof.run_trials(question, [], list("abc"), list("abc"))
+    findings = proof.run_trials(question, [], list("abc"), list("abc"), {})
     assert "SIGABRT in its parity test" in jobs[1]["b"]["refusal"]
     assert findings["c"] == GOOD
 

@@ -206,15 +206,22 @@ def test_the_averages_are_applied_and_taken_back_bit_for_bit():
     assert are_equal(model.parameters(), parameters)
 
 
+def choose_run(variant):
+    """Family and runtime in which a technique has something to do: attention, its rotation and the
+    SwiGLU are in `dit`, and two backends of attention take 16-bit inputs only."""
+    keys = variant.keys() & {"attention", "fused_rope", "fused_swiglu"}
+    half = {"precision": "bf16"} if "attention" in keys else {}
+    return "dit" if keys else "mamba", half | variant
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS, ids=name_variant)
 def test_on_a_gpu_every_technique_is_seen_to_be_on(variant):
     if reason := explain_unavailable(variant, CUDA):
         pytest.skip(reason)
     key = key_of(variant)
-    half = {"precision": "bf16"} if key == "attention" else {}
-    family = "dit" if key == "attention" else "mamba"
-    active = ledger_of(family, device=CUDA, **half | variant)[key].active
+    family, settings = choose_run(variant)
+    active = ledger_of(family, device=CUDA, **settings)[key].active
     # PyTorch runs an fp32 depthwise convolution by a kernel of its own, so the autotuner may have
     # nothing to tune.
     assert active in ((True, "unused") if key == "cudnn_benchmark" else (variant[key],))
@@ -258,8 +265,8 @@ def test_on_a_gpu_a_captured_step_loses_as_an_uncaptured_one(runtime, accumulati
 def test_on_a_gpu_the_step_never_waits_for_the_device(variant):
     if variant and (reason := explain_unavailable(variant, CUDA)):
         pytest.skip(reason)
-    family = "dit" if "attention" in variant else "mamba"
-    _, step, stack, loader = assemble(family, device=CUDA, **{"fused_adamw": True} | variant)
+    family, settings = choose_run(variant)
+    _, step, stack, loader = assemble(family, device=CUDA, **{"fused_adamw": True} | settings)
     for _ in range(2):
         step([next(loader)])
     for technique in stack.techniques:

@@ -26,7 +26,6 @@ from tests.harness.operators import (
     run_both_ways,
 )
 
-pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float32]
 GRIDS = [(1, 1), (7, 9), (16, 16)]
 HEADS = [1, 6, 24]
@@ -59,29 +58,42 @@ CHOICES = {
 """Operator -> sizes of which a seed chooses one each."""
 
 
-def make_case(operator, seed, dtype):
-    """Inputs on the GPU, of sizes that depend on the seed."""
+def make_case(operator, seed, dtype, device="cuda"):
+    """Inputs of sizes that depend on the seed."""
     chooser = random.Random(seed)
     choices = {"grid": GRIDS, "batch": [3]} | CHOICES[operator.partition(",")[0]]
     sizes = {name: chooser.choice(values) for name, values in choices.items()}
     torch.manual_seed(seed)
-    return CASES[operator](Sizes(dtype=dtype, device="cuda", **sizes))
+    return CASES[operator](Sizes(dtype=dtype, device=device, **sizes))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("operator", OF_TRITON)
-def test_near_the_definition_and_the_same_twice(operator, seed, dtype):
-    fused, definition, inputs, _ = make_case(operator, seed, dtype)
+def assert_near_the_definition(operator, seed, dtype, device):
+    """The bound is that of a run's own trial, but results that cancel may be a single value, whose
+    rounding is a matter of luck, and the definition's may be lucky: they may lose a digit more."""
+    fused, definition, inputs, cancelling = make_case(operator, seed, dtype, device)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     with disable_tf32():
         results = [run_both_ways(f, inputs) for f in (fused, fused, definition)]
         exact = run_both_ways(definition, wide)
-    pairs = enumerate(zip(*results, exact, strict=True))
-    compared = [compare_output(f"output {i}", *pair) for i, pair in pairs]
-    assert [c.describe_refusal() for c in compared if c.excess > 1.0] == [], compared
+    for i, tensors in enumerate(zip(*results, exact, strict=True)):
+        compared = compare_output(f"output {i}", *tensors)
+        assert compared.excess <= (10.0 if i in cancelling else 1.0), compared
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("operator", OF_TRITON)
+def test_near_the_definition_and_the_same_twice(operator, seed, dtype):
+    assert_near_the_definition(operator, seed, dtype, "cuda")
+
+
+@pytest.mark.parametrize("seed", [1, 5, 7])
+def test_on_a_cpu_the_bound_admits_the_definitions_own_rounding(seed):
+    assert_near_the_definition("ssd_mixed", seed, torch.bfloat16, "cpu")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("operator", OF_TRITON)
 def test_operators_compile_and_replay_in_a_graph(operator):
     fused, _, inputs, _ = make_case(operator, 2, torch.bfloat16)
@@ -97,6 +109,7 @@ def test_operators_compile_and_replay_in_a_graph(operator):
             assert torch.equal(a, b)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("seed", [0, 7, 2**31 + 5, 2**40 + 1])
 def test_draws_are_those_of_the_definition(seed):
     position = torch.tensor([0, 5, 2**33 + 5])
@@ -107,6 +120,7 @@ def test_draws_are_those_of_the_definition(seed):
     torch.testing.assert_close(normal, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.gpu
 def test_the_scan_agrees_with_mamba_ssm():
     """Compares the forward direction; needs that package."""
     pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
@@ -119,6 +133,7 @@ def test_the_scan_agrees_with_mamba_ssm():
         assert (fused(*inputs) - expected).norm() / expected.norm() < 5e-3
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("layer", [0, 1])
 def test_flex_attends_within_windows_forward_and_backward(layer):
     mixer = Attention(64, 32, (16, 16), window=8, layer=layer).cuda()
@@ -133,6 +148,7 @@ def test_flex_attends_within_windows_forward_and_backward(layer):
         assert (actual - expected).norm() / expected.norm() < 1e-3
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mamba_ssm_s_selective_scan_passes_its_parity_test(dtype):
     """Needs that package."""
@@ -144,6 +160,7 @@ def test_mamba_ssm_s_selective_scan_passes_its_parity_test(dtype):
     assert [c.describe_refusal() for c in comparing.comparisons] == [None] * 8
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_a_small_case_passes_the_sanitizer(tool):
     """Finds accesses out of range or unaligned, and races in shared memory."""
