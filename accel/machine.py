@@ -1,13 +1,13 @@
-"""Finds what the machine has (compute capability, packages), and can pretend that it has a GPU
-which it lacks.
+"""Finds what the machine has (compute capability, packages), can pretend that it has a GPU which it
+lacks, and times work on the GPU that it has.
 
-Only `Technique.find_obstacle` calls this module, so pretending changes which techniques are
+Only `Technique.find_obstacle` asks what the machine has, so pretending changes which techniques are
 available, never what they do or observe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -15,6 +15,9 @@ from typing import NamedTuple
 import torch
 
 Capability = tuple[int, int]
+HEAD_START_CYCLES = 30_000_000
+"""Clock cycles that the GPU sleeps before work whose time is measured without launches: about 15 ms
+on an H100."""
 
 
 class Pretended(NamedTuple):
@@ -57,3 +60,18 @@ def is_available(need: str, present: bool) -> bool:
         return present
     pretended.needs.append(need)
     return True
+
+
+def time_on_gpu(run: Callable[[], object], head_start: bool = True) -> float:
+    """Measures the milliseconds of `run` on the GPU, between two CUDA events. With `head_start` the
+    GPU sleeps first while the host queues all kernels, so that the time contains no launches, as in
+    the replay of a CUDA graph."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    if head_start:
+        torch.cuda._sleep(HEAD_START_CYCLES)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)

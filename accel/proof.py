@@ -114,40 +114,34 @@ def prove(
         return {key: Proof(False, uses) for key in question.requested}, {}
 
     # Every rank takes over from rank 0 the earlier choice and the findings in the run folder, and
-    # the findings in the cache: of parity alone, and of this run's times. The ranks use these
-    # findings only if all ranks have the same facts (GPU, versions, blocks, …); otherwise all ranks
-    # run the trials.
-    parity_facts = collect_facts(question, uses, timed=False)
-    facts = collect_facts(question, uses, timed=True) if question.timed_keys else parity_facts
+    # the findings in the cache. The ranks use these findings only if all ranks have the same facts
+    # (GPU, versions, blocks, …); otherwise all ranks run the trials.
+    facts = collect_facts(question, uses)
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    cache = find_cache_folder("kernels") / f"{name}.json"
     earlier = read_findings(folder / KERNELS_FILE) if folder else {}
-    ranks = gather_objects((facts, earlier, read_cache(facts), read_cache(parity_facts)))
+    ranks = gather_objects((facts, earlier, read_findings(cache)))
     alike = all(rank_facts == facts for rank_facts, *_ in ranks)
-    _, earlier, cached, known = ranks[0]
-    known = known if alike else {}
-    choices = earlier.get("chosen", {})
-    chosen = {key: choices[key] for key in choices if question.requested.get(key) == AUTO}
+    _, earlier, cached = ranks[0]
+    known = cached["found"] if alike and cached.get("facts") == facts else {}
+    asked = question.requested
+    chosen = {k: on for k, on in earlier.get("chosen", {}).items() if asked.get(k) == AUTO}
 
     # Do not try a kernel that this run decided earlier not to use. A kernel that it decided to use
     # must pass its parity test, but is not timed again.
-    keys = [key for key in question.requested if chosen.get(key, True)]
+    keys = [key for key in asked if chosen.get(key, True)]
     timed = [key for key in question.timed_keys if key not in chosen]
     if alike and earlier.get("facts") == facts:
         findings = earlier["found"]
-    elif alike and not find_unanswered(cached, keys, timed):
-        findings = cached
+    elif not find_unanswered(known, keys, timed):
+        findings = known
     else:
-        tried = run_trials(question, uses, keys, timed, known)
-        findings = merge_findings(gather_objects(tried))
+        findings = merge_findings(gather_objects(run_trials(question, uses, keys, timed, known)))
         passing = any(finding.get("passing") for finding in findings.values())
-        if is_first_rank() and not passing:
-            outcomes = {key: select_outcome(finding) for key, finding in findings.items()}
-            write_to_cache(
-                find_cache_file(parity_facts), {"facts": parity_facts, "found": known | outcomes}
-            )
-            if timed and not chosen:
-                write_to_cache(find_cache_file(facts), {"facts": facts, "found": findings})
+        if is_first_rank() and not chosen and not passing:
+            write_to_cache(cache, {"facts": facts, "found": findings})
     proofs = decide(question, findings, chosen)
-    choices = {key: proof.on for key, proof in proofs.items() if question.requested[key] == AUTO}
+    choices = {key: proof.on for key, proof in proofs.items() if asked[key] == AUTO}
     return proofs, {"facts": facts, "chosen": choices, "found": findings}
 
 
@@ -192,29 +186,27 @@ def judge(finding: Mapping[str, Any] | None, timed: bool, captured: bool = False
     )
 
 
-def collect_facts(question: Question, uses: list[Use], timed: bool) -> dict[str, Any]:
-    """Collects everything on which findings of parity depend: GPU, driver, versions, the kernels'
-    code, kinds of blocks, and the runtime keys that change results. If `timed`, adds all on which
-    times depend: further runtime keys, the other kernels, the number of samples. The hash of these
-    facts is the name of the cache file. `question.captured` is left out, because a trial measures
-    times both with a CUDA graph and without.
-    """
+def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
+    """Collects everything on which a trial's findings depend; the hash of these facts is the name
+    of the cache file. Parity depends on GPU, driver, versions, the kernels' code, the kinds of
+    blocks, and the runtime keys that change results; times depend also on further runtime keys, on
+    the other kernels, and on the numbers of samples and blocks. `question.captured` is left out,
+    because a trial measures times both with a CUDA graph and without."""
     from torch.utils import collect_env
 
-    here = Path(__file__).parent
-    sources = [*sorted(here.glob("*.py")), *sorted(here.glob("kernels/*.py"))]
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    timed = question.timed_keys
     left_out = () if timed else question.change_times_only
     facts: dict[str, Any] = {
         "gpu": question.device.type,
         "torch": torch.__version__,
         "kernels": hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest(),
+        "asked": timed and question.requested,
         "runtime": {key: value for key, value in question.runtime.items() if key not in left_out},
+        "samples": timed and question.samples,
         "deterministic": question.deterministic,
-        "blocks": sorted(use.kind for use in uses),
+        "blocks": [[use.kind, timed and use.blocks] for use in uses],
     }
-    if timed:
-        blocks = [[use.kind, use.blocks] for use in uses]
-        facts |= {"asked": question.requested, "samples": question.samples, "blocks": blocks}
     if question.device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(question.device)
         facts["driver"] = collect_env.get_nvidia_driver_version(collect_env.run)
@@ -222,18 +214,6 @@ def collect_facts(question: Question, uses: list[Use], timed: bool) -> dict[str,
         with suppress(PackageNotFoundError):
             facts[package] = version(package)
     return json.loads(json.dumps(facts))
-
-
-def find_cache_file(facts: Mapping[str, Any]) -> Path:
-    """Returns the path of the cache's file for findings that depend on `facts`."""
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    return find_cache_folder("kernels") / f"{name}.json"
-
-
-def read_cache(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the cached findings that depend on `facts`; {} if there are none."""
-    content = read_findings(find_cache_file(facts))
-    return content["found"] if content.get("facts") == facts else {}
 
 
 def record_uses(model: nn.Module, forward: Callable[[], object]) -> list[Use] | str:
@@ -278,25 +258,20 @@ def hash_kind(block: nn.Module, metas: list[Any]) -> str:
 
 
 def run_trials(
-    question: Question,
-    uses: list[Use],
-    keys: list[str],
-    timed: list[str],
-    known: Mapping[str, Any],
+    question: Question, uses: list[Use], keys: list[str], timed: list[str], known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Tries the kernels of the runtime keys `keys` in separate processes. Returns a mapping:
     runtime key -> finding. `timed` are the keys whose kernels the trials also time; `known` are
-    findings of parity that need no trial.
+    findings that need no trial.
 
     If a process crashes or hangs, the function refuses the kernel that the process was trying, and
     starts a new process for the remaining kernels. Rank 0 prints a message while it waits.
     """
     began = time.monotonic()
-    findings = {key: known[key] for key in keys if key in known}
-    waiting = find_unanswered(findings, keys, timed)
-    announces = waiting and is_first_rank()
+    findings = {**known}
+    announces = find_unanswered(findings, keys, timed) and is_first_rank()
     if announces:
-        print(f"Trying {', '.join(waiting)} in a separate process …", file=sys.stderr, flush=True)
+        print(f"Trying {', '.join(keys)} in a separate process …", file=sys.stderr, flush=True)
     # Return PyTorch's cached memory to the driver, because the trial's process needs memory of the
     # same GPU.
     if question.device.type == "cuda":
@@ -353,11 +328,6 @@ def make_outcome(
     if it passed; `error`: the kernel's relative error; `definition_error`: that of its
     definition."""
     return {"refusal": refusal, "error": error, "definition_error": definition_error}
-
-
-def select_outcome(finding: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a finding says of parity, without its times."""
-    return {name: finding[name] for name in make_outcome(None)}
 
 
 def make_failure(why: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.evidence import BlockEvidence, BlockProbe
+from accel.machine import time_on_gpu
 from accel.parity import ComparingMode
 from accel.proof import TIME_KEYS, make_outcome
 from accel.stack import AccelerationStack
@@ -38,9 +39,6 @@ INPUT_SETS = 3
 COMPILE_TIMEOUT_SECONDS = 900.0
 """Seconds without a write to found.json, the file of findings, after which the parent process kills
 this process, in the phase in which it compiles and times a block."""
-HEAD_START_CYCLES = 30_000_000
-"""Clock cycles that the GPU sleeps before a call whose time is measured as in a CUDA graph. While
-the GPU sleeps, the host queues all kernels, so the measured time does not contain the launches."""
 Inputs = tuple[Tensor, ...]
 
 
@@ -116,19 +114,11 @@ class Variant:
     def measure_milliseconds(self, inputs: Inputs, replayed: bool) -> float:
         """Measures the milliseconds of one call of the block, forward and backward. `replayed`:
         without the time in which the host launches kernels, as in the replay of a CUDA graph."""
-        if self.stack.device.type != "cuda":
-            began = time.perf_counter()
-            self(inputs)
-            return 1e3 * (time.perf_counter() - began)
-
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if replayed:
-            torch.cuda._sleep(HEAD_START_CYCLES)
-        start.record()
+        if self.stack.device.type == "cuda":
+            return time_on_gpu(lambda: self(inputs), head_start=replayed)
+        began = time.perf_counter()
         self(inputs)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
+        return 1e3 * (time.perf_counter() - began)
 
 
 class Trial:

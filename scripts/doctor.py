@@ -17,9 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,6 @@ from training.config.compose import report_user_errors
 if TYPE_CHECKING:
     import torch
 
-    from accel.technique import Technique, Value
-
 CLOCKS = {
     "sm_clock_mhz": "clocks.sm",
     "memory_clock_mhz": "clocks.mem",
@@ -43,8 +40,6 @@ clocks are momentary values: low on an idle GPU, and lowered by heat and power l
 NVIDIA_SMI_SECONDS = 10.0
 """Time limit, in seconds, for a call of nvidia-smi."""
 UNKNOWN = "unknown"
-DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Precision of a timed matrix product -> name of the matrices' dtype in PyTorch."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -90,6 +85,7 @@ def examine(measure: bool = False) -> dict[str, Any]:
     """Returns the findings: facts about the machine, the versions and each technique; with
     `measure` also the measured rates."""
     # Import torch only inside functions, so that --help does not wait for torch.
+    from scripts.capabilities import find_capabilities, measure_rates
     from training.environment import describe_environment, pick_device
 
     device = pick_device("auto")
@@ -107,26 +103,6 @@ def examine(measure: bool = False) -> dict[str, Any]:
     return findings
 
 
-def list_ways() -> dict[str, tuple[type[Technique], Value]]:
-    """Returns a dict: override that enables a technique, such as runtime.tf32=true -> (the
-    technique's class, the value of its key)."""
-    from accel.stack import TECHNIQUES
-
-    return {
-        kind.make_override(way[kind.key]): (kind, way[kind.key])
-        for kind in TECHNIQUES
-        for way in kind.list_ways()
-    }
-
-
-def find_capabilities(device: torch.device) -> dict[str, str | None]:
-    """Returns a dict: override that enables a technique, such as runtime.tf32=true -> the reason
-    why this machine does not support the technique, or None if it does."""
-    return {
-        word: kind(value, device).find_obstacle() for word, (kind, value) in list_ways().items()
-    }
-
-
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
     """Returns the rows of a table, column heads first. A row shows for a technique on which of the
     GPU models `names` it is available, and what it needs. This machine needs no GPU. Raises
@@ -134,6 +110,7 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
     import torch
 
     from accel.machine import pretend_gpu
+    from scripts.capabilities import list_ways
     from training.environment import CARDS
 
     for name in names:
@@ -152,42 +129,6 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
             notes |= dict.fromkeys([reason.partition(";")[0].rstrip(".")] if reason else needs)
         rows.append([*row, "; ".join(notes)])
     return rows
-
-
-def measure_rates(device: torch.device) -> dict[str, float]:
-    """Measures the TFLOP/s of a product of square matrices, in each precision that this device
-    supports, and the GB/s of a large copy. Returns a dict: name of the rate -> rate."""
-    import torch
-
-    from scripts.timing import measure_seconds
-
-    cuda = device.type == "cuda"
-    n = 8192 if cuda else 1024
-    words = {word for word, reason in find_capabilities(device).items() if reason is None}
-    rates: dict[str, float] = {}
-
-    def measure_median(run: Callable[[], object]) -> float:
-        run()
-        return statistics.median(measure_seconds(run, device) for _ in range(10))
-
-    before = torch.get_float32_matmul_precision()
-    for name, dtype in DTYPES.items():
-        overrides = {f"runtime.precision={name}", f"runtime.{name}=true"}
-        if name == "fp32" or overrides & words:
-            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-            kind = getattr(torch, dtype)
-            a, b = (torch.randn(n, n, device=device, dtype=kind) for _ in range(2))
-            rates[f"{name}_product_tflops"] = (
-                2 * n**3 / measure_median(lambda a=a, b=b: a @ b) / 1e12
-            )
-    torch.set_float32_matmul_precision(before)
-
-    # Count every byte twice, because a copy reads and writes it.
-    source = torch.randn(2**28 if cuda else 2**24, device=device)
-    target = torch.empty_like(source)
-    copied_bytes = 2 * source.numel() * 4
-    rates["copy_gb_s"] = copied_bytes / measure_median(lambda: target.copy_(source)) / 1e9
-    return rates
 
 
 def try_kernels(words: list[str]) -> list[dict[str, Any]]:

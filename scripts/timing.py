@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch._inductor.config
 
+from accel.machine import time_on_gpu
+
 
 def synchronise(device: torch.device) -> None:
     """Waits until the device has finished all work."""
@@ -31,6 +33,12 @@ def measure_seconds(
     run()
     synchronise(device)
     return clock() - start
+
+
+def measure_device_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Measures the seconds of `run` on a GPU without the host's launches of kernels; on a CPU, as
+    `measure_seconds` does."""
+    return time_on_gpu(run) / 1e3 if device.type == "cuda" else measure_seconds(run, device)
 
 
 def summarise(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -59,9 +67,9 @@ def time_in_turn(
     repeats: int,
     device: torch.device,
     prepare: Callable[[str], object] = lambda name: None,
-    clock: Callable[[], float] = time.perf_counter,
+    measure: Callable[[Callable[[], object], torch.device], float] = measure_seconds,
 ) -> dict[str, list[float]]:
-    """Measures the seconds of each run by `clock`, `repeats` times. Returns a dict: name of a run
+    """Measures the seconds of each run by `measure`, `repeats` times. Returns a dict: name of a run
     -> list of its seconds. The runs take turns, in reverse order in every other round, so that
     drift of the machine's speed affects all runs alike.
 
@@ -71,7 +79,7 @@ def time_in_turn(
     for turn in range(repeats):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
             prepare(name)
-            seconds[name].append(measure_seconds(runs[name], device, clock))
+            seconds[name].append(measure(runs[name], device))
     return seconds
 
 

@@ -1,10 +1,11 @@
 """Measures training: `python -m scripts.bench <command> key=value …`.
 
-    gpu           all commands below on a GPU, within a budget of minutes; run it again to continue
-    publish       pages, and the tables of README and docs, from the results
+    gpu           all commands below on a GPU, within a budget of seconds; run it again to continue
+    publish       pages, and the tables of README and docs, from results: folders or archives
+    floor         what a step should take on a card, from bytes and FLOPs alone; needs no GPU
+    carry         the packages that a GPU host without a network lacks, for pip
 
     doctor        the machine, and its measured rates
-    calibration   which fused kernels a run of each model would choose here
     tests         the tests that need a GPU: some of every kind, then file by file
     ladder        from a newcomer's loop to runtime=max, with one more technique per rung
     techniques    each technique alone over eager in fp32 and bf16, and removed from max;
@@ -23,7 +24,8 @@
 
 `<command> --help` lists the command's own keys; any other `key=value` is an override of the
 training configuration, on top of the `setting`. The bench writes each result to a file in `out` at
-once, and does not measure it again while code, hardware, versions and keys stay the same.
+once, and does not measure it again while hardware, versions of torch and Triton, keys, and the code
+that the case can reach stay the same.
 """
 
 from __future__ import annotations
@@ -61,8 +63,6 @@ class Case(NamedTuple):
     needs: Words = []  # noqa: RUF012
     """Overrides that this machine must support, such as runtime.tf32=true. If the machine does not
     support one of them, the case is not measured, and its result is the reason."""
-    seconds: float = 15.0
-    """Expected seconds of the measurement on a GPU, without the time to compile."""
     labels: Figures = {}  # noqa: RUF012
     """Entries of the result that need no measurement, such as the technique's key."""
 
@@ -70,11 +70,6 @@ class Case(NamedTuple):
     def compiles(self) -> bool:
         compiling = {"runtime.compile=true", "runtime=max", "runtime=production"}
         return bool(compiling & {*self.overrides, *self.needs})
-
-    @property
-    def expected(self) -> float:
-        """Expected seconds of the measurement on a GPU, with the time to compile."""
-        return self.seconds * (4.0 if self.compiles else 1.0)
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,9 @@ class BenchConfig:
     """The folder to which the command writes its results."""
     again: str | None = None
     """all: measures every case again; failed: measures again the cases whose stored result is an
-    error; null: measures only cases that have no stored result."""
+    error; null: measures only cases that have no stored result of the present code."""
+    rows: Words = field(default_factory=list)
+    """Names, or beginnings of names, of the cases to measure; empty: all."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,6 @@ class SpeedrunConfig(SeedsConfig):
 
     setting: str | None = "digits"
     """Data and model size of the runs: digits (16 tokens) or deep (64 tokens, eight blocks)."""
-    rows: Words = field(default_factory=list)
-    """Names of the rows to measure; empty: all."""
     baseline: str = "mamba"
     """Name of the row with which the others are compared."""
     total_samples: Positive = 25_600
@@ -169,12 +164,3 @@ class DataConfig(BenchConfig):
     step_ms: float = 100.0
     """Milliseconds that a training step is assumed to take; the command measures the share of time
     in which a loop of such steps waits for batches."""
-
-
-@dataclass(frozen=True)
-class TestsConfig(BenchConfig):
-    """Keys of the command `tests`, which runs the tests that need a GPU."""
-
-    select: str = "all"
-    """Which GPU tests to run. smoke: some tests of every kind, in two minutes; rest: all tests,
-    file by file; all: first smoke, then rest."""

@@ -10,7 +10,7 @@ import scripts.bench
 from common.errors import UserError
 from common.files import ROOT
 from scripts.bench import TABLES, Words
-from training.config.compose import report_user_errors
+from training.config.compose import read_config, report_user_errors
 
 
 def measure(command: str, words: Words) -> None:
@@ -21,7 +21,8 @@ def measure(command: str, words: Words) -> None:
 
     planned = plan_job(command, words, scripts.bench.__doc__ or "")
     with open_runner(planned.cfg.out) as runner:
-        entries = [entry for entry in runner.run(planned, planned.cfg.again) if entry]
+        runner.run([(planned, case) for case in planned.cases], planned.cfg.again)
+        entries = runner.list_entries(planned)
     print("", *format_entries(command, entries), sep="\n", flush=True)
     failed = [entry["name"] for entry in entries if "error" in entry]
     if failed:
@@ -39,15 +40,21 @@ def main(words: Words) -> None:
     if command in known:
         measure(command, rest)
     elif command == "gpu":
-        from scripts.bench.runner import run_queue
+        from scripts.bench.queue import run_queue
 
         run_queue(rest)
     elif command == "publish":
         from scripts.bench.publish import publish
 
         publish([Path(word).expanduser() for word in rest], ROOT)
+    elif command == "floor":
+        from scripts.bench.floor import print_floors
+
+        print_floors(rest)
+    elif command == "carry":
+        print(*read_config(Path(__file__).with_name("host.yaml"))["carried"], sep="\n")
     else:
-        choices = ", ".join((*known, "gpu", "publish"))
+        choices = ", ".join((*known, "gpu", "publish", "floor", "carry"))
         raise UserError(f"bench {command}: there is no such command; choose one of {choices}.")
 
 

@@ -22,10 +22,8 @@ from scripts.bench import (
     SeedsConfig,
     SpeedrunConfig,
     TechniquesConfig,
-    TestsConfig,
     Words,
     data,
-    forecasts,
     kernels,
     measure,
     speedrun,
@@ -41,9 +39,6 @@ ATTENTION_FAMILY = "dit"
 family with it."""
 PRECISIONS = TABLES["precisions"]
 TECHNIQUE_EXCEPTIONS = TABLES["techniques"]
-CALIBRATED_FAMILIES = {"mamba": "", "ssd_mlp": "", ATTENTION_FAMILY: ""}
-"""Model family whose fused kernels the benchmark `calibration` tries -> further Hydra overrides, ""
-for none."""
 
 
 def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
@@ -60,10 +55,10 @@ def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
         "+ no loss.item() each step": [*words, "newcomer.storage=resident", "newcomer.item=never"],
     }
     for name, overrides in newcomers.items():
-        yield Case(name, measure.compare, overrides, memory, seconds=10.0)
+        yield Case(name, measure.compare, overrides, memory)
     for name, added in TABLES["rungs"].items():
         words = [*words, added]
-        yield Case(name, measure.compare, words, memory, [added], 10.0)
+        yield Case(name, measure.compare, words, memory, [added])
 
 
 def plan_techniques(cfg: TechniquesConfig, words: Words) -> Iterator[Case]:
@@ -158,62 +153,50 @@ def plan_mixers(cfg: MixersConfig, words: Words) -> Iterator[Case]:
 
 def plan_operators(cfg: BenchConfig, words: Words) -> Iterator[Case]:
     """Plans a case for each implementation of each fused operator: the eager definition, the
-    compiled definition, the fused kernel, and the kernels of other packages."""
+    compiled definition, and the fused kernel."""
     for operator in kernels.INPUTS:
-        for way in (*kernels.OURS, *kernels.PEERS.get(operator, ())):
-            compiled = ["runtime.compile=true"] if way == "compiled" else []
+        for way in kernels.WAYS:
+            needs = ["runtime.compile=true"] if way == "compiled" else []
             labels = {"operator": operator, "way": way}
-            yield Case(
-                f"{operator} {way}", kernels.time_kernel, compiled, seconds=4.0, labels=labels
-            )
+            yield Case(f"{operator} {way}", kernels.time_kernel, needs=needs, labels=labels)
 
 
-def plan_tests(cfg: TestsConfig, words: Words) -> Iterator[Case]:
+def plan_tests(cfg: BenchConfig, words: Words) -> Iterator[Case]:
     """Plans one case that runs some GPU tests of every kind, then a case for each file of tests. A
     test that crashes its process therefore does not prevent the tests of other files."""
-    if cfg.select not in ("all", "smoke", "rest"):
-        raise UserError(f"select={cfg.select}: choose all, smoke or rest.")
     files = [file for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()]
     names = sorted(str(file.relative_to(ROOT)) for file in files)
-    if cfg.select != "rest":
-        yield Case("smoke", measure.run_gpu_tests, [*names, "-k", TABLES["smoke"]], seconds=90.0)
-    if cfg.select != "smoke":
-        for name in names:
-            yield Case(name, measure.run_gpu_tests, [name], seconds=120.0)
+    yield Case("smoke", measure.run_gpu_tests, [*names, "-k", TABLES["smoke"]])
+    for name in names:
+        yield Case(name, measure.run_gpu_tests, [name])
 
 
 def plan_counted(cfg: BenchConfig, words: Words) -> Iterator[Case]:
-    """Plans cases that forecast how much memory each technique saves on an H100, and cases that
-    find the largest model for each way to save memory."""
+    """Plans cases that forecast how much memory each technique saves on an H100."""
     for name, texts in TABLES["counted"].items():
         base = [*words, *texts["over"].split()]
-        yield Case(name, forecasts.count_savings, [*base, *texts["words"].split()], base)
-    for name, text in TABLES["largest"].items():
-        yield Case(
-            name, forecasts.count_largest, [*words, *text.split()], [*words, "runtime=eager"]
-        )
+        yield Case(name, measure.count_savings, [*base, *texts["words"].split()], base)
 
 
 Plan = Callable[[Any, Words], Iterator[Case]]
 
 
-def make_plan(measured: Any, variants: dict[str, str], seconds: float = 30.0) -> Plan:
+def make_plan(measured: Any, variants: dict[str, str]) -> Plan:
     """Returns a function that plans a case for each of `variants` (name -> overrides to add). The
-    function `measured` measures each case, in about `seconds`. A case runs only on machines that
-    support the overrides of its variant."""
+    function `measured` measures each case. A case runs only on machines that support the overrides
+    of its variant."""
 
     def plan(cfg: BenchConfig, words: Words) -> Iterator[Case]:
         for name, text in variants.items():
             added = text.split()
-            yield Case(name, measured, [*words, *added], words, added, seconds)
+            yield Case(name, measured, [*words, *added], words, added)
 
     return plan
 
 
 COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
-    "doctor": (BenchConfig, make_plan(measure.measure_machine, {"machine": ""}, 15.0)),
-    "calibration": (BenchConfig, make_plan(measure.calibrate, CALIBRATED_FAMILIES, 12.0)),
-    "tests": (TestsConfig, plan_tests),
+    "doctor": (BenchConfig, make_plan(measure.measure_machine, {"machine": ""})),
+    "tests": (BenchConfig, plan_tests),
     "ladder": (LadderConfig, plan_ladder),
     "techniques": (TechniquesConfig, plan_techniques),
     "kernels": (BenchConfig, plan_operators),
@@ -222,8 +205,8 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "step": (BenchConfig, make_plan(step.measure_phases, {"step": ""})),
     "profile": (BenchConfig, make_plan(step.write_profile, {"profile": ""})),
     "saves": (BenchConfig, make_plan(measure.measure_saves, {"background": "", "foreground": ""})),
-    "precision": (SeedsConfig, make_plan(measure.measure_seeds, PRECISIONS, 60.0)),
-    "memory": (SeedsConfig, make_plan(measure.measure_seeds, TABLES["memory"], 60.0)),
+    "precision": (SeedsConfig, make_plan(measure.measure_seeds, PRECISIONS)),
+    "memory": (SeedsConfig, make_plan(measure.measure_seeds, TABLES["memory"])),
     "plan": (BenchConfig, make_plan(measure.measure_planned, TABLES["planned"])),
     "counted": (BenchConfig, plan_counted),
     "speedrun": (SpeedrunConfig, speedrun.plan_rows),
@@ -240,6 +223,8 @@ class Job(NamedTuple):
     """The command line that reproduces the results."""
     cfg: BenchConfig
     cases: list[Case]
+    seconds: float = 0.0
+    """Seconds that a case takes on a GPU before any was measured, as the queue states them."""
 
 
 def plan_job(command: str, words: Words, help_text: str = "") -> Job:
@@ -274,8 +259,14 @@ def plan_job(command: str, words: Words, help_text: str = "") -> Job:
     overrides = [*kept, *user_overrides]
     compose(overrides)
 
-    # Leave `out` and `again` out of the command line that is stored with the results, because these
-    # keys do not change the results.
-    essential = [word for word in words if not word.startswith(("out=", "again="))]
+    cases = list(plan(cfg, overrides))
+    chosen = [case for case in cases if not cfg.rows or case.name.startswith(tuple(cfg.rows))]
+    if not chosen:
+        names = "; ".join(case.name for case in cases)
+        raise UserError(f"rows=[{','.join(cfg.rows)}]: choose some of {names}.")
+
+    # The command line that is stored with the results lacks the keys that do not change them.
+    unessential = ("out=", "again=", "rows=")
+    essential = [word for word in words if not word.startswith(unessential)]
     line = " ".join(["python -m scripts.bench", command, *essential])
-    return Job(line, cfg, list(plan(cfg, overrides)))
+    return Job(line, cfg, chosen)

@@ -1,16 +1,16 @@
-"""Times each fused operator, its definition (eager and compiled) and kernels of other packages.
+"""Times each fused operator and its definition, eager and compiled.
 
 Each kernel is timed in turn with the operator's eager definition: the forward pass alone, and the
 forward and backward pass together. Results give bytes per second as a share of the measured copy
 rate, and FLOPs per second as a share of the measured rate of matrix products. Several sets of
-inputs alternate, so that no call finds its inputs in the cache. On a CPU only the definitions run.
+inputs alternate, so that no call finds its inputs in the cache. On a GPU the times contain no
+launches: CUDA events lie around calls that the host queues while the GPU sleeps. On a CPU only the
+definitions run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
 from models.mixers.attention import axial_rotations
 from scripts.bench import BenchConfig, Case, Figures
-from scripts.doctor import measure_rates
-from scripts.timing import compute_ratios, summarise, time_in_turn
+from scripts.capabilities import measure_rates
+from scripts.timing import compute_ratios, measure_device_seconds, summarise, time_in_turn
 from training.environment import pick_device
 
 SHAPES = {
@@ -52,9 +52,6 @@ INPUTS = {
 axes (letters and words of `find_sizes`); it is in bf16, or in fp32 if "fp32" stands before the
 sizes. The inputs dt_bias and A_log are in fp32 with shape (2, K)."""
 INPUT_SETS = 4
-measure_rates_once = cache(measure_rates)
-"""Measures the rates of a device (TFLOP/s of matrix products, GB/s of a copy) once per process, and
-returns name of the rate -> rate."""
 Function = Callable[..., Any]
 
 
@@ -130,33 +127,7 @@ def make_operators(setting: str, device: torch.device) -> dict[str, Op]:
     }
 
 
-def make_liger_swiglu() -> Function:
-    """Returns Liger's SwiGLU as a function that takes the inputs of our operator."""
-    product = import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
-    return lambda joined: product.apply(*joined.chunk(2, dim=-1))
-
-
-def make_mamba_scan() -> Function:
-    """Returns mamba-ssm's scan as a function that takes the inputs of our operator and scans them
-    in one direction only."""
-    scan = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
-
-    def function(*inputs: Tensor) -> Tensor:
-        x, dt, dt_bias, A_log, B_in, C_out, D = inputs
-        options = {"chunk_size": 256, "D": D, "dt_bias": dt_bias[0], "dt_softplus": True}
-        A = -A_log[0].exp()
-        return scan(x, dt[:, :, 0], A, B_in[:, :, 0, None], C_out[:, :, 0, None], **options)
-
-    return function
-
-
-PEERS: dict[str, dict[str, Callable[[], Function]]] = {
-    "bidirectional_ssd": {"mamba-ssm, one direction only": make_mamba_scan},
-    "swiglu": {"Liger": make_liger_swiglu},
-}
-"""Operator -> package -> function that returns the package's kernel, or raises ImportError if the
-package is not installed."""
-OURS: dict[str, Callable[[Op], Function]] = {
+WAYS: dict[str, Callable[[Op], Function]] = {
     "eager": lambda op: op.definition,
     "compiled": lambda op: torch.compile(op.definition),
     "fused": lambda op: op.fused,
@@ -199,15 +170,11 @@ def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
     device = pick_device("auto")
     operator = case.labels["operator"]
     way = case.labels["way"]
-    if device.type == "cpu" and way not in ("eager", "compiled"):
+    if device.type == "cpu" and way == "fused":
         return {"reason": "a CPU runs the definition"}
     setting = str(cfg.setting)
     op = make_operators(setting, device)[operator]
-    try:
-        function = OURS[way](op) if way in OURS else PEERS[operator][way]()
-    except ImportError as error:
-        return {"reason": f"{way} is not installed: {error}"}
-
+    function = WAYS[way](op)
     sizes = find_sizes(setting)
     sets = [draw_inputs(operator, sizes, device) for _ in range(INPUT_SETS)]
     figures: Figures = {"sizes": sizes}
@@ -215,12 +182,12 @@ def time_kernel(case: Case, cfg: BenchConfig) -> Figures:
         runs = {"case": make_runner(function, sets, cfg.steps, backward)}
         if way != "eager":
             runs["eager"] = make_runner(op.definition, sets, cfg.steps, backward)
-        seconds = time_in_turn(runs, cfg.repeats, device)
+        seconds = time_in_turn(runs, cfg.repeats, device, measure=measure_device_seconds)
         figures |= summarise(f"{name}us", [1e6 * s / cfg.steps for s in seconds["case"]])
         speed = compute_ratios(seconds.get("eager", seconds["case"]), seconds["case"])
         figures |= summarise(f"{name}speed", speed)
 
-    rate = measure_rates_once(device)
+    rate = measure_rates(device)
     gb_s = count_bytes(op, sets[0]) / figures["us"] / 1e3
     # A backward pass takes twice the FLOPs of its forward pass, so the two passes together take 3 *
     # `op.flops`.

@@ -4,7 +4,9 @@ keys, and returns the figures of the case. A child process calls them."""
 from __future__ import annotations
 
 import gc
+import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from xml.etree import ElementTree
 
 import torch
 
@@ -25,7 +26,7 @@ from scripts import doctor
 from scripts.bench import BenchConfig, Case, Figures, SeedsConfig, Words
 from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
-from scripts.commands import format_table
+from scripts.capabilities import find_capabilities
 from scripts.plan.memory import forecast, make_question
 from scripts.timing import (
     compute_ratios,
@@ -36,8 +37,9 @@ from scripts.timing import (
 )
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
+from training.config.compose import compose
 from training.config.schema import OnUnavailable
-from training.environment import memory_of, pick_device
+from training.environment import CARDS, memory_of, pick_device
 from training.evaluate import evaluate
 from training.failures import count_lasting_bytes
 
@@ -47,9 +49,13 @@ PRODUCT_SUFFIX = "_product_tflops"
 bf16_product_tflops."""
 EMULATE_OVERRIDE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
 PYTEST_COMMAND = [
-    *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-Wdefault", "-p", "no:cacheprovider"),
-    *("-o", "addopts=-p tests.harness.reliability"),
+    *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfs", "--tb=short", "-Wdefault"),
+    *("-p", "no:cacheprovider", "-o", "addopts=-p tests.harness.reliability"),
+    *("-n", str(min(8, (os.cpu_count() or 2) // 2))),
 ]
+"""Command that runs GPU tests, in several processes: they mostly wait for compilers."""
+REPORT_LINES = 200
+"""Number of lines at the end of pytest's output that a result keeps."""
 
 
 def device_of(words: Words) -> torch.device:
@@ -60,22 +66,13 @@ def device_of(words: Words) -> torch.device:
 
 def find_refusals(words: Words, device: torch.device) -> dict[str, str]:
     """Returns override among `words` that this machine does not support, such as runtime.tf32=true
-    -> the reason. Leaves out the overrides that `find_emulated` returns."""
-    reasons = doctor.find_capabilities(device)
-    emulated = find_emulated(words, device)
+    -> the reason. With the override `runtime.on_unavailable=emulate` a CPU supports what PyTorch
+    emulates in software."""
+    reasons = find_capabilities(device)
+    emulates = device.type == "cpu" and EMULATE_OVERRIDE in words
+    emulable = {kind.make_override(v) for kind in TECHNIQUES for v in kind.emulated if emulates}
     refusals = {word: reasons.get(word.replace("=auto", "=true")) for word in words}
-    return {word: reason for word, reason in refusals.items() if reason and word not in emulated}
-
-
-def find_emulated(words: Words, device: torch.device) -> Words:
-    """Returns the overrides among `words` that this CPU has no instructions for, and that PyTorch
-    emulates in software. Returns none on other devices, or if `words` lack the override
-    `runtime.on_unavailable=emulate`."""
-    if EMULATE_OVERRIDE not in words or device.type != "cpu":
-        return []
-    emulable = {kind.make_override(value) for kind in TECHNIQUES for value in kind.emulated}
-    reasons = doctor.find_capabilities(device)
-    return sorted(word for word in emulable & {*words} if reasons[word])
+    return {word: reason for word, reason in refusals.items() if reason and word not in emulable}
 
 
 def measure_case(case: Case, cfg: BenchConfig) -> Figures:
@@ -85,17 +82,22 @@ def measure_case(case: Case, cfg: BenchConfig) -> Figures:
     It prints the traceback of an error to stderr, and leaves the device idle and its memory free.
     """
     device = device_of(case.overrides)
+    if tuple(case.baseline) not in BASELINE_CACHE:
+        BASELINE_CACHE.clear()
+        free_memory()
     try:
         if case.compiles and not cfg.inductor:
             return {"reason": "left out: inductor=false"}
         words = [*case.overrides, *case.needs]
-        for word, reason in find_refusals(words, device).items():
-            if word in case.needs:
-                return {"reason": reason}
+        refusals = find_refusals(words, device)
+        for word in case.needs:
+            if word in refusals:
+                return {"reason": refusals[word]}
 
         figures = case.measure(case, cfg)
         synchronise(device)
-        emulated = find_emulated(words, device)
+        lacking = {word for word, reason in find_capabilities(device).items() if reason}
+        emulated = sorted(lacking & {*words} - refusals.keys())
         return figures | {"emulated": emulated} if emulated else figures
     except torch.OutOfMemoryError as error:
         return {"error": f"out of memory: {shorten_error(error)}"}
@@ -124,23 +126,13 @@ def build_loop(words: Words) -> Loop:
     return NewcomersLoop(overrides, **options) if options else Workload(overrides)
 
 
-def count_bytes(loop: Loop) -> float | None:
-    """Forecasts with scripts.plan the bytes that a GPU would need for this run, without those of
-    the driver's context. Returns None for the newcomer's loop; and on a GPU, because there the
-    allocator has measured the bytes."""
-    if loop.memory_peak is not None or not isinstance(loop, Workload):
-        return None
-    needs = forecast(make_question(loop.cfg, memory_of(loop.device))).needs
-    return needs.total - needs.context
-
-
 class Baseline(NamedTuple):
-    """The run with which a case is compared; its mean loss over late steps; and the forecast of its
-    bytes on a GPU, or None if `count_bytes` makes no forecast."""
+    """The run with which a case is compared, its mean loss over late steps, and its milliseconds
+    per step: empty if they are measured in turn with each case."""
 
     loop: Loop
     loss: float
-    counted_bytes: float | None
+    step_ms: list[float]
 
 
 BASELINE_CACHE: dict[tuple[str, ...], Baseline] = {}
@@ -148,14 +140,19 @@ BASELINE_CACHE: dict[tuple[str, ...], Baseline] = {}
 consecutive cases often share one."""
 
 
-def train_baseline(words: tuple[str, ...], steps: int) -> Baseline:
-    """Builds the baseline with the overrides `words` and trains it for `steps` steps, or returns
-    the cached baseline if the case before had the same overrides."""
+def train_baseline(words: tuple[str, ...], cfg: BenchConfig) -> Baseline:
+    """Builds the baseline with the overrides `words` and trains it for `cfg.loss_steps` steps, or
+    returns the cached baseline if the case before had the same overrides."""
     if words not in BASELINE_CACHE:
-        BASELINE_CACHE.clear()
-        free_memory()
         loop = build_loop(list(words))
-        BASELINE_CACHE[words] = Baseline(loop, loop.measure_loss(steps), count_bytes(loop))
+        loss = loop.measure_loss(cfg.loss_steps)
+
+        # The newcomer's loop in fp32 is so slow that it would take most of the time of a ladder,
+        # and a GPU's speed hardly drifts.
+        step_ms = []
+        if isinstance(loop, NewcomersLoop) and loop.device.type == "cuda":
+            step_ms = time_steps({"base": loop}, cfg.steps, min(cfg.repeats, 3))["base"]
+        BASELINE_CACHE[words] = Baseline(loop, loss, step_ms)
     return BASELINE_CACHE[words]
 
 
@@ -166,7 +163,7 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
 
     The case's run leaves out the techniques that this machine does not support.
     """
-    base, base_loss, base_bytes = train_baseline(tuple(case.baseline), cfg.loss_steps)
+    base, base_loss, base_ms = train_baseline(tuple(case.baseline), cfg)
     loop = base
     loss = base_loss
     if case.overrides != case.baseline:
@@ -178,16 +175,18 @@ def compare(case: Case, cfg: BenchConfig) -> Figures:
         loss = loop.measure_loss(cfg.loss_steps)
 
     loops = {"base": base} if loop is base else {"base": base, "case": loop}
-    times = time_steps(loops, cfg.steps, cfg.repeats)
+    if base_ms:
+        del loops["base"]
+    times = {"base": base_ms} | (time_steps(loops, cfg.steps, cfg.repeats) if loops else {})
     step_ms = times.get("case", times["base"])
+    if base_ms:
+        times["base"] = [statistics.median(base_ms)] * len(step_ms)
     batch_ratio = loop.cfg.batch_size / base.cfg.batch_size
     return {
         **summarise("baseline_step_ms", times["base"]),
         **loop.describe_steps(step_ms),
         **summarise("speed", [batch_ratio * r for r in compute_ratios(times["base"], step_ms)]),
         "baseline_memory_reserved_peak": base.memory_peak,
-        "counted_bytes": base_bytes if loop is base else count_bytes(loop),
-        "baseline_counted_bytes": base_bytes,
         "baseline_not_on": base.list_missing(),
         "final_loss": loss,
         "loss_deviation": loss / base_loss - 1.0,
@@ -239,6 +238,21 @@ def measure_planned(case: Case, cfg: BenchConfig) -> Figures:
         "phase": plan.phase,
         "memory_error": predicted / measured - 1.0 if measured else None,
     }
+
+
+def count_savings(case: Case, cfg: BenchConfig) -> Figures:
+    """Forecasts memory on an H100 for the case's overrides and for its baseline: the peak bytes of
+    a step, and the bytes of activations kept for the backward pass. Returns these four figures, and
+    the two relative changes from the baseline to the case."""
+    figures: Figures = {}
+    for prefix, words in (("baseline_", case.baseline), ("", case.overrides)):
+        plan = forecast(make_question(compose(words).cfg, CARDS["h100"].memory))
+        figures[f"{prefix}peak_bytes"] = plan.needs.total
+        figures[f"{prefix}activations_bytes"] = plan.kept
+    for name in ("peak", "activations"):
+        ratio = figures[f"{name}_bytes"] / figures[f"baseline_{name}_bytes"]
+        figures[f"{name}_change"] = ratio - 1.0
+    return figures
 
 
 def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
@@ -296,48 +310,24 @@ def replace_family(words: Words, family: str) -> Words:
     return [re.sub(r"^model=\w+_", f"model={family}_", word) for word in words]
 
 
-def calibrate(case: Case, cfg: BenchConfig) -> Figures:
-    """Tests and times the fused kernels as a run does before its first step, and returns which
-    kernels the run would use. The choice is stored, so a later run does not test these kernels
-    again."""
-    if device_of(case.overrides).type != "cuda":
-        return {"reason": NEEDS_GPU}
-    kernels = doctor.try_kernels(replace_family(case.overrides, case.name))
-    rows = [(kernel["key"], kernel["on"], kernel["why"]) for kernel in kernels]
-    return {"kernels": kernels, "text": format_table([(case.name, "on", ""), *rows])}
-
-
 def run_gpu_tests(case: Case, cfg: BenchConfig) -> Figures:
-    """Runs the tests that need a GPU with pytest, and counts the outcomes in pytest's report.
+    """Runs the tests that need a GPU with pytest, and counts the outcomes in its last line. Keeps
+    the end of its output, which has the reports of failed tests.
 
     A warning does not fail a test here, because the warnings of a GPU, its driver and its libraries
     are not known in advance.
     """
     if not torch.cuda.is_available():
         return {"reason": NEEDS_GPU}
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        status = subprocess.run(
-            [*PYTEST_COMMAND, f"--junitxml={report}", *case.overrides], cwd=ROOT
-        )
-        if not report.is_file():
-            raise RuntimeError(f"pytest ended with status {status.returncode}")
-        return count_outcomes(report)
+    command = [*PYTEST_COMMAND, *case.overrides]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return count_outcomes(done.stdout, done.returncode)
 
 
-def count_outcomes(report: Path) -> Figures:
-    """Counts the tests in a JUnit report. If tests failed, `error` says how many and names the
-    first."""
-    tests = list(ElementTree.parse(report).iter("testcase"))
-
-    def list_messages(*kinds: str) -> Words:
-        parts = [(test, part) for test in tests for kind in kinds for part in test.iter(kind)]
-        return [f"{test.get('name')}: {part.get('message')}" for test, part in parts]
-
-    failed = list_messages("failure", "error")
-    skipped = list_messages("skipped")
-    figures: Figures = {"tests": len(tests), "failed": len(failed), "skipped": len(skipped)}
-    figures["text"] = "\n".join([*failed, *skipped])
-    if failed:
-        figures["error"] = f"{len(failed)} failed: {failed[0]}"
-    return figures
+def count_outcomes(output: str, status: int) -> Figures:
+    """Counts the tests in the output of pytest, which ended with `status`."""
+    lines = output.strip().splitlines() or ["pytest printed nothing"]
+    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (\w+)", lines[-1])}
+    figures = {kind: counts.get(kind, 0) for kind in ("passed", "failed", "skipped", "errors")}
+    report = {"text": "\n".join(lines[-REPORT_LINES:])}
+    return figures | report | ({"error": f"pytest: {lines[-1].strip('= ')}"} if status else {})

@@ -8,27 +8,36 @@ table of the docs says "not measured" where there is no result; the README leave
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import string
+import subprocess
+import tarfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 
 from accel.stack import TECHNIQUES
 from common.errors import UserError
-from common.files import write_atomically, write_json
-from scripts.bench import TABLES, Figures, Words
-from scripts.bench.runner import hash_code
+from common.files import ROOT, write_atomically, write_json
+from scripts.bench import TABLES, Case, Figures, Words
+from scripts.bench.cases import plan_job
+from scripts.bench.floor import RATES, describe_floor
+from scripts.bench.reach import find_reach, hash_case
 from scripts.commands import format_table, replace_between
 from scripts.doctor import compare_cards
 from scripts.timing import shows_no_difference
-from training.config.compose import read_config
+from training.config.compose import CONF_FOLDER, read_config
 from training.environment import read_git_state
 
+DOCS = ROOT / "docs" / "benchmarks"
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"
 PLACES = {
     "front": "README.md",
@@ -167,21 +176,80 @@ def read_page(file: Path) -> Page:
     return Page(content["benchmark"], [Result(e, run | e.pop("measured", {})) for e in entries])
 
 
+def read_pages(docs: Path) -> list[Page]:
+    """Reads all files of results that `write_figures` wrote."""
+    return [read_page(file) for file in sorted(docs.glob("*_????-??.json"))]
+
+
+@cache
+def plan_cases(command: str) -> dict[str, Case]:
+    """Returns name -> case for the command line that a result was measured by, as the present code
+    plans it; {} if the code no longer knows that command line."""
+    words = command.split()[3:]
+    with suppress(UserError):
+        return {case.name: case for case in plan_job(words[0], words[1:]).cases}
+    return {}
+
+
+def describe_age(page: Page) -> str:
+    """Says by which commit a page was measured, and how many commits since then touched what its
+    cases can reach."""
+    commit = (page.newest.get("git") or {}).get("commit", "unknown")
+    cases = plan_cases(page.newest["command"]).values()
+    paths = {str(file) for case in cases for file in find_reach(case)[0]}
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--"]
+    counted = subprocess.run([*command, str(CONF_FOLDER), *paths], capture_output=True, text=True)
+    number = counted.stdout.strip() or "an unknown number of"
+    return f"{page.stem}: measured at {commit[:10]}; {number} commits since touched its code"
+
+
+def identify(name: str, run: Figures) -> str:
+    """Returns a hash of what identifies the result of the case `name`: hardware, versions of torch
+    and Triton, overrides and keys. `run` is the result's `environment`. The code is no part of it:
+    a result stays a result after the next commit, and says by which code it was measured."""
+    versions = [run["versions"].get(package) for package in ("torch", "triton")]
+    facts = [name, run["hardware"], versions, run.get("config")]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@contextmanager
+def open_results(path: Path) -> Iterator[Path]:
+    """Yields the folder of results `path`, or a folder with the content of the archive `path`."""
+    if not path.is_file():
+        yield path
+        return
+    with TemporaryDirectory() as name:
+        try:
+            with tarfile.open(path) as tar:
+                tar.extractall(name, filter="data")
+        except tarfile.TarError as error:
+            raise UserError(
+                f"{path} is no archive of results ({error}); name a folder, or a file that "
+                "`bench gpu pack=<file>` wrote."
+            ) from error
+        yield Path(name)
+
+
 def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
     """Yields the pages that the results in a folder create or change; a page contains only results
     of the same hardware."""
-    records = [json.loads(file.read_text()) for file in folder.glob("*/*.json")]
+    records = [json.loads(file.read_text()) for file in sorted(folder.glob("*/*.json"))]
     if not records:
         raise UserError(f"{folder} has no results; name the `out` folder of a benchmark.")
     groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: record["order"]):
+    for record in records:
         run = record["environment"]
-        # A machine without git stores no commit with its results. If it ran the code of this
-        # checkout (the hashes are equal), use the commit of this checkout.
-        if run["code"] == hash_code():
-            run["git"] = run["git"] or read_git_state()
-        key = (record["benchmark"], name_card(run), run["date"][:7])
-        groups[key].append(Result(record["entry"], run))
+        # A machine without git stores no commit with its results. If the case reaches the same code
+        # in this checkout (the hashes are equal), use the commit of this checkout.
+        case = plan_cases(run["command"]).get(record["entry"]["name"])
+        if not run["git"] and case and run["code"] == hash_case(case):
+            run["git"] = read_git_state()
+        entry = record["entry"]
+        card = name_card(run)
+        if entry.get("mfu") and run["command"].split()[3] == "mixers" and card in RATES:
+            floor = describe_floor(run["config"][0], card, entry["step_ms"])
+            entry["text"] = f"{entry['name']}: {floor}"
+        groups[record["benchmark"], card, run["date"][:7]].append(Result(entry, run))
 
     for key, results in groups.items():
         file = docs / f"{'_'.join(key)}.json"
@@ -189,11 +257,12 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
 
         # Keep only results of the hardware that gave the newest result, because the results of a
         # page must be comparable.
-        hardware = Page(key[0], every).newest["hardware"]
+        page = Page(key[0], every)
+        hardware = page.newest["hardware"]
         every = [result for result in every if result.environment["hardware"] == hardware]
-        best: dict[str, Any] = dict.fromkeys(result.entry["name"] for result in every)
-        best |= {result.entry["name"]: result for result in sorted(every, key=make_sort_key)}
-        page = Page(key[0], list(best.values()))
+        best = {result.entry["name"]: result for result in sorted(every, key=make_sort_key)}
+        planned = [name for name in plan_cases(page.newest["command"]) if name in best]
+        page = Page(key[0], [best[name] for name in dict.fromkeys([*planned, *best])])
         if any("reason" not in entry for entry in page.entries):
             yield page
 
@@ -233,14 +302,16 @@ def make_tables(pages: Sequence[Page]) -> dict[str, str]:
 
 
 def publish(folders: Sequence[Path], root: Path) -> None:
-    """Adds the results in `folders` to the files in docs/benchmarks below `root`, then writes all
-    benchmark pages and tables again."""
+    """Adds the results in `folders`, folders or archives, to the files in docs/benchmarks below
+    `root`, then writes all benchmark pages and tables again."""
     docs = root / "docs" / "benchmarks"
-    for folder in folders:
-        for page in collect_pages(folder, docs):
-            write_figures(page, docs)
+    for path in folders:
+        with open_results(path) as folder:
+            for page in collect_pages(folder, docs):
+                write_figures(page, docs)
+                print(describe_age(page))
 
-    pages = [read_page(file) for file in sorted(docs.glob("*_????-??.json"))]
+    pages = read_pages(docs)
     sections_by_card: dict[str, list[Page]] = defaultdict(list)
     for page in pages:
         sections_by_card[page.card].append(page)

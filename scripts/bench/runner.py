@@ -1,41 +1,42 @@
 """Runs cases in child processes, and writes each result to its own file.
 
-A case is not measured again if a result for this code, hardware and versions exists, even if the
-result is an error. A child process measures the cases of one command, and ends when its parent
-ends. A case that fails, hangs or crashes ends its child, and the next case starts a new child. The
-time limit of a case starts when the child reports that it begins to measure.
+A case is not measured again if a result for this hardware, these versions of torch and Triton, its
+overrides, keys and code exists, even if the result is an error. A child process measures cases, and
+ends when its parent ends. A case that fails, hangs or crashes ends its child, and the next case
+starts a new child. The time limit of a case starts when the child reports that it begins to
+measure.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import signal
+import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from math import inf
 from multiprocessing import get_context, parent_process, set_start_method
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, TypeAlias
 
 import torch
 
-import scripts.bench
 from common import workers
 from common.errors import UserError
-from common.files import ROOT, lock_folder, write_json
-from scripts.bench import TABLES, Case, Figures, Words
-from scripts.bench.cases import Job, plan_job
+from common.files import find_cache_folder, lock_folder, replace_file, write_json
+from scripts.bench import Case, Figures, Words
+from scripts.bench.cases import Job
 from scripts.bench.measure import device_of, measure_case
-from training.config.compose import parse_words
+from scripts.bench.publish import identify
+from scripts.bench.reach import hash_case
 from training.environment import describe_environment
 
 START_SECONDS = 300.0
@@ -44,34 +45,19 @@ or ends."""
 MAX_WAIT_SECONDS = 1e6
 """Largest timeout in seconds that is given to the operating system, which refuses an infinite
 one."""
-MEASURED_FOLDERS = (
-    "accel",
-    "common",
-    "conf",
-    "data",
-    "encoding",
-    "evaluation",
-    "models",
-    "sampling",
-    "scripts",
-    "training",
-)
-"""Folders whose code may change a measurement; `hash_code` hashes their .py and .yaml files."""
-UNMEASURED_FILES = ("__main__.py", "cases.py", "tables.yaml", "runner.py", "publish.py")
-"""Files that `hash_code` leaves out, because they only plan cases and store or publish results. A
-changed plan still gives a new result, because the plan (overrides, baseline, keys) is also part of
-the name under which a result is stored."""
 SPAWN = get_context("spawn")
+Task: TypeAlias = tuple[Job, Case]
 
 
-@cache
-def hash_code() -> str:
-    """Returns a hash, in 16 hexadecimal digits, of all code that affects the measurements."""
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in MEASURED_FOLDERS for path in (ROOT / folder).rglob("*")):
-        if path.suffix in (".py", ".yaml") and path.name not in UNMEASURED_FILES:
-            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+def pack_results(folder: Path, archive: Path) -> None:
+    """Writes the results in `folder` to a tar archive (.tar.gz), which replaces the earlier one as
+    a whole: results with their ledgers and the reports of failed tests, the log, and the findings
+    of kernels' trials. Leaves out weights, traces and caches."""
+    with replace_file(archive) as temporary, tarfile.open(temporary, "w:gz") as tar:
+        for file in (*folder.glob("*/*.json"), folder / "log.txt"):
+            tar.add(file, file.relative_to(folder))
+        for file in find_cache_folder("kernels").glob("*.json"):
+            tar.add(file, f"trials/kernels/{file.name}")
 
 
 def run_child(connection: Connection, words: Words, folder: Path) -> None:
@@ -88,6 +74,9 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     tempfile.tempdir = str(folder / "tmp")
+    # Compilers keep their code beside `tmp`, which is removed after each child: later cases use it.
+    for name in ("TORCHINDUCTOR", "TRITON"):
+        os.environ.setdefault(f"{name}_CACHE_DIR", str(folder / "caches" / name.lower()))
 
     # Run an operation on the device, so that a GPU that no longer works fails here, before the
     # child is ready, and not in a case.
@@ -182,9 +171,13 @@ class Runner:
     limit: float = inf
     deadline: float = inf
     child: Child | None = None
+    pack: Path | None = None
+    """Archive in which the results are packed after each case."""
     machine: Figures = field(default_factory=dict)
     """Description of the machine, as the latest child sent it; empty before the first child
     starts."""
+    published: dict[str, Figures] = field(default_factory=dict)
+    """Results of docs/benchmarks that count as measured, by what identifies them."""
 
     def ensure_child(self, case: Case) -> Child:
         """Returns the running child process, or starts a new one on the device that the case's
@@ -200,28 +193,56 @@ class Runner:
             self.child.end()
         self.child = None
 
-    def run(self, job: Job, again: str | None = None) -> list[Figures | None]:
-        """Returns the result of each case: the stored result or, if there is none, a new
-        measurement; None if the time before the deadline is too short to measure the case. With
-        `again` = "all" it measures every case, with "failed" also the cases whose stored result is
-        an error."""
+    def run(self, tasks: Sequence[Task], again: str | None = None) -> list[Task]:
+        """Measures the cases that need it, and returns those for which the time before the deadline
+        did not suffice."""
         if again not in (None, "all", "failed"):
             raise UserError(f"again={again}: choose all, failed, or leave it out.")
-        try:
-            return [self.find_result(job, case, again) for case in job.cases]
-        finally:
-            self.close()
+        return [task for task in self.order(tasks, again) if not self.measure(*task)]
 
-    def find_result(self, job: Job, case: Case, again: str | None) -> Figures | None:
-        """Returns the stored result of a case, or measures the case; None if the time before the
-        deadline is too short."""
+    def list_entries(self, job: Job) -> list[Figures]:
+        """Lists the figures of the cases that have a result."""
+        results = [self.find_result(job, case) for case in job.cases]
+        return [result["entry"] for result in results if result]
+
+    def order(self, tasks: Sequence[Task], again: str | None) -> Iterator[Task]:
+        """Yields the cases that need a measurement: those without a result, then as `rank_need`
+        says. Looks at the code of the others only when it gets to them."""
+        later: list[Task] = []
+        for task in tasks:
+            if self.find_result(*task):
+                later.append(task)
+            else:
+                yield task
+        needs = [(self.rank_need(*task, again), i) for i, task in enumerate(later)]
+        for _, number in sorted(need for need in needs if need[0]):
+            yield later[number]
+
+    def rank_need(self, job: Job, case: Case, again: str | None) -> tuple[int, str] | None:
+        """Says how much a case needs a measurement, as a rank and the date of its result: 0 if it
+        has none, 1 if it failed with other code (with `again` = "failed" also with this code), 2 if
+        its result is of other code, 3 if `again` = "all". None if its result stands."""
+        result = self.find_result(job, case)
+        if result is None:
+            return 0, ""
+        date = result["environment"]["date"]
+        changed = result["environment"]["code"] != hash_case(case)
+        if "error" in result["entry"] and (changed or again):
+            return 1, date
+        return (3 - changed, date) if changed or again == "all" else None
+
+    def find_result(self, job: Job, case: Case) -> Figures | None:
+        """Returns the stored or published result of a case; None if there is none."""
         file = self.find_file(job, case)
-        if file.is_file() and again != "all":
-            stored = json.loads(file.read_text())["entry"]
-            if again is None or "error" not in stored:
-                return stored
+        if file.is_file():
+            return json.loads(file.read_text())
+        return self.published.get(identify(case.name, self.describe_identity(job, case)))
+
+    def measure(self, job: Job, case: Case) -> Figures | None:
+        """Measures a case and stores the result; None if the time before the deadline is too
+        short."""
         seconds_left = self.deadline - time.time()
-        if case.expected > seconds_left:
+        if self.estimate_seconds(job) > seconds_left:
             return None
 
         # After a failure end the child process, so that the next case starts in a new one. Do not
@@ -235,113 +256,65 @@ class Runner:
                 return None
 
         entry = {"name": case.name, **case.labels, **figures}
-        seconds = round(time.time() - began, 2)
         environment = {
             **self.describe_identity(job, case),
+            "code": hash_case(case),
             "device": self.machine["device"],
             "git": self.machine["git"],
             "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "seconds": round(time.time() - began, 2),
             "command": job.command,
         }
-        order = job.cases.index(case)
-        facts = {"benchmark": job.cfg.name, "order": order, "seconds": seconds, "entry": entry}
+        result = {"benchmark": job.cfg.name, "entry": entry, "environment": environment}
+        file = self.find_file(job, case)
         file.parent.mkdir(exist_ok=True)
-        write_json(file, facts | {"environment": environment})
-        outcome = entry.get("error") or entry.get("reason") or f"measured in {seconds:.0f} s"
+        write_json(file, result)
+        if self.pack:
+            pack_results(self.folder, self.pack)
+        outcome = entry.get("error") or entry.get("reason") or "measured"
         print(f"{job.cfg.name}, {case.name}: {outcome}", flush=True)
-        return entry
+        return result
+
+    def estimate_seconds(self, job: Job) -> float:
+        """Estimates the seconds of one of a job's cases: the mean of those that were measured, or
+        what the queue states."""
+        results = [self.find_result(job, other) for other in job.cases]
+        measured = [r["environment"] for r in results if r and "reason" not in r["entry"]]
+        return mean([run.get("seconds", job.seconds) for run in measured] or [job.seconds])
 
     def describe_identity(self, job: Job, case: Case) -> Figures:
-        """Returns the facts that identify a result: hardware, versions, hash of the code, overrides
-        and keys. If one of them changes, the case is measured again."""
+        """Returns the facts that identify a result (see `identify`), and all versions."""
         if not self.machine:
             self.ensure_child(case)
         keys = asdict(replace(job.cfg, out="", again=None, name=None))
         # Leave out the choice of rows: it says which cases to measure, not how.
-        keys.pop("rows", None)
+        del keys["rows"]
         return {
             "hardware": self.machine["hardware"],
             "versions": self.machine["versions"],
-            "code": hash_code(),
             "config": [case.overrides, case.baseline, keys],
         }
 
     def find_file(self, job: Job, case: Case) -> Path:
         """Returns the path of the file for a case's result; the file's name contains a hash of the
         facts that identify the result."""
-        identity = json.dumps(self.describe_identity(job, case), sort_keys=True)
-        digest = hashlib.sha256(f"{case.name} {identity}".encode()).hexdigest()[:12]
+        digest = identify(case.name, self.describe_identity(job, case))
         stem = re.sub(r"[^\w+-]+", "_", case.name)[:60]
         return self.folder / str(job.cfg.name) / f"{stem}-{digest}.json"
 
 
 @contextmanager
-def open_runner(out: str, limit: float = inf, minutes: float = inf) -> Iterator[Runner]:
+def open_runner(out: str, limit: float = inf, seconds: float = inf) -> Iterator[Runner]:
     """Yields a runner that writes results to the folder `out`; no other bench can write there until
     the context ends. The children write their output to log.txt in that folder."""
+    began = time.time()
     folder = Path(out).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     refusal = f"out={out}: another bench measures into it; wait for it, or stop it."
     with lock_folder(folder, refusal):
         (folder / "log.txt").write_text("")
-        yield Runner(folder, limit, time.time() + 60.0 * minutes)
-
-
-@dataclass(frozen=True)
-class GpuConfig:
-    """Keys of the command `gpu`."""
-
-    out: str = "bench/gpu"
-    """Folder for the results (a file for each case) and for log.txt, the output of the child
-    processes."""
-    budget_minutes: float = 9.0
-    only: Words = field(default_factory=list)
-    """Benchmarks to run: names in the `queue` of tables.yaml, or beginnings of names, such as
-    ladder; empty: all."""
-    setting: str | None = None
-    """tiny: the benchmarks at sizes for two CPU cores; null: at the sizes whose results are
-    published."""
-    again: str | None = None
-    """failed: measures again the cases whose stored result, measured with the present code, is an
-    error; all: measures every case again; null: measures only cases without a result."""
-    limit_s: float = 480.0
-    """Time limit of a case in seconds, from the start of its measurement."""
-
-
-def choose_items(cfg: GpuConfig) -> dict[str, Words]:
-    """Returns name of each selected benchmark of the `queue` -> arguments of its bench command.
-    UserError if `only` selects no benchmark, or if `setting` is unknown."""
-    queue = TABLES["queue"]
-    for only in cfg.only:
-        if not any(name.startswith(only) for name in queue):
-            choices = ", ".join(queue)
-            raise UserError(f"only=[{only}]: there is no such item; choose some of {choices}.")
-    if cfg.setting not in (None, "tiny"):
-        raise UserError(f"setting={cfg.setting}: the queue has setting=tiny, and null.")
-
-    items = {}
-    for name, item in queue.items():
-        wanted = not cfg.only or name.startswith(tuple(cfg.only))
-        words = item["words"].split()
-        if wanted and cfg.setting is None:
-            items[name] = words
-        elif wanted and "tiny" in item:
-            items[f"{name}_tiny"] = [words[0], "setting=tiny", *item["tiny"].split()]
-    return items
-
-
-def run_queue(words: Words) -> None:
-    """Runs the command `gpu`: measures the cases for which the budget of minutes suffices, and
-    prints the cases that remain for the next call."""
-    cfg = parse_words(GpuConfig, words, scripts.bench.__doc__ or "")
-    items = choose_items(cfg)
-    minutes = 0.0
-    with open_runner(cfg.out, cfg.limit_s, cfg.budget_minutes) as runner:
-        for name, item in items.items():
-            planned = plan_job(item[0], [*item[1:], f"name={name}"])
-            results = runner.run(planned, cfg.again)
-            pairs = zip(planned.cases, results, strict=True)
-            for case in (case for case, result in pairs if not result):
-                print(f"remains: {name}, {case.name}, about {case.expected:.0f} s")
-                minutes += case.expected / 60.0
-    print(f"about {minutes:.0f} minutes remain" if minutes else "nothing remains")
+        runner = Runner(folder, limit, began + seconds)
+        try:
+            yield runner
+        finally:
+            runner.close()

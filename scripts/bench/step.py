@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from accel.ledger import Ledger
+from accel.ledger import AUTO, Ledger
 from accel.stack import TECHNIQUES, AccelerationStack
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
+from scripts.capabilities import find_capabilities, measure_rates
 from scripts.commands import format_table
-from scripts.doctor import find_capabilities
-from scripts.timing import MemoryPeak, summarise, synchronise, time_in_turn
+from scripts.timing import MemoryPeak, measure_seconds, summarise, synchronise, time_in_turn
 from training.assemble import assemble
 from training.config.schema import KERNEL_KEYS
 from training.environment import pick_device
@@ -96,10 +96,18 @@ class Loop:
 
 
 class Workload(Loop):
-    """The framework's own training step, built from overrides and warmed up."""
+    """The framework's own training step, built from overrides and warmed up.
+
+    On a GPU a kernel that is requested with `auto` is taken if it has parity, whether or not it is
+    faster: to time kernels takes minutes under a compiler, and `scripts.doctor --kernels` does it.
+    """
 
     def __init__(self, overrides: Words) -> None:
         super().__init__([*overrides, *NO_INTERRUPTIONS])
+        values = self.cfg.runtime.values()
+        on = [f"runtime.{key}=true" for key in KERNEL_KEYS if values[key] == AUTO]
+        if on and self.device.type == "cuda":
+            super().__init__([*overrides, *NO_INTERRUPTIONS, *on])
         memory = MemoryPeak(self.device)
 
         torch.manual_seed(self.cfg.seed)
@@ -119,8 +127,11 @@ class Workload(Loop):
         meter = self.training.state.meter
         flops_a_second = figures["samples_per_s"] * meter.train_flops
         model = self.training.model
+        rates = measure_rates(self.device) if meter.peak_flops else {}
+        rate = 1e12 * rates.get(f"{self.cfg.runtime.precision.value}_product_tflops", 0.0)
         return figures | {
             "mfu": flops_a_second / meter.peak_flops if meter.peak_flops else None,
+            "product_share": flops_a_second / rate if rate else None,
             "parameters": sum(p.numel() for p in model.parameters()),
             "tokens": model.tokens,
             "flops_a_sample": meter.train_flops,
@@ -140,7 +151,8 @@ def time_steps(
         loop.run(1)
     device = next(iter(loops.values())).device
     runs = {name: partial(loop.run, steps) for name, loop in loops.items()}
-    seconds = time_in_turn(runs, repeats, device, lambda name: loops[name].prepare(), clock)
+    measure = partial(measure_seconds, clock=clock)
+    seconds = time_in_turn(runs, repeats, device, lambda name: loops[name].prepare(), measure)
     return {name: [1e3 * s / steps for s in values] for name, values in seconds.items()}
 
 

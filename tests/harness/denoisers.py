@@ -11,6 +11,8 @@ from models.mixers.convolution import Convolution
 from models.mixers.selective_scan import SelectiveScan
 from models.mixers.zigzag_ssd import ZigzagSSD
 
+LATENTS = {"channels": 4, "height": 32, "width": 32, "num_classes": 1000}
+"""Sizes of ImageNet's latents at 256 pixels."""
 FAMILIES = {
     "mamba": {"mixer": partial(BidirectionalSSD, expand=2, state_dim=16, columns=True)},
     "ssd_mlp": {"mixer": partial(BidirectionalSSD, expand=1, state_dim=16), "mlp_ratio": 8 / 3},

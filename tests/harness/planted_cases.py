@@ -39,14 +39,14 @@ def is_killed(case, cfg):
 
 
 def plan_job(*measures, seconds=0.1):
-    cases = [Case(f"case {i}", measure, seconds=seconds) for i, measure in enumerate(measures)]
-    return Job("python -m scripts.bench step", BenchConfig(setting="tiny", name="step_tiny"), cases)
+    cases = [Case(f"case {i}", measure) for i, measure in enumerate(measures)]
+    cfg = BenchConfig(setting="tiny", name="step_tiny")
+    return Job("python -m scripts.bench step", cfg, cases, seconds)
 
 
 if __name__ == "__main__":
     # A child finds the functions by this name.
     from tests.harness import planted_cases as planted
 
-    Runner(Path(sys.argv[1])).run(
-        planted.plan_job(planted.value, planted.value, planted.hangs, planted.value)
-    )
+    job = planted.plan_job(planted.value, planted.value, planted.hangs, planted.value)
+    Runner(Path(sys.argv[1])).run([(job, case) for case in job.cases])

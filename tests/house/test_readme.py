@@ -57,7 +57,12 @@ OTHERS = sorted(
     if page.relative_to(ROOT).as_posix() not in FOLLOWED
 )
 EXTENSION = "PYTHONPATH=../code "
-OTHER_COMMANDS = ("pip install -e '.[text]'", "python emoji.py emoji")
+OTHER_COMMANDS = (
+    "pip install -e '.[text]'",
+    "python emoji.py emoji",
+    "python3.12 -m pip wheel --no-deps --wheel-dir wheels -c constraints.txt -r carried.txt",
+    "python3 -m pip install --no-index --no-deps --find-links wheels -r carried.txt",
+)
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 CONFIGS = {
     "scripts.sample": SampleConfig,
@@ -119,7 +124,7 @@ def check(line):
         _, overrides = split_words(kind, [word for word in words if word not in kinds], "")
         compose(overrides)
     elif name == "scripts.bench":
-        if words[0] not in ("gpu", "publish"):
+        if words[0] not in ("gpu", "publish", "carry"):
             plan_job(words[0], words[1:])
     else:
         parse_words(CONFIGS[name], words, "")

@@ -12,8 +12,7 @@ from models.denoiser import drop_aux_heads
 from models.layers import Layer, sincos_positions
 from models.mixers.attention import Attention
 from models.mixers.selective_scan import SelectiveScan
-from tests.harness.block_traffic import LATENTS
-from tests.harness.denoisers import FAMILIES, fill_zero_layers, make_denoiser, make_inputs
+from tests.harness.denoisers import FAMILIES, LATENTS, fill_zero_layers, make_denoiser, make_inputs
 from training.config.build import build
 from training.config.compose import compose
 from training.objective import LatentHead

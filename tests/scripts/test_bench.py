@@ -42,6 +42,9 @@ def test_words_are_the_commands_own_or_overrides():
     assert not [word for word in overrides if word.startswith("data.")]
 
 
+OTHER_COMMANDS = ("gpu", "publish", "floor", "carry")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -53,8 +56,8 @@ def test_words_are_the_commands_own_or_overrides():
         ("ladder setting=tiny model.depht=3", "depht"),
         ("mixers setting=tiny size=huge", "size=huge: there is no such size"),
         ("mixers setting=tiny families=[mambda]", r"families=\[mambda\]: choose some of conv, dit"),
-        ("tests select=some", "select=some: choose all, smoke or rest"),
-        ("speedrun rows=[mambo]", "setting=digits has no row mambo"),
+        ("tests rows=[some]", r"rows=\[some\]: choose some of smoke; tests/"),
+        ("speedrun rows=[mambo]", r"rows=\[mambo\]: choose some of mamba; "),
         ("speedrun setting=tiny", "setting=tiny has no row mamba"),
         ("speedrun speedups=[1,0]", r"speedups=\[1.0, 0.0\] must be numbers above 0"),
         ("speedrun speedups=[]", r"speedups=\[\] must be"),
@@ -70,11 +73,11 @@ def test_mistakes_become_one_sentence(words, message):
 def test_every_command_has_help(capsys):
     bench([])
     overview = capsys.readouterr().out
-    assert all(f"\n    {command} " in overview for command in (*COMMANDS, "gpu", "publish"))
-    for command in (*COMMANDS, "gpu"):
+    assert all(f"\n    {command} " in overview for command in (*COMMANDS, *OTHER_COMMANDS))
+    for command in (*COMMANDS, "gpu", "floor"):
         with pytest.raises(SystemExit, match="0"):
             bench([command, "--help"])
-        assert "\nsetting: " in capsys.readouterr().out
+        assert ("\ncard: " if command == "floor" else "\nsetting: ") in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

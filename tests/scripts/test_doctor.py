@@ -12,7 +12,7 @@ from triton.runtime import driver
 from accel.stack import TECHNIQUES
 from accel.techniques.precision import Precision
 from scripts import doctor
-from scripts.doctor import find_capabilities, measure_rates
+from scripts.capabilities import find_capabilities, measure_rates
 from tests.harness.words import CPU
 from training.config.schema import RuntimeConfig
 

@@ -13,7 +13,7 @@ from models.mixers.attention import Attention
 from scripts.bench import TABLES, publish
 from scripts.bench.cases import plan_job
 from scripts.bench.publish import GUIDES, PLACES, Page, Result, add_remarks, make_tables
-from scripts.bench.runner import hash_code
+from scripts.bench.reach import hash_case
 from scripts.commands import format_table, replace_between
 
 GPU = {
@@ -26,11 +26,11 @@ CPU = {"hardware": "a CPU, 2 threads", "device": "cpu"}
 COMMIT = "0123456789abcdef"
 
 
-def make_result(benchmark, entry, order=0, **run):
+def make_result(benchmark, entry, **run):
     command = f"python -m scripts.bench {benchmark.partition('_')[0]} setting=s256 name={benchmark}"
     git = {"commit": COMMIT, "uncommitted_changes": False}
     environment = {"code": "c1", "git": git, "config": [], "command": command} | GPU | run
-    return {"benchmark": benchmark, "order": order, "entry": entry, "environment": environment}
+    return {"benchmark": benchmark, "entry": entry, "environment": environment}
 
 
 def make_rung(name, speed, **more):
@@ -85,8 +85,7 @@ def test_the_tables_are_those_of_the_pages(tmp_path):
 
 
 def test_twice_is_the_same_as_once(tmp_path, root, pages):
-    rows = [make_result("ladder_s256", make_rung("b", 1.0))]
-    rows += [make_result("ladder_s256", make_rung("a", 2.0), order=1)]
+    rows = [make_result("ladder_s256", make_rung(name, 1.0)) for name in ("+ tf32", "+ bf16")]
     measured = write_results(tmp_path / "out", *reversed(rows))
     publish.publish([measured], root)
     once = read_all(root)
@@ -99,7 +98,7 @@ def test_twice_is_the_same_as_once(tmp_path, root, pages):
     shown += ["n = 5", "25.0%", "3.00", "    python -m scripts.bench ladder setting=s256 name="]
     assert not [part for part in shown if part not in text]
     figures = json.loads((pages / "ladder_s256_h100_2026-12.json").read_text())
-    assert [rung["name"] for rung in figures["rungs"]] == ["b", "a"]  # as planned
+    assert [rung["name"] for rung in figures["rungs"]] == ["+ tf32", "+ bf16"]  # as planned
     assert figures["environment"]["hardware"] == GPU["hardware"]
 
 
@@ -148,16 +147,19 @@ def test_a_failure_replaces_no_figures():
 
 
 def test_a_result_from_a_place_without_git_gets_the_commit_of_its_code(
-    tmp_path, root, pages, monkeypatch
+    tmp_path, root, pages, monkeypatch, capsys
 ):
     state = {"commit": "f" * 40, "uncommitted_changes": True}
     monkeypatch.setattr("scripts.bench.publish.read_git_state", lambda: state)
-    ours = make_result("saves", {"name": "a"}, git=None, code=hash_code())
-    other = make_result("step", {"name": "a"}, git=None)
+    (background, _) = plan_job("saves", ["setting=s256"]).cases
+    ours = make_result("saves", {"name": "background"}, git=None, code=hash_case(background))
+    other = make_result("step", {"name": "step"}, git=None)
     publish.publish([write_results(tmp_path / "out", ours, other)], root)
     saves, step = re.split("^## ", (pages / "h100.md").read_text(), flags=re.MULTILINE)[1:]
     assert "code ffffffffff+;" in saves
     assert "code unknown;" in step
+    printed = capsys.readouterr().out
+    assert "saves_h100_2026-12: measured at ffffffffff; an unknown number of commits" in printed
 
 
 @pytest.mark.parametrize(

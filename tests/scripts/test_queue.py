@@ -13,16 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from common.files import ROOT
-from scripts.bench import TABLES, runner
-from scripts.bench.cases import COMMANDS, plan_job
-from scripts.bench.runner import (
-    START_SECONDS,
-    GpuConfig,
-    Runner,
-    choose_items,
-    open_runner,
-    run_queue,
-)
+from scripts.bench import TABLES, publish, queue, runner
+from scripts.bench.cases import COMMANDS
+from scripts.bench.queue import GpuConfig, plan_jobs, run_queue
+from scripts.bench.runner import START_SECONDS, Runner, open_runner
 from tests.harness import planted_cases as planted
 from tests.harness.planted_cases import exhausts, hangs, is_killed, raises, value
 from tests.harness.sets import wait_until_dead
@@ -57,6 +51,17 @@ def children(monkeypatch):
     return pids
 
 
+def run_all(job, folder, again=None, **more):
+    """Measures the cases of a job that need it; returns the figures of each, None without any."""
+    folder.mkdir(exist_ok=True)
+    runs = Runner(folder, **more)
+    runs.run([(job, case) for case in job.cases], again)
+    runs.close()
+    results = [runs.find_result(job, case) for case in job.cases]
+    runs.close()
+    return [result and result["entry"] for result in results]
+
+
 def read_results(folder):
     """Content of each file of results, by name."""
     files = sorted(folder.glob("step_tiny/*.json"))
@@ -65,7 +70,7 @@ def read_results(folder):
 
 def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
     faulty = planted.plan_job(value, raises, value, exhausts, is_killed, hangs, value)
-    entries = Runner(tmp_path).run(faulty)
+    entries = run_all(faulty, tmp_path)
     assert [entry.get("value") or entry.get("error") for entry in entries] == [
         "case 0",
         "TypeError: planted",
@@ -81,25 +86,26 @@ def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
         wait_until_dead(pid)
 
     before = read_results(tmp_path)
-    assert Runner(tmp_path).run(faulty) == entries
+    assert run_all(faulty, tmp_path) == entries
     assert read_results(tmp_path) == before
     provenance = {"hardware", "versions", "device", "code", "git", "date", "command", "config"}
+    provenance.add("seconds")
     assert next(iter(before.values()))["environment"].keys() == provenance
 
 
 @pytest.mark.parametrize(("again", "measured"), [("failed", [False, True]), ("all", [True, True])])
 def test_again_measures_what_failed_or_all(again, measured, tmp_path):
     faulty = planted.plan_job(value, raises)
-    Runner(tmp_path).run(faulty)
+    run_all(faulty, tmp_path)
     for file in tmp_path.glob("step_tiny/*.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"order": "old"}))
-    Runner(tmp_path).run(faulty, again)
-    assert [result["order"] != "old" for result in read_results(tmp_path).values()] == measured
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"old": True}))
+    run_all(faulty, tmp_path, again)
+    assert ["old" not in result for result in read_results(tmp_path).values()] == measured
 
 
 def test_again_has_two_values(tmp_path):
     with pytest.raises(ValueError, match="again=true: choose all, failed, or leave it out"):
-        Runner(tmp_path).run(planted.plan_job(value), "true")
+        run_all(planted.plan_job(value), tmp_path, "true")
 
 
 def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
@@ -113,7 +119,7 @@ def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
         return receive(self, limit)
 
     monkeypatch.setattr(runner.Child, "receive", note_limit)
-    Runner(tmp_path, limit=123.0).run(planted.plan_job(value))
+    run_all(planted.plan_job(value), tmp_path, limit=123.0)
     assert limits == [START_SECONDS, START_SECONDS, 123.0]
 
 
@@ -131,7 +137,7 @@ def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, childr
     for pid in pids:
         wait_until_dead(int(pid))
     before = read_results(tmp_path)
-    entries = Runner(tmp_path).run(planted.plan_job(value, value, hangs, value))
+    entries = run_all(planted.plan_job(value, value, hangs, value), tmp_path)
     assert [entry.get("value") for entry in entries] == ["case 0", "case 1", None, "case 3"]
     assert {result["entry"]["workers"] for result in before.values()} == {get_start_method()}
     assert read_results(tmp_path).items() > before.items()
@@ -151,8 +157,8 @@ def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_p
     clock = SimpleNamespace(time=lambda: now[0], strftime=time.strftime)
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner, "Child", TimedChild)
-    assert Runner(tmp_path, deadline=300.0).run(planted.plan_job(value, seconds=400.0)) == [None]
-    entries = Runner(tmp_path, deadline=2.0).run(planted.plan_job(value, hangs, value))
+    assert run_all(planted.plan_job(value, seconds=400.0), tmp_path, deadline=300.0) == [None]
+    entries = run_all(planted.plan_job(value, hangs, value), tmp_path, deadline=2.0)
     assert [entry and entry["value"] for entry in entries] == ["case 0", None, None]
     assert len(read_results(tmp_path)) == 1
     assert now == [2.0]
@@ -165,20 +171,47 @@ def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "describe_environment", lose)
     message = r"no process can measure here: the process ended with status 1.*log\.txt"
     with pytest.raises(ValueError, match=message):
-        Runner(tmp_path).run(planted.plan_job(value))
+        run_all(planted.plan_job(value), tmp_path)
 
 
-def test_a_result_is_of_this_code_machine_and_keys(tmp_path, monkeypatch):
+def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkeypatch):
     job = planted.plan_job(value)
+    run_all(job, tmp_path)
     runs = Runner(tmp_path)
-    runs.run(job)
-    assert runs.find_file(job, job.cases[0]).is_file()
+    assert runs.find_result(job, job.cases[0])
     runs.machine = {**runs.machine, "hardware": "another"}
-    assert not runs.find_file(job, job.cases[0]).is_file()
-    Runner(tmp_path).run(job._replace(cfg=replace(job.cfg, steps=7)))
-    monkeypatch.setattr(runner, "hash_code", lambda: "other code")
-    Runner(tmp_path).run(job)
-    assert len(read_results(tmp_path)) == 3
+    assert not runs.find_result(job, job.cases[0])
+    runs.close()
+    run_all(job._replace(cfg=replace(job.cfg, steps=7)), tmp_path)
+    assert len(read_results(tmp_path)) == 2
+    # Other code measures again, and replaces the result.
+    monkeypatch.setattr(runner, "hash_case", lambda case: "other code")
+    run_all(job, tmp_path)
+    codes = [result["environment"]["code"] for result in read_results(tmp_path).values()]
+    assert len(codes) == 2
+    assert codes.count("other code") == 1
+
+
+def test_the_order_is_by_need(tmp_path, monkeypatch):
+    """Never measured, failed with other code, of other code and the oldest first; what failed with
+    this code waits for `again`."""
+    job = planted.plan_job(value, value, raises, value, raises)
+    monkeypatch.setattr(runner, "hash_case", lambda case: "old" if case.name < "case 4" else "new")
+    dates = {f"case {i}": f"2026-11-2{9 - i}" for i in range(5)}
+    run_all(job._replace(cases=job.cases[1:]), tmp_path)
+    for file in tmp_path.glob("step_tiny/*.json"):
+        result = json.loads(file.read_text())
+        result["environment"]["date"] = dates[result["entry"]["name"]]
+        file.write_text(json.dumps(result))
+
+    monkeypatch.setattr(runner, "hash_case", lambda case: "new")
+    runs = Runner(tmp_path)
+    tasks = [(job, case) for case in job.cases]
+    for again, expected in ((None, "0231"), ("failed", "0423"), ("all", "0423")):
+        names = [case.name[-1] for _, case in runs.order(tasks, again)]
+        assert "".join(names).startswith(expected[:2])
+    assert [case.name[-1] for _, case in runs.order(tasks, None)] == list("0231")
+    runs.close()
 
 
 def test_a_folder_has_one_bench_at_a_time(tmp_path):
@@ -189,15 +222,15 @@ def test_a_folder_has_one_bench_at_a_time(tmp_path):
 
 
 def test_items_are_understood_and_the_first_nine_minutes_tell_most():
-    items = choose_items(GpuConfig())
-    jobs = {name: plan_job(words[0], words[1:]) for name, words in items.items()}
+    jobs = {job.cfg.name: job for job in plan_jobs(GpuConfig())}
     for job in jobs.values():
         names = {case.name for case in job.cases}
         assert len(names) == len(job.cases) > 0
+        assert job.seconds > 0
     assert {item["words"].split()[0] for item in TABLES["queue"].values()} == set(COMMANDS)
-    first = ["doctor", "tests_smoke", "calibration", "ladder_s32", "kernels"]
-    assert list(jobs)[:5] == first
-    assert sum(case.expected for name in first for case in jobs[name].cases) <= 540.0
+    first = ["doctor", "tests_smoke", "kernels", "mixers_b256"]
+    assert list(jobs)[:4] == first
+    assert sum(jobs[name].seconds * len(jobs[name].cases) for name in first) <= 540.0
 
 
 def test_the_smoke_test_names_tests_that_there_are():
@@ -208,24 +241,43 @@ def test_the_smoke_test_names_tests_that_there_are():
     assert all(f"def {name}(" in marked for name in names)
 
 
-def test_the_queue_says_what_remains(tmp_path, monkeypatch, capsys):
-    job = planted.plan_job(value, seconds=90.0)
-    monkeypatch.setattr(runner, "plan_job", lambda command, words: job)
-    words = [f"out={tmp_path}", "setting=tiny", "only=[step]"]
-    run_queue([*words, "budget_minutes=1"])
-    remains = "remains: step_tiny, case 0, about 90 s\nabout 2 minutes remain"
+def test_the_queue_says_what_remains_and_sends_home_what_it_has(tmp_path, monkeypatch, capsys):
+    job = planted.plan_job(value, value)
+    monkeypatch.setattr(queue, "plan_job", lambda command, words: job)
+    words = [f"out={tmp_path / 'out'}", "setting=tiny", "only=[step]"]
+    run_queue([*words, "seconds=20"])
+    remains = "remains: step_tiny, case 0, about 30 s\n"
     assert remains in capsys.readouterr().out
-    run_queue([*words, "budget_minutes=600"])
-    assert "nothing remains" in capsys.readouterr().out
+
+    # A stranger's machine measured the first case, and published it.
+    archive = tmp_path / "results.tar.gz"
+    run_all(job._replace(cases=job.cases[:1]), tmp_path / "elsewhere", pack=archive)
+    monkeypatch.setattr(queue, "DOCS", tmp_path)
+    with publish.open_results(archive) as folder:
+        (page,) = publish.collect_pages(folder, tmp_path)
+    publish.write_figures(page, tmp_path)
+    capsys.readouterr()
+    run_queue([*words, "seconds=600"])
+    printed = capsys.readouterr().out
+    assert "step_tiny, case 1: measured" in printed
+    assert "case 0: measured" not in printed
+    assert "nothing remains" in printed
+    assert len(read_results(tmp_path / "out")) == 1
+
+
+def test_an_archive_is_whole_or_refused(tmp_path):
+    (tmp_path / "x.tar.gz").write_text("no archive")
+    with pytest.raises(ValueError, match=r"x\.tar\.gz is no archive of results"):
+        publish.publish([tmp_path / "x.tar.gz"], tmp_path)
 
 
 @pytest.mark.slow
 # The queue itself ends what hangs.
 @pytest.mark.timeout(0)
 def test_the_tiny_queue_measures_all_of_its_cases(tmp_path, capsys):
-    run_queue([f"out={tmp_path}", "setting=tiny", "budget_minutes=600"])
+    run_queue([f"out={tmp_path}", "setting=tiny", "seconds=36000"])
     assert "nothing remains" in capsys.readouterr().out
     results = [json.loads(file.read_text()) for file in tmp_path.glob("*/*.json")]
     names = {result["benchmark"] for result in results}
-    assert names == set(choose_items(GpuConfig(setting="tiny")))
+    assert names == {job.cfg.name for job in plan_jobs(GpuConfig(setting="tiny"))}
     assert not [result["entry"] for result in results if "error" in result["entry"]]

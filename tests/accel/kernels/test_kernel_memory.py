@@ -3,6 +3,7 @@ on fake tensors."""
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from common.files import ROOT
-from tests.harness.block_traffic import LATENTS, Traffic, count_block, run_block, switch_kernels
-from tests.harness.denoisers import make_denoiser
+from scripts.bench.floor import Traffic, count_block, run_block, switch_kernels
+from tests.harness.denoisers import LATENTS, make_denoiser
 from training.config.build import build
 from training.config.compose import compose
 
@@ -23,7 +24,7 @@ COMMAND = re.compile(r"train\.py ((?:\S+=\S+ ?)+)")
 @cache
 def count_model(node):
     """Counts a model from its configuration as JSON."""
-    return count_block(lambda: build(json.loads(node), "model", **LATENTS))
+    return count_block(replace(compose(["data=synthetic"]).cfg, model=json.loads(node)))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from accel.parity import ComparingMode, compare_output
 from common.files import ROOT
 from common.libraries import disable_tf32
 from models.mixers.attention import Attention
-from scripts.bench.kernels import make_mamba_scan
 from tests.harness.operators import (
     CASES,
     OF_TRITON,
@@ -123,13 +122,17 @@ def test_draws_are_those_of_the_definition(seed):
 @pytest.mark.gpu
 def test_the_scan_agrees_with_mamba_ssm():
     """Compares the forward direction; needs that package."""
-    pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
+    package = pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
     torch.manual_seed(0)
     sizes = Sizes((16, 16), 2, 8, 64, 64, dtype=torch.float32, device="cuda")
     fused, _, inputs, _ = make_ssd(sizes)
     with torch.no_grad():
         inputs[4][:, :, 1] = 0.0
-        expected = make_mamba_scan()(*inputs)
+        x, dt, dt_bias, A_log, B_in, C_out, D = inputs
+        groups = [t[:, :, 0, None] for t in (B_in, C_out)]
+        options = {"chunk_size": 256, "D": D, "dt_bias": dt_bias[0], "dt_softplus": True}
+        scan = package.mamba_chunk_scan_combined
+        expected = scan(x, dt[:, :, 0], -A_log[0].exp(), *groups, **options)
         assert (fused(*inputs) - expected).norm() / expected.norm() < 5e-3
 
 

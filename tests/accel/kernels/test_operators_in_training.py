@@ -10,7 +10,7 @@ from accel.kernels.local_mix import fused_local_mix, local_mix
 from accel.kernels.selective_scan import selective_scan
 from accel.saved_tensors import count_saved
 from accel.techniques import gradient_checkpointing
-from tests.harness.block_traffic import switch_kernels
+from scripts.bench.floor import switch_kernels
 from tests.harness.denoisers import fill_zero_layers, make_denoiser, make_inputs
 from tests.harness.operators import (
     CASES,

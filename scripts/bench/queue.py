@@ -1,0 +1,92 @@
+"""Runs the benchmarks of the `queue` in tables.yaml within a number of seconds, those without a
+result first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import scripts.bench
+from common.errors import UserError
+from scripts.bench import TABLES, Words
+from scripts.bench.cases import Job, plan_job
+from scripts.bench.publish import DOCS, format_entries, identify, read_pages
+from scripts.bench.runner import open_runner
+from training.config.compose import parse_words
+
+LIMIT_SECONDS = 480.0
+"""Time limit of a case, from the start of its measurement."""
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """Keys of the command `gpu`."""
+
+    out: str = "bench/gpu"
+    """Folder for the results (a file for each case) and for log.txt, the output of the child
+    processes."""
+    seconds: float = 540.0
+    """Time in which all measurements end; the next call goes on behind them."""
+    pack: str | None = None
+    """Archive (.tar.gz) of all results, written anew after each case, for machines that are given
+    back; `publish` takes it. null: none."""
+    only: Words = field(default_factory=list)
+    """Benchmarks to run: names in the `queue` of tables.yaml, or beginnings of names, such as
+    ladder; empty: all."""
+    setting: str | None = None
+    """tiny: the benchmarks at sizes for two CPU cores; null: at the sizes whose results are
+    published."""
+    again: str | None = None
+    """failed: measures also the cases whose result, measured with the present code, is an error;
+    all: measures every case; null: measures the cases without a result, then those whose result is
+    of other code."""
+
+
+def plan_jobs(cfg: GpuConfig) -> list[Job]:
+    """Plans the benchmarks of the `queue` that `cfg` selects. UserError if `only` names no item, or
+    if `setting` is unknown."""
+    for only in cfg.only:
+        if not any(name.startswith(only) for name in TABLES["queue"]):
+            names = ", ".join(TABLES["queue"])
+            raise UserError(f"only=[{only}]: there is no such item; choose some of {names}.")
+    if cfg.setting not in (None, "tiny"):
+        raise UserError(f"setting={cfg.setting}: the queue has setting=tiny, and null.")
+    jobs = []
+    for name, item in TABLES["queue"].items():
+        command, *words = item["words"].split()
+        wanted = not cfg.only or name.startswith(tuple(cfg.only))
+        if not wanted or (cfg.setting and "tiny" not in item):
+            continue
+        if cfg.setting:
+            name = f"{name}_tiny"
+            words = ["setting=tiny", *item["tiny"].split()]
+        job = plan_job(command, [*words, f"name={name}"])
+        jobs.append(job._replace(seconds=item["seconds"]))
+    return jobs
+
+
+def run_queue(words: Words) -> None:
+    """Runs the command `gpu`: measures, in the order of need, the cases for which the time
+    suffices, then prints the cases that remain for the next call, and the table of each benchmark
+    with a result in the folder."""
+    cfg = parse_words(GpuConfig, words, scripts.bench.__doc__ or "")
+    with open_runner(cfg.out, LIMIT_SECONDS, cfg.seconds) as runner:
+        runner.pack = Path(cfg.pack).expanduser().absolute() if cfg.pack else None
+        runner.published = {
+            identify(result.entry["name"], result.environment): result._asdict()
+            for page in read_pages(DOCS)
+            for result in page.results
+        }
+        jobs = plan_jobs(cfg)
+        left = runner.run([(job, case) for job in jobs for case in job.cases], cfg.again)
+
+        minutes = 0.0
+        for job, case in left:
+            seconds = runner.estimate_seconds(job)
+            print(f"remains: {job.cfg.name}, {case.name}, about {seconds:.0f} s")
+            minutes += seconds / 60.0
+        for job in jobs:
+            if (runner.folder / str(job.cfg.name)).is_dir():
+                table, *_ = format_entries(job.command.split()[3], runner.list_entries(job))
+                print(f"\n{job.cfg.name}\n{table}")
+    print(f"about {minutes:.0f} minutes remain" if left else "nothing remains")
