@@ -6,9 +6,9 @@ mode of `torch.compile`: "default"; "max-autotune-no-cudagraphs" tries more kern
 "reduce-overhead" uses Inductor's own CUDA graphs, for the whole model and one accumulation step
 only (the configuration refuses all other cases; `cuda_graph` has no such limits).
 
-Compiling costs seconds to minutes in warm-up; reports show this time apart from training time. Its
-speed on a GPU is not measured yet. `torch.compile` is lazy, so an error of the compiler appears in
-warm-up: `recover` then switches the technique off, with a warning.
+Compiling costs seconds to minutes in warm-up; reports show this time apart from training time.
+docs/benchmarks/h100.md has its speed. `torch.compile` is lazy, so an error of the compiler appears
+in warm-up: `recover` then switches the technique off, with a warning.
 """
 
 from __future__ import annotations

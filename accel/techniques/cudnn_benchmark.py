@@ -5,7 +5,7 @@ The autotuner costs a slower first step for each new shape. It chooses by time, 
 from run to run. It acts on dense convolutions of a denoiser, and of the autoencoder in
 `precompute_latents.py`. That command keeps the autotuner off, unless `same_bytes=false` allows a
 resumed job to write other bytes; sampling always keeps it off, because a resumed job must draw the
-same samples. Its speed is not measured yet.
+same samples. docs/benchmarks/h100.md has its speed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TF32: tensor cores compute fp32 matrix products and convolutions with a 10-bit mantissa.
 
 TF32 costs precision: inputs of fp32 products keep about three decimal digits; accumulation stays
-fp32. TF32 changes nothing for products that already run in 16 bits. Its speed is not measured yet.
-Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
+fp32. TF32 changes nothing for products that already run in 16 bits. docs/benchmarks/h100.md has its
+speed. Reference: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
 """
 
 from typing import Any

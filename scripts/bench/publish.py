@@ -196,9 +196,9 @@ def describe_age(page: Page) -> str:
     cases can reach."""
     commit = (page.newest.get("git") or {}).get("commit", "unknown")
     cases = plan_cases(page.newest["command"]).values()
-    paths = {str(file) for case in cases for file in find_reach(case)[0]}
-    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--"]
-    counted = subprocess.run([*command, str(CONF_FOLDER), *paths], capture_output=True, text=True)
+    paths = {file for case in cases for file in find_reach(case)[0]}
+    command = ["git", "-C", ROOT, "rev-list", "--count", f"{commit}..HEAD", "--", CONF_FOLDER]
+    counted = subprocess.run([*command, *paths], capture_output=True, text=True)
     number = counted.stdout.strip() or "an unknown number of"
     return f"{page.stem}: measured at {commit[:10]}; {number} commits since touched its code"
 

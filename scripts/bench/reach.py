@@ -79,7 +79,7 @@ def find_reach(case: Case) -> tuple[list[Path], Words]:
 
 def hash_case(case: Case) -> str:
     """Returns a hash, in 16 hexadecimal digits, of the code and the configuration that a case can
-    reach."""
+    reach. Lines that are comments do not change it."""
     files, texts = find_reach(case)
-    texts += [file.read_text() for file in files]
+    texts += [re.sub(r"(?m)^ *#.*\n", "", file.read_text()) for file in files]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
