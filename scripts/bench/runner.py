@@ -31,7 +31,7 @@ import torch
 
 from common import workers
 from common.errors import UserError
-from common.files import find_cache_folder, lock_folder, replace_file, write_json
+from common.files import find_cache_folder, lock_folder, make_folder, replace_file, write_json
 from scripts.bench import Case, Figures, Words
 from scripts.bench.cases import Job
 from scripts.bench.measure import device_of, measure_case
@@ -53,6 +53,7 @@ def pack_results(folder: Path, archive: Path) -> None:
     """Writes the results in `folder` to a tar archive (.tar.gz), which replaces the earlier one as
     a whole: results with their ledgers and the reports of failed tests, the log, and the findings
     of kernels' trials. Leaves out weights, traces and caches."""
+    make_folder(archive.parent)
     with replace_file(archive) as temporary, tarfile.open(temporary, "w:gz") as tar:
         for file in (*folder.glob("*/*.json"), folder / "log.txt"):
             tar.add(file, file.relative_to(folder))
@@ -309,7 +310,7 @@ def open_runner(out: str, limit: float = inf, seconds: float = inf) -> Iterator[
     the context ends. The children write their output to log.txt in that folder."""
     began = time.time()
     folder = Path(out).expanduser().absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     refusal = f"out={out}: another bench measures into it; wait for it, or stop it."
     with lock_folder(folder, refusal):
         (folder / "log.txt").write_text("")

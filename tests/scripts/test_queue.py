@@ -1,7 +1,9 @@
 """The runner of the benchmarks loses no result, whatever happens to a case, a child or a queue."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -250,7 +252,7 @@ def test_the_queue_says_what_remains_and_sends_home_what_it_has(tmp_path, monkey
     assert remains in capsys.readouterr().out
 
     # A stranger's machine measured the first case, and published it.
-    archive = tmp_path / "results.tar.gz"
+    archive = tmp_path / "new" / "results.tar.gz"
     run_all(job._replace(cases=job.cases[:1]), tmp_path / "elsewhere", pack=archive)
     monkeypatch.setattr(queue, "DOCS", tmp_path)
     with publish.open_results(archive) as folder:
@@ -269,6 +271,38 @@ def test_an_archive_is_whole_or_refused(tmp_path):
     (tmp_path / "x.tar.gz").write_text("no archive")
     with pytest.raises(ValueError, match=r"x\.tar\.gz is no archive of results"):
         publish.publish([tmp_path / "x.tar.gz"], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_queue_goes_on_in_another_clone_two_commits_later(tmp_path):
+    """What was measured comes back whole, and neither commit reaches it."""
+    archive = tmp_path / "results.tar.gz"
+    bench = [sys.executable, "-m", "scripts.bench"]
+    gpu = [*bench, "gpu", "setting=tiny", "only=[kernels]", "seconds=3600"]
+    words = [*gpu, f"out={tmp_path / 'out'}", f"pack={archive}"]
+    running = subprocess.Popen(words, cwd=ROOT, start_new_session=True)
+    while len(list(tmp_path.glob("out/kernels_tiny/*.json"))) < 4:
+        assert running.poll() is None
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    with publish.open_results(archive) as folder:
+        kept = {json.loads(f.read_text())["entry"]["name"] for f in folder.glob("*/*.json")}
+    assert len(kept) >= 3
+
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    for file, line in (("encoding/tars.py", "# A comment.\n"), ("README.md", "\n")):
+        (clone / file).write_text((clone / file).read_text() + line)
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *author, "commit", "-qam", "x"], cwd=clone, check=True)
+    done = subprocess.run([*bench, "publish", archive], cwd=clone, capture_output=True, text=True)
+    assert "; 0 commits since touched its code" in done.stdout
+    for expected in (": measured", "nothing remains"):
+        again = subprocess.run(gpu, cwd=clone, capture_output=True, text=True).stdout
+        assert expected in again
+        assert not [name for name in kept if f"kernels_tiny, {name}: measured" in again]
+    assert ": measured" not in again
 
 
 @pytest.mark.slow
