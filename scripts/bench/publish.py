@@ -199,8 +199,8 @@ def describe_age(page: Page) -> str:
     paths = {file for case in cases for file in find_reach(case)[0]}
     command = ["git", "-C", ROOT, "rev-list", "--count", f"{commit}..HEAD", "--", CONF_FOLDER]
     counted = subprocess.run([*command, *paths], capture_output=True, text=True)
-    number = counted.stdout.strip() or "an unknown number of"
-    return f"{page.stem}: measured at {commit[:10]}; {number} commits since touched its code"
+    since = f"{counted.stdout.strip() or '?'} commits since touched its code"
+    return f"{page.stem}: measured at {commit[:10]}; {since}"
 
 
 def identify(name: str, run: Figures) -> str:

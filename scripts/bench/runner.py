@@ -280,8 +280,12 @@ class Runner:
         """Estimates the seconds of one of a job's cases: the mean of those that were measured, or
         what the queue states."""
         results = [self.find_result(job, other) for other in job.cases]
-        measured = [r["environment"] for r in results if r and "reason" not in r["entry"]]
-        return mean([run.get("seconds", job.seconds) for run in measured] or [job.seconds])
+        seconds = [
+            r["environment"].get("seconds", job.seconds)
+            for r in results
+            if r and not {"reason", "error"} & r["entry"].keys()
+        ]
+        return mean(seconds or [job.seconds])
 
     def describe_identity(self, job: Job, case: Case) -> Figures:
         """Returns the facts that identify a result (see `identify`), and all versions."""
