@@ -123,7 +123,9 @@ def prove(
     ranks = gather_objects((facts, earlier, read_findings(cache)))
     alike = all(rank_facts == facts for rank_facts, *_ in ranks)
     _, earlier, cached = ranks[0]
-    known = cached["found"] if alike and cached.get("facts") == facts else {}
+    known = {}
+    for record in (cached, earlier) if alike else ():
+        known |= record["found"] if record.get("facts") == facts else {}
     asked = question.requested
     chosen = {k: on for k, on in earlier.get("chosen", {}).items() if asked.get(k) == AUTO}
 
@@ -131,9 +133,7 @@ def prove(
     # must pass its parity test, but is not timed again.
     keys = [key for key in asked if chosen.get(key, True)]
     timed = [key for key in question.timed_keys if key not in chosen]
-    if alike and earlier.get("facts") == facts:
-        findings = earlier["found"]
-    elif not find_unanswered(known, keys, timed):
+    if not find_unanswered(known, keys, timed):
         findings = known
     else:
         findings = merge_findings(gather_objects(run_trials(question, uses, keys, timed, known)))

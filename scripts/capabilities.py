@@ -64,7 +64,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
     torch.set_float32_matmul_precision(before)
 
     # Count every byte twice, because a copy reads and writes it.
-    source = torch.randn(2**28 if cuda else 2**24, device=device)
+    source = torch.randn(2**27 if cuda else 2**24, device=device)
     target = torch.empty_like(source)
     copied_bytes = 2 * source.numel() * 4
     rates["copy_gb_s"] = copied_bytes / measure_median(lambda: target.copy_(source)) / 1e9

@@ -222,7 +222,7 @@ def open_results(path: Path) -> Iterator[Path]:
         try:
             with tarfile.open(path) as tar:
                 tar.extractall(name, filter="data")
-        except tarfile.TarError as error:
+        except (tarfile.TarError, EOFError) as error:
             raise UserError(
                 f"{path} is no archive of results ({error}); name a folder, or a file that "
                 "`bench gpu pack=<file>` wrote."
@@ -247,8 +247,10 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
         entry = record["entry"]
         card = name_card(run)
         if entry.get("mfu") and run["command"].split()[3] == "mixers" and card in RATES:
-            floor = describe_floor(run["config"][0], card, entry["step_ms"])
-            entry["text"] = f"{entry['name']}: {floor}"
+            # The run may have keys that are gone.
+            with suppress(UserError):
+                floor = describe_floor(run["config"][0], card, entry["step_ms"])
+                entry["text"] = f"{entry['name']}: {floor}"
         groups[record["benchmark"], card, run["date"][:7]].append(Result(entry, run))
 
     for key, results in groups.items():

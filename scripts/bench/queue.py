@@ -47,8 +47,9 @@ def plan_jobs(cfg: GpuConfig) -> list[Job]:
     if `setting` is unknown."""
     for only in cfg.only:
         if not any(name.startswith(only) for name in TABLES["queue"]):
-            names = ", ".join(TABLES["queue"])
-            raise UserError(f"only=[{only}]: there is no such item; choose some of {names}.")
+            raise UserError(
+                f"only=[{only}]: no such item; choose some of {', '.join(TABLES['queue'])}."
+            )
     if cfg.setting not in (None, "tiny"):
         raise UserError(f"setting={cfg.setting}: the queue has setting=tiny, and null.")
     jobs = []

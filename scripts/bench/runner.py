@@ -242,15 +242,16 @@ class Runner:
     def measure(self, job: Job, case: Case) -> Figures | None:
         """Measures a case and stores the result; None if the time before the deadline is too
         short."""
-        seconds_left = self.deadline - time.time()
-        if self.estimate_seconds(job) > seconds_left:
+        if self.estimate_seconds(job) > self.deadline - time.time():
             return None
 
         # After a failure end the child process, so that the next case starts in a new one. Do not
         # store a failure that happens after the deadline, because it only shows that the time was
         # too short.
         began = time.time()
-        figures = self.ensure_child(case).measure(case, job.cfg, min(self.limit, seconds_left))
+        child = self.ensure_child(case)
+        limit = min(self.limit, self.deadline - time.time())
+        figures = child.measure(case, job.cfg, limit)
         if "error" in figures or figures.get("not_on"):
             self.close()
             if time.time() >= self.deadline:
@@ -323,3 +324,5 @@ def open_runner(out: str, limit: float = inf, seconds: float = inf) -> Iterator[
             yield runner
         finally:
             runner.close()
+            if runner.pack:
+                pack_results(folder, runner.pack)

@@ -177,6 +177,14 @@ def test_on_another_machine_a_resumed_run_proves_its_choice_again(tmp_path, tria
     assert not prove_scan(folder=folder)[0]
 
 
+def test_a_resumed_run_tries_a_kernel_that_it_asks_for_anew(tmp_path, trials, monkeypatch):
+    _, _, choice = prove_scan(True)
+    folder = write_choice(tmp_path / "run", choice | {"found": {"fused_conv": GOOD}})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    assert prove_scan(True, folder=folder)[0]
+    assert len(trials) == 2
+
+
 @pytest.mark.parametrize("how", ["batch", "precision", "kernels", "damaged"])
 def test_a_stale_cache_is_not_believed(how, trials, monkeypatch, tmp_path):
     prove_scan()

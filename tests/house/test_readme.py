@@ -61,7 +61,7 @@ OTHER_COMMANDS = (
     "pip install -e '.[text]'",
     "python emoji.py emoji",
     "python3.12 -m pip wheel --no-deps --wheel-dir wheels -c constraints.txt -r carried.txt",
-    "python3 -m pip install --no-index --no-deps --find-links wheels -r carried.txt",
+    "python3 -m pip install --upgrade --no-index --no-deps --find-links wheels -r carried.txt",
 )
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 CONFIGS = {

@@ -61,7 +61,7 @@ OTHER_COMMANDS = ("gpu", "publish", "floor", "carry")
         ("speedrun setting=tiny", "setting=tiny has no row mamba"),
         ("speedrun speedups=[1,0]", r"speedups=\[1.0, 0.0\] must be numbers above 0"),
         ("speedrun speedups=[]", r"speedups=\[\] must be"),
-        ("gpu only=[laddr]", r"only=\[laddr\]: there is no such item; choose some of doctor"),
+        ("gpu only=[laddr]", r"only=\[laddr\]: no such item; choose some of doctor"),
         ("gpu setting=s32", "setting=s32: the queue has setting=tiny"),
     ],
 )

@@ -267,10 +267,15 @@ def test_the_queue_says_what_remains_and_sends_home_what_it_has(tmp_path, monkey
     assert len(read_results(tmp_path / "out")) == 1
 
 
-def test_an_archive_is_whole_or_refused(tmp_path):
-    (tmp_path / "x.tar.gz").write_text("no archive")
+@pytest.mark.parametrize("kept", [0, 30, 400])
+def test_an_archive_is_whole_or_refused(kept, tmp_path):
+    archive = tmp_path / "x.tar.gz"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "log.txt").write_text("".join(map(str, range(1000))))
+    runner.pack_results(tmp_path / "out", archive)
+    archive.write_bytes(archive.read_bytes()[:kept])
     with pytest.raises(ValueError, match=r"x\.tar\.gz is no archive of results"):
-        publish.publish([tmp_path / "x.tar.gz"], tmp_path)
+        publish.publish([archive], tmp_path)
 
 
 @pytest.mark.slow
