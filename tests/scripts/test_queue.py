@@ -311,6 +311,8 @@ def test_a_killed_queue_goes_on_in_another_clone_two_commits_later(tmp_path):
 
 
 @pytest.mark.slow
+# There are more workers than cores.
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 # The queue itself ends what hangs.
 @pytest.mark.timeout(0)
 def test_the_tiny_queue_measures_all_of_its_cases(tmp_path, capsys):
