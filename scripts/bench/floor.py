@@ -101,6 +101,7 @@ class Floor(NamedTuple):
     floor_ms: float
     """Sum of the three times."""
     likely_ms: float
+    traffic: BlockTraffic
 
 
 def find_tensors(tree: Any) -> list[Tensor]:
@@ -220,14 +221,13 @@ def find_floor(cfg: TrainConfig, card: str) -> Floor:
     likely_ms = products_ms / PRODUCT_SHARE + (traffic_ms + fixed_ms) / COPY_SHARE
     likely_ms += nanoseconds / 1e6
     floor_ms = products_ms + traffic_ms + fixed_ms
-    return Floor(parameters, flops, products_ms, traffic_ms, fixed_ms, floor_ms, likely_ms)
+    return Floor(parameters, flops, products_ms, traffic_ms, fixed_ms, floor_ms, likely_ms, traffic)
 
 
 def describe_floor(words: Words, card: str, step_ms: float) -> str:
     """Compares a measured step of a run with its floor, as a phrase."""
-    floor = find_floor(compose(words).cfg, card)
-    over = step_ms / floor.floor_ms
-    return f"{step_ms:.1f} ms are {over:.2f} × the floor of {floor.floor_ms:.1f} ms"
+    floor_ms = find_floor(compose(words).cfg, card).floor_ms
+    return f"{step_ms:.1f} ms are {step_ms / floor_ms:.2f} × the floor of {floor_ms:.1f} ms"
 
 
 def format_block(traffic: BlockTraffic) -> str:
@@ -266,5 +266,5 @@ def print_floors(words: Words) -> None:
                 )
             )
             if keys.model:
-                print(format_block(count_block(cfg)))
+                print(format_block(floor.traffic))
     print(format_table(rows))

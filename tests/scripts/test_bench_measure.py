@@ -174,17 +174,18 @@ def test_saves_say_how_fast_the_steps_still_are(tmp_path, monkeypatch, fixed_tim
 
 
 PLANTED_TESTS = """
-import pytest
+from pytest import mark, skip
 
-@pytest.mark.gpu
+@mark.gpu
 def test_good(): pass
 
-@pytest.mark.gpu
+@mark.gpu
 def test_bad(): assert 1 == 2, 'planted'
 
-@pytest.mark.gpu
-def test_absent(): pytest.skip('no such card')
+@mark.gpu
+def test_absent(): skip('no such card')
 """
+"""Tests as a file; the bench takes a file for one of GPU tests that spells the mark in full."""
 
 
 def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
