@@ -36,7 +36,6 @@ def precompute(composed: Composed) -> Path:
     a job it writes no manifest either; with finish=true it writes that of all parts."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
     from common.errors import UserError
-    from encoding.captions import fill_templates
     from encoding.encoder import (
         PSNR_IMAGES,
         EncodeStep,
@@ -52,10 +51,11 @@ def precompute(composed: Composed) -> Path:
         hold_folder,
         plan_captions,
         plan_shards,
+        read_job,
         write_manifest,
     )
     from encoding.shards import WHOLE, Part
-    from encoding.sources import list_images
+    from encoding.sources import list_job_images
     from models.images import Autoencoder
     from training.config.build import build
     from training.distributed.ranks import Ranks
@@ -75,17 +75,13 @@ def precompute(composed: Composed) -> Path:
 
     # 1. List the images, plan the shards, and load the encoder.
     device = ranks.device(pick_device(cfg.runtime.device.value))
-    given = cfg.captions == "given"
-    with_text = bool(cfg.text_encoder)
-    images = list_images(cfg.source, cfg.classes, cfg.allow_cut, with_text and given)
-    if with_text and not given:
-        images = fill_templates(images, cfg.captions)
+    images, cfg = list_job_images(cfg, read_job(out))
     plan = plan_shards(images, cfg)
     part = Part.parse(cfg.part)
     plan.part = part.divide(ranks.rank, ranks.world_size)
-    ranks.say(images.describe(cfg.source, plan.images))
+    ranks.say(images.describe(str(cfg.source), plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
-    if with_text:
+    if cfg.text_encoder:
         plan.captions = plan_captions(plan, cfg, device)
         ranks.say(plan.captions.describe())
 

@@ -53,14 +53,17 @@ class TextEncoder(nn.Module, ABC):
     """E, the number of values of a vector."""
     weights_sha256: str
     """Hash of the weights and the tokenizer: with another hash, prompts have other vectors."""
+    max_length: int
+    """Largest number of tokens of a text that the encoder reads; of a longer text the rest does not
+    count."""
     revision: str | None = None
     """Commit of the Hugging Face repository from which the weights come; None for a local
     folder."""
 
     @abstractmethod
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str], whole: bool = False) -> list[list[int]]:
         """Returns the numbers of each text's tokens, at least one for each text, also for "", and
-        at most as many as the encoder takes."""
+        at most `max_length`; all of them if `whole`, to count them."""
 
     @abstractmethod
     def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -68,10 +71,16 @@ class TextEncoder(nn.Module, ABC):
         tokens (B, T, E), and to a vector for each text (B, E), or None: then `encode` takes the
         mean of the tokens' vectors."""
 
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Returns the number of tokens of each text, also of those that the encoder cuts."""
+        starts = range(0, len(texts), 4096)
+        return [len(row) for i in starts for row in self.tokenize(texts[i : i + 4096], whole=True)]
+
     def encode(self, texts: Sequence[str], max_tokens: int, batch_size: int = 64) -> EncodedText:
-        """Encodes texts, `batch_size` at a time. Pooled vectors are of whole texts; of the tokens'
-        vectors each text has the first `max_tokens`, padded with zeros to as many. The vectors are
-        fp16, as latent sets store them. Raises ValueError for values that fp16 cannot hold."""
+        """Encodes texts, `batch_size` at a time. Pooled vectors are of the first `max_length`
+        tokens of a text; of the tokens' vectors each text has the first `max_tokens`, padded with
+        zeros to as many. The vectors are fp16, as latent sets store them. Raises ValueError for
+        values that fp16 cannot hold."""
         starts = range(0, len(texts), batch_size)
         batches = [self.encode_batch(texts[i : i + batch_size], max_tokens) for i in starts]
         pooled, tokens, lengths = (torch.cat(parts) for parts in zip(*batches, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,20 @@ def silence_libraries() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextmanager
+def silence_stderr() -> Iterator[None]:
+    """Discards what the process writes to its standard error in the `with` block, where libraries
+    in C report damaged files."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def import_optional(module: str, wanted_by: str) -> ModuleType:

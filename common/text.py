@@ -17,6 +17,12 @@ def escape_unprintable(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def split_lines(text: str) -> list[str]:
+    """Splits a text at its line ends alone. Python's `splitlines` also splits at form feeds, U+2028
+    and others, which stand inside of lines that people write."""
+    return re.split(r"\r\n|\n|\r", text)
+
+
 def to_json(content: Any) -> str:
     """Returns `content` as strict JSON in one line; NaN and infinity become null, because many JSON
     parsers refuse NaN and infinity."""

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,8 @@ MEAN_CAPTIONS = 1024
 
 class TextSettings(NamedTuple):
     """Settings say how captions are stored: the largest number of captions of an image, and of
-    tokens of a caption; the dtype of the tokens; and the sizes of shards, blocks and batches."""
+    tokens of a caption; the dtype of the tokens; and the sizes of shards, blocks and batches. The
+    last three say where a job of images found them."""
 
     max_captions: int = 8
     text_tokens: int = 64
@@ -46,6 +48,9 @@ class TextSettings(NamedTuple):
     shard_size: int = 2048
     block_size: int = 256
     batch_size: int = 32
+    captions: str = ""
+    caption_lines: str | None = None
+    captions_missing: str | None = None
 
 
 class CaptionJob:
@@ -82,7 +87,8 @@ class CaptionJob:
         self.texts.append("")
         self.index = {text: number for number, text in enumerate(self.texts)}
 
-        max_tokens = find_longest(encoder, self.texts, settings.text_tokens)
+        self.lengths = encoder.count_tokens(self.texts)
+        max_tokens = min(max(self.lengths), encoder.max_length, settings.text_tokens)
         empty = encoder.encode([""], max_tokens)
         some = encoder.encode(self.texts[:MEAN_CAPTIONS], max_tokens, settings.batch_size)
         dtype: Any = settings.text_dtype
@@ -110,8 +116,26 @@ class CaptionJob:
             f"{spec.max_tokens} tokens of {spec.width} values in {spec.dtype}: "
             f"{size / 2**20:.2f} MiB, {size / 1024 / len(self.captions):.1f} KiB an image"
         )
+        text += self.describe_cuts()
         if self.uncaptioned:
             text += f"\n  note: {self.uncaptioned} images have no caption, and get the empty one"
+        return text
+
+    def describe_cuts(self) -> str:
+        """Says how many captions are longer than what is kept of their tokens, and than what the
+        encoder reads; "" if none is."""
+        kept = self.settings.text_tokens
+        limits = {self.encoder.max_length: "the encoder reads"}
+        if 0 < kept < self.encoder.max_length:
+            limits[kept] = "text_tokens keeps"
+        text = ""
+        for limit, what in limits.items():
+            longer = [length for length in self.lengths if length > limit]
+            if longer:
+                text += (
+                    f"\n  note: {len(longer)} of {len(self.lengths) - 1} captions are longer than "
+                    f"the {limit} tokens that {what} (median of these: {median(longer):.0f})"
+                )
         return text
 
     def number_captions(self, captions: Sequence[Sequence[str]]) -> Tensor:
@@ -162,15 +186,6 @@ class CaptionJob:
         tokens = quantise(text.tokens, getattr(torch, self.spec.dtype))
         stored = {"pooled": text.pooled, "tokens": tokens, "lengths": text.lengths.int()}
         return {name: tensor.cpu() for name, tensor in stored.items()} | {"text": join_text(texts)}
-
-
-def find_longest(encoder: TextEncoder, texts: list[str], limit: int) -> int:
-    """Returns the largest number of tokens of a text, at most `limit`."""
-    longest = 0
-    for start in range(0, len(texts) if limit else 0, 4096):
-        part = texts[start : start + 4096]
-        longest = max(longest, *map(len, encoder.tokenize(part)))
-    return min(longest, limit)
 
 
 def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:

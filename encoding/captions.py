@@ -1,39 +1,132 @@
 """Finds the captions of images: in files beside the images, in members of tars, in a column of a
-folder of `datasets`, or made of the classes' names."""
+folder of `datasets`, in a table of file names, or made of the classes' names."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterable
+import os
+import unicodedata
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from encoding.images import ImageList, escape_name
+from common.text import shorten_error, split_lines
+from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name
+from training.config.schema import CaptionLines, CaptionsMissing
 
-CAPTION_EXTENSIONS = (".txt", ".json")
+CAPTION_EXTENSIONS = (".txt", ".caption", ".json")
 """Extensions of the files with captions: the file of an image has the image's name."""
-CAPTION_NAMES = ("captions", "caption", "text", "prompt")
-"""Keys of a JSON object, and columns of `datasets`, that may hold captions; the first is taken."""
+CAPTION_NAMES = ("captions", "caption", "text", "prompt", "tags")
+"""Keys of a JSON object, and columns of a table, that may hold captions; the first that holds some
+is taken. A list of captions stays a list, a list of tags becomes one caption."""
+FILE_NAMES = ("file_name", "filename", "file", "image", "image_path", "path")
+"""Columns of a table that may hold the name of the image; the first is taken."""
+TABLES = ("metadata.jsonl", "metadata.csv")
+"""Tables of captions beside the images, as the imagefolder of Hugging Face `datasets` has them."""
+TABLE_EXTENSIONS = (".jsonl", ".csv", ".json")
 
 
-def parse_captions(place: str, content: bytes) -> tuple[str, ...]:
-    """Returns the captions that a file holds: a text has one on each line; JSON has a text, a list
-    of texts, or an object that may have one of these under a key of `CAPTION_NAMES`. `place` is the
-    name of the file. Raises ValueError for other content."""
-    try:
-        text = content.decode("utf-8-sig")
-        if not place.endswith(".json"):
-            return tidy(text.splitlines())
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} holds no captions in UTF-8 ({error}); mend it.") from error
-    if not isinstance(value, dict):
-        return tidy_value(place, value)
-    found = (tidy_value(place, value.get(name)) for name in CAPTION_NAMES)
-    return next(filter(None, found), ())
+class CaptionReader:
+    """Reads the captions of a source's images, and counts in `unused` the files of captions that
+    belong to no image or hold no caption.
+
+    `lines` says whether each line of a text is a caption, or the whole text is one; None: each
+    line, but the whole text if it has an empty line between others, which separates paragraphs.
+    """
+
+    def __init__(self, lines: CaptionLines | None = None) -> None:
+        self.lines = lines
+        self.unused = Unused()
+        self.paragraphs: set[str] = set()
+        """Texts with an empty line between others, each taken as one caption."""
+        self.files: dict[str, list[str]] = {}
+        """Folded path of a file without its extension -> the files of captions with that path."""
+        self.tables: list[str] = []
+        self.claimed: set[str] = set()
+
+    def note_file(self, name: str) -> bool:
+        """Notes a file of a folder, given by its path in it. Returns False if such a file holds no
+        captions."""
+        stem, extension = os.path.splitext(name)
+        if os.path.basename(name).lower() in TABLES:
+            self.tables.append(name)
+        elif extension.lower() in CAPTION_EXTENSIONS:
+            self.files.setdefault(fold(stem), []).append(name)
+        else:
+            return False
+        return True
+
+    def read_beside(self, root: Path, image: str) -> tuple[str, ...]:
+        """Reads the captions of an image of the folder `root` in the files with its name, with or
+        without the image's extension: `a.txt` or `a.jpg.txt`. Where no name is equal, upper and
+        lower case count as equal."""
+        stem = os.path.splitext(image)[0]
+        files = [*self.files.get(fold(stem), ()), *self.files.get(fold(image), ())]
+        equal = [name for name in files if os.path.splitext(name)[0] in (stem, image)]
+        own = sorted(equal or files, key=lambda name: (not name.lower().endswith(".txt"), name))
+        self.claimed.update(own)
+        found = [self.parse(escape_name(str(root / n)), (root / n).read_bytes()) for n in own]
+        return tidy(chain(*found))
+
+    def parse(self, place: str, content: bytes) -> tuple[str, ...]:
+        """Returns the captions in the content of a file: of a text its lines, or all of it as one;
+        JSON has a text, a list of texts, or an object with one of these under a key of
+        `CAPTION_NAMES`. `place` is the name of the file. Raises ValueError for other content."""
+        keys = "empty"
+        try:
+            text = content.decode("utf-8-sig")
+            if place.lower().endswith(".json"):
+                value = json.loads(text)
+                keys = ", ".join(value) if isinstance(value, dict) else keys
+                captions = find_captions(place, value)
+            else:
+                captions = self.split(place, text)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{place} holds no captions in UTF-8 ({error}); mend it.") from error
+        if not captions:
+            kind = f"{describe_kind(place)} that hold none of {', '.join(CAPTION_NAMES)}"
+            self.unused.add(kind, f"{place}: {keys[:80]}")
+        return captions
+
+    def split(self, place: str, text: str) -> tuple[str, ...]:
+        """Returns the captions of a text (see the class)."""
+        lines = [line.strip() for line in split_lines(text)]
+        has_gap = "\n\n" in "\n".join(lines).strip("\n")
+        if self.lines is None and has_gap:
+            self.paragraphs.add(place)
+        whole = has_gap if self.lines is None else self.lines == CaptionLines.whole
+        return tidy([" ".join(filter(None, lines))] if whole else lines)
+
+    def finish(self, images: ImageList, root: Path) -> ImageList:
+        """Returns the images of the folder or file `root` with the captions of its tables too;
+        counts the files of captions that no image has claimed."""
+        for name in sorted(self.tables):
+            rows = read_table(root / name)
+            folder = os.path.dirname(name)
+            images = add_rows(images, {os.path.join(folder, n): c for n, c in rows.items()}, name)
+        for name in chain(*self.files.values()):
+            if name not in self.claimed:
+                self.unused.add(f"{describe_kind(name)} beside no image of that name", name)
+        if self.paragraphs:
+            images.notes.append(
+                f"{len(self.paragraphs)} texts have an empty line between others, as "
+                f"{min(self.paragraphs)} has, and each of these texts is one caption; "
+                "caption_lines=each takes each line as one, whole takes all texts whole"
+            )
+        return images
+
+
+def fold(name: str) -> str:
+    """Returns a name as it is compared: in one case, and with composed accents, as macOS does not
+    store them."""
+    return unicodedata.normalize("NFC", name).casefold()
 
 
 def tidy(lines: Iterable[str]) -> tuple[str, ...]:
@@ -56,11 +149,15 @@ def tidy_value(place: str, value: Any) -> tuple[str, ...]:
     return tidy(lines)
 
 
-def read_caption_files(image: Path) -> tuple[str, ...]:
-    """Returns the captions in the files beside an image."""
-    files = [image.with_suffix(extension) for extension in CAPTION_EXTENSIONS]
-    found = [parse_captions(escape_name(str(f)), f.read_bytes()) for f in files if f.is_file()]
-    return tidy(chain(*found))
+def find_captions(place: str, value: Any) -> tuple[str, ...]:
+    """Returns the captions of a JSON value, or of a row of a table."""
+    if not isinstance(value, Mapping):
+        return tidy_value(place, value)
+    for name in CAPTION_NAMES:
+        found = tidy_value(place, value.get(name))
+        if found:
+            return (", ".join(found),) if name == "tags" else found
+    return ()
 
 
 def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:
@@ -72,7 +169,85 @@ def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:
             "take captions=<file of templates>."
         )
     column = dataset[names[0]]
-    return [tidy_value(f"source={path}: row {i}", value) for i, value in enumerate(column)]
+    places = (f"source={path}: row {i}" for i in range(len(column)))
+    return [find_captions(p, {names[0]: value}) for p, value in zip(places, column, strict=True)]
+
+
+def read_table(file: Path) -> dict[str, tuple[str, ...]]:
+    """Reads a table of captions: .jsonl or .csv with the image's name in a column of `FILE_NAMES`,
+    or .json with a list of such rows or in COCO's format. Returns name -> captions of all its rows.
+    ValueError for any other content."""
+    found: dict[str, tuple[str, ...]] = {}
+    try:
+        for row in read_rows(file):
+            name = next((row[key] for key in FILE_NAMES if row.get(key)), None)
+            if name is not None:
+                found[str(name)] = tidy((*found.get(str(name), ()), *find_captions(str(file), row)))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+        raise UserError(
+            f"{file} cannot be read as a table of captions ({shorten_error(error)}); it must be "
+            ".jsonl, .csv or COCO's .json."
+        ) from error
+
+    if not found:
+        raise UserError(f"{file} names no image in a column of {', '.join(FILE_NAMES)}; add it.")
+    return found
+
+
+def read_rows(file: Path) -> Iterable[Any]:
+    """Returns the rows of a table, each as a dict; of COCO's annotations those with a caption."""
+    text = file.read_text(encoding="utf-8-sig")
+    if file.suffix.lower() == ".csv":
+        return csv.DictReader(io.StringIO(text))
+    if file.suffix.lower() == ".jsonl":
+        return [json.loads(line) for line in split_lines(text) if line.strip()]
+    content = json.loads(text)
+    if isinstance(content, list):
+        return content
+    names = {image["id"]: image["file_name"] for image in content["images"]}
+    return [row | {"file_name": names.get(row["image_id"])} for row in content["annotations"]]
+
+
+def add_rows(images: ImageList, rows: Mapping[str, tuple[str, ...]], place: str) -> ImageList:
+    """Returns the images with the captions of the `rows` that name them: by their path in the
+    source or, if only one image has it, by their name alone. Notes the rows that name none."""
+    indices: dict[str, list[int]] = {}
+    for index, entry in enumerate(images.entries):
+        path = fold(entry.key)
+        for key in {path, path.replace(":", "/").rpartition("/")[2]}:
+            indices.setdefault(key, []).append(index)
+
+    entries: list[ImageEntry] = [*images.entries]
+    lost = []
+    for name, captions in rows.items():
+        path = fold(os.path.normpath(name).replace("\\", "/"))
+        found = indices.get(path) or indices.get(path.rpartition("/")[2], [])
+        if len(found) != 1:
+            lost.append(name)
+            continue
+        own = entries[found[0]]
+        entries[found[0]] = replace(own, captions=tidy((*own.captions, *captions)))
+    if lost:
+        images.notes.append(
+            f"{len(lost)} of {len(rows)} names in {place} belong to no image, or to several, such "
+            f"as {escape_name(min(lost))[:200]}"
+        )
+    return replace(images, entries=entries)
+
+
+def add_captions(images: ImageList, file: str) -> ImageList:
+    """Returns the images with the captions of `file`, a table (see `read_table`) or templates."""
+    path = Path(file).expanduser()
+    if path.suffix.lower() not in TABLE_EXTENSIONS:
+        return fill_templates(images, file)
+    rows = read_table(path)
+    found = add_rows(images, rows, f"captions={file}")
+    if not any(entry.captions for entry in found.entries):
+        raise UserError(
+            f"captions={file} has no caption of an image of the source: it names "
+            f"{min(rows)[:80]}, and the source has {images.entries[0].key}."
+        )
+    return found
 
 
 def fill_templates(images: ImageList, file: str) -> ImageList:
@@ -80,11 +255,11 @@ def fill_templates(images: ImageList, file: str) -> ImageList:
     template, in which the name replaces {}. Underscores in names become spaces."""
     path = Path(file).expanduser()
     try:
-        templates = tidy(path.read_text(encoding="utf-8-sig").splitlines())
+        templates = tidy(split_lines(path.read_text(encoding="utf-8-sig")))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"captions={file} must be given, or a text file with a template such as "
-            f"'a photo of {{}}' on each line ({error})."
+            f"captions={file} must be given, a table ({', '.join(TABLE_EXTENSIONS)}), or a text "
+            f"file with a template such as 'a photo of {{}}' on each line ({error})."
         ) from error
     if not templates or not all("{}" in template for template in templates):
         raise UserError(f"captions={file}: each line must have {{}}, where the class's name goes.")
@@ -94,6 +269,31 @@ def fill_templates(images: ImageList, file: str) -> ImageList:
     filled = [tuple(t.replace("{}", name) for t in templates) for name in names]
     entries = [replace(entry, captions=filled[entry.label]) for entry in images.entries]
     return replace(images, entries=entries)
+
+
+def settle_missing(images: ImageList, rule: CaptionsMissing | None) -> ImageList:
+    """Returns the images, by `rule` without those that have no caption. ValueError if the rule
+    refuses them; without a rule, if they are more than half; and if no image has a caption."""
+    lacking = [entry.key for entry in images.entries if not entry.captions]
+    if not lacking:
+        return images
+    total = len(images.entries)
+    share = f"{len(lacking)} of {total} images have no caption, such as {lacking[0]}"
+    unused = f" Not used: {images.unused}." if images.unused.kinds else ""
+    if len(lacking) == total:
+        raise UserError(
+            "text_encoder is set, but no image has a caption; put a .txt or .json with the image's "
+            f"name beside it, or take captions=<file of templates, or table>.{unused}"
+        )
+    if rule == CaptionsMissing.refuse or (rule is None and 2 * len(lacking) > total):
+        raise UserError(
+            f"{share}; write them, or say captions_missing=empty (they get the empty caption) or "
+            f"drop (they are left out).{unused}"
+        )
+    if rule != CaptionsMissing.drop:
+        return images
+    images.notes.append(f"{share}; they are left out")
+    return replace(images, entries=[entry for entry in images.entries if entry.captions])
 
 
 def read_caption_list(file: str, total: int) -> list[tuple[str, ...]]:

@@ -14,7 +14,7 @@ import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.errors import UserError
+from common.libraries import silence_stderr
 from common.text import escape_unprintable, shorten_error
 from common.workers import refuse_small_shared_memory
 from training.config.schema import PrecomputeConfig
@@ -83,18 +84,14 @@ class ImageEntry:
 
 
 class Unused:
-    """Counts the files that an image list does not use, by kind, with an example of each. Kinds in
-    `ignored` are not counted."""
+    """Counts the files that an image list does not use, by kind, with an example of each."""
 
-    def __init__(self, ignored: Collection[str] = ()) -> None:
-        self.ignored = ignored
+    def __init__(self) -> None:
         self.kinds: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, name: str) -> None:
         """Counts one more file of this kind. The kind's example is the file whose name sorts
         first."""
-        if kind in self.ignored:
-            return
         number, example = self.kinds.get(kind, (0, name))
         self.kinds[kind] = (number + 1, min(name, example))
 
@@ -276,8 +273,8 @@ def decode_image(
 
     A box filter halves the image while its shorter side is at least 2·`side`, then a bicubic filter
     resizes it: the crop of ADM (Dhariwal & Nichol 2021), with which DiT and its successors made
-    their latents. Raises UnusableError, before anything is decoded, for an image of more than
-    `max_megapixels`.
+    their latents. Raises UnusableError for an image of more than `max_megapixels`, before anything
+    is decoded, and for one so narrow that it would be as large before the crop.
     """
     # Switch off Pillow's own limit, which may be lower than max_megapixels.
     Image.MAX_IMAGE_PIXELS = None
@@ -287,7 +284,9 @@ def decode_image(
                 f"{image.width}×{image.height} pixels are above max_megapixels={max_megapixels:g}"
             )
         mend_colour_key(image)
-        image.load()
+        # libtiff prints up to hundreds of lines about a damaged file.
+        with silence_stderr() if image.format == "TIFF" else nullcontext():
+            image.load()
         ImageOps.exif_transpose(image, in_place=True)
         image = convert_to_rgb(image, background)
 
@@ -295,6 +294,11 @@ def decode_image(
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = side / min(image.size)
     size = (max(side, round(image.width * scale)), max(side, round(image.height * scale)))
+    if size[0] * size[1] > 1e6 * max_megapixels:
+        raise UnusableError(
+            f"{size[0]}×{size[1]} pixels before the crop are above "
+            f"max_megapixels={max_megapixels:g}"
+        )
     pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
     top = (size[1] - side) // 2
     left = (size[0] - side) // 2

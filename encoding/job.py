@@ -43,14 +43,16 @@ from data.manifest import MANIFEST_NAME, Manifest, Shard
 from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, hash_content, read_finished
+from encoding.sources import EARLIER_CAPTIONS
 from models.images import Autoencoder
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
 JOB_FILE = "job.json"
-NOT_COMPARED = {"parts", "shards", "manifest"}
+NOT_COMPARED = {"parts", "shards", "manifest", "captions"}
 """Keys of job.json for `write_manifest` and `finish_job`: the number of parts, the names of all
-shards, and those fields of the manifest that are known before any shard is encoded."""
+shards, and those fields of the manifest that are known before any shard is encoded; and the place
+of the captions, whose content is compared."""
 NumberedImage = tuple[int, ImageEntry]
 """Pair (index of the image in the shuffled list of the job, image)."""
 
@@ -91,8 +93,8 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
 def plan_captions(plan: Plan, cfg: PrecomputeConfig, device: torch.device) -> CaptionJob:
     """Plans to encode the captions of the plan's images by `cfg.text_encoder`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    values = {name: getattr(cfg, name) for name in TextSettings._fields}
-    settings = TextSettings(**values)._replace(text_dtype=cfg.text_dtype.value)
+    values = [(name, getattr(cfg, name)) for name in TextSettings._fields]
+    settings = TextSettings(**{name: getattr(value, "value", value) for name, value in values})
     return CaptionJob(captions, cfg.text_encoder, settings, device)
 
 
@@ -152,12 +154,12 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
     settings in it with those of `job`. Raises ValueError if the folder belongs to another job, or
     if job.json cannot be read."""
     file = out / JOB_FILE
-    content: dict[str, Any] = {}
-    if file.is_file():
-        content = read_job(out)
+    content = read_job(out)
+    if content:
         # Add the values of keys that earlier versions did not write, according to which they
         # behaved.
-        earlier = {"same_bytes": True, "text_encoder": None} | content
+        earlier = {"same_bytes": True, "text_encoder": None}
+        earlier |= {key: job.get(key) for key in EARLIER_CAPTIONS} | content
         # If the manifest exists, the set is finished, perhaps by an earlier version that wrote
         # fewer keys to job.json: compare only the keys that job.json has.
         keys = job.keys() - NOT_COMPARED
@@ -171,9 +173,11 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
 
 
 def read_job(out: Path) -> dict[str, Any]:
-    """Returns the content of job.json in the folder `out`. Raises ValueError if the file cannot be
-    read, or is not as a job has written it."""
+    """Returns the content of job.json in the folder `out`, empty if there is none. Raises
+    ValueError if the file cannot be read, or is not as a job has written it."""
     file = out / JOB_FILE
+    if not file.is_file():
+        return {}
     try:
         content = read_object(file)
         digest = content.pop("sha256", None)  # None: an earlier version stored no hash

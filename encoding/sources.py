@@ -10,12 +10,13 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from common.errors import UserError
-from encoding.captions import CAPTION_EXTENSIONS, read_caption_column, read_caption_files
+from encoding.captions import CaptionReader, add_captions, read_caption_column, settle_missing
 from encoding.images import (
     EXTENSIONS,
     ImageEntry,
@@ -28,6 +29,7 @@ from encoding.images import (
     open_dataset,
 )
 from encoding.tars import list_tars, name_classes
+from training.config.schema import CaptionLines, CaptionsMissing, PrecomputeConfig
 
 Classes = int | Literal["given", "none"]
 SPLIT_NAME = re.compile(
@@ -41,10 +43,36 @@ POSSIBLE_SPLIT_NAME = re.compile(
 """Matches names of folders that may hold a split of a set, or may be a class."""
 BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Values of `OSError.errno` for a symlink that leads to no file, or back to itself."""
+EARLIER_CAPTIONS = {"caption_lines": CaptionLines.each, "captions_missing": CaptionsMissing.empty}
+"""Rules for captions of a job that began before they were keys: job.json lacks them."""
+
+
+def list_job_images(
+    cfg: PrecomputeConfig, earlier: Mapping[str, Any]
+) -> tuple[ImageList, PrecomputeConfig]:
+    """Lists the images of a job, with captions if it has a text encoder. `earlier` is job.json, or
+    empty if the job is new: a job keeps the order of its classes, and one that began before the
+    rules for captions were keys keeps `EARLIER_CAPTIONS`. Also returns `cfg` with these rules."""
+    if earlier and "caption_lines" not in earlier:
+        rules: dict[str, Any] = {k: getattr(cfg, k) or v for k, v in EARLIER_CAPTIONS.items()}
+        cfg = replace(cfg, **rules)
+    given = bool(cfg.text_encoder) and cfg.captions == "given"
+    reader = CaptionReader(cfg.caption_lines) if given else None
+    order = earlier.get("manifest", {}).get("class_names", ())
+    images = list_images(str(cfg.source), cfg.classes, cfg.allow_cut, reader, order)
+    if cfg.text_encoder and not given:
+        images = add_captions(images, cfg.captions)
+    if cfg.text_encoder:
+        images = settle_missing(images, cfg.captions_missing)
+    return images, cfg
 
 
 def list_images(
-    source: str | Path, classes: Classes = "given", allow_cut: bool = False, captioned: bool = False
+    source: str | Path,
+    classes: Classes = "given",
+    allow_cut: bool = False,
+    reader: CaptionReader | None = None,
+    order: Sequence[str] = (),
 ) -> ImageList:
     """Lists the images of a folder with a subfolder per class, of one WebDataset tar, of a folder
     of such tars, or of a folder that Hugging Face `datasets` saved. The list is in the order of the
@@ -53,16 +81,16 @@ def list_images(
     With classes="none" all labels are 0, and the source may also be a folder without subfolders,
     tars without .cls, or `datasets` without labels. If the source does not name its classes,
     `classes` may give their number: the largest label does not show it, because a part of a set may
-    lack images of some classes. If `captioned`, also reads the captions of the images: in files
-    with the image's name and the extension .txt or .json, or in a column of `datasets`. Raises
-    ValueError if the source is absent, has no image, has an
-    image without a label, or has both tars and images. Also raises it if a tar is truncated or
-    damaged, unless `allow_cut` is true.
+    lack images of some classes. `order` may give the order of all class folders; else they are in
+    the order of their names, or of their numbers if all names are numbers. `reader` also reads the
+    captions of the images. Raises ValueError if the source is absent, has no image, has an image
+    without a label, or has both tars and images. Also raises it if a tar is truncated or damaged,
+    unless `allow_cut` is true.
     """
     path = Path(source).expanduser()
     is_tar = path.is_file() and path.suffix.lower() == ".tar"
     if not path.is_dir() and not is_tar:
-        if path.is_file() and ".tar" in path.suffixes:
+        if path.is_file() and (".tar" in path.suffixes or path.suffix == ".tgz"):
             raise UserError(
                 f"source={source} is a compressed tar, and images are read from their place in the "
                 "file; decompress it."
@@ -72,14 +100,16 @@ def list_images(
             "WebDataset tars, or a folder of datasets."
         )
 
-    ignored = CAPTION_EXTENSIONS if captioned else ()
+    unused = reader.unused if reader else Unused()
     try:
         if is_tar:
-            images = list_tars([path], classes, allow_cut, Unused(ignored), captioned)
+            images = list_tars([path], classes, allow_cut, unused, reader)
         elif any(path.glob("dataset_info.json")) or any(path.glob("*/dataset_info.json")):
-            images = list_rows(path, classes, captioned)
+            images = list_rows(path, classes, reader is not None)
         else:
-            images = list_folder(path, classes, allow_cut, captioned)
+            images = list_folder(path, classes, allow_cut, unused, reader, order)
+        if reader is not None:
+            images = reader.finish(images, path)
     except OSError as error:
         raise UserError(
             f"source={source}: {escape_name(str(error.filename or path))} cannot be read "
@@ -88,6 +118,8 @@ def list_images(
 
     if not images.entries:
         content = f" It holds: {images.unused}." if images.unused.kinds else ""
+        if ".tar" in images.unused.kinds:
+            content += " Unpack the tars in it one level, into a folder for each."
         raise UserError(
             f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no "
             f".tar files with images.{content}"
@@ -131,11 +163,17 @@ def walk_files(root: Path, unused: Unused) -> Iterator[tuple[str, int]]:
                     todo.append((f"{name}/", parents | {place}))
 
 
-def list_folder(path: Path, classes: Classes, allow_cut: bool, captioned: bool) -> ImageList:
+def list_folder(
+    path: Path,
+    classes: Classes,
+    allow_cut: bool,
+    unused: Unused,
+    reader: CaptionReader | None,
+    order: Sequence[str],
+) -> ImageList:
     """Lists the images of a folder of tars, or of a folder with a subfolder per class; with
     classes="none", all images anywhere below the folder."""
-    unused = Unused(CAPTION_EXTENSIONS if captioned else ())
-    tars, files_by_folder = sort_files(path, unused)
+    tars, files_by_folder = sort_files(path, unused, reader)
     if tars and files_by_folder:
         raise UserError(
             f"source={path} holds both {escape_name(tars[0].name)} and images such as "
@@ -143,8 +181,8 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool, captioned: bool) 
             f"source={escape_name(str(tars[0]))}, or move it away."
         )
     if tars:
-        return list_tars(tars, classes, allow_cut, unused, captioned)
-    names = [escape_name(name) for name in sorted(files_by_folder) if name]
+        return list_tars(tars, classes, allow_cut, unused, reader)
+    names = sort_class_names([escape_name(name) for name in files_by_folder if name], order)
     if classes == "none":
         splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
         notes = [f"images of {join_few(splits)} are all used"] if splits else []
@@ -154,7 +192,7 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool, captioned: bool) 
             [],
             unused,
             notes,
-            captioned,
+            reader,
         )
 
     # If the images have classes, each direct subfolder of the source is one class. Images directly
@@ -175,19 +213,32 @@ def list_folder(path: Path, classes: Classes, allow_cut: bool, captioned: bool) 
         raise UserError(
             f"source={path} has {len(files_by_folder)} class folders; leave classes={classes} out."
         )
-    folders = [files_by_folder[name] for name in sorted(files_by_folder)]
+    files_by_name = {escape_name(name): files for name, files in files_by_folder.items()}
+    folders = [files_by_name[name] for name in names]
     notes = check_class_folders(path, folders, names)
-    return make_image_list(path, folders, names, unused, notes, captioned)
+    return make_image_list(path, folders, names, unused, notes, reader)
+
+
+def sort_class_names(names: list[str], order: Sequence[str]) -> list[str]:
+    """Returns the names of class folders in `order` if that has just these; else sorted, by their
+    numbers if all are numbers: then a class 0, 1, … has the number that is its name."""
+    if sorted(names) == sorted(order):
+        return [*order]
+    if all(name.isdecimal() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
 
 
 Files = list[tuple[str, int]]
 """List of files, each as (path relative to the source, size in bytes)."""
 
 
-def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]]:
+def sort_files(
+    path: Path, unused: Unused, reader: CaptionReader | None
+) -> tuple[list[Path], dict[str, Files]]:
     """Returns the tars directly in the folder `path`, and a dict: name of a direct subfolder -> all
-    images below it; the name "" stands for images directly in `path`. Counts all other files in
-    `unused`."""
+    images below it; the name "" stands for images directly in `path`. Notes files of captions in
+    `reader`, and counts all other files in `unused`."""
     tars = []
     images: dict[str, Files] = {}
     for name, size in walk_files(path, unused):
@@ -196,7 +247,8 @@ def sort_files(path: Path, unused: Unused) -> tuple[list[Path], dict[str, Files]
         if extension == ".tar" and not slash:
             tars.append(path / name)
         elif not is_image(extension):
-            unused.add(describe_kind(name), name)
+            if reader is None or not reader.note_file(name):
+                unused.add(describe_kind(name), name)
         elif not size:
             unused.add("empty files", name)
         else:
@@ -210,7 +262,7 @@ def make_image_list(
     names: list[str],
     unused: Unused,
     notes: list[str],
-    captioned: bool,
+    reader: CaptionReader | None,
 ) -> ImageList:
     """Makes the list of the images in `folders`; the index of a folder is the label of its images.
     `names` are the class names, empty if there are no classes."""
@@ -221,7 +273,7 @@ def make_image_list(
             str(path / name),
             0,
             size,
-            read_caption_files(path / name) if captioned else (),
+            reader.read_beside(path, name) if reader else (),
         )
         for label, files in enumerate(folders)
         for name, size in sorted(files, key=lambda file: file[0].split("/"))
@@ -270,9 +322,9 @@ def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:
         folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file()
     )
     if splits:
+        first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
         raise UserError(
-            f"source={path} holds the splits {', '.join(splits)}; name one: "
-            f"source={path / splits[0]}."
+            f"source={path} holds the splits {', '.join(splits)}; name one: source={path / first}."
         )
     dataset, images, columns = open_dataset(str(path))
     labels: list[Any] = [0] * len(dataset)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-from encoding.captions import CAPTION_EXTENSIONS, parse_captions, tidy
+from encoding.captions import CAPTION_EXTENSIONS, CaptionReader, tidy
 from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name, is_image
 
 BLOCK_BYTES = tarfile.BLOCKSIZE
@@ -24,11 +24,15 @@ Sample = dict[str, tarfile.TarInfo]
 
 
 def list_tars(
-    tars: list[Path], classes: int | str, allow_cut: bool, unused: Unused, captioned: bool = False
+    tars: list[Path],
+    classes: int | str,
+    allow_cut: bool,
+    unused: Unused,
+    reader: CaptionReader | None = None,
 ) -> ImageList:
     """Lists the images of WebDataset tars. A sample's key is the file name up to its first dot, its
-    label the integer in `<key>.cls`; with classes="none" all labels are 0. If `captioned`, reads
-    the sample's captions in `<key>.txt` or `<key>.json`.
+    label the integer in `<key>.cls`; with classes="none" all labels are 0. `reader` reads the
+    sample's captions in `<key>.txt`, `<key>.caption` or `<key>.json`.
 
     Raises ValueError for a tar that is truncated or damaged, unless `allow_cut` is true; for a
     sample with two images or without a label; and for a label that is no valid class index (see
@@ -54,7 +58,7 @@ def list_tars(
                     del samples[last]
 
             images = [
-                make_entry(file, stream, key, sample, (labelled, captioned), unused)
+                make_entry(file, stream, key, sample, labelled, reader, unused)
                 for key, sample in samples.items()
             ]
         entries += filter(None, images)
@@ -96,20 +100,21 @@ def make_entry(
     stream: BinaryIO,
     key: str,
     sample: Sample,
-    wanted: tuple[bool, bool],
+    labelled: bool,
+    reader: CaptionReader | None,
     unused: Unused,
 ) -> ImageEntry | None:
-    """Returns the image of a sample, or None if the sample has no image. `wanted` says whether the
-    image must have a label, and whether its captions are read. Raises ValueError if the sample has
-    two images, or if it has no label and must have one."""
-    labelled, captioned = wanted
+    """Returns the image of a sample, or None if the sample has no image; `labelled` says whether it
+    must have a label. Raises ValueError if the sample has two images, or if it has no label and
+    must have one."""
     images = [member for extension, member in sample.items() if is_image(extension)]
     if len(images) > 1:
         raise UserError(
             f"{file}: {escape_name(key)} has {len(images)} images; give each a key of its own."
         )
+    used = [".cls"] * labelled + [*CAPTION_EXTENSIONS] * (reader is not None)
     for extension, member in sample.items():
-        if member not in images and not (images and labelled and extension == ".cls"):
+        if member not in images and not (images and extension in used):
             unused.add(describe_kind(member.name), f"{file.name}:{member.name}")
     if not images:
         return None
@@ -124,11 +129,11 @@ def make_entry(
             )
         label = read_label(file, stream, sample[".cls"])
     captions: list[str] = []
-    for extension in CAPTION_EXTENSIONS if captioned else ():
-        if extension in sample:
+    for extension in CAPTION_EXTENSIONS if reader else ():
+        if reader and extension in sample:
             stream.seek(sample[extension].offset_data)
             content = stream.read(sample[extension].size)
-            captions += parse_captions(f"{file}: {escape_name(key)}{extension}", content)
+            captions += reader.parse(f"{file}: {escape_name(key)}{extension}", content)
     place = images[0].offset_data
     entry_key = f"{escape_name(file.name)}:{name}"
     return ImageEntry(entry_key, label, str(file), place, images[0].size, tidy(captions))

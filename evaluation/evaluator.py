@@ -85,8 +85,8 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
     `datasets` saved), cropped to squares of `side` pixels.
 
     Labels are ignored. If there are more than `limit` images, it takes `limit` of them, the same
-    ones every time. Raises ValueError if the folder has no images, or later, while images are read,
-    if an image cannot be decoded.
+    ones every time. While images are read, it prints which ones cannot be decoded, and leaves them
+    out. Raises ValueError if the folder has no images, or later, if a file cannot be read.
     """
     path = Path(folder).expanduser()
     try:
@@ -106,10 +106,12 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
         dataset = DecodedImages(entries[wanted.start : wanted.stop], side)
         parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH_IMAGES)]
         for batch in make_decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
-            for fault in (*batch.reasons, batch.unread):
-                if fault:
-                    raise UserError(f"reference={folder}: {fault}; remove or mend it.")
-            yield batch.pixels.permute(0, 2, 3, 1)
+            for reason in batch.reasons:
+                print(f"reference={folder}: {reason}; it is left out", flush=True)
+            if batch.unread:
+                raise UserError(f"reference={folder}: {batch.unread}; remove or mend it.")
+            if batch.places:
+                yield batch.pixels.permute(0, 2, 3, 1)
 
     facts = {
         "kind": "images",

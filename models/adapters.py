@@ -66,7 +66,7 @@ class LoraLinear(Adapted):
 
     @torch.no_grad()
     def merge(self) -> nn.Linear:
-        self.base_layer.weight += self.scale * self.lora_B @ self.lora_A
+        self.base_layer.weight += self.scale * (self.lora_B @ self.lora_A)  # as PEFT rounds it
         return self.base_layer
 
 
@@ -123,13 +123,16 @@ class Adapter(ABC):
 
 class Lora(Adapter):
     """LoRA on the linear layers whose names match one of `targets`, patterns such as
-    `blocks.*.qkv`."""
+    `blocks.*.qkv`. The layers named in `rank_pattern` and `alpha_pattern` have their own rank and
+    alpha."""
 
     def __init__(
         self,
         rank: int = 8,
         alpha: float = 16.0,
         targets: list[str] = ["blocks.*"],  # noqa: B006 - never changed
+        rank_pattern: dict[str, int] | None = None,
+        alpha_pattern: dict[str, float] | None = None,
     ) -> None:
         if rank < 1:
             raise UserError(f"adapter.rank={rank} must be at least 1.")
@@ -138,6 +141,8 @@ class Lora(Adapter):
         self.rank = rank
         self.alpha = alpha
         self.targets = targets
+        self.ranks = rank_pattern or {}
+        self.alphas = alpha_pattern or {}
         self.no_layer_message = (
             f"adapter.targets={targets} match no linear layer of this model; [blocks.*] are all of "
             "its blocks."
@@ -148,7 +153,8 @@ class Lora(Adapter):
             fnmatchcase(name, pattern) for pattern in self.targets
         ):
             return None
-        return LoraLinear(layer, self.rank, self.alpha)
+        rank = self.ranks.get(name, self.rank)
+        return LoraLinear(layer, rank, self.alphas.get(name, self.alpha))
 
 
 class Prompt(Adapter):

@@ -64,8 +64,7 @@ class DiffusersAutoencoder(Autoencoder):
             "encoder.path",
             path,
             [f"{prefix}config.json", f"{prefix}{WEIGHTS_FILE}"],
-            "'owner/name'; if it was moved, correct the path in the latents' manifest.json, or "
-            "sample with encoder=<path>.",
+            "'owner/name'; give a folder in the format of diffusers.",
             revision,
         )
         folder = repository / (subfolder or "")
@@ -75,9 +74,11 @@ class DiffusersAutoencoder(Autoencoder):
         config_file = folder / "config.json"
         for file in (config_file, weights):
             if not os.path.isfile(file):
+                inner = folder / "vae" / file.name
+                hint = "; take encoder.subfolder=vae" if inner.is_file() else ""
                 raise UserError(
                     f"encoder.path={path}: {file} does not exist; a diffusers autoencoder folder "
-                    "has it."
+                    f"has it{hint}."
                 )
         config = read_object(config_file)
         self.kind = str(config.get("_class_name"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Sequence
 from numbers import Integral, Number
 from typing import Any
@@ -48,17 +49,28 @@ def list_values(values: Any) -> list[Any]:
 
 def find_class_numbers(labels: Sequence[int | str], names: list[str], count: int) -> list[int]:
     """Returns the class number for each label, which is the number or the name of one of `count`
-    classes. A str is a name, even "3"; without classes only the number 0 is known.
+    classes. A str is a name, even "3"; without classes only the number 0 is known. Names with
+    composed and with decomposed accents are equal.
 
-    Raises ValueError for a class that is not there, and for a name that several classes have.
+    Raises ValueError for a class that is not there, for a name that several classes have, and for a
+    number that is the name of another class.
     """
     numbers: list[int] = []
+    composed = [unicodedata.normalize("NFC", name) for name in names]
     for label in labels:
         if isinstance(label, str):
-            matches = [number for number, name in enumerate(names) if name == label]
+            wanted = unicodedata.normalize("NFC", label)
+            matches = [number for number, name in enumerate(composed) if name == wanted]
         else:
             whole = isinstance(label, Integral) and not isinstance(label, bool)
             matches = [int(label)] if whole and 0 <= label < max(1, count) else []
+            namesakes = [number for number, name in enumerate(names) if name == str(label)]
+            if matches and namesakes not in ([], matches):
+                raise UserError(
+                    f"labels: {label} is the number of class {names[matches[0]]!r} and the name of "
+                    f"class {namesakes[0]}; give the name, in quotes: '{names[matches[0]]}' or "
+                    f"'{label}'."
+                )
         if len(matches) != 1:
             fault = explain_unclear_label(label, matches, names)
             raise UserError(f"labels: {repr(label)[:80]} is {fault}")

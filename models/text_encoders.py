@@ -110,6 +110,8 @@ class HubTextEncoder(TextEncoder):
         self.model, self.tokenizer, folder, self.weights_sha256 = opened
         self.kind = type(self.model).__name__
         self.revision = None if is_folder(path) else folder.name
+        places = getattr(self.model.config, "max_position_embeddings", MAX_TOKENS)
+        self.max_length = min(self.tokenizer.model_max_length, places, MAX_TOKENS)
         try:
             self.width = self.encode(["a"], 1).tokens.shape[2]
         except Exception as error:  # such as that of a model that also needs an image
@@ -118,10 +120,9 @@ class HubTextEncoder(TextEncoder):
                 f"({shorten_error(error)}); take a text encoder."
             ) from error
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        places = getattr(self.model.config, "max_position_embeddings", MAX_TOKENS)
-        longest = min(self.tokenizer.model_max_length, places, MAX_TOKENS)
-        found = self.tokenizer([*texts], truncation=True, max_length=longest)["input_ids"]
+    def tokenize(self, texts: Sequence[str], whole: bool = False) -> list[list[int]]:
+        limit = {} if whole else {"truncation": True, "max_length": self.max_length}
+        found = self.tokenizer([*texts], verbose=False, **limit)["input_ids"]
         # Some language models give no token for an empty text.
         end = self.tokenizer.eos_token_id or 0
         return [row or [end] for row in found]
@@ -140,6 +141,7 @@ class WordLlama(TextEncoder):
 
     BEGIN = 1
     """Number of the token that begins a text; here it stands for an empty text."""
+    max_length = MAX_TOKENS
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,9 +166,9 @@ class WordLlama(TextEncoder):
         self.width = table.shape[1]
         self.weights_sha256 = hash_files([weights, vocabulary])
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str], whole: bool = False) -> list[list[int]]:
         found = self.tokenizer.encode_batch([*texts], add_special_tokens=False)
-        return [one.ids[:MAX_TOKENS] or [self.BEGIN] for one in found]
+        return [one.ids[: None if whole else MAX_TOKENS] or [self.BEGIN] for one in found]
 
     def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, None]:
         return self.table(numbers), None

@@ -106,13 +106,14 @@ class TrainedModel:
         if not prompts:
             return classes
 
-        # Encode the prompts, and say which of them have more tokens than attention reads.
+        # Encode the prompts, and say which of them have more tokens than the model reads.
         assert self.spec.text is not None
         limit = self.spec.text.max_tokens if self.text_level == "tokens" else 0
-        counts = map(len, self.text_encoder.tokenize(prompts))
-        for prompt, count in zip(prompts, counts, strict=True):
-            if count > limit > 0:
-                say(f"note: {prompt[:60]!r} has {count} tokens, and attention reads {limit}")
+        read = limit or self.text_encoder.max_length
+        for prompt, count in zip(prompts, self.text_encoder.count_tokens(prompts), strict=True):
+            if count > read:
+                what = "attention reads" if limit else "the text encoder reads"
+                say(f"note: {prompt[:60]!r} has {count} tokens, and {what} {read}")
         text = self.text_encoder.to(self.device).encode(prompts, limit)
         self.text_encoder.cpu()  # sampling needs the memory
         digest = hashlib.sha256(json.dumps([numbers, *prompts]).encode()).hexdigest()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.text import split_lines
 from scripts.commands import find_encoder_node
 from training.config.compose import parse_words, refuse_missing, report_user_errors
 from training.config.schema import Positive, refuse_values
@@ -147,7 +148,7 @@ def read_class_names(file: str) -> list[str]:
     remedy = "give a number, none, or a text file with one class name per line"
     refuse_missing("classes", file, remedy)
     try:
-        lines = Path(file).expanduser().read_text().splitlines()
+        lines = split_lines(Path(file).expanduser().read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"classes={file} is no text file; {remedy}.") from error
     names = [line.strip() for line in lines if line.strip()]

@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from training.config.compose import apply_schema, parse_words, refuse_no_set, report_user_errors
-from training.config.schema import PrecomputeConfig
+from training.config.schema import CaptionsMissing, PrecomputeConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +229,7 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
     from common.text import shorten_error
     from encoding.encoder import make_decoded_images, to_input
     from encoding.job import plan_shards
-    from encoding.sources import list_images
+    from encoding.sources import list_job_images
 
     if manifest.resolution is None:
         raise UserError(
@@ -247,7 +247,11 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
             f"{source}/job.json cannot be read ({shorten_error(error)}); leave source out."
         ) from error
 
-    images = list_images(folder, cfg.classes, allow_cut=True)
+    # The captions count only if images without one were left out.
+    cfg = replace(cfg, source=folder, allow_cut=True)
+    if cfg.captions_missing != CaptionsMissing.drop:
+        cfg = replace(cfg, text_encoder=None)
+    images, cfg = list_job_images(cfg, job)
     if images.sha256() != manifest.source_sha256:
         raise UserError(
             f"source={folder} is not what {source} was made of ({manifest.source}), or an "

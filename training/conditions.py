@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.encoded_text import EncodedText
 from common.errors import UserError
+from common.text import split_lines
 from data.loader import LatentLoader, LatentSpec
 from training.components import build_loader
 
@@ -143,7 +144,7 @@ def choose_conditions(training: Training, source: str, count: int) -> Conditions
 def read_prompts(file: str) -> list[str]:
     """Reads a text file with a prompt on each line. Raises ValueError if it has none."""
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
+        lines = split_lines(Path(file).expanduser().read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"prompts={file} must be held_out, train, or a text file in UTF-8 with a prompt on "

@@ -21,9 +21,9 @@ class NoLogger:
     """Logs nothing. This is the interface of loggers; their methods may raise exceptions, because a
     run calls them through `SafeLogger`."""
 
-    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Starts logging a run; `config` holds the run's configuration and its ledger of
-        techniques."""
+    def start(self, folder: Path, config: Mapping[str, Any], samples: int = 0) -> None:
+        """Starts logging a run, which has seen `samples` training samples; `config` holds the run's
+        configuration and its ledger of techniques."""
 
     def log(self, metrics: Mapping[str, Any], samples: int) -> None:
         """Logs metrics (name -> value) at `samples`, the number of training samples seen so far."""
@@ -38,7 +38,8 @@ class NoLogger:
 
 class WandbLogger(NoLogger):
     """Logs to Weights & Biases. The x axis is the number of samples seen, not W&B's own step: W&B
-    drops a point if it already has one at a later step, which happens after a resume."""
+    drops a point if it already has one at a later step, which happens after a resume. A run that
+    crashed logs some points twice; `restart`, the number of starts before, tells them apart."""
 
     def __init__(
         self,
@@ -50,9 +51,13 @@ class WandbLogger(NoLogger):
         self.entity = entity
         self.mode: Literal["online", "offline"] = mode
         self.run: Any = None
+        self.restart = 0
 
-    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, config: Mapping[str, Any], samples: int = 0) -> None:
         import wandb
+
+        # Each start of the process makes a folder in wandb/.
+        self.restart = len([*folder.glob("wandb/*run-*")])
 
         # Keep the id of the W&B run in the run folder, so that a resumed run continues the same W&B
         # run.
@@ -103,7 +108,7 @@ class WandbLogger(NoLogger):
     def log(self, metrics: Mapping[str, Any], samples: int) -> None:
         self.run.log(
             {key: value for key, value in metrics.items() if value is not None}
-            | {"samples": samples}
+            | {"samples": samples, "restart": self.restart}
         )
 
     def image(self, name: str, file: Path, samples: int) -> None:
@@ -138,10 +143,11 @@ class TensorBoardLogger(NoLogger):
     def __init__(self) -> None:
         self.writer: Any = None
 
-    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, config: Mapping[str, Any], samples: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        # Hide the points that a killed process logged after its last checkpoint.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=samples + 1)
         self.writer.add_text(
             "config", "\n".join(f"    {key}: {value}" for key, value in config.items())
         )

@@ -193,7 +193,7 @@ class Run:
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
         facts |= {"config": config, "choices": self.composed.choices}
         facts |= {name: self.environment[name] for name in ("versions", "hardware", "git")}
-        logger.start(self.folder, facts)
+        logger.start(self.folder, facts, training.state.samples)
         logger.known = {"ledger": rows}
 
     def continue_records(self, state: TrainState) -> None:

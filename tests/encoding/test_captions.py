@@ -13,7 +13,7 @@ from data.blocks import BlockReader
 from data.captions import CaptionTable
 from data.manifest import read_manifest
 from data.source import open_source
-from encoding.captions import fill_templates, parse_captions
+from encoding.captions import CaptionReader, fill_templates
 from encoding.sources import list_images
 from models.text_encoders import HubTextEncoder, WordLlama
 from scripts.import_latents import ImportConfig, check_config, import_latents
@@ -33,17 +33,16 @@ def save_text(path, **texts):
 
 
 def list_captions(source, **options):
-    options = {"classes": "none", "captioned": True} | options
+    options = {"classes": "none", "reader": CaptionReader()} | options
     return [entry.captions for entry in list_images(source, **options).entries]
 
 
 def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
-    save_text(tmp_path, a="\ufeffan apple\n\n  a red fruit \r\n", b="", c="*x: [y], 1e3 🍎")
+    save_text(tmp_path, a="\ufeffan apple\n  a red fruit \r\n", b="", c="*x: [y], 1e3 🍎")
     (tmp_path / "a.json").write_text('{"caption": "an apple", "width": 512}')
     expected = [("an apple", "a red fruit"), (), ("*x: [y], 1e3 🍎",)]
     assert list_captions(tmp_path) == expected
-    assert "txt" not in str(list_images(tmp_path, "none", captioned=True).unused)
-    assert "txt" in str(list_images(tmp_path, "none").unused)
+    assert "3 .txt (e.g. a.txt)" in str(list_images(tmp_path, "none").unused)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +53,14 @@ def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
         ('{"prompt": "last", "caption": "one"}', ("one",)),
         ('{"captions": ["one", " ", "one"]}', ("one",)),
         ('{"width": 512}', ()),
+        ('{"tags": ["one", "two"], "meta": {}}', ("one, two",)),
         ('{"caption": null}', ()),
         ('{"captions": [null, " "], "caption": null, "text": "one"}', ("one",)),
         ('[null, "a \\ud800 half"]', ("a ? half",)),
     ],
 )
 def test_json_of_many_forms(content, captions):
-    assert parse_captions("a.json", content.encode()) == captions
+    assert CaptionReader().parse("a.json", content.encode()) == captions
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_json_of_many_forms(content, captions):
 )
 def test_json_without_captions(content):
     with expect_refusal(r"a\.json (must hold a caption|holds no captions in UTF-8)"):
-        parse_captions("a.json", content)
+        CaptionReader().parse("a.json", content)
 
 
 def test_members_of_a_tar(tmp_path):
@@ -99,7 +99,7 @@ def test_templates_of_class_names(tmp_path):
     file.write_text("a {}\nnothing\n")
     with expect_refusal(r"each line must have \{\}"):
         fill_templates(images, str(file))
-    with expect_refusal("must be given, or a text file with a template"):
+    with expect_refusal("must be given, a table .*, or a text file with a template"):
         fill_templates(images, str(tmp_path / "absent"))
     with expect_refusal("the source has no classes"):
         file.write_text("a {}")
@@ -154,11 +154,13 @@ def test_a_job_with_captions(captioned, job, tmp_path, capsys):
         job(f"source={captioned}")
 
 
-def test_captions_that_nobody_wrote(photos, job):
+def test_captions_that_nobody_wrote(job, tmp_path):
     with expect_refusal("no image has a caption"):
         job("text_encoder=wordllama")
+    (tmp_path / "words.txt").write_text("a {}")
+    templates = f"captions={tmp_path / 'words.txt'}"
     with expect_refusal(r"text_encoder\.path"):
-        job("text_encoder=transformers", "text_encoder.path=nowhere")
+        job(templates, "text_encoder=transformers", "text_encoder.path=nowhere")
     with expect_refusal("captions=templates.txt needs an encoder"):
         job("captions=templates.txt")
 

@@ -19,7 +19,9 @@ TWENTY_STEPS = ["total_samples=160", "runtime=eager", "log_every=1"]
 
 def test_a_logger_is_told_the_machine_and_if_a_run_is_stopped_its_evidence(run, monkeypatch):
     facts = {}
-    monkeypatch.setattr(NoLogger, "start", lambda self, folder, config: facts.update(config))
+    monkeypatch.setattr(
+        NoLogger, "start", lambda self, folder, config, samples: facts.update(config)
+    )
     monkeypatch.setattr(NoLogger, "finish", lambda self, summary: facts.update(summary))
     monkeypatch.setattr(TrainState, "advance", lambda self, samples: sys.exit(75))
     with pytest.raises(SystemExit):
@@ -103,7 +105,7 @@ def test_wandb_keeps_the_picture_and_no_null(monkeypatch):
     logger.run = fake  # pyright: ignore[reportAttributeAccessIssue]
     logger.log({"loss": 1.0, "mfu": None}, 8)
     logger.finish({"steps": 2, "mfu": None, "sample_grid": "runs/a/samples/step-2.png"})
-    assert fake.lines == [{"loss": 1.0, "samples": 8}]
+    assert fake.lines == [{"loss": 1.0, "samples": 8, "restart": 0}]
     assert fake.summary == {"sample_grid": "a picture", "steps": 2}
 
 

@@ -379,6 +379,7 @@ def test_a_wrong_launch_is_one_sentence(words, environment, sentence, zygote, fo
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_accelerate_starts_the_processes_that_torchrun_starts(run_ranks, tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     launcher = (

@@ -26,6 +26,7 @@ from common.text import shorten_error
 from training.checkpoint.files import CHUNK_BYTES, RANK_FILE, WEIGHTS_FILES, assemble_state, flatten
 from training.config.schema import EmaConfig, RuntimeConfig
 from training.distributed.ranks import SINGLE, Ranks
+from training.optimizers import Schedule
 
 if TYPE_CHECKING:
     from training.state import TrainState
@@ -316,6 +317,8 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
         for name, defaults in (("runtime", RuntimeConfig()), ("ema", EmaConfig())):
             settings = settings | {name: asdict(defaults) | settings.get(name, {})}
         changed = describe_difference(settings, run["settings"])
+        samples = described["counters"]["samples"]
+        changed += describe_rates(settings, run["settings"], samples) if changed else ""
         if described.get("evaluation") != run["evaluation"]:
             note = "eval_loss draws t differently and is not comparable with earlier lines"
             changed = f"{changed}, {note}" if changed else note
@@ -341,6 +344,22 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
         reason = str(error) if isinstance(error, ValueError) else shorten_error(error)
         raise UserError(f"{folder} does not fit this run: {reason}") from error
     return changed
+
+
+def describe_rates(then: dict[str, Any], now: dict[str, Any], samples: int) -> str:
+    """Returns the end of a sentence if the learning rate after `samples` samples differs between
+    the settings of a checkpoint and of the run, as it does if a cosine gets longer; else ""."""
+
+    def find_rate(settings: dict[str, Any]) -> float:
+        schedule = Schedule(total_samples=settings["total_samples"], **settings["schedule"])
+        return settings["optim"]["lr"] * schedule(samples, settings["batch_size"])
+
+    try:
+        old = find_rate(then)
+        new = find_rate(now)
+    except (LookupError, TypeError):  # no rate, or a value that refers to another key
+        return ""
+    return "" if old == new else f"; so the learning rate at this step was {old:.2g}, is {new:.2g}"
 
 
 def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:

@@ -119,6 +119,17 @@ class LatentKind(str, Enum):
     sample = "sample"
 
 
+class CaptionLines(str, Enum):
+    each = "each"
+    whole = "whole"
+
+
+class CaptionsMissing(str, Enum):
+    empty = "empty"
+    drop = "drop"
+    refuse = "refuse"
+
+
 class LatentDtype(str, Enum):
     float16 = "float16"
     bfloat16 = "bfloat16"
@@ -504,10 +515,17 @@ class PrecomputeConfig:
     # true: encode each image's mirror image too, because mirroring a latent does not give the
     # latent of the mirrored image
     flips: bool = False
-    # for a text_encoder: given: the captions are in files beside the images, .txt with one on each
-    # line or .json, in members of the tars, or in a column of `datasets`; or a text file with a
-    # template on each line, such as "a photo of {}", in which the class's name replaces {}
+    # for a text_encoder: given: the captions are beside the images, in a .txt, .caption or .json of
+    # each or in metadata.jsonl, in members of the tars, or in a column of `datasets`; or a table by
+    # file name, .jsonl, .csv or COCO's .json; or a text file with a template on each line, such as
+    # "a photo of {}", in which the class's name replaces {}
     captions: str = "given"
+    # each: each line of a text is a caption; whole: all of it is one; null: each line, but all of a
+    # text with an empty line between others, which separates paragraphs
+    caption_lines: CaptionLines | None = None
+    # what becomes of images without a caption: empty: they get the empty one; drop: they are left
+    # out; refuse: the job stops; null: empty for up to half of the images, else refuse
+    captions_missing: CaptionsMissing | None = None
     max_captions: Positive = 8  # largest number of captions of an image; the rest is left out
     # largest number of tokens that are stored of a caption; 0: only one vector for each caption
     text_tokens: Natural = 64

@@ -4,7 +4,9 @@ PEFT's format.
 PEFT (https://github.com/huggingface/peft) stores `adapter_config.json` and
 `adapter_model.safetensors` in a folder, and names the two LoRA matrices of a layer
 `base_model.model.<layer>.lora_A.weight` and `base_model.model.<layer>.lora_B.weight`. In the files
-that fastlatent writes, the header also describes the model, its latents and its classes.
+that fastlatent writes, the header also describes the model, its latents and its classes. diffusers
+stores a LoRA in one file, `pytorch_lora_weights.safetensors`, with PEFT's configuration in the
+header.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from common.errors import UserError
 from common.files import hash_file, make_folder, read_object, write_json
-from common.text import is_figure
+from common.text import is_figure, shorten_error
 from models.adapters import PromptedLabels, find_trained_parameters, merge_adapter
 from models.denoiser import Denoiser
 from models.layers import LabelEmbedding
@@ -34,6 +37,7 @@ from training.weights.pretrained import (
     Description,
     build_described,
     build_model,
+    explain_read_errors,
     find_description,
     fit_weights,
     load_pretrained,
@@ -44,7 +48,16 @@ from training.weights.pretrained import (
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+DIFFUSERS_KEY = "lora_adapter_metadata"
+"""Key in the header of a file of diffusers. The value is PEFT's configuration as JSON, with the
+name of the pipeline's part before each key, such as `transformer.lora_alpha`."""
 PEFT_PREFIX = "base_model.model."
+FACTOR = re.compile(
+    r"(?:base_model\.model\.|transformer\.|diffusion_model\.|unet\.)*(.+)\.lora_([AB])\.weight"
+)
+"""Matches the name of a LoRA matrix as PEFT, diffusers and others write it; the groups are the name
+of the layer and of the matrix."""
 PROMPT_KEY = "prompt_embeddings"
 HARMLESS_KEYS = {
     "peft_type",
@@ -66,10 +79,15 @@ HARMLESS_KEYS = {
     "loftq_config",
     "eva_config",
     "corda_config",
+    "rank_pattern",
+    "alpha_pattern",
 }
 """Keys of PEFT's configuration that either do not affect the output of a trained LoRA or that this
-file reads. All other keys must have a value that switches them off: null, false, "none" or
-empty."""
+file reads. All other keys must have a value that switches them off: null, false, "none", empty, or
+that of `PEFT_DEFAULTS`."""
+PEFT_DEFAULTS = {"megatron_core": "megatron.core", "qalora_group_size": 16}
+"""Keys whose default in PEFT is another value: it counts only with a key that is refused."""
+PATTERN_KEYS = ("rank_pattern", "alpha_pattern")
 KNOWN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of PEFT's key `init_lora_weights` with which PEFT leaves the base model's weights
 unchanged."""
@@ -90,16 +108,17 @@ class OpenedModel(NamedTuple):
 
 
 def load_model(file: Path, device: torch.device, adapter: str | None = None) -> OpenedModel:
-    """Loads the model in `file` and merges the adapter that `adapter` names: a PEFT folder, an
-    adapter's file, a checkpoint or a run. If `adapter` is None and `file` itself holds an adapter,
-    loads the base model of that adapter and merges the adapter.
+    """Loads the model in `file` and merges the adapter that `adapter` names: a folder of PEFT or
+    diffusers, an adapter's file, a checkpoint or a run. If `adapter` is None and `file` itself
+    holds an adapter, loads the base model of that adapter and merges the adapter.
 
     ValueError if the adapter was trained on another model, or its tensors do not fit the model.
     """
     if adapter is not None:
-        peft_file = Path(adapter).expanduser() / TENSORS_FILE
-        if peft_file.is_file():
-            return load_adapted(peft_file, file, device)
+        for name in (TENSORS_FILE, DIFFUSERS_FILE):
+            foreign_file = Path(adapter).expanduser() / name
+            if foreign_file.is_file():
+                return load_adapted(foreign_file, file, device)
         return load_adapted(find_weights_file(adapter, "adapter"), file, device)
 
     description = read_description(file)
@@ -120,7 +139,9 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
     the adapter was trained on other weights, or does not fit the model."""
     base_description = read_description(base)
     tensors = read_tensors(file)
-    description = find_description(file) or read_peft_description(file, base_description, tensors)
+    description = find_description(file)
+    if description is None:
+        tensors, description = read_foreign_lora(file, tensors, base, base_description)
     note = description.adapter
     if note is None or base_description.adapter is not None:
         wrong = f"{base} is an adapter" if note else f"{file} is a model"
@@ -166,43 +187,103 @@ def to_peft_name(name: str) -> str:
     return PEFT_PREFIX + name.replace(".base_layer.", ".") + suffix
 
 
-def read_peft_description(
-    file: Path, base: Description, tensors: Mapping[str, Tensor]
-) -> Description:
-    """Returns the description of the LoRA in `file`, a weights file that PEFT wrote; `base`
-    describes the model on which the LoRA was trained. ValueError if PEFT's configuration describes
-    anything other than plain LoRA."""
-    config_file = file.with_name(CONFIG_FILE)
-    config = read_object(config_file)
-    if config.get("peft_type", "LORA") != "LORA":
+def read_foreign_lora(
+    file: Path, tensors: Mapping[str, Tensor], base: Path, base_description: Description
+) -> tuple[dict[str, Tensor], Description]:
+    """Returns the tensors of a LoRA that another tool wrote to `file`, by our names, and its
+    description; it was trained on the model in `base`. ValueError if it is anything other than
+    plain LoRA, if its alpha is not stated, or if a tensor belongs to no linear layer of that
+    model."""
+    place, config = find_lora_config(file)
+    if config:
+        refuse_other_adapters(place, config)
+
+    # Find the layer of each tensor.
+    with build_described(base, base_description, read_tensors(base).values()) as model:
+        linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    matches = {name: FACTOR.fullmatch(name) for name in tensors}
+    fitting = {name: match for name, match in matches.items() if match and match[1] in linear}
+    strangers = [name for name in tensors if name not in fitting]
+    if strangers or not fitting:
         raise UserError(
-            f"{config_file}: peft_type={str(config['peft_type'])[:80]} is not supported; LORA is."
+            f"{file}: {len(fitting)} of {len(tensors)} tensors are LoRA matrices of linear layers "
+            f"of {base}, and {', '.join(strangers[:1])[:200]} is none; use weights=<the model on "
+            "which it was trained>."
+        )
+    if not config:
+        raise UserError(
+            f"{file} does not say its alpha, neither in {CONFIG_FILE} beside it nor in its header "
+            f"({DIFFUSERS_KEY}), and another alpha gives another model; save it again by PEFT or "
+            "diffusers."
         )
 
-    # Refuse everything except a plain LoRA on unchanged weights of the base model, because merging
-    # any other adapter here gives another result than PEFT's.
-    numbers = ("r", "lora_alpha")
-    refused = [k for k in numbers if not is_figure(config.get(k)) or not math.isfinite(config[k])]
-    refused += [
-        key
-        for key, value in config.items()
-        if key not in HARMLESS_KEYS and value not in (None, False, "none", {}, [])
-    ]
-    if config.get("init_lora_weights") not in KNOWN_STARTS:
-        refused.append("init_lora_weights")
-    if refused:
-        value = str(config.get(refused[0]))[:80]
-        raise UserError(f"{config_file}: {refused[0]}={value} is not supported; plain LoRA is.")
-
-    factor = re.compile(re.escape(PEFT_PREFIX) + r"(.+)\.lora_A\.weight")
-    layers = [match[1] for match in map(factor.fullmatch, tensors) if match]
+    layers = sorted({match[1] for match in fitting.values()})
     node = {
         "_target_": "models.adapters.Lora",
         "rank": config["r"],
         "alpha": config["lora_alpha"],
         "targets": layers,
     }
-    return replace(base, adapter=AdapterNote(node, "", False, ""))
+    try:
+        node |= {key: find_pattern_values(config.get(key) or {}, layers) for key in PATTERN_KEYS}
+    except re.error as error:
+        raise UserError(
+            f"{place}: {str(error.pattern)[:80]} is no regular expression ({error})."
+        ) from error
+    renamed = {f"{match[1]}.lora_{match[2]}": tensors[name] for name, match in fitting.items()}
+    return renamed, replace(base_description, adapter=AdapterNote(node, "", False, ""))
+
+
+def find_lora_config(file: Path) -> tuple[str, dict[str, Any]]:
+    """Finds PEFT's configuration of the LoRA in `file`, beside it or in its header. Returns its
+    place, for messages, and the configuration; an empty one if there is none."""
+    config_file = file.with_name(CONFIG_FILE)
+    if file.name == TENSORS_FILE and config_file.is_file():
+        return str(config_file), read_object(config_file)
+    with explain_read_errors(file), safe_open(file, "pt") as opened:
+        text = (opened.metadata() or {}).get(DIFFUSERS_KEY, "{}")
+    place = f"{file}: {DIFFUSERS_KEY} in its header"
+    try:
+        return place, {key.rpartition(".")[2]: value for key, value in json.loads(text).items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{place} is no JSON object ({shorten_error(error)}).") from error
+
+
+def refuse_other_adapters(place: str, config: Mapping[str, Any]) -> None:
+    """Raises ValueError if PEFT's configuration describes anything except a plain LoRA on unchanged
+    weights of the base model: merging any other adapter here gives another result than PEFT's."""
+    if config.get("peft_type", "LORA") != "LORA":
+        raise UserError(
+            f"{place}: peft_type={str(config['peft_type'])[:80]} is not supported; LORA is."
+        )
+    off = (None, False, "none", {}, [])
+    refused = [
+        key
+        for key, value in config.items()
+        if key not in HARMLESS_KEYS and value not in (*off, PEFT_DEFAULTS.get(key))
+    ]
+    numbers = {key: config.get(key) or {} for key in PATTERN_KEYS}
+    numbers |= {key: config.get(key) for key in ("r", "lora_alpha")}
+    for key, value in numbers.items():
+        figures = value.values() if isinstance(value, dict) else [value]
+        if not all(is_figure(figure) and math.isfinite(figure) for figure in figures):
+            refused.insert(0, key)
+    if config.get("init_lora_weights") not in KNOWN_STARTS:
+        refused.append("init_lora_weights")
+    if refused:
+        value = str(config.get(refused[0]))[:80]
+        raise UserError(f"{place}: {refused[0]}={value} is not supported; plain LoRA is.")
+
+
+def find_pattern_values(patterns: Mapping[str, Any], layers: list[str]) -> dict[str, Any]:
+    """Returns layer -> value of the first of PEFT's `patterns` that matches the layer's name or its
+    end; they are regular expressions. Layers that none matches are left out."""
+    found = {}
+    for layer in layers:
+        values = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)]
+        if values:
+            found[layer] = values[0]
+    return found
 
 
 def write_peft(file: Path, folder: Path) -> None:
@@ -234,6 +315,7 @@ def write_peft(file: Path, folder: Path) -> None:
     else:
         config |= {"peft_type": "LORA", "r": note.node["rank"], "lora_alpha": note.node["alpha"]}
         config |= {"target_modules": sorted(layers), "lora_dropout": 0.0, "bias": "none"}
+        config |= {key: note.node.get(key) or {} for key in PATTERN_KEYS}
 
     # If the table of label embeddings was trained too, list the table under `modules_to_save`,
     # PEFT's key for modules whose weights are saved whole.
