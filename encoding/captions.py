@@ -21,10 +21,10 @@ from training.config.schema import CaptionLines, CaptionsMissing
 
 CAPTION_EXTENSIONS = (".txt", ".caption", ".json")
 """Extensions of the files with captions: the file of an image has the image's name."""
-CAPTION_NAMES = ("captions", "caption", "text", "prompt", "tags")
+CAPTION_NAMES = ("captions", "caption", "text", "prompt")
 """Keys of a JSON object, and columns of a table, that may hold captions; the first that holds some
-is taken. A list of captions stays a list, a list of tags becomes one caption."""
-FILE_NAMES = ("file_name", "filename", "file", "image", "image_path", "path")
+is taken, and else `tags`, a list that becomes one caption."""
+FILE_NAMES = ("file_name", "filename", "image", "path")
 """Columns of a table that may hold the name of the image; the first is taken."""
 TABLES = ("metadata.jsonl", "metadata.csv")
 """Tables of captions beside the images, as the imagefolder of Hugging Face `datasets` has them."""
@@ -46,15 +46,19 @@ class CaptionReader:
         """Texts with an empty line between others, each taken as one caption."""
         self.files: dict[str, list[str]] = {}
         """Folded path of a file without its extension -> the files of captions with that path."""
-        self.tables: list[str] = []
+        self.rows: dict[str, tuple[str, ...]] = {}
+        """Folded path of an image -> its captions in a table beside the images."""
         self.claimed: set[str] = set()
+        """Names of files, and paths of rows, that belong to an image."""
 
-    def note_file(self, name: str) -> bool:
-        """Notes a file of a folder, given by its path in it. Returns False if such a file holds no
-        captions."""
+    def note_file(self, root: Path, name: str) -> bool:
+        """Notes a file of the folder `root`, given by its path in it, and reads it if it is a
+        table. Returns False if such a file holds no captions."""
         stem, extension = os.path.splitext(name)
-        if os.path.basename(name).lower() in TABLES:
-            self.tables.append(name)
+        folder, own_name = os.path.split(name)
+        if own_name.lower() in TABLES:
+            rows = read_table(root / name)
+            self.rows |= {fold(os.path.join(folder, image)): rows[image] for image in rows}
         elif extension.lower() in CAPTION_EXTENSIONS:
             self.files.setdefault(fold(stem), []).append(name)
         else:
@@ -69,30 +73,26 @@ class CaptionReader:
         files = [*self.files.get(fold(stem), ()), *self.files.get(fold(image), ())]
         equal = [name for name in files if os.path.splitext(name)[0] in (stem, image)]
         own = sorted(equal or files, key=lambda name: (not name.lower().endswith(".txt"), name))
-        self.claimed.update(own)
+        self.claimed.update(own, [fold(image)])
         found = [self.parse(escape_name(str(root / n)), (root / n).read_bytes()) for n in own]
-        return tidy(chain(*found))
+        return tidy(chain(*found, self.rows.get(fold(image), ())))
 
     def parse(self, place: str, content: bytes) -> tuple[str, ...]:
         """Returns the captions in the content of a file: of a text its lines, or all of it as one;
         JSON has a text, a list of texts, or an object with one of these under a key of
         `CAPTION_NAMES`. `place` is the name of the file. Raises ValueError for other content."""
-        keys = "empty"
+        value: Any = None
+        is_json = place.lower().endswith(".json")
         try:
             text = content.decode("utf-8-sig")
-            if place.lower().endswith(".json"):
-                value = json.loads(text)
-                keys = ", ".join(value) if isinstance(value, dict) else keys
-                captions = find_captions(place, value)
-            else:
-                captions = self.split(place, text)
+            value = json.loads(text) if is_json else None
         except (ValueError, RecursionError) as error:
-            if isinstance(error, UserError):
-                raise
             raise UserError(f"{place} holds no captions in UTF-8 ({error}); mend it.") from error
+        captions = find_captions(place, value) if is_json else self.split(place, text)
         if not captions:
-            kind = f"{describe_kind(place)} that hold none of {', '.join(CAPTION_NAMES)}"
-            self.unused.add(kind, f"{place}: {keys[:80]}")
+            kind = f"{describe_kind(place)} that hold none of {', '.join(CAPTION_NAMES)}, tags"
+            keys = ", ".join(value)[:80] if isinstance(value, dict) else "empty"
+            self.unused.add(kind, f"{place}: {keys}")
         return captions
 
     def split(self, place: str, text: str) -> tuple[str, ...]:
@@ -104,23 +104,20 @@ class CaptionReader:
         whole = has_gap if self.lines is None else self.lines == CaptionLines.whole
         return tidy([" ".join(filter(None, lines))] if whole else lines)
 
-    def finish(self, images: ImageList, root: Path) -> ImageList:
-        """Returns the images of the folder or file `root` with the captions of its tables too;
-        counts the files of captions that no image has claimed."""
-        for name in sorted(self.tables):
-            rows = read_table(root / name)
-            folder = os.path.dirname(name)
-            images = add_rows(images, {os.path.join(folder, n): c for n, c in rows.items()}, name)
+    def finish(self, images: ImageList) -> None:
+        """Counts the files and rows of captions that no image has claimed, and notes in `images`
+        the texts that were taken whole."""
         for name in chain(*self.files.values()):
             if name not in self.claimed:
                 self.unused.add(f"{describe_kind(name)} beside no image of that name", name)
+        for name in self.rows.keys() - self.claimed:
+            self.unused.add(f"rows of {TABLES[0]} that name no image", name)
         if self.paragraphs:
             images.notes.append(
                 f"{len(self.paragraphs)} texts have an empty line between others, as "
                 f"{min(self.paragraphs)} has, and each of these texts is one caption; "
                 "caption_lines=each takes each line as one, whole takes all texts whole"
             )
-        return images
 
 
 def fold(name: str) -> str:
@@ -153,24 +150,22 @@ def find_captions(place: str, value: Any) -> tuple[str, ...]:
     """Returns the captions of a JSON value, or of a row of a table."""
     if not isinstance(value, Mapping):
         return tidy_value(place, value)
-    for name in CAPTION_NAMES:
-        found = tidy_value(place, value.get(name))
-        if found:
-            return (", ".join(found),) if name == "tags" else found
-    return ()
+    found = (tidy_value(place, value.get(name)) for name in CAPTION_NAMES)
+    tags = value.get("tags")
+    words = [tags] if isinstance(tags, str) else tags if isinstance(tags, list) else []
+    return next(filter(None, found), tidy([", ".join(map(str, words))]))
 
 
 def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:
     """Returns the captions of each row of a folder of `datasets`."""
-    names = [name for name in CAPTION_NAMES if name in dataset.features]
+    names = [name for name in (*CAPTION_NAMES, "tags") if name in dataset.features]
     if not names:
         raise UserError(
             f"source={path} has no column of captions ({', '.join(CAPTION_NAMES)}); rename one, or "
             "take captions=<file of templates>."
         )
-    column = dataset[names[0]]
-    places = (f"source={path}: row {i}" for i in range(len(column)))
-    return [find_captions(p, {names[0]: value}) for p, value in zip(places, column, strict=True)]
+    rows = enumerate(dataset.select_columns(names))
+    return [find_captions(f"source={path}: row {i}", row) for i, row in rows]
 
 
 def read_table(file: Path) -> dict[str, tuple[str, ...]]:
@@ -190,7 +185,10 @@ def read_table(file: Path) -> dict[str, tuple[str, ...]]:
         ) from error
 
     if not found:
-        raise UserError(f"{file} names no image in a column of {', '.join(FILE_NAMES)}; add it.")
+        raise UserError(
+            f"{file} names no image in a column of {', '.join(FILE_NAMES)}; add one, or move the "
+            "file away."
+        )
     return found
 
 
@@ -209,8 +207,8 @@ def read_rows(file: Path) -> Iterable[Any]:
 
 
 def add_rows(images: ImageList, rows: Mapping[str, tuple[str, ...]], place: str) -> ImageList:
-    """Returns the images with the captions of the `rows` that name them: by their path in the
-    source or, if only one image has it, by their name alone. Notes the rows that name none."""
+    """Returns the images with the captions of the `rows` that name them, by their path in the
+    source or, if only one image has it, by their name alone. Notes the other rows."""
     indices: dict[str, list[int]] = {}
     for index, entry in enumerate(images.entries):
         path = fold(entry.key)
@@ -220,13 +218,12 @@ def add_rows(images: ImageList, rows: Mapping[str, tuple[str, ...]], place: str)
     entries: list[ImageEntry] = [*images.entries]
     lost = []
     for name, captions in rows.items():
-        path = fold(os.path.normpath(name).replace("\\", "/"))
-        found = indices.get(path) or indices.get(path.rpartition("/")[2], [])
-        if len(found) != 1:
+        found = indices.get(fold(os.path.normpath(name.replace("\\", "/"))), [])
+        if len(found) == 1:
+            own = entries[found[0]]
+            entries[found[0]] = replace(own, captions=tidy((*own.captions, *captions)))
+        else:
             lost.append(name)
-            continue
-        own = entries[found[0]]
-        entries[found[0]] = replace(own, captions=tidy((*own.captions, *captions)))
     if lost:
         images.notes.append(
             f"{len(lost)} of {len(rows)} names in {place} belong to no image, or to several, such "
@@ -273,21 +270,18 @@ def fill_templates(images: ImageList, file: str) -> ImageList:
 
 def settle_missing(images: ImageList, rule: CaptionsMissing | None) -> ImageList:
     """Returns the images, by `rule` without those that have no caption. ValueError if the rule
-    refuses them; without a rule, if they are more than half; and if no image has a caption."""
+    refuses them, without a rule if they are more than half, and if they are all."""
     lacking = [entry.key for entry in images.entries if not entry.captions]
     if not lacking:
         return images
     total = len(images.entries)
     share = f"{len(lacking)} of {total} images have no caption, such as {lacking[0]}"
-    unused = f" Not used: {images.unused}." if images.unused.kinds else ""
-    if len(lacking) == total:
+    too_many = len(lacking) > (total / 2 if rule is None else total - 1)
+    if too_many or rule == CaptionsMissing.refuse:
+        unused = f" Not used: {images.unused}." if images.unused.kinds else ""
         raise UserError(
-            "text_encoder is set, but no image has a caption; put a .txt or .json with the image's "
-            f"name beside it, or take captions=<file of templates, or table>.{unused}"
-        )
-    if rule == CaptionsMissing.refuse or (rule is None and 2 * len(lacking) > total):
-        raise UserError(
-            f"{share}; write them, or say captions_missing=empty (they get the empty caption) or "
+            f"{share}; put a .txt or .json with the image's name beside it, take captions=<table, "
+            "or file of templates>, or say captions_missing=empty (they get the empty caption) or "
             f"drop (they are left out).{unused}"
         )
     if rule != CaptionsMissing.drop:
@@ -300,9 +294,9 @@ def read_caption_list(file: str, total: int) -> list[tuple[str, ...]]:
     """Reads the captions of `total` samples from a JSON file, a list with a text or a list of texts
     for each sample."""
     try:
-        values = json.loads(Path(file).expanduser().read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"captions={file} is no JSON file ({error}).") from error
+        values = read_rows(Path(file).expanduser())
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"captions={file} cannot be read ({shorten_error(error)}).") from error
     if not isinstance(values, list) or len(values) != total:
         raise UserError(f"captions={file} must be a list with {total} entries, one a sample.")
     return [tidy_value(f"captions={file}: entry {i}", value) for i, value in enumerate(values)]

@@ -60,9 +60,8 @@ def list_job_images(
     reader = CaptionReader(cfg.caption_lines) if given else None
     order = earlier.get("manifest", {}).get("class_names", ())
     images = list_images(str(cfg.source), cfg.classes, cfg.allow_cut, reader, order)
-    if cfg.text_encoder and not given:
-        images = add_captions(images, cfg.captions)
     if cfg.text_encoder:
+        images = images if given else add_captions(images, cfg.captions)
         images = settle_missing(images, cfg.captions_missing)
     return images, cfg
 
@@ -109,7 +108,7 @@ def list_images(
         else:
             images = list_folder(path, classes, allow_cut, unused, reader, order)
         if reader is not None:
-            images = reader.finish(images, path)
+            reader.finish(images)
     except OSError as error:
         raise UserError(
             f"source={source}: {escape_name(str(error.filename or path))} cannot be read "
@@ -182,7 +181,8 @@ def list_folder(
         )
     if tars:
         return list_tars(tars, classes, allow_cut, unused, reader)
-    names = sort_class_names([escape_name(name) for name in files_by_folder if name], order)
+    folders = sort_class_names([name for name in files_by_folder if name], order)
+    names = [escape_name(name) for name in folders]
     if classes == "none":
         splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
         notes = [f"images of {join_few(splits)} are all used"] if splits else []
@@ -213,20 +213,19 @@ def list_folder(
         raise UserError(
             f"source={path} has {len(files_by_folder)} class folders; leave classes={classes} out."
         )
-    files_by_name = {escape_name(name): files for name, files in files_by_folder.items()}
-    folders = [files_by_name[name] for name in names]
-    notes = check_class_folders(path, folders, names)
-    return make_image_list(path, folders, names, unused, notes, reader)
+    files = [files_by_folder[name] for name in folders]
+    notes = check_class_folders(path, files, names)
+    return make_image_list(path, files, names, unused, notes, reader)
 
 
 def sort_class_names(names: list[str], order: Sequence[str]) -> list[str]:
     """Returns the names of class folders in `order` if that has just these; else sorted, by their
     numbers if all are numbers: then a class 0, 1, … has the number that is its name."""
-    if sorted(names) == sorted(order):
-        return [*order]
-    if all(name.isdecimal() for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
-    return sorted(names)
+    places = {name: place for place, name in enumerate(order)}
+    if {*map(escape_name, names)} == places.keys():
+        return sorted(names, key=lambda name: places[escape_name(name)])
+    numbered = all(name.isdecimal() for name in names)
+    return sorted(names, key=lambda name: (int(name) if numbered else 0, name))
 
 
 Files = list[tuple[str, int]]
@@ -247,7 +246,7 @@ def sort_files(
         if extension == ".tar" and not slash:
             tars.append(path / name)
         elif not is_image(extension):
-            if reader is None or not reader.note_file(name):
+            if reader is None or not reader.note_file(path, name):
                 unused.add(describe_kind(name), name)
         elif not size:
             unused.add("empty files", name)

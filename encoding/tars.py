@@ -129,7 +129,7 @@ def make_entry(
             )
         label = read_label(file, stream, sample[".cls"])
     captions: list[str] = []
-    for extension in CAPTION_EXTENSIONS if reader else ():
+    for extension in CAPTION_EXTENSIONS:
         if reader and extension in sample:
             stream.seek(sample[extension].offset_data)
             content = stream.read(sample[extension].size)

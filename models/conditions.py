@@ -58,13 +58,15 @@ def find_class_numbers(labels: Sequence[int | str], names: list[str], count: int
     numbers: list[int] = []
     composed = [unicodedata.normalize("NFC", name) for name in names]
     for label in labels:
+        text = unicodedata.normalize("NFC", str(label))
+        namesakes = [number for number, name in enumerate(composed) if name == text]
         if isinstance(label, str):
-            wanted = unicodedata.normalize("NFC", label)
-            matches = [number for number, name in enumerate(composed) if name == wanted]
+            matches = namesakes
         else:
             whole = isinstance(label, Integral) and not isinstance(label, bool)
             matches = [int(label)] if whole and 0 <= label < max(1, count) else []
-            namesakes = [number for number, name in enumerate(names) if name == str(label)]
+
+            # Folders of numbers that are not in the order 0, 1, … have numbers as other names.
             if matches and namesakes not in ([], matches):
                 raise UserError(
                     f"labels: {label} is the number of class {names[matches[0]]!r} and the name of "

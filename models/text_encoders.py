@@ -168,7 +168,7 @@ class WordLlama(TextEncoder):
 
     def tokenize(self, texts: Sequence[str], whole: bool = False) -> list[list[int]]:
         found = self.tokenizer.encode_batch([*texts], add_special_tokens=False)
-        return [one.ids[: None if whole else MAX_TOKENS] or [self.BEGIN] for one in found]
+        return [one.ids[: None if whole else self.max_length] or [self.BEGIN] for one in found]
 
     def compute_vectors(self, numbers: Tensor, mask: Tensor) -> tuple[Tensor, None]:
         return self.table(numbers), None

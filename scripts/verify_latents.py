@@ -248,9 +248,8 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
         ) from error
 
     # The captions count only if images without one were left out.
-    cfg = replace(cfg, source=folder, allow_cut=True)
-    if cfg.captions_missing != CaptionsMissing.drop:
-        cfg = replace(cfg, text_encoder=None)
+    text = cfg.captions_missing == CaptionsMissing.drop and cfg.text_encoder
+    cfg = replace(cfg, source=folder, allow_cut=True, text_encoder=text)
     images, cfg = list_job_images(cfg, job)
     if images.sha256() != manifest.source_sha256:
         raise UserError(

@@ -133,8 +133,9 @@ def test_columns_that_cannot_be_told_apart_are_refused(tmp_path, columns, senten
 
 
 def test_a_folder_of_splits_asks_which(tmp_path):
-    save_rows(tmp_path / "train", image=[ROW], label=[0])
-    with expect_refusal("holds the splits train; name one: source=.*train"):
+    for name in ("test", "train"):
+        save_rows(tmp_path / name, image=[ROW], label=[0])
+    with expect_refusal("holds the splits test, train; name one: source=.*/train\\.$"):
         list_images(tmp_path)
 
 

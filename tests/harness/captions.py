@@ -9,7 +9,7 @@ from data.manifest import read_manifest
 from data.source import open_source
 from encoding.caption_job import CaptionJob, TextSettings
 from encoding.shards import ShardWriter
-from tests.harness.sets import edit_manifest, save_latent_set, save_random_set
+from tests.harness.sets import edit_manifest, save_files, save_latent_set, save_random_set
 from tests.harness.words import CPU
 
 WORDLLAMA = {"_target_": "models.text_encoders.WordLlama"}
@@ -46,6 +46,14 @@ def save_bert(folder):
     transformers.BertModel(config).save_pretrained(folder)
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     return folder
+
+
+def save_text(path, **texts):
+    """Writes an image and the text beside it for each name."""
+    for name, text in texts.items():
+        save_files(path, f"{name}.png")
+        save_files(path, f"{name}.txt", content=text.encode())
+    return path
 
 
 def save_captioned_set(folder, *train, held_out=0, **settings):

@@ -163,6 +163,13 @@ def test_a_missing_subfolder_is_refused(saved):
     assert "nowhere/config.json does not exist" in message
 
 
+def test_a_pipeline_is_told_where_its_vae_is(saved, tmp_path):
+    diffusers.AutoencoderKL.from_pretrained(saved["AutoencoderKL"]).save_pretrained(
+        tmp_path / "vae"
+    )
+    assert "take encoder.subfolder=vae" in read_refusal(tmp_path)
+
+
 def test_taef2_reconstructs_photos(assets):
     files = sorted((assets / "images").rglob("*.jpg"))
     pixels = [decode_image(file.read_bytes(), 128) for file in files[:: len(files) // 4][:4]]

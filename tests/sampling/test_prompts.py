@@ -9,7 +9,7 @@ import torch
 
 from models.text import TextEmbedding
 from sampling.draw import DrawConfig, SampleJob
-from sampling.load import load_run
+from sampling.load import TrainedModel, load_run
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.export.__main__ import ExportConfig, export
 from scripts.sample import SampleConfig, sample_run
@@ -164,11 +164,15 @@ def test_another_text_encoder_is_refused(captioned_run, monkeypatch, tmp_path):
         load_run(captioned_run).text_encoder  # noqa: B018 - opens it
 
 
-def test_a_long_prompt_is_cut_and_said(captioned_run, capsys):
+def test_a_long_prompt_is_cut_and_said(captioned_run, capsys, monkeypatch):
     model = load_run(captioned_run)
     labels = [] if model.model.label_embed is None else [0]
     model.sample(labels, prompts=["one " * 40], steps=1)
     assert "has 41 tokens, and attention reads 6" in capsys.readouterr().out
+    monkeypatch.setattr(TrainedModel, "text_level", "pooled")
+    monkeypatch.setattr("models.text_encoders.WordLlama.max_length", 30)
+    model.make_conditions(labels, ["one " * 40])
+    assert "has 41 tokens, and the text encoder reads 30" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

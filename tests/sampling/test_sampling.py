@@ -131,11 +131,12 @@ def test_labels_of_the_data_need_the_run(trained, tmp_path):
         SampleJob(DrawConfig(weights=str(weights), labels="data", device="cpu"), SINGLE)
 
 
-NAMED = LatentSpec(1, 2, 2, 4, 9, ["apple", "7", "pear", "pear"], [0.0], [1.0])
+NAMED = LatentSpec(1, 2, 2, 6, 9, ["apple", "7", "pear", "pear", "5", "plum"], [0.0], [1.0])
 
 
 def test_classes_go_by_number_and_by_name():
-    assert find_class_numbers([3, "apple", "7", np.int64(1)], NAMED.names, 4) == [3, 0, 1, 1]
+    assert find_class_numbers([3, "apple", "7", np.int64(1)], NAMED.names, 6) == [3, 0, 1, 1]
+    assert find_class_numbers(["A\u0308pfel"], ["Birnen", "Äpfel"], 2) == [1]
     nameless = dataclasses.replace(NAMED, class_names=[])
     assert find_class_numbers(["2", 0], nameless.names, 4) == [2, 0]
 
@@ -143,8 +144,9 @@ def test_classes_go_by_number_and_by_name():
 @pytest.mark.parametrize(
     ("label", "sentence"),
     [
+        (5, r"5 is the number of class 'plum' and the name of class 4; .*: 'plum' or '5'\.$"),
         ("aple", r"'aple' is no class of this run; did you mean apple\?"),
-        ("quince", "its 4 classes are, from 0 on, apple, 7, pear, pear."),
+        ("quince", "its 6 classes are, from 0 on, apple, 7, pear, pear, 5, plum."),
         (7, "7 is no class"),
         (True, "True is no class"),
         ("pear", r"'pear' is the name of 2 classes, \[2, 3\]; give their numbers"),
@@ -153,7 +155,7 @@ def test_classes_go_by_number_and_by_name():
 )
 def test_a_label_that_is_no_class_is_a_short_sentence(label, sentence):
     with pytest.raises(ValueError, match=f"^labels: .*{sentence}") as caught:
-        find_class_numbers([label], NAMED.names, 4)
+        find_class_numbers([label], NAMED.names, 6)
     assert len(str(caught.value)) < 300
 
 

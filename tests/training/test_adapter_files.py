@@ -1,15 +1,11 @@
 """Files of adapters: resuming, sampling, exporting, PEFT's layout, and refusals."""
 
 import dataclasses
-import json
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from sampling.load import load_run
-from scripts.export.__main__ import ExportConfig, export
-from scripts.export.__main__ import Format as ExportFormat
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.harness.adapters import (
     BASE_CLASSES,
@@ -19,7 +15,6 @@ from tests.harness.adapters import (
     save_base,
     train_on,
 )
-from tests.harness.denoisers import make_inputs
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, save_latent_set
@@ -29,13 +24,7 @@ from training.assemble import assemble
 from training.checkpoint.load import find_weights_file
 from training.config.compose import compose
 from training.weights.adapter_base import compose_pretrained
-from training.weights.adapter_file import (
-    CONFIG_FILE,
-    PEFT_PREFIX,
-    TENSORS_FILE,
-    load_model,
-    write_peft,
-)
+from training.weights.adapter_file import TENSORS_FILE, load_model, write_peft
 from training.weights.pretrained import load_pretrained
 
 SAVING = [
@@ -92,26 +81,6 @@ def test_a_run_a_folder_of_peft_and_a_file_give_the_same_samples(run, base, tmp_
     assert load_run(run, device="cpu").spec.names == ["3", "4", "5", "6"]
 
 
-def test_peft_opens_our_files_and_we_open_its_files(base, tmp_path):
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    train_on(base, tmp_path / "run", 32, "adapter=lora", BASE_CLASSES)
-    file = find_weights_file(str(tmp_path / "run"), "run_dir")
-    write_peft(file, tmp_path / "ours")
-    model, _ = load_pretrained(base, CPU)
-    inputs = make_inputs(model)
-    plain = model(*inputs)
-    opened = peft.PeftModel.from_pretrained(model, tmp_path / "ours")
-    expected = load_model(file, CPU).model(*inputs)
-    torch.testing.assert_close(opened(*inputs), expected, atol=1e-5, rtol=0.0)
-    assert not torch.allclose(plain, expected, atol=1e-4)
-
-    config = peft.LoraConfig(r=4, target_modules=["w13", "in_proj"], init_lora_weights=False)
-    theirs = peft.get_peft_model(load_pretrained(base, CPU)[0], config)
-    theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_model(base, CPU, str(tmp_path / "theirs")).model
-    torch.testing.assert_close(ours(*inputs), theirs(*inputs), atol=1e-5, rtol=0.0)
-
-
 def test_a_prompt_with_an_mlp_is_saved_as_its_vectors(base, tmp_path):
     train_on(base, tmp_path / "run", 32, "adapter=prompt", "adapter.hidden=4")
     file = find_weights_file(str(tmp_path / "run"), "run_dir")
@@ -160,47 +129,6 @@ def test_another_encoder_without_a_hash_is_refused(base, tmp_path):
     edit_header(base, edited, lambda header: header["spec"]["encoder"].update(revision="0" * 40))
     with expect_refusal(r"on latents of .*, and the data is of .*PixelAuto"):
         assemble_on(edited, "adapter=lora")
-
-
-def write_as_peft(base, folder, **changes):
-    """Writes a LoRA of rank 2 as PEFT saves it, which describes neither its model nor its step;
-    returns the folder."""
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["w13"]}
-    config |= {"init_lora_weights": True, "alora_invocation_tokens": None} | changes
-    folder.mkdir()
-    (folder / CONFIG_FILE).write_text(json.dumps(config))
-    layer = "blocks.0.layers.1.w13"
-    rows, columns = load_file(base)[f"{layer}.weight"].shape
-    factors = {"A": torch.ones(2, columns), "B": torch.ones(rows, 2)}
-    tensors = {f"{PEFT_PREFIX}{layer}.lora_{name}.weight": t for name, t in factors.items()}
-    save_file(tensors, folder / TENSORS_FILE)
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"init_lora_weights": "pissa"}, "init_lora_weights=.* is not supported; plain LoRA is"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported"),
-        ({"r": None}, "r=.* is not supported"),
-        ({"lora_alpha": 10**400}, "lora_alpha=.* is not supported"),
-        ({"lora_alpha": 1e308}, "safetensors makes blocks.0.layers.1.w13.weight .*not finite"),
-    ],
-)
-def test_an_adapter_that_peft_computes_otherwise_is_refused(changes, sentence, base, tmp_path):
-    with expect_refusal(sentence):
-        load_model(base, CPU, write_as_peft(base, tmp_path / "peft", **changes))
-
-
-def test_an_adapter_that_peft_trained_opens_in_every_command(base, tmp_path):
-    source = {"weights": str(base), "adapter": write_as_peft(base, tmp_path / "peft")}
-    out = str(tmp_path / "drawn")
-    sample_run(SampleConfig(**source, count=2, steps=1, device="cpu", out=out))
-    merged = load_model(base, CPU, source["adapter"]).model.state_dict()
-    file = str(tmp_path / "merged.safetensors")
-    exported = load_file(export(ExportConfig(**source, out=file, format=ExportFormat.weights)))
-    assert are_equal(exported, merged)
-    export(ExportConfig(**source, out=str(tmp_path / "folder"), format=ExportFormat.diffusers))
 
 
 def test_latents_are_normalised_as_those_of_the_base(base, tmp_path):

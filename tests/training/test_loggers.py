@@ -121,12 +121,6 @@ def test_wandb_receives_the_sample_grid(run, tmp_path):
     assert re.search(rb'sample_grid.{1,300}"image-file".{1,400}' + digest, record, re.DOTALL)
 
 
-def test_tensorboard(run, tmp_path):
-    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
-    run("logger=tensorboard")
-    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
-
-
 def test_a_missing_logger_package_costs_one_warning(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.warns(UserWarning, match="TensorBoardLogger failed"):

@@ -1,16 +1,20 @@
 """LoRA by PEFT and diffusers: opens with the weights that PEFT merges, or is refused."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.export.__main__ import ExportConfig, export
+from scripts.export.__main__ import ExportConfig, Format, export
+from scripts.sample import SampleConfig, sample_run
 from tests.harness.adapters import BASE_CLASSES, save_base, train_on
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU
 from training.checkpoint.load import find_weights_file
 from training.weights.adapter_file import (
+    CONFIG_FILE,
     DIFFUSERS_FILE,
     PEFT_DEFAULTS,
     TENSORS_FILE,
@@ -20,7 +24,6 @@ from training.weights.adapter_file import (
 from training.weights.pretrained import load_pretrained
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
-loaders = pytest.importorskip("diffusers.loaders")
 
 LAYERS = ["w13", "in_proj"]
 RANDOM = {"r": 4, "lora_alpha": 7, "target_modules": LAYERS, "init_lora_weights": False}
@@ -76,6 +79,37 @@ def test_other_kinds_of_lora_are_refused(settings, sentence, base, tmp_path):
         load_model(base, CPU, str(tmp_path / "lora"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported"),
+        ({"r": None}, "r=None is not supported"),
+        ({"lora_alpha": 10**400}, "lora_alpha=.* is not supported"),
+        ({"alpha_pattern": {"w13": "8"}}, "alpha_pattern=.* is not supported"),
+        ({"alpha_pattern": {"(w13": 8}}, r"\(.*\(w13.* is no regular expression"),
+        ({"lora_alpha": 1e308}, r"safetensors makes blocks\.\S+ of the model not finite"),
+    ],
+)
+def test_a_configuration_that_would_give_other_weights_is_refused(
+    changes, sentence, base, tmp_path
+):
+    make_lora(base).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | changes))
+    with expect_refusal(sentence):
+        load_model(base, CPU, str(tmp_path))
+
+
+def test_a_lora_of_peft_opens_in_every_command(base, tmp_path):
+    make_lora(base).save_pretrained(tmp_path / "lora")
+    source = {"weights": str(base), "adapter": str(tmp_path / "lora")}
+    sample_run(SampleConfig(**source, count=2, steps=1, device="cpu", out=str(tmp_path / "drawn")))
+    weights = {"out": str(tmp_path / "merged.safetensors"), "format": Format.weights}
+    merged = load_file(export(ExportConfig(**source, **weights)))
+    assert are_equal(merged, load_model(base, CPU, source["adapter"]).model.state_dict())
+    export(ExportConfig(**source, out=str(tmp_path / "folder"), format=Format.diffusers))
+
+
 def test_other_adapters_are_refused(base, tmp_path):
     config = peft.LoHaConfig(r=4, target_modules=LAYERS)
     peft.get_peft_model(load_pretrained(base, CPU)[0], config).save_pretrained(tmp_path / "loha")
@@ -85,9 +119,11 @@ def test_other_adapters_are_refused(base, tmp_path):
 
 def save_by_diffusers(theirs, folder, **other):
     """Saves a LoRA as the training scripts of diffusers do; `other` is that of a text encoder."""
+    from diffusers.loaders import SD3LoraLoaderMixin
+
     tensors = peft.get_peft_model_state_dict(theirs)
     tensors = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
-    loaders.SD3LoraLoaderMixin.save_lora_weights(
+    SD3LoraLoaderMixin.save_lora_weights(
         folder,
         transformer_lora_layers=tensors,
         transformer_lora_adapter_metadata=theirs.peft_config["default"].to_dict(),
@@ -119,7 +155,7 @@ def test_a_lora_of_another_model_is_refused_with_a_count(base, tmp_path):
         load_model(base, CPU, str(tmp_path / "lora"))
     text = {"text.q.lora_A.weight": torch.zeros(1, 1), "text.q.lora_B.weight": torch.zeros(1, 1)}
     file = save_by_diffusers(make_lora(base), tmp_path, text_encoder_lora_layers=text)
-    with expect_refusal(r"8 of 10 tensors are LoRA .*text_encoder\.text\.q\.lora_A\.weight is none"):
+    with expect_refusal(r"8 of 10 tensors are LoRA .*text_encoder\.text\.q\S+ is none"):
         load_model(base, CPU, str(file))
 
 
@@ -136,7 +172,8 @@ def test_peft_opens_what_we_save(base, tmp_path):
 def test_a_lora_that_peft_trained_on_an_exported_model_opens(base, tmp_path):
     cfg = ExportConfig(weights=str(base), out=str(tmp_path / "exported"))
     folder = export(cfg)
-    diffusers = pytest.importorskip("diffusers")
+    import diffusers
+
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
     theirs = peft.get_peft_model(pipe.transformer, peft.LoraConfig(**RANDOM))
     theirs.save_pretrained(tmp_path / "lora")

@@ -195,29 +195,24 @@ def read_foreign_lora(
     plain LoRA, if its alpha is not stated, or if a tensor belongs to no linear layer of that
     model."""
     place, config = find_lora_config(file)
-    if config:
-        refuse_other_adapters(place, config)
+    refuse_other_adapters(place, config)
 
     # Find the layer of each tensor.
     with build_described(base, base_description, read_tensors(base).values()) as model:
         linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     matches = {name: FACTOR.fullmatch(name) for name in tensors}
     fitting = {name: match for name, match in matches.items() if match and match[1] in linear}
-    strangers = [name for name in tensors if name not in fitting]
-    if strangers or not fitting:
+    if not fitting or len(fitting) < len(tensors):
+        stranger = next((name for name in tensors if name not in fitting), "nothing")
         raise UserError(
             f"{file}: {len(fitting)} of {len(tensors)} tensors are LoRA matrices of linear layers "
-            f"of {base}, and {', '.join(strangers[:1])[:200]} is none; use weights=<the model on "
-            "which it was trained>."
+            f"of {base}, and {stranger[:200]} is none; use weights=<the model on which it was "
+            "trained>."
         )
-    if not config:
-        raise UserError(
-            f"{file} does not say its alpha, neither in {CONFIG_FILE} beside it nor in its header "
-            f"({DIFFUSERS_KEY}), and another alpha gives another model; save it again by PEFT or "
-            "diffusers."
-        )
-
     layers = sorted({match[1] for match in fitting.values()})
+
+    # A layer has the value of the first of PEFT's patterns, regular expressions, that matches its
+    # name or the end of it.
     node = {
         "_target_": "models.adapters.Lora",
         "rank": config["r"],
@@ -225,7 +220,12 @@ def read_foreign_lora(
         "targets": layers,
     }
     try:
-        node |= {key: find_pattern_values(config.get(key) or {}, layers) for key in PATTERN_KEYS}
+        for key, default in (("rank_pattern", config["r"]), ("alpha_pattern", node["alpha"])):
+            patterns = (config.get(key) or {}).items()
+            node[key] = {
+                layer: next((v for p, v in patterns if re.match(rf"(.*\.)?({p})$", layer)), default)
+                for layer in layers
+            }
     except re.error as error:
         raise UserError(
             f"{place}: {str(error.pattern)[:80]} is no regular expression ({error})."
@@ -236,12 +236,18 @@ def read_foreign_lora(
 
 def find_lora_config(file: Path) -> tuple[str, dict[str, Any]]:
     """Finds PEFT's configuration of the LoRA in `file`, beside it or in its header. Returns its
-    place, for messages, and the configuration; an empty one if there is none."""
+    place, for messages, and the configuration; ValueError if there is none."""
     config_file = file.with_name(CONFIG_FILE)
     if file.name == TENSORS_FILE and config_file.is_file():
         return str(config_file), read_object(config_file)
     with explain_read_errors(file), safe_open(file, "pt") as opened:
-        text = (opened.metadata() or {}).get(DIFFUSERS_KEY, "{}")
+        text = (opened.metadata() or {}).get(DIFFUSERS_KEY)
+    if text is None:
+        raise UserError(
+            f"{file} does not say its alpha, neither in {CONFIG_FILE} beside it nor in its header "
+            f"({DIFFUSERS_KEY}), and another alpha gives another model; save it again by PEFT or "
+            "diffusers."
+        )
     place = f"{file}: {DIFFUSERS_KEY} in its header"
     try:
         return place, {key.rpartition(".")[2]: value for key, value in json.loads(text).items()}
@@ -262,6 +268,7 @@ def refuse_other_adapters(place: str, config: Mapping[str, Any]) -> None:
         for key, value in config.items()
         if key not in HARMLESS_KEYS and value not in (*off, PEFT_DEFAULTS.get(key))
     ]
+
     numbers = {key: config.get(key) or {} for key in PATTERN_KEYS}
     numbers |= {key: config.get(key) for key in ("r", "lora_alpha")}
     for key, value in numbers.items():
@@ -273,17 +280,6 @@ def refuse_other_adapters(place: str, config: Mapping[str, Any]) -> None:
     if refused:
         value = str(config.get(refused[0]))[:80]
         raise UserError(f"{place}: {refused[0]}={value} is not supported; plain LoRA is.")
-
-
-def find_pattern_values(patterns: Mapping[str, Any], layers: list[str]) -> dict[str, Any]:
-    """Returns layer -> value of the first of PEFT's `patterns` that matches the layer's name or its
-    end; they are regular expressions. Layers that none matches are left out."""
-    found = {}
-    for layer in layers:
-        values = [value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)]
-        if values:
-            found[layer] = values[0]
-    return found
 
 
 def write_peft(file: Path, folder: Path) -> None:
