@@ -187,13 +187,13 @@ def write_tar(file, members):
     return file
 
 
-def encode_png():
+def encode_png(*size):
     stream = io.BytesIO()
-    Image.new("RGB", (8, 8), (200, 0, 0)).save(stream, "PNG")
+    Image.new("RGB", size, (200, 0, 0)).save(stream, "PNG")
     return stream.getvalue()
 
 
-PNG = encode_png()
+PNG = encode_png(8, 8)
 """A whole image."""
 
 

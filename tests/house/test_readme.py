@@ -267,6 +267,13 @@ def test_links_lead_to_files_and_headings(page):
             assert heading in anchors, link
 
 
+def test_the_versions_of_tools_on_pages_are_the_tested_ones():
+    pages = (ROOT / "docs/exchange.md").read_text() + (ROOT / "docs/data.md").read_text()
+    named = re.findall(r"\| (\w+) (\d+\.\d+\.\d+) \|", pages)
+    tested = (ROOT / "constraints.txt").read_text()
+    assert {"==".join(pair) in tested for pair in named} == {True}
+
+
 def test_the_readme_is_one_screen_and_the_pages_are_short():
     """Raise a limit only with a reason; what was tried and did not help goes to docs/LOG.md."""
     readme = (ROOT / "README.md").read_text()

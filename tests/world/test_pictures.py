@@ -13,24 +13,18 @@ from encoding.images import UnusableError, decode_image
 from encoding.sources import list_images
 from evaluation.evaluator import make_folder_source
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import PNG, save_files
-
-
-def encode(size, kind="PNG", **settings):
-    stream = io.BytesIO()
-    Image.new("RGB", size, (200, 0, 0)).save(stream, kind, **settings)
-    return stream.getvalue()
+from tests.harness.sets import PNG, encode_png, save_files
 
 
 @pytest.mark.parametrize(("size", "side"), [((1, 4000), 256), ((30000, 2), 512)])
 def test_a_strip_is_left_out_before_it_is_enlarged(size, side):
     with pytest.raises(UnusableError, match=r"pixels before the crop are above max_megapixels=80"):
-        decode_image(encode(size), side)
-    assert decode_image(encode((8, 800)), 64).shape == (3, 64, 64)
+        decode_image(encode_png(*size), side)
+    assert decode_image(encode_png(8, 800), 64).shape == (3, 64, 64)
 
 
 def test_a_strip_is_listed_and_does_not_end_a_job_or_a_reference(more_photos, job, capsys):
-    save_files(more_photos, "cat/strip.png", content=encode((1, 400_000)))
+    save_files(more_photos, "cat/strip.png", content=encode_png(1, 400_000))
     reason = "16×6400000 pixels before the crop are above max_megapixels=80"
     assert read_manifest(job(source=more_photos)).skipped == [f"cat/strip.png: {reason}"]
     reference = make_folder_source(str(more_photos), 16, 100)
