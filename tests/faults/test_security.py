@@ -20,7 +20,7 @@ from scripts.sample import SampleConfig, sample_run
 from tests.harness.limits import run_limited
 from tests.harness.payloads import DEEP, ON_A_HUB, make_weights, read_description, with_description
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import encode_png, write_tar
+from tests.harness.sets import PNG, write_tar
 from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training.checkpoint.load import find_weights_file, verify
@@ -228,7 +228,7 @@ def test_a_manifest_stays_in_its_folder(tmp_path):
     "read as names or not at all; nothing is made",
 )
 def test_a_malicious_tar(tmp_path):
-    picture = encode_png()
+    picture = PNG
     evil = pickle.dumps(Evil(tmp_path / "made"))
     members = {
         "../../outside.png": picture,

@@ -84,7 +84,7 @@ def test_techniques_are_measured_alone_and_removed(tmp_path):
     assert removed["compile"]["ledger"]["compile"]["active"] is False
 
 
-def test_operators_are_measured_beside_their_definitions(tmp_path):
+def test_operators_are_measured_beside_their_definitions(fixed_times, tmp_path):
     entries = measure_tiny("kernels", tmp_path, "inductor=false")
     # A CPU has no fused operators.
     measured = [entry for entry in entries.values() if "reason" not in entry]
@@ -124,6 +124,7 @@ def test_mixers_are_compared_at_equal_parameters(tmp_path):
 
 
 # There are more workers than cores.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SETTING_SIZES", {"tiny": (2048, 256, 4)})
@@ -133,6 +134,7 @@ def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
     assert all(e["samples_per_s"] > 0 and 0 <= e["wait"] <= 1 for e in entries.values())
 
 
+@pytest.mark.slow
 def test_precisions_are_compared_over_seeds_also_without_their_instructions(tmp_path, monkeypatch):
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)

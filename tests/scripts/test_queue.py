@@ -95,7 +95,10 @@ def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
     assert next(iter(before.values()))["environment"].keys() == provenance
 
 
-@pytest.mark.parametrize(("again", "measured"), [("failed", [False, True]), ("all", [True, True])])
+@pytest.mark.parametrize(
+    ("again", "measured"),
+    [("failed", [False, True]), pytest.param("all", [True, True], marks=pytest.mark.slow)],
+)
 def test_again_measures_what_failed_or_all(again, measured, tmp_path):
     faulty = planted.plan_job(value, raises)
     run_all(faulty, tmp_path)
@@ -125,6 +128,7 @@ def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
     assert limits == [START_SECONDS, START_SECONDS, 123.0]
 
 
+@pytest.mark.slow
 def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, children):
     """The killed runner's children start as they really do."""
     running = subprocess.Popen(

@@ -59,6 +59,7 @@ def save_choice(folder, changes):
     return folder / tune.TUNING_FILE
 
 
+@pytest.mark.slow
 def test_the_fastest_that_is_right_is_chosen_and_remembered(monkeypatch):
     """A whole batch is slow, halves are quick, quarters wrong, and eighths exhaust the memory."""
     monkeypatch.setenv("PLANT", "slow:16,wrong:4,memory:2")

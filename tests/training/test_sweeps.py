@@ -59,6 +59,7 @@ def sweep(monkeypatch, tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_a_trial_has_the_bits_of_the_same_run_by_itself(tmp_path):
     """Also after a trial that was refused; and its clock begins with the trial."""
     words = [*TINY_RUN, *TINY_SYNTHETIC, "runtime=eager", "save_every=2", "sample_every=2"]

@@ -13,7 +13,7 @@ from encoding.images import UnusableError, decode_image
 from encoding.sources import list_images
 from evaluation.evaluator import make_folder_source
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import PNG, encode_png, save_files
+from tests.harness.sets import encode_png, save_files
 
 
 @pytest.mark.parametrize(("size", "side"), [((1, 4000), 256), ((30000, 2), 512)])
@@ -53,6 +53,6 @@ def test_archives_are_told_how_to_be_unpacked(tmp_path):
             tar.add(tmp_path / content, content)
     with expect_refusal(r"It holds: 1 \.tar .*Unpack the tars in it one level, into a folder for"):
         list_images(tmp_path / "all.tar")
-    save_files(tmp_path, "photos.tgz", content=PNG)
+    save_files(tmp_path, "photos.tgz")
     with expect_refusal("is a compressed tar, and images are read from their place in the file"):
         list_images(tmp_path / "photos.tgz")

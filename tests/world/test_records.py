@@ -49,7 +49,7 @@ def test_wandb_tells_a_restart(crash, tmp_path):
     records = [next(folder.glob("*.wandb")).read_bytes() for folder in folders]
     assert len(records) == 2
     for number, record in enumerate(records):
-        assert record.count(b"restart\x82\x01\x01%d" % number) > 3, record[-2000:]
+        assert record.count(b"restart\x82\x01\x01%d" % number) > 3
 
 
 def test_a_longer_run_says_how_its_rate_jumps(run, capsys):

@@ -317,8 +317,6 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
         for name, defaults in (("runtime", RuntimeConfig()), ("ema", EmaConfig())):
             settings = settings | {name: asdict(defaults) | settings.get(name, {})}
         changed = describe_difference(settings, run["settings"])
-        samples = described["counters"]["samples"]
-        changed += describe_rates(settings, run["settings"], samples) if changed else ""
         if described.get("evaluation") != run["evaluation"]:
             note = "eval_loss draws t differently and is not comparable with earlier lines"
             changed = f"{changed}, {note}" if changed else note
@@ -343,7 +341,7 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
     except MALFORMED_ERRORS as error:
         reason = str(error) if isinstance(error, ValueError) else shorten_error(error)
         raise UserError(f"{folder} does not fit this run: {reason}") from error
-    return changed
+    return changed and changed + describe_rates(settings, run["settings"], state.samples)
 
 
 def describe_rates(then: dict[str, Any], now: dict[str, Any], samples: int) -> str:
@@ -357,7 +355,7 @@ def describe_rates(then: dict[str, Any], now: dict[str, Any], samples: int) -> s
     try:
         old = find_rate(then)
         new = find_rate(now)
-    except (LookupError, TypeError):  # no rate, or a value that refers to another key
+    except MALFORMED_ERRORS:  # no rate, or a value that refers to another key
         return ""
     return "" if old == new else f"; so the learning rate at this step was {old:.2g}, is {new:.2g}"
 
