@@ -75,7 +75,9 @@ def precompute(composed: Composed) -> Path:
 
     # 1. List the images, plan the shards, and load the encoder.
     device = ranks.device(pick_device(cfg.runtime.device.value))
-    images, cfg = list_job_images(cfg, read_job(out))
+    earlier = read_job(out)
+    order = earlier.get("manifest", {}).get("class_names", ())
+    images, cfg = list_job_images(cfg, earlier, order)
     plan = plan_shards(images, cfg)
     part = Part.parse(cfg.part)
     plan.part = part.divide(ranks.rank, ranks.world_size)

@@ -29,6 +29,24 @@ FILE_NAMES = ("file_name", "filename", "image", "path")
 TABLES = ("metadata.jsonl", "metadata.csv")
 """Tables of captions beside the images, as the imagefolder of Hugging Face `datasets` has them."""
 TABLE_EXTENSIONS = (".jsonl", ".csv", ".json")
+TABLE_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+class Names:
+    """Values by name. A name without a value has the values of all names that differ from it in
+    case alone, or in how accents are stored: macOS takes them apart."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[Any]] = {}
+        self.alike: dict[str, set[str]] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        self.values.setdefault(name, []).append(value)
+        self.alike.setdefault(fold(name), set()).add(name)
+
+    def find(self, name: str) -> list[Any]:
+        names = [name] if name in self.values else sorted(self.alike.get(fold(name), ()))
+        return [value for name in names for value in self.values[name]]
 
 
 class CaptionReader:
@@ -44,12 +62,12 @@ class CaptionReader:
         self.unused = Unused()
         self.paragraphs: set[str] = set()
         """Texts with an empty line between others, each taken as one caption."""
-        self.files: dict[str, list[str]] = {}
-        """Folded path of a file without its extension -> the files of captions with that path."""
-        self.rows: dict[str, tuple[str, ...]] = {}
-        """Folded path of an image -> its captions in a table beside the images."""
-        self.claimed: set[str] = set()
-        """Names of files, and paths of rows, that belong to an image."""
+        self.files = Names()
+        """Path of a file without its extension -> the files of captions with that path."""
+        self.rows = Names()
+        """Path of an image -> (table beside the images, captions in it)."""
+        self.claimed: set[Any] = set()
+        """Names of files, and rows, that belong to an image."""
 
     def note_file(self, root: Path, name: str) -> bool:
         """Notes a file of the folder `root`, given by its path in it, and reads it if it is a
@@ -58,24 +76,22 @@ class CaptionReader:
         folder, own_name = os.path.split(name)
         if own_name.lower() in TABLES:
             rows = read_table(root / name)
-            self.rows |= {fold(os.path.join(folder, image)): rows[image] for image in rows}
-        elif extension.lower() in CAPTION_EXTENSIONS:
-            self.files.setdefault(fold(stem), []).append(name)
-        else:
-            return False
-        return True
+            for image, captions in rows.items():
+                self.rows.add(os.path.normpath(os.path.join(folder, image)), (name, captions))
+            return bool(rows)
+        if extension.lower() in CAPTION_EXTENSIONS:
+            self.files.add(stem, name)
+        return extension.lower() in CAPTION_EXTENSIONS
 
     def read_beside(self, root: Path, image: str) -> tuple[str, ...]:
-        """Reads the captions of an image of the folder `root` in the files with its name, with or
-        without the image's extension: `a.txt` or `a.jpg.txt`. Where no name is equal, upper and
-        lower case count as equal."""
-        stem = os.path.splitext(image)[0]
-        files = [*self.files.get(fold(stem), ()), *self.files.get(fold(image), ())]
-        equal = [name for name in files if os.path.splitext(name)[0] in (stem, image)]
-        own = sorted(equal or files, key=lambda name: (not name.lower().endswith(".txt"), name))
-        self.claimed.update(own, [fold(image)])
-        found = [self.parse(escape_name(str(root / n)), (root / n).read_bytes()) for n in own]
-        return tidy(chain(*found, self.rows.get(fold(image), ())))
+        """Reads the captions of an image of the folder `root`: in the files with its name, with or
+        without the image's extension, `a.txt` or `a.jpg.txt`, and in tables."""
+        files = self.files.find(os.path.splitext(image)[0]) + self.files.find(image)
+        files.sort(key=lambda name: (not name.lower().endswith(".txt"), name))
+        rows = self.rows.find(image)
+        self.claimed.update(files, rows)
+        found = [self.parse(escape_name(str(root / n)), (root / n).read_bytes()) for n in files]
+        return tidy(chain(*found, *(captions for _, captions in rows)))
 
     def parse(self, place: str, content: bytes) -> tuple[str, ...]:
         """Returns the captions in the content of a file: of a text its lines, or all of it as one;
@@ -107,11 +123,12 @@ class CaptionReader:
     def finish(self, images: ImageList) -> None:
         """Counts the files and rows of captions that no image has claimed, and notes in `images`
         the texts that were taken whole."""
-        for name in chain(*self.files.values()):
+        for name in chain(*self.files.values.values()):
             if name not in self.claimed:
                 self.unused.add(f"{describe_kind(name)} beside no image of that name", name)
-        for name in self.rows.keys() - self.claimed:
-            self.unused.add(f"rows of {TABLES[0]} that name no image", name)
+        for image, rows in self.rows.values.items():
+            if self.claimed.isdisjoint(rows):
+                self.unused.add(f"rows of {rows[0][0]} that name no image", image)
         if self.paragraphs:
             images.notes.append(
                 f"{len(self.paragraphs)} texts have an empty line between others, as "
@@ -152,8 +169,9 @@ def find_captions(place: str, value: Any) -> tuple[str, ...]:
         return tidy_value(place, value)
     found = (tidy_value(place, value.get(name)) for name in CAPTION_NAMES)
     tags = value.get("tags")
-    words = [tags] if isinstance(tags, str) else tags if isinstance(tags, list) else []
-    return next(filter(None, found), tidy([", ".join(map(str, words))]))
+    words = tags if isinstance(tags, list) else [tags]
+    tagged = tidy([", ".join(word for word in words if isinstance(word, str))])
+    return next(filter(None, found), tagged)
 
 
 def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:
@@ -161,8 +179,8 @@ def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:
     names = [name for name in (*CAPTION_NAMES, "tags") if name in dataset.features]
     if not names:
         raise UserError(
-            f"source={path} has no column of captions ({', '.join(CAPTION_NAMES)}); rename one, or "
-            "take captions=<file of templates>."
+            f"source={path} has no column of captions ({', '.join(CAPTION_NAMES)}, tags); rename "
+            "one, or take captions=<file of templates>."
         )
     rows = enumerate(dataset.select_columns(names))
     return [find_captions(f"source={path}: row {i}", row) for i, row in rows]
@@ -170,26 +188,25 @@ def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:
 
 def read_table(file: Path) -> dict[str, tuple[str, ...]]:
     """Reads a table of captions: .jsonl or .csv with the image's name in a column of `FILE_NAMES`,
-    or .json with a list of such rows or in COCO's format. Returns name -> captions of all its rows.
-    ValueError for any other content."""
+    or .json with a list of such rows or in COCO's format. Returns name -> captions of all its rows;
+    empty if no row has both. ValueError for any other content."""
     found: dict[str, tuple[str, ...]] = {}
     try:
         for row in read_rows(file):
-            name = next((row[key] for key in FILE_NAMES if row.get(key)), None)
-            if name is not None:
-                found[str(name)] = tidy((*found.get(str(name), ()), *find_captions(str(file), row)))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+            name = next((str(row[key]) for key in FILE_NAMES if row.get(key)), "")
+            if None in row:
+                raise ValueError(f"the row of {name} has more values than there are columns")
+            name = name.replace("\\", "/").encode(errors="replace").decode()
+            captions = find_captions(f"{file}: the row of {name}", row) if name else ()
+            found[name] = tidy((*found.get(name, ()), *captions))
+    except UserError:
+        raise
+    except (*TABLE_ERRORS, csv.Error) as error:
         raise UserError(
             f"{file} cannot be read as a table of captions ({shorten_error(error)}); it must be "
             ".jsonl, .csv or COCO's .json."
         ) from error
-
-    if not found:
-        raise UserError(
-            f"{file} names no image in a column of {', '.join(FILE_NAMES)}; add one, or move the "
-            "file away."
-        )
-    return found
+    return found if any(found.values()) else {}
 
 
 def read_rows(file: Path) -> Iterable[Any]:
@@ -209,25 +226,27 @@ def read_rows(file: Path) -> Iterable[Any]:
 def add_rows(images: ImageList, rows: Mapping[str, tuple[str, ...]], place: str) -> ImageList:
     """Returns the images with the captions of the `rows` that name them, by their path in the
     source or, if only one image has it, by their name alone. Notes the other rows."""
-    indices: dict[str, list[int]] = {}
+    paths = Names()
+    names = Names()
     for index, entry in enumerate(images.entries):
-        path = fold(entry.key)
-        for key in {path, path.replace(":", "/").rpartition("/")[2]}:
-            indices.setdefault(key, []).append(index)
+        path = entry.key.removeprefix(f"{Path(entry.file).name}:")  # of a tar
+        paths.add(path, index)
+        names.add(path.rpartition("/")[2], index)
 
     entries: list[ImageEntry] = [*images.entries]
     lost = []
     for name, captions in rows.items():
-        found = indices.get(fold(os.path.normpath(name.replace("\\", "/"))), [])
+        path = escape_name(os.path.normpath(name))
+        found = paths.find(path) or names.find(path)
         if len(found) == 1:
             own = entries[found[0]]
             entries[found[0]] = replace(own, captions=tidy((*own.captions, *captions)))
         else:
-            lost.append(name)
+            lost.append(path)
     if lost:
         images.notes.append(
             f"{len(lost)} of {len(rows)} names in {place} belong to no image, or to several, such "
-            f"as {escape_name(min(lost))[:200]}"
+            f"as {min(lost)[:200]}"
         )
     return replace(images, entries=entries)
 
@@ -237,12 +256,12 @@ def add_captions(images: ImageList, file: str) -> ImageList:
     path = Path(file).expanduser()
     if path.suffix.lower() not in TABLE_EXTENSIONS:
         return fill_templates(images, file)
-    rows = read_table(path)
-    found = add_rows(images, rows, f"captions={file}")
+    found = add_rows(images, read_table(path), f"captions={file}")
     if not any(entry.captions for entry in found.entries):
         raise UserError(
-            f"captions={file} has no caption of an image of the source: it names "
-            f"{min(rows)[:80]}, and the source has {images.entries[0].key}."
+            f"captions={file} gives no image a caption; its rows need the name of an image, such "
+            f"as {images.entries[0].key}, in a column of {', '.join(FILE_NAMES)}, and a caption in "
+            f"one of {', '.join(CAPTION_NAMES)}, tags."
         )
     return found
 
@@ -295,8 +314,8 @@ def read_caption_list(file: str, total: int) -> list[tuple[str, ...]]:
     for each sample."""
     try:
         values = read_rows(Path(file).expanduser())
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except TABLE_ERRORS as error:
         raise UserError(f"captions={file} cannot be read ({shorten_error(error)}).") from error
     if not isinstance(values, list) or len(values) != total:
         raise UserError(f"captions={file} must be a list with {total} entries, one a sample.")
-    return [tidy_value(f"captions={file}: entry {i}", value) for i, value in enumerate(values)]
+    return [find_captions(f"captions={file}: entry {i}", value) for i, value in enumerate(values)]

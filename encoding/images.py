@@ -294,7 +294,7 @@ def decode_image(
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = side / min(image.size)
     size = (max(side, round(image.width * scale)), max(side, round(image.height * scale)))
-    if size[0] * size[1] > 1e6 * max_megapixels:
+    if size[0] * size[1] > max(1e6 * max_megapixels, 16 * side**2):
         raise UnusableError(
             f"{size[0]}×{size[1]} pixels before the crop are above "
             f"max_megapixels={max_megapixels:g}"

@@ -176,14 +176,14 @@ def read_job(out: Path) -> dict[str, Any]:
     """Returns the content of job.json in the folder `out`, empty if there is none. Raises
     ValueError if the file cannot be read, or is not as a job has written it."""
     file = out / JOB_FILE
-    if not file.is_file():
-        return {}
     try:
         content = read_object(file)
         digest = content.pop("sha256", None)  # None: an earlier version stored no hash
         if (digest is None and "manifest" not in content) or digest == hash_content(content):
             return content
-    except ValueError:
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (ValueError, OSError):
         pass
     raise UserError(
         f"{file} is broken, so nothing says which job this folder belongs to; restore it, or "

@@ -48,17 +48,17 @@ EARLIER_CAPTIONS = {"caption_lines": CaptionLines.each, "captions_missing": Capt
 
 
 def list_job_images(
-    cfg: PrecomputeConfig, earlier: Mapping[str, Any]
+    cfg: PrecomputeConfig, earlier: Mapping[str, Any], order: Sequence[str]
 ) -> tuple[ImageList, PrecomputeConfig]:
-    """Lists the images of a job, with captions if it has a text encoder. `earlier` is job.json, or
-    empty if the job is new: a job keeps the order of its classes, and one that began before the
-    rules for captions were keys keeps `EARLIER_CAPTIONS`. Also returns `cfg` with these rules."""
-    if earlier and "caption_lines" not in earlier:
-        rules: dict[str, Any] = {k: getattr(cfg, k) or v for k, v in EARLIER_CAPTIONS.items()}
+    """Lists the images of a job, with captions if it has a text encoder; `order` is that of its
+    classes, if it is known. `earlier` is job.json, or empty if the job is new: a job keeps its
+    rules for captions, and one that began before they were keys keeps `EARLIER_CAPTIONS`. Also
+    returns `cfg` with these rules."""
+    if earlier:
+        rules = {k: getattr(cfg, k) or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
         cfg = replace(cfg, **rules)
     given = bool(cfg.text_encoder) and cfg.captions == "given"
     reader = CaptionReader(cfg.caption_lines) if given else None
-    order = earlier.get("manifest", {}).get("class_names", ())
     images = list_images(str(cfg.source), cfg.classes, cfg.allow_cut, reader, order)
     if cfg.text_encoder:
         images = images if given else add_captions(images, cfg.captions)
@@ -89,7 +89,7 @@ def list_images(
     path = Path(source).expanduser()
     is_tar = path.is_file() and path.suffix.lower() == ".tar"
     if not path.is_dir() and not is_tar:
-        if path.is_file() and (".tar" in path.suffixes or path.suffix == ".tgz"):
+        if path.is_file() and (".tar" in path.suffixes or path.suffix.lower() == ".tgz"):
             raise UserError(
                 f"source={source} is a compressed tar, and images are read from their place in the "
                 "file; decompress it."
@@ -118,7 +118,7 @@ def list_images(
     if not images.entries:
         content = f" It holds: {images.unused}." if images.unused.kinds else ""
         if ".tar" in images.unused.kinds:
-            content += " Unpack the tars in it one level, into a folder for each."
+            content += " Name the folder of these tars; if a tar holds them, unpack it first."
         raise UserError(
             f"source={source} holds no images ({', '.join(EXTENSIONS)}) in class folders and no "
             f".tar files with images.{content}"

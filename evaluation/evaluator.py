@@ -71,10 +71,6 @@ class ReferenceImages:
     these images. Read each iterator to its end before you take the next one."""
 
     @property
-    def count(self) -> int:
-        return self.facts["count"]
-
-    @property
     def identity(self) -> dict[str, Any]:
         """`facts` without the folder's name, because the same images may lie in another folder."""
         return {key: value for key, value in self.facts.items() if key != "name"}
@@ -107,7 +103,7 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
         parts = [part.tolist() for part in torch.arange(len(wanted)).split(BATCH_IMAGES)]
         for batch in make_decoding_loader(dataset, parts, workers=int(len(parts) > 1)):
             for reason in batch.reasons:
-                print(f"reference={folder}: {reason}; it is left out", flush=True)
+                print(f"reference={folder}: {reason}; it is left out")
             if batch.unread:
                 raise UserError(f"reference={folder}: {batch.unread}; remove or mend it.")
             if batch.places:
@@ -210,12 +206,15 @@ class Evaluator:
                 "reference is not set, and weights= names no training data; give "
                 "reference=<folder>."
             )
-        if self.source.count < MIN_IMAGES:
-            raise UserError(
-                f"{name} gives {self.source.count} images to compare with; give {MIN_IMAGES} or "
-                "more."
-            )
         self.reference = self.collect_reference_stats(ranks)
+
+        # Count the images that could be decoded.
+        used = ranks.broadcast_result(lambda: next(iter(self.reference.values())).all.count)
+        self.source.facts["count"] = used
+        if used < MIN_IMAGES:
+            raise UserError(
+                f"{name} gives {used} images to compare with; give {MIN_IMAGES} or more."
+            )
 
     @CLOCK.count_as("evaluation")
     def collect_reference_stats(self, ranks: Ranks) -> dict[str, FeatureStats]:
@@ -226,7 +225,7 @@ class Evaluator:
         space is added to the configuration, only the features of that space are computed.
         """
         caches = {}
-        count = self.source.count
+        count = self.source.facts["count"]
 
         # Lock the cache folders in sorted order, as all commands do: otherwise two commands could
         # each hold a lock that the other one waits for.
@@ -256,6 +255,8 @@ class Evaluator:
                 for images in batches:
                     features.append(self.compute_features(images, wanted))
                     progress.advance(len(images))
+                if not features:
+                    raise UserError("no image of the reference can be decoded; give another.")
                 for name in wanted:
                     content = torch.cat([batch[name] for batch in features])
                     caches[name].write(number, {name: content})
@@ -317,7 +318,7 @@ class TrainingDistances:
         self.stream = SampleStream(forward, spec, cfg.sampling, conditions, 0, batch_size, device)
 
         for name, space in self.evaluator.spaces.items():
-            why = explain_too_few(min(self.count, self.evaluator.source.count), space.dim)
+            why = explain_too_few(min(self.count, self.evaluator.source.facts["count"]), space.dim)
             if why and cfg.keep_best == f"fd_{name}":
                 raise UserError(f"keep_best={cfg.keep_best}: {why}")
             if why:

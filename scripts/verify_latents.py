@@ -7,8 +7,7 @@ samples into a picture.
 
 It prints every problem and ends with an error if there is one. It decodes `count` training samples
 into a PNG grid, by default latents_check.png in the set's folder, or in runs/ if the set is a URL
-or its folder is not writable, and encodes as many captions again. With `source` the grid also shows
-the original images.
+or its folder is not writable. With `source` the grid also shows the original images.
 """
 
 from __future__ import annotations
@@ -31,11 +30,6 @@ if TYPE_CHECKING:
     from data.source import Source
 
 
-MIN_COSINE = 0.98
-"""Smallest cosine between a stored vector of a caption and the same vector encoded again: int8, and
-another device, change it by less."""
-
-
 @dataclass(frozen=True)
 class VerifyConfig:
     """Keys of the command `verify_latents`."""
@@ -45,11 +39,9 @@ class VerifyConfig:
     source: str | None = None
     """Folder of the original images, which the grid shows beside the decoded latents."""
     count: int = 8
-    """Number of training samples to decode, and of captions to encode again; 0: none."""
+    """Number of training samples to decode; 0: none."""
     encoder: str | None = None
     """The autoencoder's folder, if it has moved since precompute_latents.py used it."""
-    text_encoder: str | None = None
-    """The text encoder's folder, if it has moved."""
     out: str | None = None
     """File of the grid; null: latents_check.png in the set's folder, or in runs/."""
     device: str = "auto"
@@ -67,7 +59,7 @@ def verify(cfg: VerifyConfig) -> list[str]:
     source = open_source(cfg.path)
     manifest = read_manifest(source)
     problems = check_split(source, manifest, "train") + check_split(source, manifest, "held_out")
-    problems += check_captions(source, manifest, cfg)
+    problems += check_captions(source, manifest)
     if isinstance(source, LocalSource):
         problems += check_files(source.folder, manifest)
     for problem in problems:
@@ -113,42 +105,20 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     return problems
 
 
-def check_captions(source: Source, manifest: Manifest, cfg: VerifyConfig) -> list[str]:
-    """Checks every block of captions, encodes the empty caption and `cfg.count` others again, and
-    compares the vectors. Returns the problems."""
+def check_captions(source: Source, manifest: Manifest) -> list[str]:
+    """Checks every block of captions, as a loader does. Returns the problems."""
     import torch
 
     from data.blocks import BlockReader, DamagedBlockError
     from data.captions import CaptionTable
-    from training.environment import pick_device
-    from training.weights.pretrained import build_text_encoder
 
-    if manifest.text is None:
-        return []
-    blocks = BlockReader(source, manifest, "train")
     try:
-        table = CaptionTable.read(blocks, "tokens", torch.device("cpu"))
+        if manifest.text is not None:
+            blocks = BlockReader(source, manifest, "train")
+            CaptionTable.read(blocks, "tokens", torch.device("cpu"))
     except DamagedBlockError as error:
         return [str(error).partition(";")[0]]
-    if not cfg.count:
-        return []
-
-    # Compare the pooled vector and the vectors of all tokens; padding is equal, zeros.
-    encoder = build_text_encoder(manifest.text, cfg.text_encoder).to(pick_device(cfg.device))
-    numbers = torch.arange(cfg.count + 1) * (manifest.text.count - 1) // cfg.count
-    stored = table.gather(numbers)
-    texts = [table.texts[number] for number in numbers.tolist()]
-    again = encoder.encode(texts, manifest.text.max_tokens).to(table.device)
-    vectors, others = (
-        torch.cat((text.pooled.unsqueeze(1), text.tokens), 1).float() for text in (stored, again)
-    )
-    norms = vectors.norm(dim=2) * others.norm(dim=2)
-    far = (vectors * others).sum(2) < MIN_COSINE * norms
-    return [
-        f"{source}: the caption {text!r} has other vectors than its text encoder gives"
-        for text, bad in zip(texts, far.any(1).tolist(), strict=True)
-        if bad
-    ]
+    return []
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:
@@ -250,7 +220,7 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
     # The captions count only if images without one were left out.
     text = cfg.captions_missing == CaptionsMissing.drop and cfg.text_encoder
     cfg = replace(cfg, source=folder, allow_cut=True, text_encoder=text)
-    images, cfg = list_job_images(cfg, job)
+    images, cfg = list_job_images(cfg, job, manifest.class_names)
     if images.sha256() != manifest.source_sha256:
         raise UserError(
             f"source={folder} is not what {source} was made of ({manifest.source}), or an "

@@ -45,7 +45,7 @@ def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
         ('{"prompt": "last", "caption": "one"}', ("one",)),
         ('{"captions": ["one", " ", "one"]}', ("one",)),
         ('{"width": 512}', ()),
-        ('{"tags": ["one", "two"], "meta": {}}', ("one, two",)),
+        ('{"tags": ["one", null, {}, "two"], "meta": {}}', ("one, two",)),
         ('{"caption": null}', ()),
         ('{"captions": [null, " "], "caption": null, "text": "one"}', ("one",)),
         ('[null, "a \\ud800 half"]', ("a ? half",)),
@@ -142,7 +142,7 @@ def test_a_job_with_captions(captioned, job, tmp_path, capsys):
 
 def test_captions_that_nobody_wrote(job, tmp_path):
     with expect_refusal("20 of 20 images have no caption, such as cat/000.jpg; put a "):
-        job("text_encoder=wordllama")
+        job("text_encoder=wordllama", "captions_missing=empty")
     (tmp_path / "words.txt").write_text("a {}")
     templates = f"captions={tmp_path / 'words.txt'}"
     with expect_refusal(r"text_encoder\.path"):

@@ -34,9 +34,9 @@ def read_captions(images):
 def test_the_imagefolder_of_datasets_reads_the_same_captions(tmp_path):
     import datasets
 
-    save_files(tmp_path / "set", "a.png", "b.png", "deep/c.png")
-    for folder, names in (("set", ("a.png", "b.png")), ("set/deep", ("c.png",))):
-        rows = [{"file_name": name, "text": f"a picture\u2028of {name}"} for name in names]
+    save_files(tmp_path / "set", "a.png", "A.png", "deep/c.png")
+    for folder, names in (("set", ("a.png", "A.png")), ("set/deep", ("c.png",))):
+        rows = [{"file_name": f"./{name}", "text": f"a picture\u2028of {name}"} for name in names]
         lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
         (tmp_path / folder / "metadata.jsonl").write_text(lines)
     loaded = datasets.load_dataset(
@@ -84,16 +84,26 @@ def test_a_table_gives_captions_by_file_name(kind, tmp_path):
     (note,) = images.notes
     assert "2 of 5 names in captions=" in note
     assert note.endswith("belong to no image, or to several, such as 2.png")
-    with expect_refusal(r"has no caption of .*: it names x\.png, and the source has cat/1"):
+    with expect_refusal(r"gives no image a caption; its rows need .*, such as cat/1\.png, in"):
         add_captions(images_of(tmp_path), write_table(tmp_path, kind, [("x.png", "lost")]))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
-@pytest.mark.parametrize("content", ["[1, 2]", "\0", '{"images": [{}]}', '[{"caption": "one"}]'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[1, 2]",
+        "\0",
+        '{"images": [{}]}',
+        '[{"caption": "one"}]',
+        "image,text\n1.png,a, b",
+        "[" * 9999,
+    ],
+)
 def test_a_file_that_is_no_table_is_refused(name, content, tmp_path):
     save_files(tmp_path / "photos", "cat/1.png")
     (tmp_path / name).write_text(content)
-    with expect_refusal(r"cannot be read as a table of captions|names no image in a column of"):
+    with expect_refusal("cannot be read as a table of captions|gives no image a caption"):
         add_captions(images_of(tmp_path), str(tmp_path / name))
 
 
@@ -215,6 +225,7 @@ def test_an_unfinished_job_without_the_keys_goes_on_as_it_was(captioned, job, ca
     changed = {name for name, value in read_contents(out).items() if content[name] != value}
     assert changed <= {JOB_FILE}
     assert "up to 2 an image" in capsys.readouterr().out
+    job(*TEXT_JOB, source=captioned)
     with expect_refusal("caption_lines was each, is whole"):
         job(*TEXT_JOB, "caption_lines=whole", source=captioned)
 

@@ -86,6 +86,7 @@ def test_other_kinds_of_lora_are_refused(settings, sentence, base, tmp_path):
         ({"r": None}, "r=None is not supported"),
         ({"lora_alpha": 10**400}, "lora_alpha=.* is not supported"),
         ({"alpha_pattern": {"w13": "8"}}, "alpha_pattern=.* is not supported"),
+        ({"rank_pattern": 5}, "rank_pattern=5 is not supported"),
         ({"alpha_pattern": {"(w13": 8}}, r"\(.*\(w13.* is no regular expression"),
         ({"lora_alpha": 1e308}, r"safetensors makes blocks\.\S+ of the model not finite"),
     ],

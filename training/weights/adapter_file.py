@@ -202,12 +202,13 @@ def read_foreign_lora(
         linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     matches = {name: FACTOR.fullmatch(name) for name in tensors}
     fitting = {name: match for name, match in matches.items() if match and match[1] in linear}
-    if not fitting or len(fitting) < len(tensors):
-        stranger = next((name for name in tensors if name not in fitting), "nothing")
+    renamed = {f"{match[1]}.lora_{match[2]}": tensors[name] for name, match in fitting.items()}
+    if not renamed or len(renamed) < len(tensors):
+        stranger = next((name for name in tensors if name not in fitting), "one of two alike")
         raise UserError(
-            f"{file}: {len(fitting)} of {len(tensors)} tensors are LoRA matrices of linear layers "
+            f"{file}: {len(renamed)} of {len(tensors)} tensors are LoRA matrices of linear layers "
             f"of {base}, and {stranger[:200]} is none; use weights=<the model on which it was "
-            "trained>."
+            "trained>, and a LoRA of linear layers alone."
         )
     layers = sorted({match[1] for match in fitting.values()})
 
@@ -230,18 +231,17 @@ def read_foreign_lora(
         raise UserError(
             f"{place}: {str(error.pattern)[:80]} is no regular expression ({error})."
         ) from error
-    renamed = {f"{match[1]}.lora_{match[2]}": tensors[name] for name, match in fitting.items()}
     return renamed, replace(base_description, adapter=AdapterNote(node, "", False, ""))
 
 
 def find_lora_config(file: Path) -> tuple[str, dict[str, Any]]:
     """Finds PEFT's configuration of the LoRA in `file`, beside it or in its header. Returns its
     place, for messages, and the configuration; ValueError if there is none."""
-    config_file = file.with_name(CONFIG_FILE)
-    if file.name == TENSORS_FILE and config_file.is_file():
-        return str(config_file), read_object(config_file)
     with explain_read_errors(file), safe_open(file, "pt") as opened:
         text = (opened.metadata() or {}).get(DIFFUSERS_KEY)
+    config_file = file.with_name(CONFIG_FILE)
+    if text is None and config_file.is_file():
+        return str(config_file), read_object(config_file)
     if text is None:
         raise UserError(
             f"{file} does not say its alpha, neither in {CONFIG_FILE} beside it nor in its header "
@@ -273,7 +273,8 @@ def refuse_other_adapters(place: str, config: Mapping[str, Any]) -> None:
     numbers |= {key: config.get(key) for key in ("r", "lora_alpha")}
     for key, value in numbers.items():
         figures = value.values() if isinstance(value, dict) else [value]
-        if not all(is_figure(figure) and math.isfinite(figure) for figure in figures):
+        is_fit = all(is_figure(figure) and 0 < figure < math.inf for figure in figures)
+        if not is_fit or isinstance(value, dict) != (key in PATTERN_KEYS):
             refused.insert(0, key)
     if config.get("init_lora_weights") not in KNOWN_STARTS:
         refused.append("init_lora_weights")
