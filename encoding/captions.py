@@ -65,7 +65,7 @@ class CaptionReader:
         self.files = Names()
         """Path of a file without its extension -> the files of captions with that path."""
         self.rows = Names()
-        """Path of an image -> (table beside the images, captions in it)."""
+        """Path of an image -> (table beside the images, this path, captions in the table)."""
         self.claimed: set[Any] = set()
         """Names of files, and rows, that belong to an image."""
 
@@ -77,7 +77,8 @@ class CaptionReader:
         if own_name.lower() in TABLES:
             rows = read_table(root / name)
             for image, captions in rows.items():
-                self.rows.add(os.path.normpath(os.path.join(folder, image)), (name, captions))
+                path = os.path.normpath(os.path.join(folder, image))
+                self.rows.add(path, (name, path, captions))
             return bool(rows)
         if extension.lower() in CAPTION_EXTENSIONS:
             self.files.add(stem, name)
@@ -91,7 +92,7 @@ class CaptionReader:
         rows = self.rows.find(image)
         self.claimed.update(files, rows)
         found = [self.parse(escape_name(str(root / n)), (root / n).read_bytes()) for n in files]
-        return tidy(chain(*found, *(captions for _, captions in rows)))
+        return tidy(chain(*found, *(captions for _, _, captions in rows)))
 
     def parse(self, place: str, content: bytes) -> tuple[str, ...]:
         """Returns the captions in the content of a file: of a text its lines, or all of it as one;
