@@ -1,5 +1,6 @@
 """Measurements of the benchmarks, at their tiny size."""
 
+import gc
 import json
 import string
 
@@ -19,6 +20,7 @@ QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]
 
 @pytest.fixture(autouse=True)
 def forget_baselines(quick_compiler):
+    gc.freeze()  # measuring collects garbage often, and other tests leave much to search
     yield
     measure.BASELINE_CACHE.clear()
 
@@ -124,7 +126,6 @@ def test_mixers_are_compared_at_equal_parameters(tmp_path):
 
 
 # There are more workers than cores.
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SETTING_SIZES", {"tiny": (2048, 256, 4)})
@@ -134,7 +135,6 @@ def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
     assert all(e["samples_per_s"] > 0 and 0 <= e["wait"] <= 1 for e in entries.values())
 
 
-@pytest.mark.slow
 def test_precisions_are_compared_over_seeds_also_without_their_instructions(tmp_path, monkeypatch):
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
