@@ -122,8 +122,8 @@ class CaptionJob:
         return text
 
     def describe_cuts(self) -> str:
-        """Says how many captions are longer than what is kept of their tokens, and than what the
-        encoder reads; "" if none is."""
+        """Returns notes on the captions that are cut: how many have more tokens than `text_tokens`
+        keeps, and than the encoder reads; "" if none has."""
         kept = self.settings.text_tokens
         limits = {self.encoder.max_length: "the encoder reads"}
         if 0 < kept < self.encoder.max_length:

@@ -24,6 +24,7 @@ CAPTION_EXTENSIONS = (".txt", ".caption", ".json")
 CAPTION_NAMES = ("captions", "caption", "text", "prompt")
 """Keys of a JSON object, and columns of a table, that may hold captions; the first that holds some
 is taken, and else `tags`, a list that becomes one caption."""
+ALL_NAMES = (*CAPTION_NAMES, "tags")
 FILE_NAMES = ("file_name", "filename", "image", "path")
 """Columns of a table that may hold the name of the image; the first is taken."""
 TABLES = ("metadata.jsonl", "metadata.csv")
@@ -107,7 +108,7 @@ class CaptionReader:
             raise UserError(f"{place} holds no captions in UTF-8 ({error}); mend it.") from error
         captions = find_captions(place, value) if is_json else self.split(place, text)
         if not captions:
-            kind = f"{describe_kind(place)} that hold none of {', '.join(CAPTION_NAMES)}, tags"
+            kind = f"{describe_kind(place)} that hold none of {', '.join(ALL_NAMES)}"
             keys = ", ".join(value)[:80] if isinstance(value, dict) else "empty"
             self.unused.add(kind, f"{place}: {keys}")
         return captions
@@ -177,10 +178,10 @@ def find_captions(place: str, value: Any) -> tuple[str, ...]:
 
 def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:
     """Returns the captions of each row of a folder of `datasets`."""
-    names = [name for name in (*CAPTION_NAMES, "tags") if name in dataset.features]
+    names = [name for name in ALL_NAMES if name in dataset.features]
     if not names:
         raise UserError(
-            f"source={path} has no column of captions ({', '.join(CAPTION_NAMES)}, tags); rename "
+            f"source={path} has no column of captions ({', '.join(ALL_NAMES)}); rename "
             "one, or take captions=<file of templates>."
         )
     rows = enumerate(dataset.select_columns(names))
@@ -262,7 +263,7 @@ def add_captions(images: ImageList, file: str) -> ImageList:
         raise UserError(
             f"captions={file} gives no image a caption; its rows need the name of an image, such "
             f"as {images.entries[0].key}, in a column of {', '.join(FILE_NAMES)}, and a caption in "
-            f"one of {', '.join(CAPTION_NAMES)}, tags."
+            f"one of {', '.join(ALL_NAMES)}."
         )
     return found
 

@@ -285,10 +285,9 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
     Raises ValueError if more than half of the folders are named like splits (train, test, …)."""
     splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
     if 2 * len(splits) > len(names):
-        first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
         raise UserError(
             f"source={path} holds {join_few(splits)}, which are parts of a set and no classes; "
-            f"name one: source={path / first}."
+            f"name one: source={path / find_training_split(splits)}."
         )
     doubtful = [
         name for name in names if SPLIT_NAME.fullmatch(name) or POSSIBLE_SPLIT_NAME.fullmatch(name)
@@ -313,6 +312,11 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
     return notes
 
 
+def find_training_split(splits: list[str]) -> str:
+    """Returns the name of the split that is for training, or else the first."""
+    return min(splits, key=lambda name: (not name.lower().startswith("train"), name))
+
+
 def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:
     """Lists the images of a folder that `Dataset.save_to_disk` of Hugging Face `datasets` wrote:
     one image per row, with one column of images and, unless classes="none", one column of class
@@ -321,9 +325,9 @@ def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:
         folder.name for folder in path.iterdir() if (folder / "dataset_info.json").is_file()
     )
     if splits:
-        first = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
         raise UserError(
-            f"source={path} holds the splits {', '.join(splits)}; name one: source={path / first}."
+            f"source={path} holds the splits {', '.join(splits)}; name one: "
+            f"source={path / find_training_split(splits)}."
         )
     dataset, images, columns = open_dataset(str(path))
     labels: list[Any] = [0] * len(dataset)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,10 +138,13 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
     """Loads the model in the file `base`, and merges the adapter in `file` into it. ValueError if
     the adapter was trained on other weights, or does not fit the model."""
     base_description = read_description(base)
+    base_tensors = read_tensors(base).values()
     tensors = read_tensors(file)
     description = find_description(file)
     if description is None:
-        tensors, description = read_foreign_lora(file, tensors, base, base_description)
+        tensors, description = read_foreign_lora(
+            file, tensors, base, base_description, base_tensors
+        )
     note = description.adapter
     if note is None or base_description.adapter is not None:
         wrong = f"{base} is an adapter" if note else f"{file} is a model"
@@ -155,7 +158,7 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
 
     # Check that the adapter's tensors fit, after translating PEFT's names to fastlatent's. Build
     # the model for this on the meta device, which allocates no memory.
-    all_tensors = [*read_tensors(base).values(), *tensors.values()]
+    all_tensors = [*base_tensors, *tensors.values()]
     with build_described(file, description, all_tensors) as model:
         add_adapter(model, note.node, note.labels)
     parameters = find_trained_parameters(model)
@@ -188,17 +191,21 @@ def to_peft_name(name: str) -> str:
 
 
 def read_foreign_lora(
-    file: Path, tensors: Mapping[str, Tensor], base: Path, base_description: Description
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    base: Path,
+    base_description: Description,
+    base_tensors: Collection[Tensor],
 ) -> tuple[dict[str, Tensor], Description]:
     """Returns the tensors of a LoRA that another tool wrote to `file`, by our names, and its
-    description; it was trained on the model in `base`. ValueError if it is anything other than
-    plain LoRA, if its alpha is not stated, or if a tensor belongs to no linear layer of that
-    model."""
+    description; it was trained on the model in `base`, which has `base_tensors`. ValueError if it
+    is anything other than plain LoRA, if its alpha is not stated, or if a tensor belongs to no
+    linear layer of that model."""
     place, config = find_lora_config(file)
     refuse_other_adapters(place, config)
 
     # Find the layer of each tensor.
-    with build_described(base, base_description, read_tensors(base).values()) as model:
+    with build_described(base, base_description, base_tensors) as model:
         linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     matches = {name: FACTOR.fullmatch(name) for name in tensors}
     fitting = {name: match for name, match in matches.items() if match and match[1] in linear}
