@@ -16,6 +16,7 @@ from torch.autograd import DeviceType
 
 from accel.ledger import AUTO, Ledger
 from accel.stack import TECHNIQUES, AccelerationStack
+from common.files import make_folder
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
 from scripts.capabilities import find_capabilities, measure_rates
 from scripts.commands import format_table
@@ -309,5 +310,6 @@ def write_profile(case: Case, cfg: BenchConfig) -> Figures:
     order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
     text = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=50)
     file = Path(cfg.out).expanduser() / f"{cfg.name}.trace.json"
+    make_folder(file.parent)
     profiler.export_chrome_trace(str(file))
     return {"trace": file.name, "text": text}

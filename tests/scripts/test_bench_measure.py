@@ -70,8 +70,8 @@ def test_a_step_is_taken_apart(tmp_path):
 
 
 def test_a_profile_has_a_trace(tmp_path):
-    entry = measure_tiny("profile", tmp_path)["profile"]
-    trace = json.loads((tmp_path / entry["trace"]).read_text())["traceEvents"]
+    entry = measure_tiny("profile", tmp_path / "new")["profile"]
+    trace = json.loads((tmp_path / "new" / entry["trace"]).read_text())["traceEvents"]
     assert "aten::mm" in {event.get("name") for event in trace}
 
 
