@@ -43,6 +43,7 @@ def precompute(composed: Composed) -> Path:
         estimate,
         measure_psnr,
         read_first_images,
+        refuse_large_encoding,
     )
     from encoding.job import (
         describe_job,
@@ -99,6 +100,7 @@ def precompute(composed: Composed) -> Path:
     stack.on_process()
     autoencoder = stack.on_model(autoencoder)
     step = stack.on_step(EncodeStep(autoencoder))
+    refuse_large_encoding(step, cfg, device)
     first = read_first_images(images, cfg, device)
     ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
     ranks.say(f"\nledger ({device})\n{ledger.format_table()}\n")

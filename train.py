@@ -34,6 +34,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.distributed.exit import Request, StopRequest
     from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
+    from training.memory import refuse_large_step
     from training.metrics import SafeLogger
     from training.run import Run
     from training.terminal import format_log_line, format_summary
@@ -56,11 +57,12 @@ def train(composed: Composed) -> dict[str, Any]:
     run.write_kernels(training)
     state = training.state
     step = training.step
-    meter = training.state.meter
+    meter = state.meter
     spec = training.loader.spec
     autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every or cfg.fd_every else None
     distances = TrainingDistances(training, autoencoder) if cfg.fd_every and autoencoder else None
     with explain_failures(training, run.folder):
+        refuse_large_step(training)
         ledger = training.warm_up()
 
     # 3. Restore the newest checkpoint, if there is one, or start from `resume` or `init_from`.
@@ -91,7 +93,7 @@ def train(composed: Composed) -> dict[str, Any]:
 
     @meter.pause()
     def draw() -> None:
-        assert autoencoder is not None
+        assert autoencoder
         file = run.folder / "samples" / f"step-{state.step}.png"
         logger.image("sample_grid", draw_sample_grid(training, autoencoder, file), state.samples)
 

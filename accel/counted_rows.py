@@ -33,6 +33,8 @@ from accel.technique import AnyStep, Model, Observation, Technique, find_switche
 MIN_NARROW_ELEMENTS = 4096
 """Number of elements of a parameter below which libraries of 8-bit and 4-bit optimizers keep its
 moments in fp32."""
+BYTES_PER_ELEMENT = {"fp32": 8.0, "momentum": 4.0, "8bit": 2.0, "fp8": 2.0, "4bit": 1.0}
+"""Form of a state -> its bytes per element of a parameter; next to none for the other forms."""
 NARROW_DTYPES = {torch.uint8: "8bit", torch.float8_e4m3fn: "fp8"}
 
 
@@ -102,6 +104,11 @@ class OptimizerState(Technique):
     def on_step(self, step: AnyStep) -> AnyStep:
         self.optimizer = getattr(step, "optimizer", None)
         return step
+
+    def foresee_bytes(self) -> float:
+        """Returns about how many bytes the state will take, which the first step creates."""
+        size = sum(to_local(p).numel() for p in parameters_of(self.optimizer))
+        return BYTES_PER_ELEMENT.get(self.promise.form, 0.0) * size
 
     # What would still say "on" if this did nothing? The class of the optimizer: a class for 8-bit
     # moments may keep fp32 ones. So look at dtype and size of every tensor in the state.

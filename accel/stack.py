@@ -181,17 +181,18 @@ class AccelerationStack:
         items = [item for t in self.techniques for item in t.describe_arithmetic().items()]
         return dict(sorted(items))
 
-    def list_unavailable_savings(self) -> list[str]:
-        """Returns those runtime keys whose values save memory (`Technique.savings`), but that this
-        device cannot run."""
-        return [
-            key
-            for technique in self.techniques
-            for saving in technique.savings
-            for key, value in saving.values.items()
-            if key == (technique.path or technique.key)
-            and type(technique)(value, self.device).find_obstacle()
-        ]
+    def list_savings(self) -> list[str]:
+        """Returns changes of runtime keys that save memory (`Technique.savings`) and that this
+        device can run, as overrides, the cheapest first."""
+        found = []
+        for technique in self.techniques:
+            for saving in technique.savings:
+                value = saving.values.get(technique.path or technique.key, technique.value)
+                new = type(technique)(value, self.device)
+                if value != technique.value and not new.find_obstacle():
+                    words = (f"runtime.{k}={v}" for k, v in saving.values.items())
+                    found.append((saving.rank, " ".join(words).lower()))
+        return [words for _, words in sorted(found)]
 
     def explain_separate_training(self) -> str | None:
         """Returns a sentence that says why each process trains a model of its own, without

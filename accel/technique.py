@@ -109,6 +109,8 @@ class Technique(ABC):
     slow_to_start: ClassVar[bool] = False
     """Whether the first step takes up to minutes longer with the technique; sampling then switches
     it off by default."""
+    may_keep_less: ClassVar[tuple[Value, ...]] = ()
+    """Values with which compiled code may keep less memory than the same step run eagerly."""
     saves_launches: ClassVar[bool] = False
     """Whether the technique reduces the host's work of launching kernels; a report suggests it if
     the GPU waits for the host."""

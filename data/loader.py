@@ -113,9 +113,6 @@ class LatentSpec:
     fingerprint: str = ""
     """Text that identifies the data set; a run refuses to resume on a set with another
     fingerprint."""
-    earlier_fingerprint: str = ""
-    """Fingerprint of this set in checkpoints of earlier versions of fastlatent; "" if it was the
-    same."""
     text: TextSpec | None = None
     """Description of the captions; None if the set has none."""
 
@@ -137,13 +134,11 @@ class LatentSpec:
         as text."""
         return self.class_names or [str(number) for number in range(self.num_classes)]
 
-    def with_order(self, suffix: str, earlier: str | None = None) -> LatentSpec:
+    def with_order(self, suffix: str) -> LatentSpec:
         """Returns a copy of the spec with `suffix` at the end of its fingerprint. The suffix names
         the order or the precision in which a loader yields the samples, so that a run cannot resume
-        with another order or precision. `earlier` is the suffix that earlier versions of fastlatent
-        used; None: the same suffix."""
-        former = self.earlier_fingerprint and f"{self.earlier_fingerprint}-{earlier or suffix}"
-        return replace(self, fingerprint=f"{self.fingerprint}-{suffix}", earlier_fingerprint=former)
+        with another order or precision."""
+        return replace(self, fingerprint=f"{self.fingerprint}-{suffix}")
 
     def make_normaliser(self, device: torch.device) -> Callable[[Any], Tensor]:
         """Returns the function raw -> (raw - mean) / std in fp32. Mean and std are on `device`, so

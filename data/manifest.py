@@ -126,13 +126,6 @@ class Manifest:
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
         return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
 
-    def compute_earlier_fingerprint(self) -> str:
-        """Returns the fingerprint that earlier versions of fastlatent computed; it does not depend
-        on mean, std and the splits."""
-        hashes = [shard.sha256 for shard in self.shards]
-        parts = [*hashes, *self.class_names, str(self.encoder_sha256)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
     def find_faults(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between fields of the manifest."""
         yield from find_wrong_lengths(self)
@@ -268,6 +261,5 @@ def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) 
         encoder=manifest.encoder,
         encoder_sha256=manifest.encoder_sha256,
         fingerprint=f"{manifest.compute_fingerprint()}-{normalisation_name}",
-        earlier_fingerprint=f"{manifest.compute_earlier_fingerprint()}-{normalisation_name}",
         text=manifest.text,
     )

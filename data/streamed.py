@@ -234,7 +234,7 @@ class StreamedLatents(BlockLoader):
         expected = (normalisation, encoder, latent_scale)
         remote = {"cache": cache, "timeout": timeout, "retries": retries}
         spec, train, held_out = open_set("webdataset", path, *expected, on_corrupt, **remote)
-        spec = spec.with_order(str(window), f"{streams or MAX_STREAMS}-{window}")
+        spec = spec.with_order(str(window))
         super().__init__(spec, train, held_out, **args)
         if self.text != "none":
             self.captions = CaptionTable.read(train, self.text, torch.device("cpu"))

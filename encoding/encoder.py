@@ -4,6 +4,7 @@ latents."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections import defaultdict
@@ -22,6 +23,7 @@ from common.errors import UserError
 from common.terminal import Progress
 from encoding.caption_job import CaptionJob
 from encoding.images import (
+    BATCHES_AHEAD,
     Decoded,
     DecodedImages,
     ImageEntry,
@@ -33,6 +35,7 @@ from encoding.job import ChannelSums, NumberedImage, Plan, cast_tensors
 from encoding.shards import WHOLE, ShardWriter, explain_full_disk, read_finished, write_sidecar
 from models.images import Autoencoder, psnr
 from training.config.schema import PrecomputeConfig
+from training.memory import WORKER_BYTES, refuse_large_batch
 
 PSNR_IMAGES = 16
 """Number of images that the job encodes and decodes to measure the PSNR, before it encodes the
@@ -79,6 +82,18 @@ def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.de
             f"source={cfg.source}: none of the {len(images.entries)} images can be decoded."
         )
     return to_input(torch.stack(pixels), device)
+
+
+def refuse_large_encoding(step: EncodeStep, cfg: PrecomputeConfig, device: torch.device) -> None:
+    """Raises a UserError if a batch of images surely needs more memory than is there."""
+    shape = (3, cfg.resolution, cfg.resolution)
+    decoded = BATCHES_AHEAD * cfg.batch_size * math.prod(shape)
+    refuse_large_batch(
+        cfg.batch_size,
+        device,
+        lambda samples: step(torch.zeros(samples, *shape, device=device)),
+        cfg.num_workers * (WORKER_BYTES + decoded),
+    )
 
 
 def measure_psnr(

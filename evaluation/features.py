@@ -229,6 +229,7 @@ class Dinov2Features(Features):
                 attn_implementation="eager",
                 local_files_only=True,
                 use_safetensors=True,
+                trust_remote_code=False,
                 output_loading_info=True,
             )
             if loaded["missing_keys"]:

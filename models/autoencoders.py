@@ -187,6 +187,7 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
         # Load by from_pretrained, because it also renames the keys of checkpoints that are older
         # than diffusers 0.17.
         arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+        arguments["trust_remote_code"] = False
         # Switch low_cpu_mem_usage off: it is meant for much larger models, and needs the package
         # accelerate.
         arguments["low_cpu_mem_usage"] = False

@@ -66,11 +66,15 @@ def open_transformers(
 
             model_type = json.loads((folder / "config.json").read_text()).get("model_type")
             model_class = getattr(transformers, kind or TEXT_CLASSES.get(model_type, "AutoModel"))
-            options = {"use_safetensors": True, "dtype": getattr(torch, dtype)}
+            options = {"local_files_only": True, "trust_remote_code": False}
             model, loading = model_class.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True, **options
+                folder,
+                use_safetensors=True,
+                dtype=getattr(torch, dtype),
+                output_loading_info=True,
+                **options,
             )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     except ImportError as error:
         raise UserError(
             f"{key}={path} needs the package transformers: pip install 'fastlatent[text]'."

@@ -34,6 +34,7 @@ from training.conditions import Conditions
 from training.config.compose import apply_schema, read_config
 from training.config.schema import RuntimeConfig, SamplingConfig
 from training.environment import pick_device
+from training.memory import refuse_large_batch
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder
 
@@ -179,13 +180,19 @@ class TrainedModel:
         twice that, and with the first captions of `conditions`. Returns the ledger, which says
         which techniques were active."""
         spec = self.spec
-        count = batch_size * (1 if guidance == 1.0 else 2)
-        x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
-        t = torch.full((count,), 0.5, device=self.device)
-        labels = torch.zeros(count, dtype=torch.int64).to(self.device)
-        _, text = conditions(torch.arange(batch_size, device=self.device))
-        forward = add_text(self.forward, text)
-        ledger = self.stack.warm_up(lambda: forward(x, t, labels), self.model.blocks)
+
+        def run(samples: int) -> Tensor:
+            count = samples * (1 if guidance == 1.0 else 2)
+            x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
+            t = torch.full((count,), 0.5, device=self.device)
+            labels = torch.zeros(count, dtype=torch.int64).to(self.device)
+            _, text = conditions(torch.arange(samples, device=self.device))
+            return add_text(self.forward, text)(x, t, labels)[:samples]
+
+        refuse_large_batch(
+            batch_size, self.device, lambda n: self.autoencoder.decode(run(n).float())
+        )
+        ledger = self.stack.warm_up(lambda: run(batch_size), self.model.blocks)
         requested = self.runtime.values()
         for kind in TECHNIQUES:
             why = kind.absent_from_sampling

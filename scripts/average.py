@@ -115,6 +115,8 @@ def average(cfg: AverageConfig) -> Path:
         for name, tensor in read_tensors(snapshot.file).items():
             sums[name] = sums.get(name, 0.0) + number * tensor.double()
     tensors = {name: total.float() for name, total in sums.items()}
+    if not all(total.isfinite().all() for total in tensors.values()):
+        raise UserError(f"run_dir={cfg.run_dir}: the sum of its snapshots is not finite.")
     header = json.dumps(asdict(read_description(snapshots[-1].file)))
     write_average(out, tensors, {METADATA_KEY: header})
     print(f"{out}: {facts}", flush=True)

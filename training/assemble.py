@@ -27,7 +27,6 @@ from models.denoiser import Denoiser
 from models.sampler import check_guidance, check_internal_guidance
 from training.averages import LENGTHS, PowerAverage
 from training.checkpoint.load import (
-    EVALUATION,
     find_branch,
     find_newest_verified,
     find_weights_file,
@@ -255,7 +254,7 @@ def assemble(
     stack.on_process()
     kernels = parts.kernels(stack, model, loader.spec, micro_batch, folder)
     if base is not None:
-        rows = parts.weights(model, loader.spec, base)
+        rows = parts.weights(model, loader.spec, base, cfg.model)
         if rows:
             ranks.say(f"the adapter's base is {base.file}{rows}")
         add_adapter(model, cfg.adapter, base.new_classes)
@@ -309,7 +308,6 @@ def describe_run(
         "spec": spec.as_dict(),
         "choices": composed.choices,
         "ledger": ledger.as_dict(),
-        "evaluation": EVALUATION,
     }
 
 
@@ -352,7 +350,7 @@ def restore(
     if cfg.init_from is not None:
         file = ranks.broadcast_result(lambda: find_weights_file(str(cfg.init_from), "init_from"))
         try:
-            tensors, rows = fit_weights(state.model, state.loader.spec, file)
+            tensors, rows = fit_weights(state.model, state.loader.spec, file, cfg.model)
         except ValueError as error:
             raise UserError(f"init_from={cfg.init_from}: {error}") from error
         load_weights(state.model, tensors)

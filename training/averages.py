@@ -26,7 +26,14 @@ from common.errors import UserError
 from common.files import make_folder, replace_file
 from models.adapters import find_trained_parameters
 from models.denoiser import drop_aux_heads
-from training.checkpoint.files import Layout, make_header, stage, write_tensors
+from training.checkpoint.files import (
+    HASH_KEY,
+    Layout,
+    hash_tensors,
+    make_header,
+    stage,
+    write_tensors,
+)
 from training.config.schema import TrainConfig
 from training.ema import MovingAverage
 from training.environment import GIB
@@ -155,7 +162,7 @@ def save_snapshot_if_due(training: Training, run: Path, described: Mapping[str, 
 
 
 def write_average(file: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """Writes an average to a weights file, all or nothing."""
+    """Writes an average to a weights file, all or nothing, with a hash of its tensors."""
     make_folder(file.parent)
     with replace_file(file) as temporary:
-        write_tensors(temporary, tensors, header)
+        write_tensors(temporary, tensors, {**header, HASH_KEY: hash_tensors(tensors)})

@@ -96,9 +96,8 @@ def open_data(
     memory, not onto the device. `level` says what is read of the captions (see `LoaderArgs`).
     Raises ValueError if the data are another set now."""
     loader = build_loader(node, seed, batch_size, torch.device("cpu"), text=level)
-    fingerprints = (loader.spec.fingerprint, loader.spec.earlier_fingerprint)
     # Made data have no path, and their fingerprint may have the seed.
-    if "path" in node and spec.fingerprint not in fingerprints:
+    if "path" in node and spec.fingerprint != loader.spec.fingerprint:
         raise UserError(
             f"the run's data are {loader.spec.fingerprint} now, its weights were trained on "
             f"{spec.fingerprint}; restore them, or do without them: reference=<folder>, "

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
-import sys
-import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +19,12 @@ from accel.sharding import to_local, total_norm
 from common.errors import DISK_ERRNOS, UserError, is_out_of_memory
 from common.files import make_folder, write_json
 from data.loader import Batch
-from training.assemble import Training, to_json_types
+from training.assemble import Training
 from training.checkpoint.load import describe_resume
 from training.checkpoint.save import Checkpoints
 from training.distributed.exit import Request
 from training.environment import GIB, memory_of
-from training.tune import run_apart
-
-SAVINGS_PROGRAM = ["-m", "scripts.plan.savings"]
-"""Arguments of `python` for a program that reads a run's configuration from a file. For changes of
-configuration keys the program forecasts how much memory each change saves."""
-COUNTING_SECONDS = 60.0
-"""Seconds after which `SAVINGS_PROGRAM` starts no further forecast."""
+from training.run import RUNNING_FILE
 
 
 def end_if_failed(
@@ -132,11 +123,29 @@ def to_json_number(value: float) -> float | str:
 
 
 @contextmanager
-def explain_failures(training: Training, folder: Path) -> Iterator[None]:
-    """If the code in the `with` block runs out of memory or disk, raises a ValueError that says
-    where this happened, how much memory was in use, and which configuration keys save most."""
+def mark_folder(folder: Path) -> Iterator[None]:
+    """Inside the `with` block, `folder` has the file `RUNNING_FILE` with this process's number."""
+    file = folder / RUNNING_FILE
+    with suppress(OSError):
+        make_folder(folder)
+        file.write_text(str(os.getpid()))
     try:
         yield
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+            folder.rmdir()  # fails if the run has written to it
+
+
+@contextmanager
+def explain_failures(training: Training, folder: Path) -> Iterator[None]:
+    """If the code in the `with` block runs out of memory or disk, raises a ValueError that says
+    where this happened, how much memory was in use, and which configuration keys save most.
+    Meanwhile the first rank keeps the file `RUNNING_FILE` in `folder`, by which the next start sees
+    that this process was killed."""
+    try:
+        with mark_folder(folder) if training.ranks.first else nullcontext():
+            yield
     except (OSError, RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             reason = describe_out_of_memory(training)
@@ -154,7 +163,7 @@ def explain_failures(training: Training, folder: Path) -> Iterator[None]:
 
 def describe_out_of_memory(training: Training) -> str:
     """Returns a text that says in which phase of the step memory ran out, how much memory the
-    weights, averages and optimizer state take, and which configuration keys save most."""
+    weights, averages and optimizer state take, and which configuration keys save memory."""
     step = training.step
     device = training.device
     if device.type == "cuda":
@@ -163,49 +172,14 @@ def describe_out_of_memory(training: Training) -> str:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = count_lasting_bytes(training)
     lasting = held.on_device - held.gradients
+    savings = training.stack.list_savings()
     return (
         f"out of memory in {step.phase} at step {training.state.step}: {peak / GIB:.3g} of "
         f"{memory_of(device) / GIB:.3g} GiB were taken at the peak, {lasting / GIB:.3g} of them by "
-        f"weights, averages and the optimizer's state. {describe_savings(training)}"
+        f"weights, averages and the optimizer's state. What helps, the cheapest first: "
+        f"{', '.join(['a larger accumulation_steps', *savings])}, a smaller model; `python -m "
+        "scripts.plan` with the words of this run counts what each saves"
     )
-
-
-def describe_savings(training: Training) -> str:
-    """Returns a sentence that names the changes of configuration keys that save most memory in this
-    run. A separate process forecasts the savings, without using the device."""
-    job = {
-        "cfg": to_json_types(asdict(training.cfg)),
-        "spec": training.loader.spec.as_dict(),
-        "processes": training.ranks.world_size,
-        "gpu": training.device.type == "cuda",
-        "barred": training.stack.list_unavailable_savings(),
-        "until": time.monotonic() + COUNTING_SECONDS,
-    }
-
-    # The savings program starts no forecast after `COUNTING_SECONDS`. Wait half as long again, so
-    # that it can finish its last forecast.
-    limit = 1.5 * COUNTING_SECONDS
-    print(f"Counting for at most {limit:.0f} s what would help …", file=sys.stderr, flush=True)
-    answer = None
-    with suppress(OSError), tempfile.TemporaryFile() as log:
-        _, answer = run_apart(job, limit, log, SAVINGS_PROGRAM)
-
-    # If the program wrote no result, the savings are unknown, so the sentence names no changes.
-    if answer is None:
-        return (
-            "What helps most was not counted, for the process that counts it gave no answer; "
-            "`python -m scripts.plan` with the words of this run does"
-        )
-    savings = [
-        f"{' '.join(row['words'])} (saves {row['bytes'] / GIB:.3g} GiB)"
-        for row in answer["savings"][:4]
-    ]
-    if not savings:
-        return (
-            "No change of a key was counted to help; use a smaller model, or more GPUs with "
-            "runtime.parallel.mode=fsdp"
-        )
-    return f"What helps most, as counted: {', '.join(savings)}"
 
 
 class LastingBytes(NamedTuple):

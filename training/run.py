@@ -27,17 +27,16 @@ from common.files import (
 from common.text import replace_non_finite
 from training.assemble import Training
 from training.checkpoint.load import (
-    ADDED_KEYS,
     MUST_MATCH,
     describe_difference,
     find_branch,
-    flatten_known,
     list_complete,
     read_state_file,
     select_identity,
     verify,
 )
 from training.checkpoint.save import Checkpoints
+from training.config.build import fill_defaults
 from training.config.compose import Composed, parse_yaml, read_config, to_yaml
 from training.config.schema import TrainConfig
 from training.distributed.exit import RESUMABLE_EXIT_CODE
@@ -48,6 +47,8 @@ from training.state import TrainState
 from training.terminal import format_summary
 from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
+RUNNING_FILE = "running.pid"
+"""Name of a file in a run folder that is there while a process trains."""
 EARLIER_RUN_FILES = ("checkpoints/step-*", "averages/samples-*", "summary.json")
 """Patterns of files in a run folder; if one matches, the folder already holds a run."""
 
@@ -102,6 +103,8 @@ class Run:
         self.claimed = self.ranks.broadcast_result(
             lambda: self.folder.exists() and self.claim_folder()
         )
+        if self.claimed:
+            self.ranks.broadcast_result(self.report_kill)
         self.environment = describe_environment(self.device) | {
             "choices": composed.choices,
             "overrides": composed.overrides,
@@ -124,6 +127,18 @@ class Run:
                 f"{key} cannot be written to ({error.strerror}); choose another folder."
             ) from error
         return True
+
+    def report_kill(self) -> None:
+        """Says, once, if the process that ran here last was killed."""
+        file = self.folder / RUNNING_FILE
+        if file.exists() and not Path("/proc", file.read_text()).exists():
+            file.unlink()
+            steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
+            print(
+                f"the last start in {self.folder} ended without a word after step "
+                f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
+                flush=True,
+            )
 
     def write_file(self, name: str, content: Any) -> None:
         """Writes `content` as the JSON file `name` in the run folder; first creates the folder if
@@ -250,10 +265,7 @@ class Run:
             old = {}
             new = {}
         for part in MUST_MATCH:
-            then = flatten_known(select_identity(old)[part])
-            now = flatten_known(select_identity(new)[part])
-            # A key that an earlier version lacked has no effect on a finished run.
-            now = {key: value for key, value in now.items() if key in then or key not in ADDED_KEYS}
+            then, now = (fill_defaults(select_identity(node)[part], part) for node in (old, new))
             other = describe_difference(then, now)
             if other:
                 raise UserError(f"{state} of another {part}: {other}; use a new run_dir.")

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -129,19 +129,15 @@ def measure_choice(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_apart(
-    job: Mapping[str, Any],
-    seconds: float | None = None,
-    log: IO[bytes] | None = None,
-    program: Sequence[str] | None = None,
+    job: Mapping[str, Any], seconds: float | None = None, log: IO[bytes] | None = None
 ) -> tuple[int | None, dict[str, Any] | None]:
-    """Runs a program in a separate process and passes it `job` as a JSON file. Returns the
-    program's exit code (None if it was killed after `seconds`) and the JSON object that it wrote
-    (None if it wrote none). `program` holds the arguments of `python`; None: the arguments for the
-    tuner."""
+    """Runs the tuner in a separate process and passes it `job` as a JSON file. Returns the
+    process's exit code (None if it was killed after `seconds`) and the JSON object that it wrote
+    (None if it wrote none)."""
     with tempfile.TemporaryDirectory(prefix="fastlatent-plan-") as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps({**job, "parent": os.getpid()}))
-        command = [sys.executable, *(program or TUNER_PROGRAM), str(file)]
+        command = [sys.executable, *TUNER_PROGRAM, str(file)]
         code = workers.run_to_end(command, seconds, log, without=RANK_VARIABLES)
         result = file.with_suffix(".found")
         return code, read_object(result) if result.exists() else None

@@ -96,6 +96,7 @@ class AttentionBackend(Technique):
     loss_rtol = 2e-2
     in_sampling = True
     changes_kernels = "time"
+    may_keep_less = ("flex",)
     plan_note = "all kernels but math keep the same tensors"
     layers: Sequence[Sequence[torch.nn.Module]] = ()
     """For each block the list of its attention layers."""

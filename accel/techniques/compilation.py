@@ -51,6 +51,7 @@ class Compile(Technique):
     in_sampling = True
     in_precompute = True
     slow_to_start = True
+    may_keep_less = (True,)
     saves_launches = True
     changes_kernels = "time"
     backend = "inductor"

@@ -10,7 +10,6 @@ blocks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,21 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import collect_state, count_largest_part, iterate_innermost
 from accel.ledger import AUTO
+from accel.live_bytes import LiveBytes
 from accel.stack import AccelerationStack
 from accel.technique import Technique, find_switches
-from data.captions import make_blank_table
-from data.loader import Batch, LatentSpec
+from data.loader import LatentSpec
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
-from training.components import find_text_level
 from training.config.schema import ParallelConfig, TrainConfig
 from training.failures import count_lasting_bytes
+from training.memory import make_blank_batch
 from training.optimizers import make_parameter_groups
 from training.weights.pretrained import build_on_meta
 
@@ -52,45 +49,22 @@ class Peak(NamedTuple):
     gradients: float
 
 
-class Tracker(TorchDispatchMode):
-    """Counts the bytes of live tensors that operations inside its `with` block make. `peaks` maps
-    each place of the step to the largest number of live bytes there."""
+class Tracker(LiveBytes):
+    """Counts live bytes by place. `peaks` maps each place of the step to the largest number of live
+    bytes there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
         self.gradients = 0
         self.place: Place = ("forward", None)
         self.peaks: dict[Place, Peak] = {}
-        self.on_host = False
-        """While true, new tensors lie in host memory, so the tracker adds no bytes for them."""
         self.with_gradient: set[int] = set()
-        self.tracked: set[int] = set()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def track(self, tensors: Iterable[Any]) -> None:
-        """Adds the bytes of these tensors' storages to `live` until PyTorch frees them, and updates
-        the peak of the place where the step is."""
-        for tensor in tensors:
-            if is_traceable_wrapper_subclass(tensor):
-                self.track(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-                continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.tracked:
-                size = 0 if self.on_host else storage.nbytes()
-                self.tracked.add(storage._cdata)
-                self.live += size
-                weakref.finalize(storage, self.forget, storage._cdata, size).atexit = False
+        """Updates also the peak of the place where the step is."""
+        super().track(tensors)
         if self.live > self.peaks.get(self.place, Peak(-1, 0)).live:
             self.peaks[self.place] = Peak(self.live, self.gradients)
-
-    def forget(self, address: int, size: int) -> None:
-        """Subtracts from `live` the bytes of a storage that PyTorch has freed."""
-        self.tracked.remove(address)
-        self.live -= size
 
     @contextmanager
     def allocate_on_host(self) -> Iterator[None]:
@@ -116,11 +90,6 @@ class Tracker(TorchDispatchMode):
         if id(parameter) not in self.with_gradient:
             self.with_gradient.add(id(parameter))
             self.gradients += parameter.grad.nbytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        self.track(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-        return outputs
 
 
 def track_block(block: nn.Module, index: int, tracker: Tracker) -> Callable[..., Any]:
@@ -228,15 +197,9 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
         model = training.model
         step = training.step
         tracker = Tracker()
-        samples = training.micro_batch
-        numbers = torch.zeros(samples, dtype=torch.int64)
-        latents = [
-            torch.zeros(samples, spec.channels, spec.height, spec.width)
-            for _ in range(cfg.accumulation_steps)
+        batches = [
+            make_blank_batch(training, training.micro_batch) for _ in range(cfg.accumulation_steps)
         ]
-        table = make_blank_table(spec.text, find_text_level(cfg.model), CPU)
-        text = table and table.gather(numbers)
-        batches = [Batch(micro_batch, numbers, numbers, numbers, text) for micro_batch in latents]
 
         # Compile the blocks before the count, because compiling allocates tensors too.
         if any(module._compiled_call_impl is not None for module in model.modules()):
@@ -253,7 +216,8 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
             technique.copy_to_host = tracker.allocate_on_host()(technique.copy_to_host)
         for parameter in find_trained_parameters(model).values():
             parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
-        tracker.track([*model.parameters(), *model.buffers(), *latents, numbers])
+        inputs = (tensor for batch in batches for tensor in (batch.latents, batch.labels))
+        tracker.track([*model.parameters(), *model.buffers(), *inputs])
         start = tracker.live
         kept = 0.0
 

@@ -1,32 +1,18 @@
 """Counts how much memory each change of a run would save, and finds the cheapest changes that make
-the run fit its device.
-
-After a run has exhausted the device's memory, training/failures.py starts this file with a job file
-that describes the run. All forecasts run on the CPU, because the device is full.
-"""
+the run fit its device."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
-from math import inf
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from accel.stack import TECHNIQUES
 from accel.technique import Saving
-from common import workers
-from common.files import read_object, write_atomically
-from data.loader import LatentSpec
 from scripts.plan.memory import Forecast, Question, forecast
-from training.config import build
-from training.config.compose import apply_schema, compose
+from training.config.compose import compose
 from training.config.schema import TrainConfig
 from training.tune import STEPS_KEY, apply_changes
 
@@ -123,27 +109,21 @@ def find_cheapest_change(
     return taken, now
 
 
-def count_savings(
-    now: Forecast, barred: Collection[str] = (), until: float = inf
-) -> list[dict[str, Any]]:
+def count_savings(now: Forecast) -> list[dict[str, Any]]:
     """Counts how many bytes of a run's peak memory each change saves by itself. Returns a dict for
     each change: its overrides (`words`), the `bytes` by which it lowers the peak, and a phrase on
     what it `costs`. The change that saves most comes first.
 
-    Among the smaller micro-batches, the function counts only half the present size. It leaves out
-    the runtime keys in `barred`, and starts no forecast after `until`, a time of time.monotonic().
+    Among the smaller micro-batches, the function counts only half the present size.
     """
     cfg = now.question.cfg
     rows = []
-
-    # Count the cheapest changes first, because the time limit may pass before the last change.
     for saving in list_savings(now.question):
-        values = {key: value for key, value in saving.values.items() if key not in barred}
-        if values.get(STEPS_KEY, 0) > 2 * cfg.accumulation_steps or time.monotonic() > until:
+        if saving.values.get(STEPS_KEY, 0) > 2 * cfg.accumulation_steps:
             continue
-        changed = forecast_change(now, values, make_apply(cfg))
+        changed = forecast_change(now, saving.values, make_apply(cfg))
         if changed:
-            row = {"words": format_overrides(values), "costs": saving.costs}
+            row = {"words": format_overrides(saving.values), "costs": saving.costs}
             rows.append(row | {"bytes": now.needs.total - changed.needs.total})
     return sorted(rows, key=lambda row: -row["bytes"])
 
@@ -152,21 +132,3 @@ def merge_values(savings: list[Saving]) -> dict[str, Any]:
     """Merges the changes of several savings into one dict, key -> value; for a key that several
     savings set, the last value wins."""
     return {key: value for saving in savings for key, value in saving.values.items()}
-
-
-def main(file: Path) -> None:
-    """Forecasts the run that the job file `file` describes. Writes the list that `count_savings`
-    returns, as a JSON object with the key `savings`, to the same path with the suffix .found."""
-    job = read_object(file)
-    workers.end_with_parent(job["parent"])
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
-    cfg = apply_schema(TrainConfig, job["cfg"], [])
-    spec = LatentSpec.from_dict(job["spec"])
-    now = forecast(Question(cfg, spec, job["processes"], gpu=job["gpu"]))
-    savings = count_savings(now, job["barred"], job["until"])
-    write_atomically(file.with_suffix(".found"), json.dumps({"savings": savings}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

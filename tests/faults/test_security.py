@@ -187,7 +187,10 @@ def test_a_file_that_says_it_has_classes_without_end_starts_a_run_within_limits(
     file = tmp_path / "x.safetensors"
     file.write_bytes(with_description(payload, description))
     unnamed = dataclasses.replace(spec, class_names=[])
-    assert run_limited(lambda: fit_weights(model, unnamed, file)).kind == "success"
+    assert (
+        run_limited(lambda: fit_weights(model, unnamed, file, description["model"])).kind
+        == "success"
+    )
 
 
 @pytest.mark.fault(

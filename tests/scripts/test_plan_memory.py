@@ -133,8 +133,6 @@ def test_what_each_change_saves_is_counted_and_the_most_comes_first(monkeypatch)
     assert names == ["offload_activations=true", blocks, "accumulation_steps=2", selective]
     changed = forecast_words("batch_size=256", *rows[0]["words"])
     assert sizes[0] == pytest.approx(now.needs.total - changed.needs.total)
-    rest = count_savings(now, barred=["gradient_checkpointing"])
-    assert [row["words"] for row in rest] == [rows[i]["words"] for i in (0, 2)]
 
 
 @pytest.mark.parametrize("words", [(), ("runtime.weights=bf16", "runtime.offload_optimizer=true")])

@@ -20,18 +20,11 @@ from tests.harness.commands import run_command
 from tests.harness.refusals import expect_refusal
 from train import train
 from training.config.build import build, resolve_target
-from training.config.compose import (
-    CONF_FOLDER,
-    compose,
-    parse_words,
-    read_config,
-    report_user_errors,
-)
+from training.config.compose import CONF_FOLDER, compose, parse_words, report_user_errors
 from training.config.explain import flatten_tree
 from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from training.config.words import FOREIGN_KEYS
 from training.distributed.exit import run_app
-from training.loggers import NoLogger
 
 
 def list_choices(group):
@@ -291,12 +284,3 @@ def test_a_run_may_lie_in_a_folder_of_any_name(run, monkeypatch):
     monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
     run_app(importlib.import_module("train").main)
     assert started.call_args.args[0].cfg.run_dir == summary["run_dir"]
-
-
-def test_names_of_earlier_versions_are_understood(tmp_path):
-    """On a command line, and in the configuration that a run of an earlier version left."""
-    earlier = "training.process.loggers.NoLogger"
-    assert resolve_target(earlier, "logger") is NoLogger
-    file = tmp_path / "config.yaml"
-    file.write_text(f"logger:\n  _target_: {earlier}\n")
-    assert read_config(file) == {"logger": {"_target_": "training.loggers.NoLogger"}}

@@ -48,11 +48,23 @@ DTYPE_NAMES = {
 }
 METADATA_KEY = "fastlatent"
 """Key in the metadata of a safetensors file whose value is the description of the model."""
+HASH_KEY = "tensors_sha256"
+"""Key in the metadata of a safetensors file whose value is `hash_tensors` of its tensors, in files
+that no manifest describes."""
 CHUNK_BYTES = 1 << 24
 """Number of bytes of a file that are hashed and written, or read, at a time."""
 FLUSH_BYTES = 1 << 28
 """Number of bytes between two flushes to the disk. One flush of a whole large file takes long and
 shows no progress meanwhile."""
+
+
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Returns the sha256 of the names and values of tensors in host memory."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class Layout(Enum):

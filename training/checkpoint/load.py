@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.files import read_object, rename
 from common.text import shorten_error
 from training.checkpoint.files import CHUNK_BYTES, RANK_FILE, WEIGHTS_FILES, assemble_state, flatten
+from training.config.build import fill_defaults
 from training.config.schema import EmaConfig, RuntimeConfig
 from training.distributed.ranks import SINGLE, Ranks
 from training.optimizers import Schedule
@@ -47,11 +48,6 @@ MALFORMED_ERRORS = (
 HASH_DIGITS = 64
 """Number of hexadecimal digits of the hash at the start of a latent set's fingerprint; after the
 hash follow the names of the latents' normalisation, order and storage."""
-EVALUATION = "quantiles"
-"""How evaluations draw the time t of held-out samples, which a checkpoint states under
-`evaluation`: by fixed quantiles (see `compute_held_out_times` in training/objective.py). Earlier
-versions drew it as training does, and their checkpoints lack the entry. Scores `eval_loss` of the
-two kinds cannot be compared."""
 Result = TypeVar("Result")
 
 
@@ -281,27 +277,11 @@ def select_identity(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 MUST_MATCH = tuple(select_identity({}))
 """Names of the parts of the configuration that must be equal in a checkpoint and the run that loads
 it."""
-ADDED_KEYS = {
-    "mixer.window": None,
-    "mixer.shift": None,
-    "mixer.columns": False,
-    "internal_block": 0,
-    "attention_every": 0,
-    "conditioning": "class",
-    "text_tokens": False,
-    "attention._partial_": True,
-    "attention._target_": "models.mixers.attention.Attention",
-    "align_weight": 0.0,
-    "align_block": None,
-    "align_until_samples": None,
-}
-"""Key of `model` or `objective` that checkpoints of earlier versions lack -> the value that selects
-the behaviour of those versions. A comparison takes an absent key and this value as equal."""
 
 
 def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SINGLE) -> str:
-    """Loads the verified checkpoint in `folder` into `state`. Returns text that lists what has
-    changed since the checkpoint was saved, the settings and the evaluation; "" if nothing has.
+    """Loads the verified checkpoint in `folder` into `state`. Returns text that lists the
+    settings that have changed since the checkpoint was saved; "" if none has.
 
     Raises ValueError if the checkpoint belongs to another run, or cannot be read. `run` is the
     description of this run that `describe_run` returns.
@@ -317,9 +297,6 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
         for name, defaults in (("runtime", RuntimeConfig()), ("ema", EmaConfig())):
             settings = settings | {name: asdict(defaults) | settings.get(name, {})}
         changed = describe_difference(settings, run["settings"])
-        if described.get("evaluation") != run["evaluation"]:
-            note = "eval_loss draws t differently and is not comparable with earlier lines"
-            changed = f"{changed}, {note}" if changed else note
     except torch.OutOfMemoryError:
         raise
     except MALFORMED_ERRORS as error:
@@ -364,23 +341,13 @@ def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
     """Returns text about the first part of `MUST_MATCH` in which the checkpoint, `described`, and
     the run differ, such as "model: depth was 8, is 12"; None if they agree."""
     for name in MUST_MATCH:
-        then = flatten_known(described[name])
-        now = flatten_known(json.loads(json.dumps(run[name])))
-        if then == now or (name == "data" and is_same_set(described, run)):
+        then = fill_defaults(described[name], name)
+        now = fill_defaults(json.loads(json.dumps(run[name])), name)
+        if then == now:
             continue
         difference = f"{name}: {describe_difference(then, now)}"
         return difference + describe_other_order(then, now) if name == "data" else difference
     return None
-
-
-def flatten_known(part: dict[str, Any]) -> dict[str, Any]:
-    """Returns `part`, one part of a run's description such as `model`, as dotted key -> value,
-    without keys of `ADDED_KEYS` that have the value stated there."""
-    return {
-        key: value
-        for key, value in flatten(part)
-        if key not in ADDED_KEYS or value != ADDED_KEYS[key]
-    }
 
 
 def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
@@ -398,15 +365,6 @@ def describe_other_order(then: dict[str, Any], now: dict[str, Any]) -> str:
         f"{old[HASH_DIGITS + 1 :]} and is {new[HASH_DIGITS + 1 :]}; data=, data.window, "
         "data.normalisation and data.storage choose it"
     )
-
-
-def is_same_set(described: dict[str, Any], run: dict[str, Any]) -> bool:
-    """Says whether a checkpoint of an earlier version was trained on the run's data. Fingerprints
-    of that version do not cover mean and std, so the function also compares mean and std."""
-    then = described["spec"]
-    now = run["spec"]
-    earlier = {"fingerprint": now["earlier_fingerprint"], "seed": run["data"]["seed"]}
-    return described["data"] == earlier and (then["mean"], then["std"]) == (now["mean"], now["std"])
 
 
 def describe_difference(old: dict[str, Any], new: dict[str, Any]) -> str:

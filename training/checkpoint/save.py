@@ -125,8 +125,7 @@ class Checkpoints:
 
     A run keeps the newest `keep` checkpoints, each one whose step is a multiple of `keep_every` (0:
     none), and the one with the lowest value of the score that `best_by` names; it removes all other
-    checkpoints. If an earlier version, whose evaluation differs (see `EVALUATION`), began the run,
-    scores of the two are not compared: the best checkpoint of each stays.
+    checkpoints.
 
     If `in_background` is true, `save` returns once the state is copied, and a thread writes the
     copy to the disk; at most one save runs at a time. If a rank writes nothing for `patience`, the
@@ -303,10 +302,8 @@ class Checkpoints:
         try:
             folders = list_complete(self.folder)
             scores = {folder: read_score(folder, self.best_by) for folder in folders}
-            known = [(*score, folder) for folder, score in scores.items() if score is not None]
-            # The lowest score of each kind comes last, so it stays in the dict.
-            best = {kind: folder for kind, _, folder in sorted(known, reverse=True)}
-            kept = {*folders[-self.keep :], *best.values()}
+            best = min(folders, key=scores.__getitem__)
+            kept = {*folders[-self.keep :], *([best] if scores[best] < math.inf else [])}
             if self.keep_every:
                 kept |= {folder for folder in folders if step_of(folder) % self.keep_every == 0}
             old = [folder for folder in folders if folder not in kept]
@@ -322,18 +319,14 @@ class Checkpoints:
             )
 
 
-def read_score(folder: Path, name: str) -> tuple[str, float] | None:
-    """Reads the score `name` of the checkpoint in `folder`. Returns its kind and its value; only
-    scores of one kind can be compared (see `EVALUATION`). None if the score is absent or not
+def read_score(folder: Path, name: str) -> float:
+    """Returns the score `name` of the checkpoint in `folder`; infinity if it is absent or not
     finite."""
     try:
-        state = read_state_file(folder)
-        # Earlier versions wrote only `eval_loss`, at the top level of `state.json`.
-        score = state.get("scores", state)[name]
-        kind = str(state.get("evaluation")) if name == "eval_loss" else ""
-    except (OSError, ValueError, KeyError):
-        return None
-    return (kind, score) if isinstance(score, float) and math.isfinite(score) else None
+        score = read_state_file(folder)["scores"][name]
+    except (OSError, ValueError, LookupError, TypeError):
+        return math.inf
+    return score if isinstance(score, float) and math.isfinite(score) else math.inf
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 from common.errors import UserError
 from training.config.schema import describe_bound
-from training.config.words import update_target
 
 EXTENSIONS_KEY = "extensions"
 EXTENSIONS_VARIABLE = "FASTLATENT_EXTENSIONS"
@@ -51,7 +50,7 @@ def resolve_target(target: str, key: str) -> type:
         f"{', '.join(TARGET_PACKAGES)}, in a package that extensions=[…] on this command line "
         f"names, or one of {', '.join(OUTSIDE_TARGETS)}."
     )
-    module_name, _, name = update_target(str(target)).rpartition(".")
+    module_name, _, name = str(target).rpartition(".")
     package = module_name.split(".")[0]
     outside = target in OUTSIDE_TARGETS
     if not outside and package not in TARGET_PACKAGES and package not in admitted_packages:
@@ -100,6 +99,27 @@ def build(
         if node["_target_"] in OUTSIDE_TARGETS:
             raise UserError(f"{key}: {error}; {target.__name__} refuses that value.") from error
         raise
+
+
+def fill_defaults(node: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns dotted key -> value of nested nodes, with the constructor's default for each argument
+    that a node leaves out: two nodes describe the same object if the results are equal."""
+    values = dict(node)
+    if "_target_" in node:
+        parameters = inspect.signature(resolve_target(node["_target_"], key)).parameters
+        values = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | values
+    filled: dict[str, Any] = {}
+    for name, value in values.items():
+        if values.get(f"{name}_every") == 0:
+            continue  # a part that no block has, such as attention
+        if inspect.isclass(value):
+            value = {"_target_": f"{value.__module__}.{value.__qualname__}", "_partial_": True}
+        if isinstance(value, Mapping):
+            inner = fill_defaults(value, f"{key}.{name}")
+            filled |= {f"{name}.{end}": leaf for end, leaf in inner.items()}
+        else:
+            filled[name] = list(value) if isinstance(value, tuple) else value
+    return filled
 
 
 def build_nested(node: Mapping[str, Any], key: str) -> Any:

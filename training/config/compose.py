@@ -43,7 +43,6 @@ from training.config.words import (
     refuse_foreign,
     refuse_form,
     refuse_words,
-    update_targets,
 )
 
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
@@ -289,9 +288,8 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Reads a YAML configuration into dicts and lists, and replaces class names in `_target_` that
-    earlier versions used by today's. ValueError if the file holds no configuration, OSError if the
-    file cannot be read."""
+    """Reads a YAML configuration into dicts and lists. ValueError if the file holds no
+    configuration, OSError if it cannot be read."""
     try:
         content = parse_yaml(file.read_text())
     except (OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:
@@ -300,7 +298,7 @@ def read_config(file: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise UserError(f"{file} holds no configuration; restore it.")
-    return update_targets(content)
+    return content
 
 
 def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:

@@ -94,9 +94,6 @@ DRAWING_SPELLINGS = {
 }
 """How to write a setting for fastlatent's commands that draw samples -> keys of other trainers for
 this setting, separated by spaces. {} stands for the value."""
-MOVED_MODULES = {"training.process.loggers": "training.loggers"}
-"""Former name of a module, which configurations of an earlier release may contain -> its present
-name."""
 FLAG_SPELLINGS = {"false": "false 0 no off none null", "true": "*"}
 VALUE_SPELLINGS = {
     "data": {
@@ -172,24 +169,6 @@ TYPE_NAMES = {
 }
 NEEDS_QUOTES = re.compile(r"[^\x00-\x7f]|[~=()#!&;<>^`]")
 """Matches characters that Hydra accepts only in quotes."""
-
-
-def update_target(target: str) -> str:
-    """Returns `target`, the dotted path of a class, with a former module name (see `MOVED_MODULES`)
-    replaced by the present one."""
-    module, _, name = target.rpartition(".")
-    return f"{MOVED_MODULES[module]}.{name}" if module in MOVED_MODULES else target
-
-
-def update_targets(node: Any) -> Any:
-    """Returns a copy of nested dicts in which the module of every `_target_` has its present name
-    (see `update_target`)."""
-    if not isinstance(node, dict):
-        return node
-    return {
-        key: update_target(str(value)) if key == "_target_" else update_targets(value)
-        for key, value in node.items()
-    }
 
 
 def fill_spelling(spelling: str, value: str) -> str:

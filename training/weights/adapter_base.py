@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from data.loader import LatentLoader, LatentSpec, TextSpec
 from models.adapters import Adapter, attach
 from training.checkpoint.files import flatten
 from training.checkpoint.load import find_checkpoints, find_weights_file
-from training.config.build import build
+from training.config.build import build, fill_defaults
 from training.config.compose import Composed, compose
 from training.config.schema import TrainConfig
 from training.config.words import find_given_word
@@ -102,10 +103,9 @@ def keep_scan_order(composed: Composed) -> Composed:
     cfg = composed.cfg
     file, description = find_first_weights(cfg)
     then = dict(flatten(description.model)) if description else {}
-    now = dict(flatten(cfg.model or {}))
+    now = fill_defaults(cfg.model or {}, "model")
     order = bool(then.get(SCAN_ORDER))
-    has_order = SCAN_ORDER in now or then.get("mixer._target_") == now.get("mixer._target_")
-    if file is None or not has_order or order == bool(now.get(SCAN_ORDER)):
+    if file is None or SCAN_ORDER not in now or order == now[SCAN_ORDER]:
         return composed
 
     # If the command itself chose the order, accept it only for weights that do not describe their
@@ -247,12 +247,13 @@ def open_base(cfg: TrainConfig, loader: LatentLoader, ranks: Ranks) -> Base | No
     return base
 
 
-def load_base(model: nn.Module, spec: LatentSpec, base: Base) -> str:
-    """Loads the weights of a base model into the new `model`. A class gets the row that the base
-    model's label table has for the class of the same name. Returns the end of a sentence about the
-    rows kept, "" if the classes of both models are the same."""
+def load_base(model: nn.Module, spec: LatentSpec, base: Base, node: Mapping[str, Any]) -> str:
+    """Loads the weights of a base model into the new `model`, of the configuration `node`.
+    A class gets the row that the base model's label table has for the class of the same name.
+    Returns the end of a sentence about the rows kept, "" if the classes of both models are the
+    same."""
     try:
-        tensors, note = fit_weights(model, spec, base.file)
+        tensors, note = fit_weights(model, spec, base.file, node)
     except ValueError as error:
         raise UserError(
             f"init_from: {error} Use model=pretrained, which builds the model of the file."

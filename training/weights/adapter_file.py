@@ -168,7 +168,8 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
 
     # Build the model with the base model's weights, and merge the adapter.
     model = build_model(description.model, description.spec, device)
-    model.load_state_dict(fit_weights(model, description.spec, base)[0])
+    tensors_of_base, _ = fit_weights(model, description.spec, base, description.model)
+    model.load_state_dict(tensors_of_base)
     add_adapter(model, note.node, note.labels)
     model.load_state_dict(model.state_dict() | tensors)
     merge_adapter(model)

@@ -30,8 +30,8 @@ from data.loader import Count, LatentSpec, TextSpec, find_wrong_lengths
 from models.denoiser import Denoiser, drop_aux_heads
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
-from training.checkpoint.files import METADATA_KEY
-from training.config.build import build, is_admitted
+from training.checkpoint.files import HASH_KEY, METADATA_KEY, hash_tensors
+from training.config.build import build, fill_defaults, is_admitted
 
 MAX_DESCRIPTION_CHARS = 2**24
 """Largest number of characters that a description may have: parsing a longer description could use
@@ -40,6 +40,9 @@ MODEL_SIZE_FACTOR = 4
 """Limit for a model while it is built: it may have at most MODEL_SIZE_FACTOR times the number of
 tensors, and MODEL_SIZE_FACTOR times the number of elements, of its weights file. Once built, the
 model must have exactly the tensors of the file."""
+HARMLESS_ARGUMENTS = ("drop_path", "internal_block")
+"""Arguments of a model in which a run may differ from the weights with which it starts: they change
+no output, apart from those of a new head."""
 PIN = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Matches a git commit or a sha256, either of which identifies the exact weights of an encoder."""
 
@@ -184,9 +187,13 @@ def build_described(
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Returns the tensors of a weights file by name, in host memory; ValueError if the file is
-    damaged."""
-    with explain_read_errors(file):
-        return load_file(file)
+    damaged, or has another hash than its header says."""
+    with explain_read_errors(file), safe_open(file, "pt") as opened:
+        sha256 = (opened.metadata() or {}).get(HASH_KEY)
+        tensors = load_file(file)
+    if sha256 not in (None, hash_tensors(tensors)):
+        raise UserError(f"{file} is damaged: its header has another hash; use another copy.")
+    return tensors
 
 
 @contextmanager
@@ -233,15 +240,31 @@ def refuse_misfit(
             )
 
 
-def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[str, Tensor], str]:
-    """Reads the tensors of `file` for a `model` with the classes of `spec`. Returns a dict, name ->
-    tensor, and the end of a sentence about the rows of the label table, "" if the classes are the
-    same.
+def refuse_other_function(file: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError if the models of two nodes compute different functions from the same
+    tensors: `then`, with which the weights in `file` were trained, and `now`."""
+    old = fill_defaults(then, "model")
+    new = fill_defaults(now, "model")
+    differing = [key for key in old | new if old.get(key) != new.get(key)]
+    words = [f"model.{key}={old.get(key)}" for key in differing if key not in HARMLESS_ARGUMENTS]
+    if words:
+        raise UserError(
+            f"{file} holds weights of a model with {', '.join(words)}, which shows in no tensor, "
+            "and this model has other values; use those, or model=pretrained."
+        )
+
+
+def fit_weights(
+    model: nn.Module, spec: LatentSpec, file: Path, node: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], str]:
+    """Reads the tensors of `file` for a `model` of the configuration `node` with the classes of
+    `spec`. Returns a dict, name -> tensor, and the end of a sentence about the rows of the label
+    table, "" if the classes are the same.
 
     In a label table, a class gets the row that the file has for the class of the same name; a class
-    that the file lacks keeps the row of `model`. ValueError if another tensor does not fit, or if
-    the classes have no names and their number differs. All ranks must call the function together,
-    because the model may be sharded.
+    that the file lacks keeps the row of `model`. ValueError if another tensor does not fit, if the
+    file's model is another function, or if the classes have no names and their number differs. All
+    ranks must call the function together, because the model may be sharded.
     """
     description = find_description(file)
     tensors = read_tensors(file)
@@ -287,6 +310,8 @@ def fit_weights(model: nn.Module, spec: LatentSpec, file: Path) -> tuple[dict[st
         )
     hint = "" if description else ", and the file names no classes"
     refuse_misfit(file, "this model", tensors, model_tensors, hint)
+    if description is not None:
+        refuse_other_function(file, description.model, node)
     return tensors, note
 
 
