@@ -51,7 +51,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        self.track(tree_leaves(outputs))
+        if not func._schema.name.endswith("_"):  # such a function changes a tensor in place
+            self.track(tree_leaves(outputs))
         return outputs
 
 

@@ -346,8 +346,7 @@ class StreamedLatents(BlockLoader):
         """Loads the state of a run, and uses that run's number of streams, because the order of
         samples depends on this number."""
         super().load_state_dict(state)
-        # Checkpoints of earlier versions lack the number of streams, which was 64 by default.
-        streams = state.get("streams", self.configured_streams or MAX_STREAMS)
+        streams = state["streams"]
         if streams < 1 or self.configured_streams not in (None, streams):
             raise UserError(
                 f"data.streams={self.configured_streams}, but the run began with {streams}; leave "

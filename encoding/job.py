@@ -178,8 +178,7 @@ def read_job(out: Path) -> dict[str, Any]:
     file = out / JOB_FILE
     try:
         content = read_object(file)
-        digest = content.pop("sha256", None)  # None: an earlier version stored no hash
-        if (digest is None and "manifest" not in content) or digest == hash_content(content):
+        if content.pop("sha256", None) == hash_content(content):
             return content
     except (FileNotFoundError, NotADirectoryError):
         return {}
@@ -289,12 +288,9 @@ def finish_job(out: Path) -> Manifest:
     the parts with an absent or damaged shard."""
     if not (out / JOB_FILE).is_file():
         raise UserError(f"out={out} has no {JOB_FILE}; encode its parts first: part=0/8, …")
+
     with lock_shards(out):
         job = read_job(out)
-        if "manifest" not in job:
-            raise UserError(
-                f"{out / JOB_FILE} is of an earlier version; run the command without finish=true."
-            )
 
         groups = list(job["shards"].values())
         names = list(chain(*groups))

@@ -59,16 +59,19 @@ def count_step(training: Training) -> tuple[dict[str, float], float]:
     step = training.step
     techniques = training.stack.techniques
 
-    def pass_once(samples: int) -> None:
-        step.accumulate([make_blank_batch(training, samples)] * min(2, cfg.accumulation_steps))
-        step.optimizer.zero_grad(set_to_none=True)
+    # Make the gradients before: in the passes of few samples they would make the peak.
+    for parameter in step.parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    passes, each = count_each(
+        training.device, lambda samples: step.accumulate([make_blank_batch(training, samples)])
+    )
+    step.optimizer.zero_grad(set_to_none=True)
 
-    passes, each = count_each(training.device, pass_once)
-    parts = {"gradients and the like": passes}
+    held = count_lasting_bytes(training)
+    parts = {"gradients": held.gradients, "any batch": passes}
     state = sum(t.foresee_bytes() for t in techniques if isinstance(t, OptimizerState))
     if training.device.type != "cuda":
         # In warm-up a copy of the state before it is in host memory, later that of a checkpoint.
-        held = count_lasting_bytes(training)
         saved = state if cfg.async_checkpoints and cfg.save_every else 0.0
         parts["a copy of the state"] = held.weights + held.averages + saved
         parts["workers"] = WORKER_BYTES * (cfg.data.get("num_workers") or 0)

@@ -211,10 +211,6 @@ def test_a_resumed_run_keeps_its_streams(folder):
     with expect_refusal(r"data.streams=6, but the run began with 5; leave data.s"):
         streamed(folder).load_state_dict(original.state_dict())
 
-    # earlier versions stored no number and had 64 streams
-    resumed.load_state_dict({"samples_seen": 12})
-    assert resumed.order.streams == 64
-
 
 @pytest.mark.parametrize("open_set", [resident, chunked, streamed])
 def test_samples_are_those_of_the_set(folder, open_set):

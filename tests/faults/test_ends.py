@@ -22,7 +22,7 @@ from tests.harness.outcomes import list_checkpoints, seal_checkpoint
 from tests.harness.zygote import HANG, read_output
 from training.config.compose import report_user_errors
 from training.distributed.exit import StopRequest
-from training.distributed.ranks import JointWork, Ranks
+from training.distributed.ranks import SINGLE, JointWork, Ranks
 from training.failures import explain_failures
 
 PATIENCE = 3.0
@@ -195,7 +195,7 @@ def test_a_quota(run, tmp_path):
 
 @pytest.mark.fault("a full disk that names no file", "no file or folder is blamed for it")
 def test_the_run_folder_is_not_blamed_for_an_error_without_a_name(tmp_path):
-    training = SimpleNamespace(state=SimpleNamespace(step=3, samples=24))
+    training = SimpleNamespace(state=SimpleNamespace(step=3, samples=24), ranks=SINGLE)
     sentence = r"^step 3: a file cannot be written \(No space left on device\); free space"
     with pytest.raises(ValueError, match=sentence), explain_failures(cast(Any, training), tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -5,6 +5,8 @@ import json
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +19,7 @@ from common.files import ROOT
 from data.loader import LatentSpec
 from encoding.sources import list_images
 from scripts.sample import SampleConfig, sample_run
+from tests.harness.captions import save_bert
 from tests.harness.limits import run_limited
 from tests.harness.payloads import DEEP, ON_A_HUB, make_weights, read_description, with_description
 from tests.harness.refusals import expect_refusal
@@ -277,13 +280,10 @@ def test_nccl_loads_no_code_and_writes_no_file(name):
 
 
 def test_hub_models_are_pinned():
-    """The pin is a commit, of which only safetensors and config are downloaded, and no code."""
+    """The pin is a commit, of which only safetensors and config are downloaded."""
     for file in sorted((CONF_FOLDER / "encoder").glob("*.yaml")):
         node = yaml.safe_load(file.read_text())
         assert node["path"] is None or re.fullmatch(r"[0-9a-f]{40}", node["revision"]), file.name
-    code = "\n".join(file.read_text() for file in ROOT.glob("models/*.py"))
-    assert "trust_remote_code" not in code
-    assert "use_safetensors" in code
 
 
 def test_dependencies_are_past_known_advisories():
@@ -316,3 +316,30 @@ def test_sampling_needs_nothing_but_the_weights(run_whole, tmp_path):
         for source in ({"weights": str(file)}, {"run_dir": str(run_whole())})
     )
     assert copied == original
+
+
+CUSTOM = {
+    "model_type": "custom",
+    "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"},
+}
+
+
+@pytest.mark.fault(
+    "a text encoder's folder with Python code of its own", "refused; the code never runs"
+)
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_no_code_of_a_folder_runs_whatever_stdin_answers(file, tmp_path):
+    pytest.importorskip("transformers")
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    save_bert(folder)
+    content = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    custom = CUSTOM if file == "config.json" else {"auto_map": {"AutoTokenizer": ["code.T", None]}}
+    (folder / file).write_text(json.dumps(content | custom | {"tokenizer_class": "T"}))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    code = f"from models.text_encoders import HubTextEncoder; HubTextEncoder({str(folder)!r})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, cwd=ROOT)
+    # A custom tokenizer is replaced by the one of the model's type.
+    assert (file == "config.json") == ("cannot be opened by transformers" in done.stderr)
+    assert not (tmp_path / "ran").exists()

@@ -65,7 +65,7 @@ def make_weights(mixer: str = CONVOLUTION, on_a_hub: bool = False, **arguments: 
     }
     names = ["apple", "pear", "plum"]
     encoder = ON_A_HUB if on_a_hub else PIXELS
-    spec = LatentSpec(1, 4, 4, 3, 9, names, [0.5], [2.0], encoder, None, "f", "e")
+    spec = LatentSpec(1, 4, 4, 3, 9, names, [0.5], [2.0], encoder, None, "f")
     described = {"model": model, "spec": spec.as_dict(), "step": 4}
     tensors = build_model(model, spec, CPU).state_dict()
     return save(tensors, {"format": "pt", **make_header(described, "ema")})

@@ -1,10 +1,12 @@
 """scripts.average: averages of any length from the snapshots of a run."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.utils import parameters_to_vector
 
@@ -13,8 +15,9 @@ from scripts.average import MAX_RESIDUAL, AverageConfig, average, fit_profile
 from scripts.plan.report import PlanConfig, format_plan, plan_run
 from tests.harness.plans import PLANNED_RUN
 from tests.harness.refusals import expect_refusal
+from tests.harness.sets import flip_byte
 from train import train
-from training.averages import Snapshot, find_exponent
+from training.averages import Snapshot, find_exponent, write_average
 from training.config.compose import compose
 
 LENGTHS = (0.03, 0.04, 0.05, 0.07, 0.10, 0.13, 0.16, 0.20)
@@ -132,3 +135,24 @@ def test_a_plan_counts_both_averages_and_the_disk():
     assert planned["snapshots_gib"] == pytest.approx(32 * 8 * parameters)
     assert "ema.snapshots: " in format_plan(planned)
     assert "ema.snapshots: " not in format_plan(without)
+
+
+@pytest.mark.fault(
+    "a bit of an average's snapshot flips on the disk", "refused by its hash; nothing is written"
+)
+@pytest.mark.parametrize(("value", "sentence"), [(None, "another hash"), (np.inf, "not finite")])
+def test_a_damaged_snapshot_is_refused(value, sentence, kept, tmp_path):
+    """A bit is flipped, or the run had diverged."""
+    folder = shutil.copytree(kept[0], tmp_path / "run")
+    for file in folder.glob("averages/*.safetensors"):
+        if value is None:
+            flip_byte(file, -2)
+        else:
+            with safe_open(file, "pt") as opened:
+                header = opened.metadata()
+            tensors = {name: t.fill_(value) for name, t in load_file(file).items()}
+            write_average(file, tensors, header)
+    out = tmp_path / "out.safetensors"
+    with expect_refusal(sentence):
+        average(AverageConfig(run_dir=str(folder), length=0.16, out=str(out)))
+    assert not out.exists()

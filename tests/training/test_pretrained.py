@@ -1,28 +1,30 @@
 """Runs that start from the weights of another one."""
 
 import dataclasses
+import inspect
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sampling.load import load_run
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_named_set
 from tests.harness.steps import tiny_training
-from tests.harness.words import CPU, TINY_RUN
+from tests.harness.words import CPU, TINY_MODEL, TINY_RUN
 from train import train
 from training.assemble import restore
 from training.checkpoint.files import make_header
 from training.checkpoint.load import read_state_file
 from training.checkpoint.save import Checkpoints
+from training.config.build import resolve_target
 from training.config.compose import compose, read_config
 from training.weights.adapter_base import insert_pretrained
-from training.weights.pretrained import load_pretrained, read_description
+from training.weights.pretrained import load_pretrained, read_description, refuse_other_function
 
 
 def test_weights_of_another_run_start_a_new_one(run, tmp_path):
@@ -186,13 +188,51 @@ def test_weights_without_a_description_take_the_order_of_the_command(scans, tmp_
         assert insert_pretrained(composed).cfg.model["mixer"]["columns"] is bool(given)
 
 
-def test_a_finished_run_keeps_its_order_too(scans, tmp_path, capsys):
-    train(compose_scan(shutil.copytree(scans / "rows", tmp_path / "run"), True))
-    assert "holds a finished run, of 16 samples; there is nothing to do" in capsys.readouterr().out
+MIXER = "models.mixers.bidirectional_ssd.BidirectionalSSD"
+SIDES = {
+    "models.denoiser.Denoiser": "drop_path internal_block | patch_size mlp_ratio eps "
+    "attention_every norm time_scale conditioning text_tokens dim depth head_dim mixer attention "
+    "mlp text",
+    "models.mixers.attention.Attention": "| qk_norm eps bias rope_base window shift text_tokens",
+    MIXER: "| expand state_dim eps columns",
+    "models.mixers.convolution.Convolution": "| expand",
+    "models.mixers.selective_scan.SelectiveScan": "| expand state_dim",
+    "models.mixers.zigzag_ssd.ZigzagSSD": "| expand state_dim eps",
+}
+"""Class -> its arguments in which weights and run may differ | those in which they may not."""
+FROM_OUTSIDE = {"channels", "height", "width", "num_classes", "grid", "layer", "dim", "head_dim"}
+"""Arguments that the latents, or the model around a mixer, set."""
 
 
-def test_weights_without_an_order_draw_row_by_row(scans):
-    file = scans / "rows/checkpoints/step-2/ema.safetensors"
-    assert "columns" not in read_description(file).model["mixer"]
-    blocks = load_run(scans / "rows").model.blocks
-    assert all(block.rows_1 is None for block in blocks)
+@pytest.mark.parametrize("name", SIDES)
+def test_each_argument_of_a_model_is_on_one_side(name, tmp_path):
+    harmless, compared = (side.split() for side in SIDES[name].split("|"))
+    arguments = inspect.signature(resolve_target(name, "model")).parameters.keys()
+    assert arguments - FROM_OUTSIDE == {*harmless, *compared} - FROM_OUTSIDE
+    for key in (*harmless, *compared):
+        node = {"_target_": name, "attention_every": 1}
+        other = node | {key: "another"}
+        with nullcontext() if key in harmless else expect_refusal(f"model.{key}=another"):
+            refuse_other_function(tmp_path, other, node)
+        refuse_other_function(tmp_path, other, other)
+
+
+def test_an_absent_argument_has_its_default(tmp_path):
+    node = {"_target_": "models.denoiser.Denoiser", "mixer": {"_target_": MIXER}}
+    given = node | {"eps": 1e-6, "mixer": {"_target_": MIXER, "columns": False}}
+    given |= {"mlp": {"_target_": "models.block.SwiGLU", "_partial_": True}}
+    # No block has attention, whatever it would be.
+    given |= {"attention_every": 0, "attention": {"_target_": "models.mixers.attention.Attention"}}
+    refuse_other_function(tmp_path, given, node)
+    refuse_other_function(tmp_path, node, given)
+
+
+@pytest.mark.parametrize("words", [[], ["adapter=lora"]])
+def test_weights_of_another_function_are_refused_though_all_tensors_fit(words, run, tmp_path):
+    """Attention in windows has the tensors of attention without."""
+    dit = ["model=dit_xs", *TINY_MODEL]
+    run(*dit, "model.mixer.window=2", "save_every=1", folder="base")
+    words = [*words, f"init_from={tmp_path / 'base'}"]
+    with expect_refusal("model with model.mixer.window=2, which shows in no tensor"):
+        run(*dit, *words)
+    run(*dit, *words, "model.mixer.window=2", "model.drop_path=0.1")
