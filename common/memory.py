@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from common.errors import UserError
@@ -50,6 +51,20 @@ class Room(NamedTuple):
     held: float = 0.0
     """Bytes that the process holds already."""
     on_host: bool = True
+
+
+class Need(NamedTuple):
+    """The memory that a process needs beyond what it holds already."""
+
+    parts: Mapping[str, float]
+    """Part -> bytes that do not depend on the number of samples."""
+    each: float
+    """Bytes of a sample."""
+    samples: int
+    unsure: Mapping[str, float] = MappingProxyType({})
+    """Part -> bytes that may never be needed at once with the others."""
+    doubt: str = ""
+    """Why samples may need less than `each`, for a sentence; "" if they do not."""
 
 
 def read_text(file: Path) -> str:
@@ -107,37 +122,25 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**20)
 
 
-def refuse_excess(
-    setting: str,
-    parts: Mapping[str, float],
-    each: float,
-    samples: int,
-    room: Room,
-    advise: Callable[[int], str],
-    doubt: str = "",
-) -> None:
+def refuse_excess(setting: str, need: Need, room: Room, advise: Callable[[int], str]) -> None:
     """Raises a UserError if what is needed is surely more than `room`, and prints a warning if it
-    may be more.
-
-    Needed are what the process holds, the bytes of `parts`, and `each` bytes for each of `samples`
-    samples, at most; `doubt` says why the samples may need less, and then only the rest is sure.
-    `advise(n)` is the advice if n samples fit.
-    """
-    table = {"held now": room.held, **parts}
-    always = sum(table.values())
-    table[f"{samples} samples"] = each * samples
-    needed = sum(table.values())
+    may be more. `setting` begins the sentence; `advise(n)` is the advice if n samples fit."""
+    samples = need.each * need.samples
+    sure = room.held + sum(need.parts.values())
+    always = sure + sum(need.unsure.values())
+    needed = always + samples
     if needed > TIGHT_SHARE * room.size and room.on_host:
         give_back_freed_memory()
     if needed <= WARNED_SHARE * room.size:
         return
 
+    table = {"held now": room.held, **need.parts, **need.unsure, f"{need.samples} samples": samples}
     rows = ", ".join(f"{name} {size / GIB:.3g}" for name, size in table.items() if size)
-    fitting = max(0.0, WARNED_SHARE * room.size - always) / max(1.0, each)
+    fitting = max(0.0, WARNED_SHARE * room.size - always) / max(1.0, need.each)
     sentence = (
-        f"{setting} needs about {needed / GIB:.3g} GiB{doubt}, of {room.size / GIB:.3g} that are "
-        f"there ({room.limit}): {rows}; {advise(int(fitting))}."
+        f"{setting} needs about {needed / GIB:.3g} GiB{need.doubt}, of {room.size / GIB:.3g} that "
+        f"are there ({room.limit}): {rows}; {advise(int(fitting))}."
     )
-    if (always if doubt else needed) > REFUSED_SHARE * room.size:
+    if (sure if need.doubt else sure + samples) > REFUSED_SHARE * room.size:
         raise UserError(sentence)
     print(f"warning: {sentence}", flush=True)

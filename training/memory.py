@@ -11,16 +11,16 @@ import torch
 
 from accel.counted_rows import OptimizerState
 from accel.live_bytes import measure_peak
-from common.memory import Room, find_room, refuse_excess
+from common.memory import Need, Room, find_room, refuse_excess
 from data.captions import make_blank_table
 from data.loader import Batch
 from training.assemble import Training
 from training.components import find_text_level
 from training.failures import count_lasting_bytes
 
-WORKER_BYTES = 150 * 2**20
-"""Bytes of a process that reads data ahead, beyond those that it shares with its parent; measured
-with PyTorch 2.14 on Linux."""
+WORKER_BYTES = 40 * 2**20
+"""Bytes of a process that reads data ahead, beyond those that it shares with its parent (20 MiB for
+tars of 256 samples) and the batches that wait; measured with PyTorch 2.14 on Linux."""
 
 
 def find_device_room(device: torch.device) -> Room:
@@ -51,10 +51,9 @@ def make_blank_batch(training: Training, samples: int) -> Batch:
     return Batch(latents, numbers, numbers, numbers, table and table.gather(numbers))
 
 
-def count_step(training: Training) -> tuple[dict[str, float], float]:
+def count_step(training: Training) -> Need:
     """Counts the bytes on the device that training takes beyond what the process holds before its
-    first step. Returns part -> bytes that do not depend on the batch, and the bytes of a sample of
-    a micro-batch. Changes no weight, no generator and no place in the data."""
+    first step. Changes no weight, no generator and no place in the data."""
     cfg = training.cfg
     step = training.step
     techniques = training.stack.techniques
@@ -69,24 +68,27 @@ def count_step(training: Training) -> tuple[dict[str, float], float]:
 
     held = count_lasting_bytes(training)
     parts = {"gradients": held.gradients, "any batch": passes}
+    unsure = {}
     state = sum(t.foresee_bytes() for t in techniques if isinstance(t, OptimizerState))
     if training.device.type != "cuda":
         # In warm-up a copy of the state before it is in host memory, later that of a checkpoint.
-        saved = state if cfg.async_checkpoints and cfg.save_every else 0.0
-        parts["a copy of the state"] = held.weights + held.averages + saved
+        parts["a copy of the weights"] = held.weights + held.averages
         parts["workers"] = WORKER_BYTES * (cfg.data.get("num_workers") or 0)
+        if cfg.async_checkpoints and cfg.save_every:
+            unsure["the rest of a checkpoint"] = state
     elif any(t.count_part_bytes(1) == 0.0 for t in techniques):
         state = 0.0  # in host memory
-    return {"the optimizer's state": state, **parts}, each
+    parts["the optimizer's state"] = state
+    compiled = any(t.value in t.may_keep_less for t in techniques)
+    doubt = " at most, for compiled code may keep less" if compiled else ""
+    return Need(parts, each, training.micro_batch, unsure, doubt)
 
 
 def refuse_large_step(training: Training) -> None:
     """Raises a UserError if a step surely needs more memory than is there, and prints a warning if
     it may. All ranks must call the function together."""
     cfg = training.cfg
-    parts, each = count_step(training)
-    room = find_device_room(training.device)
-    compiled = any(t.value in t.may_keep_less for t in training.stack.techniques)
+    need = count_step(training)
     share = training.micro_batch * cfg.accumulation_steps
 
     def advise(fitting: int) -> str:
@@ -95,17 +97,9 @@ def refuse_large_step(training: Training) -> None:
                 return f"accumulation_steps={steps} fits, {share // steps} samples at a time"
         return "no batch fits; use a smaller model, or runtime.gradient_checkpointing=true"
 
-    training.ranks.broadcast_result(
-        lambda: refuse_excess(
-            f"batch_size={cfg.batch_size}: a step",
-            parts,
-            each,
-            training.micro_batch,
-            room,
-            advise,
-            " at most, for compiled code may keep less" if compiled else "",
-        )
-    )
+    setting = f"batch_size={cfg.batch_size}: a step"
+    room = find_device_room(training.device)
+    training.ranks.broadcast_result(lambda: refuse_excess(setting, need, room, advise))
 
 
 def refuse_large_batch(
@@ -117,9 +111,7 @@ def refuse_large_batch(
     always, each = count_each(device, run)
     refuse_excess(
         f"batch_size={batch_size}: a batch",
-        {"read ahead": ahead, "any batch": always},
-        each,
-        batch_size,
+        Need({"read ahead": ahead, "any batch": always}, each, batch_size),
         find_device_room(device),
         lambda fitting: f"batch_size={fitting} fits" if fitting else "no batch fits",
     )

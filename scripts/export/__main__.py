@@ -230,7 +230,8 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
         )
     place = cfg.push or str(cfg.out)
     code = (
-        "from diffusers import DiffusionPipeline\n\n"
+        "from diffusers import DiffusionPipeline\n\n# trust_remote_code runs Python files of this "
+        "folder: no library has this model or its sampler. Read them first.\n"
         f'pipe = DiffusionPipeline.from_pretrained("{place}", trust_remote_code=True{options})\n'
         f"{last}"
     )

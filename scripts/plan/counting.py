@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import collect_state, count_largest_part, iterate_innermost
 from accel.ledger import AUTO
@@ -216,8 +217,7 @@ def count_pass(cfg: TrainConfig, spec: LatentSpec, gpu: bool) -> PassBytes:
             technique.copy_to_host = tracker.allocate_on_host()(technique.copy_to_host)
         for parameter in find_trained_parameters(model).values():
             parameter.register_post_accumulate_grad_hook(tracker.note_gradient)
-        inputs = (tensor for batch in batches for tensor in (batch.latents, batch.labels))
-        tracker.track([*model.parameters(), *model.buffers(), *inputs])
+        tracker.track([*model.parameters(), *model.buffers(), *tree_leaves(batches)])
         start = tracker.live
         kept = 0.0
 

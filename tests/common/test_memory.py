@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.memory import GIB, Room, find_room, refuse_excess
+from common.memory import GIB, Need, Room, find_room, refuse_excess
 from tests.harness.refusals import expect_refusal
 
 MEMINFO = "MemTotal:       25165824 kB\nMemFree:         1000 kB\nMemAvailable:   {} kB\n"
@@ -75,11 +75,11 @@ def test_without_proc_the_machine_s_memory_counts(tmp_path):
     assert room.size > GIB
 
 
-def judge(needed, doubt="", **changes):
+def judge(needed, first=1.0, **changes):
+    """Needs this many GiB of 10: 1 is held, `first` is for gradients, the rest for four samples."""
+    need = Need({"gradients": first * GIB, "workers": 0.0}, (needed - 1 - first) * GIB / 4, 4)
     room = Room(10.0 * GIB, "MemAvailable", GIB)
-    words = {"parts": {"gradients": GIB, "workers": 0.0}, "each": (needed - 2) * GIB / 4}
-    words |= {"advise": lambda n: f"n={n} fits", "doubt": doubt} | changes
-    refuse_excess("batch_size=4: a step", samples=4, room=room, **words)
+    refuse_excess("batch_size=4: a step", need._replace(**changes), room, lambda n: f"n={n} fits")
 
 
 def test_what_surely_does_not_fit_is_refused_with_a_table(monkeypatch, capsys):
@@ -104,4 +104,4 @@ def test_what_compiled_code_may_save_is_refused_only_where_the_rest_does_not_fit
     judge(30, doubt=" at most")
     assert "warning: batch_size=4: a step needs about 30 GiB at most" in capsys.readouterr().out
     with expect_refusal("needs about 41 GiB at most, .* n=0 fits"):
-        judge(30, doubt=" at most", parts={"gradients": 12.0 * GIB})
+        judge(41, first=12.0, doubt=" at most")

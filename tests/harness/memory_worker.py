@@ -22,10 +22,10 @@ def main(words):
     seen = {"workers": 0.0}
     summarise = Run.summarise
 
-    def note(setting, parts, each, samples, room, *_):
+    def note(setting, need, room, advise):
         # As where memory is tight: only then does it matter how much is foreseen.
         give_back_freed_memory()
-        seen["foreseen"] = room.held + sum(parts.values()) + each * samples
+        seen["foreseen"] = room.held + sum(need.parts.values()) + need.each * need.samples
 
     def summarise_and_look(self, *arguments):
         children = Path("/proc/self/task").glob("*/children")
