@@ -119,7 +119,9 @@ def give_back_freed_memory() -> None:
     blocks of up to 32 MiB for later ones, which fit badly: a process then holds up to 2.3 times the
     bytes that live. The price is that Linux clears each block anew (docs/memory.md has figures)."""
     with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**20)
+        glibc = ctypes.CDLL(None)
+        glibc.mallopt(MMAP_THRESHOLD, 2**20)
+        glibc.malloc_trim(0)
 
 
 def refuse_excess(setting: str, need: Need, room: Room, advise: Callable[[int], str]) -> None:

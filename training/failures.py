@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -124,11 +123,11 @@ def to_json_number(value: float) -> float | str:
 
 @contextmanager
 def mark_folder(folder: Path) -> Iterator[None]:
-    """Inside the `with` block, `folder` has the file `RUNNING_FILE` with this process's number."""
+    """Inside the `with` block, `folder` has the file `RUNNING_FILE`."""
     file = folder / RUNNING_FILE
     with suppress(OSError):
         make_folder(folder)
-        file.write_text(str(os.getpid()))
+        file.touch()
     try:
         yield
     finally:

@@ -88,6 +88,7 @@ def refuse_large_step(training: Training) -> None:
     """Raises a UserError if a step surely needs more memory than is there, and prints a warning if
     it may. All ranks must call the function together."""
     cfg = training.cfg
+    room = find_device_room(training.device)  # before the count, whose memory glibc keeps
     need = count_step(training)
     share = training.micro_batch * cfg.accumulation_steps
 
@@ -98,7 +99,6 @@ def refuse_large_step(training: Training) -> None:
         return "no batch fits; use a smaller model, or runtime.gradient_checkpointing=true"
 
     setting = f"batch_size={cfg.batch_size}: a step"
-    room = find_device_room(training.device)
     training.ranks.broadcast_result(lambda: refuse_excess(setting, need, room, advise))
 
 
@@ -108,10 +108,11 @@ def refuse_large_batch(
     """Raises a UserError if a batch of a command surely needs more memory than is there, and prints
     a warning if it may. `run(n)` does the work of n samples; `ahead` is the number of bytes that
     other processes take, which prepare samples."""
+    room = find_device_room(device)
     always, each = count_each(device, run)
     refuse_excess(
         f"batch_size={batch_size}: a batch",
         Need({"read ahead": ahead, "any batch": always}, each, batch_size),
-        find_device_room(device),
+        room,
         lambda fitting: f"batch_size={fitting} fits" if fitting else "no batch fits",
     )

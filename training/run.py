@@ -47,7 +47,7 @@ from training.state import TrainState
 from training.terminal import format_summary
 from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
-RUNNING_FILE = "running.pid"
+RUNNING_FILE = "running"
 """Name of a file in a run folder that is there while a process trains."""
 EARLIER_RUN_FILES = ("checkpoints/step-*", "averages/samples-*", "summary.json")
 """Patterns of files in a run folder; if one matches, the folder already holds a run."""
@@ -129,9 +129,10 @@ class Run:
         return True
 
     def report_kill(self) -> None:
-        """Says, once, if the process that ran here last was killed."""
+        """Says, once, if the process that ran here last was killed: no other process runs here now,
+        for this one has the lock."""
         file = self.folder / RUNNING_FILE
-        if file.exists() and not Path("/proc", file.read_text()).exists():
+        if file.exists():
             file.unlink()
             steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
             print(

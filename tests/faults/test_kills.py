@@ -10,6 +10,7 @@ from tests.harness.captions import save_captioned_set
 from tests.harness.outcomes import assert_newest_loads, assert_tidy, list_checkpoints, read_outcome
 from tests.harness.sets import save_random_set
 from tests.harness.zygote import read_output
+from training.run import RUNNING_FILE
 
 # Each of the many runs has a limit of its own.
 pytestmark = pytest.mark.timeout(0)
@@ -53,7 +54,9 @@ def kill_until_done(start, parent, words, ranks, plan, kills):
         if -9 in codes or "at_event" not in entry:
             entry = next(entries)
     assert killed == kills
+    marked = (folder / RUNNING_FILE).exists()
     assert start(folder, *words, ranks=ranks) == [0] * ranks, read_output(folder)
+    assert marked == ("ended without a word" in read_output(folder))
     yield folder
 
 
