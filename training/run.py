@@ -129,11 +129,9 @@ class Run:
         return True
 
     def report_kill(self) -> None:
-        """Says, once, if the process that ran here last was killed: no other process runs here now,
-        for this one has the lock."""
-        file = self.folder / RUNNING_FILE
-        if file.exists():
-            file.unlink()
+        """Says if the process that ran here last was killed: no other process runs here now, for
+        this one has the lock."""
+        if (self.folder / RUNNING_FILE).exists():
             steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
             print(
                 f"the last start in {self.folder} ended without a word after step "

@@ -70,9 +70,7 @@ def test_the_tightest_limit_counts(groups, files, slurm, limit, free, tmp_path, 
 
 
 def test_without_proc_the_machine_s_memory_counts(tmp_path):
-    room = find_room(root=tmp_path)
-    assert (room.limit, room.held) == ("the machine's", 0.0)
-    assert room.size > GIB
+    assert find_room(root=tmp_path).limit == "the machine's"
 
 
 def judge(needed, first=1.0, **changes):

@@ -333,7 +333,7 @@ def test_no_code_of_a_folder_runs_whatever_stdin_answers(file, tmp_path):
     folder = tmp_path / "bert"
     folder.mkdir()
     save_bert(folder)
-    content = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    content = json.loads((folder / file).read_text())
     custom = CUSTOM if file == "config.json" else {"auto_map": {"AutoTokenizer": ["code.T", None]}}
     (folder / file).write_text(json.dumps(content | custom | {"tokenizer_class": "T"}))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

@@ -187,10 +187,11 @@ def test_no_technique_is_named_by_its_key(key):
 
 
 def test_no_loader_of_another_library_runs_a_folder_s_code():
-    loaders = {}
-    for file in CODE:
-        for function in find_functions(file):
-            text = ast.get_source_segment(file.read_text(), function) or ""
-            if re.search(r"\.from_pretrained\(\s*folder", text):
-                loaders[function.name] = "trust_remote_code" in text and "use_safetensors" in text
-    assert loaders == {"open_transformers": True, "__init__": True, "load_strictly": True}
+    """Those of transformers and diffusers; in an export, that is the reader's choice."""
+    texts = [
+        ast.get_source_segment(file.read_text(), function) or ""
+        for file in CODE
+        for function in find_functions(file)
+    ]
+    loaders = [text for text in texts if re.search(r"\.from_pretrained\(\s*folder", text)]
+    assert len(loaders) == sum("trust_remote_code" in text for text in loaders) == 3

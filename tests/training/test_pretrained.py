@@ -223,7 +223,6 @@ def test_an_absent_argument_has_its_default(tmp_path):
     given |= {"mlp": {"_target_": "models.block.SwiGLU", "_partial_": True}}
     # No block has attention, whatever it would be.
     given |= {"attention_every": 0, "attention": {"_target_": "models.mixers.attention.Attention"}}
-    refuse_other_function(tmp_path, given, node)
     refuse_other_function(tmp_path, node, given)
 
 
