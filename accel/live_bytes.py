@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        if not func._schema.name.endswith("_"):  # such a function changes a tensor in place
+        if "_." not in str(func):  # such as aten.add_.Tensor, which changes a tensor in place
             self.track(tree_leaves(outputs))
         return outputs
 

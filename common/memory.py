@@ -117,7 +117,7 @@ def find_room(processes: int = 1, root: Path = Path("/")) -> Room:
 def give_back_freed_memory() -> None:
     """Lets glibc give freed blocks of a MiB or more back to Linux at once. By default it keeps
     blocks of up to 32 MiB for later ones, which fit badly: a process then holds up to 2.3 times the
-    bytes that live. The price is that Linux clears each block anew (docs/memory.md has figures)."""
+    bytes that live. The price is that Linux clears each block anew (docs/LOG.md has figures)."""
     with suppress(AttributeError, OSError):
         glibc = ctypes.CDLL(None)
         glibc.mallopt(MMAP_THRESHOLD, 2**20)

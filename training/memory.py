@@ -26,7 +26,8 @@ tars of 256 samples) and the batches that wait; measured with PyTorch 2.14 on Li
 def find_device_room(device: torch.device) -> Room:
     """Finds the memory of a device that this process may take (see `find_room`)."""
     if device.type != "cuda":
-        return find_room(int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        names = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # of torchrun and srun
+        return find_room(int(next(filter(None, map(os.environ.get, names)), 1)))
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return Room(free, "free memory of the GPU", torch.cuda.memory_allocated(device), False)
 

@@ -59,8 +59,8 @@ class Run:
     The folder holds config.yaml (the composed configuration, with interpolations unresolved and
     secrets hidden), environment.json, ledger.json, kernels.json and tuning.json (if kernels or
     techniques were chosen by measuring), metrics.jsonl, time.json, samples/, checkpoints/,
-    averages/ (if `ema.snapshots` is set) and summary.json. Only the first rank writes files other
-    than checkpoints.
+    averages/ (if `ema.snapshots` is set) and summary.json; while a process trains, also an empty
+    file, `RUNNING_FILE`. Only the first rank writes files other than checkpoints.
     """
 
     def __init__(self, composed: Composed) -> None:

@@ -85,6 +85,7 @@ def test_a_product_counts_once_however_often_it_is_entered():
     assert observe_step(run, None).products == {(name, "BFloat16"): 1 for name in names}
 
 
+@pytest.mark.slow
 def test_flex_stays_compiled_in_evaluation():
     q, k, v = torch.randn(3, 1, 2, 256, 16)
     windows = torch.randint(0, 5, (256,), dtype=torch.int32)

@@ -295,7 +295,10 @@ def undivided(captioned_words, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("parts", "kills"),
-    [(8, 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, 9), (4, 3), (8, 2)])],
+    [
+        (3, 1),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, 9), (4, 3), (8, 1), (8, 2)]),
+    ],
 )
 def test_parts_make_the_bytes_of_one_job(parts, kills, captioned_words, undivided, tmp_path):
     """They start in the same moment in a folder that is not there yet, and are killed. Another
