@@ -47,7 +47,7 @@ class Room(NamedTuple):
     size: float
     """Bytes, with those that the process holds already."""
     limit: str
-    """What limits it, such as MemAvailable."""
+    """Name of the limit, such as MemAvailable."""
     held: float = 0.0
     """Bytes that the process holds already."""
     on_host: bool = True
@@ -65,6 +65,11 @@ class Need(NamedTuple):
     """Part -> bytes that may never be needed at once with the others."""
     doubt: str = ""
     """Why samples may need less than `each`, for a sentence; "" if they do not."""
+
+
+def count_host_bytes() -> int:
+    """Returns the size of this machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def read_text(file: Path) -> str:
@@ -85,7 +90,7 @@ def list_limits(root: Path, held: float) -> Iterator[Room]:
     """Yields the bytes that are free by each limit: of the machine, of each control group around
     this process, and of SLURM, whose job may hold more than the `held` bytes of its processes."""
     yield Room(read_kib(root / "proc/meminfo", "MemAvailable"), "MemAvailable")
-    yield Room(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - held, "the machine's")
+    yield Room(count_host_bytes() - held, "the machine's")
 
     # In a container the path of the group may be that of the host; its own group then is the root.
     for line in read_text(root / "proc/self/cgroup").splitlines():
@@ -125,8 +130,8 @@ def give_back_freed_memory() -> None:
 
 
 def refuse_excess(setting: str, need: Need, room: Room, advise: Callable[[int], str]) -> None:
-    """Raises a UserError if what is needed is surely more than `room`, and prints a warning if it
-    may be more. `setting` begins the sentence; `advise(n)` is the advice if n samples fit."""
+    """Raises a UserError if a process surely needs more than `room`, and prints a warning if it may
+    need more. `setting` begins the sentence; `advise(n)` is the advice if n samples fit."""
     samples = need.each * need.samples
     sure = room.held + sum(need.parts.values())
     always = sure + sum(need.unsure.values())

@@ -4,7 +4,6 @@ of such a set at a time (`ChunkOrder` in data/order.py)."""
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from common.memory import GIB, count_host_bytes
 from common.workers import Prefetcher, Readers
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, append_captions, open_set
 from data.captions import CaptionTable, count_caption_bytes
@@ -29,7 +29,6 @@ from data.loader import (
 from data.manifest import Normalisation
 from data.order import Chunk, ChunkOrder, EpochOrder
 
-GIB = 2**30
 Storage = Literal["native", "int8"]
 
 
@@ -324,7 +323,7 @@ def find_allowed_memory(
     if device.type == "cuda":
         allowed = torch.cuda.mem_get_info(device)[0] // 2
     else:
-        allowed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        allowed = count_host_bytes() // 2
 
     if world_size > 1 and torch.distributed.is_initialized():
         minimum = torch.tensor(allowed, device=device)

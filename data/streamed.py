@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.errors import UserError
+from common.memory import GIB
 from common.text import shorten_error
 from common.workers import Prefetcher, Readers, refuse_small_shared_memory
 from data.blocks import (
@@ -40,7 +41,6 @@ from data.loader import Batch, Count, LatentSpec, LoaderArgs, Size
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
 
-GIB = 2**30
 MAX_STREAMS = 64
 READERS_PER_WORKER = 8
 """Number of reading threads per worker; it is large because these threads mostly wait for the disk

@@ -27,11 +27,11 @@ import torch
 
 from common.errors import UserError
 from common.files import ROOT
+from common.memory import GIB, count_host_bytes
 from training.config.schema import TrainConfig
 from training.config.secrets import redact_words
 from training.distributed.ranks import Ranks
 
-GIB = 2**30
 REPORTED_PACKAGES = (
     "torch",
     "triton",
@@ -212,4 +212,4 @@ def memory_of(device: torch.device) -> int:
     """Returns the size of a GPU's memory in bytes; for the CPU, the size of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return count_host_bytes()

@@ -81,7 +81,7 @@ def judge(needed, first=1.0, **changes):
 
 
 def test_what_surely_does_not_fit_is_refused_with_a_table(monkeypatch, capsys):
-    """Where memory is tight, freed memory is given back at once."""
+    """Where memory is tight, the check also gives freed memory back at once."""
     calls = []
     monkeypatch.setattr("common.memory.give_back_freed_memory", lambda: calls.append(1))
     judge(3.9)

@@ -23,7 +23,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_TOKENS_OF_FILE = 2400
 MAX_TOKENS_OF_FUNCTION = 450
 LONGER = {"train": 900, "precompute": 900}
-MAX_TOKENS_OF_CODE = 227_310
+MAX_TOKENS_OF_CODE = 227_306
 MAX_TOKENS_OF_TESTS = 180_180
 """A change that needs more room raises the number and says by how much. Packing saves no token."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -187,7 +187,7 @@ def test_no_technique_is_named_by_its_key(key):
 
 
 def test_no_loader_of_another_library_runs_a_folder_s_code():
-    """Those of transformers and diffusers; in an export, that is the reader's choice."""
+    """Our code loads from transformers and diffusers in three places."""
     texts = [
         ast.get_source_segment(file.read_text(), function) or ""
         for file in CODE

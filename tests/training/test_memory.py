@@ -1,4 +1,4 @@
-"""What a run needs is compared with what is there before its first step."""
+"""A run compares what it needs with what is there, before its first step."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ SHAPE = ["data=synthetic", "data.height=16", "data.width=16", "runtime=eager"]
 
 
 def limit_memory(monkeypatch, free):
-    """Leaves this many bytes to what is done from now on."""
+    """Makes all later checks find this many bytes of memory."""
     room = Room(free, "memory.max")
     monkeypatch.setattr(memory, "find_device_room", lambda device: room)
 
