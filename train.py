@@ -52,7 +52,7 @@ def train(composed: Composed) -> dict[str, Any]:
 
     # 2. Build model, data and techniques. `warm_up` takes some steps and observes which techniques
     # are active.
-    cfg = run.apply_tuning()
+    cfg = run.apply_measurements()
     training = assemble(cfg, run.device, ranks, run.folder)
     run.write_kernels(training)
     state = training.state
@@ -67,7 +67,7 @@ def train(composed: Composed) -> dict[str, Any]:
 
     # 3. Restore the newest checkpoint, if there is one, or start from `resume` or `init_from`.
     checkpoints = run.open_checkpoints()
-    described = describe_run(composed, spec, ledger, training.base)
+    described = describe_run(run.composed, spec, ledger, training.base)
     origin = restore(cfg, state, checkpoints, described)
     origin += ranks.broadcast_result(lambda: prepare_snapshots(training, run.folder))
     progress = Progress(

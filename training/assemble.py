@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -291,7 +291,10 @@ def describe_run(
     model) must equal those of the checkpoint; `settings` may differ, and the resumed run reports
     the differences.
     """
-    identity = select_identity(vars(composed.cfg))
+    cfg = composed.cfg
+    identity = select_identity(vars(cfg))
+    settings = {key: node for key, node in composed.source.items() if key in CHANGEABLE_KEYS}
+    settings |= {key: asdict(cfg)[key] for key in ("total_samples", "schedule", "ema")}
     if base is not None:
         identity["adapter"] = {
             "node": identity["adapter"],
@@ -302,9 +305,7 @@ def describe_run(
         **identity,
         "base": base and str(base.file),
         "data": {"fingerprint": spec.fingerprint, **identity["data"]},
-        "settings": to_json_types(
-            {key: node for key, node in composed.source.items() if key in CHANGEABLE_KEYS}
-        ),
+        "settings": to_json_types(settings),
         "spec": spec.as_dict(),
         "choices": composed.choices,
         "ledger": ledger.as_dict(),

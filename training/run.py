@@ -42,9 +42,10 @@ from training.config.schema import TrainConfig
 from training.distributed.exit import RESUMABLE_EXIT_CODE
 from training.environment import connect, describe_environment, set_deterministic
 from training.goodput import CLOCK, MAINTENANCE_KINDS, READ_ERRORS, TIME_FILE, explain_bound
+from training.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
 from training.metrics import METRICS_FILE, MetricsFile, SafeLogger, read_metrics
 from training.state import TrainState
-from training.terminal import format_summary
+from training.terminal import describe_rehearsal, find_time, format_summary
 from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
 RUNNING_FILE = "running"
@@ -69,13 +70,13 @@ class Run:
         # run begins with the process, so that it includes the imports.
         if CLOCK.seconds or Path(sys.argv[0]).name != "train.py":
             CLOCK.begin()
-        self.cfg = cfg
-        self.composed = composed
         self.ranks, self.device = connect(cfg)
         self.started = time.perf_counter()
         self.folder = self.ranks.broadcast_result(
             lambda: Path(cfg.run_dir or choose_folder(composed.choices)).expanduser()
         )
+        self.composed = composed
+        self.settle_length()
         self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self.lock: FolderLock | None = None
         self.rows: list[LedgerRow] = []
@@ -139,6 +140,16 @@ class Run:
                 flush=True,
             )
 
+    def settle_length(self) -> None:
+        """Sets `cfg`, and the same in `composed`, to the configuration with the run's length."""
+
+        def settle() -> TrainConfig:
+            composed = self.composed
+            return settle_length(composed.cfg, composed.overrides, self.folder, self.device)
+
+        self.cfg: TrainConfig = self.ranks.broadcast_result(settle)
+        self.composed = self.composed._replace(cfg=self.cfg)
+
     def write_file(self, name: str, content: Any) -> None:
         """Writes `content` as the JSON file `name` in the run folder; first creates the folder if
         it does not exist. All ranks must call it."""
@@ -147,14 +158,30 @@ class Run:
             write_json(self.folder / name, replace_non_finite(content))
 
     @CLOCK.count_as("warm_up")
-    def apply_tuning(self) -> TrainConfig:
-        """Returns the configuration. If `runtime.tune` is set, first replaces the configured
-        techniques by those that are fastest on this machine."""
+    def apply_measurements(self) -> TrainConfig:
+        """Returns the configuration with what a run measures before it trains: with `runtime.tune`
+        the techniques that are fastest on this machine, and with `budget_minutes` the length."""
         if self.cfg.runtime.tune:
-            self.cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
+            cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
+            self.composed = self.composed._replace(cfg=cfg)
             self.write_file(TUNING_FILE, choice)
             self.rows.append(make_ledger_row(choice))
+        if self.cfg.budget_minutes is not None and not (self.folder / LENGTH_FILE).exists():
+            cfg = self.composed.cfg
+            size = self.ranks.world_size
+            self.write_file(
+                LENGTH_FILE,
+                self.ranks.broadcast_result(lambda: measure_seconds(cfg, self.device, size)),
+            )
+        self.settle_length()
         return self.cfg
+
+    def show_rehearsal(self) -> None:
+        """Prints how the experiment that the key `rehearsal` names went, if it names one."""
+        if self.cfg.rehearsal is not None and self.ranks.first:
+            chosen = self.composed.choices | {"experiment": self.cfg.rehearsal}
+            versions = self.environment["versions"]
+            print(describe_rehearsal(self.folder.parent, chosen, versions), flush=True)
 
     def open_checkpoints(self) -> Checkpoints:
         """Returns the object that saves, lists and deletes the checkpoints in the run folder."""
@@ -201,7 +228,7 @@ class Run:
         hardware = self.environment["hardware"]
         print(
             f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n"
-            f"{ledger.format_line()}\n\n{origin}",
+            f"{ledger.format_line()}\n\n{origin}\n{describe_length(self.cfg, training.loader)}",
             flush=True,
         )
         facts = {f"ledger.{k}": f"{row['requested']} -> {row['active']}" for k, row in rows.items()}
@@ -311,7 +338,7 @@ class Run:
         process_seconds = CLOCK.seconds
         account = CLOCK.account
         checkpoints = list_complete(self.folder / "checkpoints")
-        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=get_mtime)
+        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=find_time)
         summary = {
             "loss": latest.get("loss"),
             "eval_loss": latest.get("eval_loss"),
@@ -338,48 +365,6 @@ class Run:
         }
         self.write_file("summary.json", summary)
         return summary
-
-    def show_rehearsal(self) -> None:
-        """Prints the ledger and the speed of the latest run of the experiment that the key
-        `rehearsal` names, with the same model, runtime and versions; warns if there is none."""
-        experiment = self.cfg.rehearsal
-        if experiment is None or not self.ranks.first:
-            return
-
-        choices = self.composed.choices
-        chosen = {"experiment": experiment}
-        chosen |= {key: choices.get(key) for key in ("model", "runtime")}
-        folders = (self.folder.parent, Path("runs"))
-        files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
-        for file in sorted(files, key=get_mtime, reverse=True):
-            try:
-                summary = read_object(file)
-                environment = read_object(file.with_name("environment.json"))
-                same = chosen.items() <= environment["choices"].items()
-                same = same and environment["versions"] == self.environment["versions"]
-                rows = [
-                    f"    {k}: {row['requested']} -> {row['active']}"
-                    for k, row in summary["ledger"].items()
-                ]
-                rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
-            except READ_ERRORS:
-                continue  # skip a file that is no summary of a run
-            if same:
-                print(f"latest {experiment} of this model and runtime: {file.parent}, {rate}")
-                print("\n".join(rows), flush=True)
-                return
-
-        print(
-            f"warning: {self.folder.parent} holds no {experiment} of model={chosen['model']} "
-            f"runtime={chosen['runtime']} with these versions; a few minutes of "
-            f"`experiment={experiment}` can save hours.",
-            flush=True,
-        )
-
-
-def get_mtime(file: Path) -> float:
-    """Returns a file's time of modification, in seconds of Unix time."""
-    return file.stat().st_mtime
 
 
 def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Measures which techniques make a run's step fastest on this machine. Before training with
-`runtime=auto`, training/tune.py starts this file with a job file that describes the run.
+`runtime=auto`, training/tune.py starts this file with a job file that describes the run. For a run
+with `budget_minutes`, this file measures the seconds of its steps and pauses instead.
 
 A candidate is a combination of runtime keys. The search goes through the techniques and tries each
 technique's values on top of the best candidate so far. Each candidate builds and warms up the whole
@@ -19,7 +20,7 @@ import time
 import warnings
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,15 @@ from common.text import shorten_error
 from data.captions import make_blank_table
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
-from scripts import timing
+from scripts.plan.measured import assemble_share, measure_run, time_steps
 from scripts.plan.memory import Question, forecast
 from scripts.plan.savings import find_cheapest_change, format_overrides, merge_values
-from training.assemble import Parts, Training, assemble, to_json_types
+from training.assemble import Parts, Training, to_json_types
 from training.components import find_text_level
 from training.config import build
 from training.config.compose import apply_schema
-from training.config.schema import ParallelConfig, TrainConfig
-from training.environment import GIB, memory_of, set_deterministic
+from training.config.schema import TrainConfig
+from training.environment import GIB, memory_of
 from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
 
 NEEDED_SHARE = 0.98
@@ -60,11 +61,6 @@ TOO_LATE = "the budget was over before it was measured"
 PROBE_STEPS = 3
 """Number of steps of each candidate whose losses and gradient norms are compared with those of the
 first candidate."""
-MAX_TIMED_STEPS = 16
-"""Largest number of a candidate's steps that are timed."""
-GPU_STEPS_AT_A_TIME = 4
-"""Number of steps on a GPU between two readings of the clock. Within them the host launches kernels
-ahead of the GPU, as it does in training."""
 LEAST_TOLERANCE = 1e-3
 """Relative difference from the first candidate's losses and gradient norms that every candidate may
 have: adding the same numbers in another order causes as much after a few updates."""
@@ -280,11 +276,7 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
                 split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
         return latents
 
-    set_deterministic(cfg.deterministic)
-    torch.manual_seed(cfg.seed)
-    runtime = replace(cfg.runtime, parallel=ParallelConfig())
-    single = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
-    training = assemble(single, torch.device(job["device"]), parts=Parts(loader=make_loader))
+    training = assemble_share(cfg, job, Parts(loader=make_loader))
 
     # Add noise to the initial weights: a new model returns zero, so its losses would hide every
     # error in a block.
@@ -317,21 +309,6 @@ def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
     }
 
 
-def time_steps(training: Training, until: float) -> list[float]:
-    """Times steps at least once, and again until `until`, a time of time.monotonic(), or until
-    `MAX_TIMED_STEPS` steps were timed. Returns the seconds per step of each measurement."""
-    steps = GPU_STEPS_AT_A_TIME if training.device.type == "cuda" else 1
-    seconds: list[float] = []
-
-    def run() -> None:
-        for _ in range(steps):
-            training.take_step()
-
-    while not seconds or (len(seconds) * steps < MAX_TIMED_STEPS and time.monotonic() < until):
-        seconds.append(timing.measure_seconds(run, training.device) / steps)
-    return seconds
-
-
 def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the candidate that `job` describes. Returns the dict of `probe_candidate`, with the
     `seconds` per step of each measurement; or, if the candidate fails, a dict with only the
@@ -361,10 +338,13 @@ def main(file: Path) -> None:
     build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
     # Start a fake process group with as many processes as the run has, so that the search leaves
     # out techniques that need a run on one process.
-    if "asked" not in job and job["processes"] > 1:
+    if not {"asked", "measure"} & job.keys() and job["processes"] > 1:
         dist.init_process_group("fake", rank=0, world_size=job["processes"], store=FakeStore())
     try:
-        result = try_out(job) if "asked" in job else Search(job).run()
+        if "measure" in job:
+            result: dict[str, Any] = measure_run(job | {"file": str(file)})
+        else:
+            result = try_out(job) if "asked" in job else Search(job).run()
     except ValueError as error:
         result = {"refusal": str(error)}
     write_atomically(file.with_suffix(".found"), json.dumps(result))

@@ -38,6 +38,7 @@ from training.config.words import (
     CONF_FOLDER,
     FOREIGN_DRAWING_KEYS,
     describe_unreadable,
+    find_given_word,
     list_choices,
     quote,
     refuse_foreign,
@@ -48,6 +49,10 @@ from training.config.words import (
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
 """Name of a primary configuration file in conf/, without .yaml -> the dataclass that defines its
 keys and their types."""
+MANY_IMAGES = 20_000
+"""Number of images from which experiment=photos takes the largest of its models."""
+LENGTH_KEYS = ("total_samples", "epochs", "budget_minutes")
+"""Keys of which each alone says how long a run is."""
 LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
 """`_target_` of each loader whose argument `path` is the folder or URL of a latent set."""
 
@@ -78,6 +83,22 @@ def name_recipe(data: str, optim: str, model: str) -> str:
 
 
 OmegaConf.register_new_resolver("recipe", name_recipe)
+
+
+def choose_by_size(path: str | None, *values: Any) -> Any:
+    """Returns one of three values for a model of the latent set at `path`: for a CPU; for a GPU; or
+    for a GPU and at least `MANY_IMAGES` images. conf/experiment/photos.yaml calls the function as a
+    resolver."""
+    import torch  # imported here, so that `--help` stays quick
+
+    from data.manifest import read_manifest
+
+    if path is None or not torch.cuda.is_available():
+        return values[0]
+    return values[1 + (read_manifest(path).count >= MANY_IMAGES)]
+
+
+OmegaConf.register_new_resolver("by_size", choose_by_size)
 # Store the schemas under the names by which the primary files in conf/ include them.
 for name, kind in SCHEMAS.items():
     ConfigStore.instance().store(name=f"{name}_schema", node=make_mutable_schema(kind))
@@ -153,12 +174,26 @@ def resolve_config(
             f"{build.EXTENSIONS_VARIABLE}."
         )
     source["extensions"] = named
+    if kind is TrainConfig:
+        choose_length(source, overrides)
     cfg = apply_schema(kind, source, overrides)
     cfg.check()
     files = {str(group): str(file) for group, file in choices.items() if "hydra/" not in str(group)}
     return Composed(
         cfg, files, redact_words(overrides), redact(OmegaConf.to_container(source, resolve=False))
     )
+
+
+def choose_length(source: DictConfig, overrides: list[str]) -> None:
+    """Lets the command's word for the length of a run win over those of files. Raises ValueError if
+    the command has several."""
+    words = {key: find_given_word(key, overrides) for key in LENGTH_KEYS}
+    given = {key: word for key, word in words.items() if word != key}
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given.values())} both say how long the run is; give one.")
+    for key in LENGTH_KEYS[1:]:
+        if given and key not in given:
+            source[key] = None
 
 
 def refuse_strange_numbers(node: Any) -> None:

@@ -411,6 +411,12 @@ class TrainConfig:
     # length of the run in training samples; schedule and EMA also count samples, so they do not
     # depend on batch_size
     total_samples: Positive = 102_400
+    # the length in passes over the training images, in place of total_samples
+    epochs: Annotated[float, Gt(0)] | None = None
+    # the length in minutes of steps, evaluations and grids, in place of total_samples: a new run
+    # measures how many samples that allows; warm-up, averages and intervals then change in the
+    # proportion of these samples to total_samples
+    budget_minutes: Annotated[float, Gt(0)] | None = None
     batch_size: Positive = 64  # samples per step, over all processes
     accumulation_steps: Positive = 1  # micro-batches per step
     # largest gradient norm: gradients above it are scaled down to it; 0: no clipping
