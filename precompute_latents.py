@@ -50,11 +50,14 @@ def precompute(composed: Composed) -> Path:
         describe_result,
         finish_job,
         hold_folder,
+        list_settings,
         plan_captions,
         plan_shards,
         read_job,
+        refuse_other_source,
         write_manifest,
     )
+    from encoding.reuse import EarlierSet
     from encoding.shards import WHOLE, Part
     from encoding.sources import list_job_images
     from models.images import Autoencoder
@@ -80,12 +83,15 @@ def precompute(composed: Composed) -> Path:
     order = earlier.get("manifest", {}).get("class_names", ())
     images, cfg = list_job_images(cfg, earlier, order)
     plan = plan_shards(images, cfg)
+    settings = list_settings(cfg) | {"source_sha256": images.sha256()}
+    refuse_other_source(out, plan, settings)
+    reused = EarlierSet(cfg.reuse, settings) if cfg.reuse else None
     part = Part.parse(cfg.part)
     plan.part = part.divide(ranks.rank, ranks.world_size)
     ranks.say(images.describe(str(cfg.source), plan.images))
     autoencoder = build(cfg.encoder, "encoder", kind=Autoencoder).to(device)
     if cfg.text_encoder:
-        plan.captions = plan_captions(plan, cfg, device)
+        plan.captions = plan_captions(plan, cfg, device, reused and reused.open_captions(vars(cfg)))
         ranks.say(plan.captions.describe())
 
     # 2. Accelerate the encoder, and encode one batch to check which techniques were active.
@@ -110,13 +116,16 @@ def precompute(composed: Composed) -> Path:
     shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
-    encoder = ShardEncoder(step, cfg, out, device, plan.captions)
+    encoder = ShardEncoder(step, cfg, out, device, plan.captions, reused)
     if cfg.dry_run:
         ranks.say(estimate(encoder, images, plan))
         return out / "manifest.json"
 
     # 4. Encode all images, shard by shard; the ranks share the shards, as parts do.
     job = describe_job(plan, images, cfg, autoencoder, shape, quality, ledger.precision)
+    if reused is not None:
+        reused.refuse_others(job)
+        ranks.say(reused.describe(lambda count: step(first[:count])[0], cfg.batch_size))
     ranks.wait_for_all()  # and join a group, so that a rank that dies ends the others
     with hold_folder(out, plan.part, job):
         began = time.perf_counter()

@@ -85,7 +85,11 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def refuse_changes(
-    place: str, earlier: Mapping[str, Any], job: Mapping[str, Any], keys: Iterable[str]
+    place: str,
+    earlier: Mapping[str, Any],
+    job: Mapping[str, Any],
+    keys: Iterable[str],
+    remedy: str = "choose another out, or delete this folder if you need nothing in it",
 ) -> None:
     """Raises ValueError if one of `keys` has another value in `job`, the settings of this command,
     than in `earlier`, those of the command that began the work in the folder `place`."""
@@ -96,8 +100,7 @@ def refuse_changes(
     ]
     if changes:
         raise UserError(
-            f"{place} holds the work of another command ({'; '.join(changes)}); choose another "
-            "out, or delete this folder if you need nothing in it."
+            f"{place} holds the work of another command ({'; '.join(changes)}); {remedy}."
         )
 
 

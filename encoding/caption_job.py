@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from common.encoded_text import TextEncoder
 from common.errors import UserError
 from common.terminal import Progress
-from data.captions import count_caption_bytes, join_text, quantise
+from data.captions import CaptionTable, count_caption_bytes, join_text, quantise
 from data.loader import TextSpec
 from data.manifest import Shard
 from encoding.shards import (
@@ -54,8 +55,9 @@ class TextSettings(NamedTuple):
 
 
 class CaptionJob:
-    """Encodes the captions of a latent set on `device`. `captions` has those of each image, `node`
-    is the text encoder's configuration. Raises ValueError if no image has a caption."""
+    """Encodes the captions of a latent set on `device`, except those in the table `earlier`, if
+    that is of the same encoder. `captions` has those of each image, `node` is the text encoder's
+    configuration. Raises ValueError if no image has a caption."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class CaptionJob:
         node: Mapping[str, Any],
         settings: TextSettings,
         device: torch.device,
+        earlier: CaptionTable | None = None,
     ) -> None:
         encoder: TextEncoder = build(node, "text_encoder", kind=TextEncoder).to(device)
         self.encoder = encoder
@@ -89,8 +92,14 @@ class CaptionJob:
 
         self.lengths = encoder.count_tokens(self.texts)
         max_tokens = min(max(self.lengths), encoder.max_length, settings.text_tokens)
+        self.max_tokens = max_tokens
+        self.earlier = earlier
+        self.known: dict[str, int] = {}
+        """Caption -> its row in the table `earlier`."""
+        if earlier and earlier.spec.encoder_sha256 == encoder.weights_sha256:
+            self.known = {text: row for row, text in enumerate(earlier.texts)}
         empty = encoder.encode([""], max_tokens)
-        some = encoder.encode(self.texts[:MEAN_CAPTIONS], max_tokens, settings.batch_size)
+        some = self.encode(self.texts[:MEAN_CAPTIONS])["pooled"]
         dtype: Any = settings.text_dtype
         self.spec = TextSpec(
             encoder=locate_encoder(node, encoder.revision),
@@ -100,7 +109,7 @@ class CaptionJob:
             dtype=dtype,
             count=len(self.texts),
             per_image=max(map(len, used)),
-            mean=some.pooled.float().mean(0).tolist(),
+            mean=some.float().mean(0).tolist(),
             empty_pooled=empty.pooled[0].tolist(),
             empty_tokens=empty.tokens[0, : empty.lengths[0]].tolist(),
         )
@@ -116,6 +125,8 @@ class CaptionJob:
             f"{spec.max_tokens} tokens of {spec.width} values in {spec.dtype}: "
             f"{size / 2**20:.2f} MiB, {size / 1024 / len(self.captions):.1f} KiB an image"
         )
+        if self.known:
+            text += f"; {len(self.known.keys() & self.index.keys())} of them are copied"
         text += self.describe_cuts()
         if self.uncaptioned:
             text += f"\n  note: {self.uncaptioned} images have no caption, and get the empty one"
@@ -182,10 +193,24 @@ class CaptionJob:
 
     def encode(self, texts: list[str]) -> dict[str, Tensor]:
         """Encodes the captions of a block; returns its tensors (data/captions.py)."""
-        text = self.encoder.encode(texts, self.spec.max_tokens, self.settings.batch_size)
-        tokens = quantise(text.tokens, getattr(torch, self.spec.dtype))
-        stored = {"pooled": text.pooled, "tokens": tokens, "lengths": text.lengths.int()}
-        return {name: tensor.cpu() for name, tensor in stored.items()} | {"text": join_text(texts)}
+        old = [text for text in texts if text in self.known]
+        new = [text for text in texts if text not in self.known]
+        parts = []
+        if self.earlier and old:
+            text = self.earlier.columns.select(torch.tensor([self.known[t] for t in old]))
+            missing = self.max_tokens - text.tokens.shape[1]  # a negative padding cuts
+            parts.append((text.pooled, pad(text.tokens, (0, 0, 0, missing)), text.lengths))
+        if new:
+            text = self.encoder.encode(new, self.max_tokens, self.settings.batch_size)
+            tokens = quantise(text.tokens, getattr(torch, self.settings.text_dtype))
+            parts.append((text.pooled.cpu(), tokens.cpu(), text.lengths.int().cpu()))
+
+        # Return all rows in the order of `texts`.
+        place = {text: row for row, text in enumerate(old + new)}
+        order = [place[text] for text in texts]
+        columns = [torch.cat(column)[order] for column in zip(*parts, strict=True)]
+        stored = dict(zip(("pooled", "tokens", "lengths"), columns, strict=True))
+        return stored | {"text": join_text(texts)}
 
 
 def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -32,6 +32,7 @@ from encoding.images import (
     make_decoding_loader,
 )
 from encoding.job import ChannelSums, NumberedImage, Plan, cast_tensors
+from encoding.reuse import EarlierSet
 from encoding.shards import WHOLE, ShardWriter, explain_full_disk, read_finished, write_sidecar
 from models.images import Autoencoder, psnr
 from training.config.schema import PrecomputeConfig
@@ -61,11 +62,15 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
     return pixels.to(device).float() / 127.5 - 1.0
 
 
-def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
-    """Makes a data set that decodes the images of `entries`; `cfg` sets their resolution, the
-    background of transparent pixels, and the limit in megapixels."""
+def make_decoded_images(
+    entries: list[ImageEntry], cfg: PrecomputeConfig, known: Container[str] = ()
+) -> DecodedImages:
+    """Makes a data set that decodes the images of `entries` except the `known` ones; `cfg` sets
+    their resolution, the background of transparent pixels, and the limit in megapixels."""
     return DecodedImages(
-        entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
+        *(entries, cfg.resolution, known),
+        background=cfg.background,
+        max_megapixels=cfg.max_megapixels,
     )
 
 
@@ -74,7 +79,7 @@ def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.de
     `batch_size` or `PSNR_IMAGES`, whichever is larger. Raises ValueError if no image can be
     decoded."""
     decodable = (
-        item for item in make_decoded_images(images.entries, cfg) if isinstance(item, Tensor)
+        item for _, item in make_decoded_images(images.entries, cfg) if isinstance(item, Tensor)
     )
     pixels = list(islice(decodable, max(cfg.batch_size, PSNR_IMAGES)))
     if not pixels:
@@ -131,6 +136,8 @@ class ShardEncoder:
     out: Path
     device: torch.device
     captions: CaptionJob | None = None
+    earlier: EarlierSet | None = None
+    """A set from which latents of the same images are copied."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Part of the job (decode, encode, write) -> seconds spent on it. "decode" counts only the
     seconds in which the encoder waits for decoded images."""
@@ -167,6 +174,7 @@ class ShardEncoder:
         file of an image cannot be read."""
         sums = ChannelSums()
         skipped = []
+        digests: list[str] = []
         with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
             while remaining:
                 with self.time_part("decode"):
@@ -180,7 +188,8 @@ class ShardEncoder:
                 remaining -= len(batch)
                 progress.advance(len(batch))
                 skipped += decoded.reasons
-                if decoded.places:
+                digests += decoded.digests.values()
+                if decoded.digests:
                     with self.time_part("encode"):
                         tensors = self.encode(batch, decoded)
                     with self.time_part("write"):
@@ -190,7 +199,8 @@ class ShardEncoder:
             for line in skipped:
                 progress.say(f"skipped {line}")
             with self.time_part("write"):
-                write_sidecar(self.out, writer.close(), skipped, sums.as_dict())
+                facts = {"skipped": skipped, "sums": sums.as_dict(), "images": digests}
+                write_sidecar(self.out, writer.close(), facts)
 
     @contextmanager
     def time_part(self, part: str) -> Iterator[None]:
@@ -207,7 +217,9 @@ class ShardEncoder:
         two shards."""
         size = self.cfg.batch_size
         batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
-        dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
+        entries = [entry for batch in batches for _, entry in batch]
+        known = self.earlier.images if self.earlier else ()
+        dataset = make_decoded_images(entries, self.cfg, known)
         indices = iter(range(len(dataset)))
         index_batches = [list(islice(indices, len(batch))) for batch in batches]
         loader = make_decoding_loader(dataset, index_batches, self.cfg.num_workers)
@@ -216,16 +228,22 @@ class ShardEncoder:
     def encode(self, batch: list[NumberedImage], decoded: Decoded) -> dict[str, Tensor]:
         """Encodes the decoded images of a batch. Returns a dict from name to tensor with the names
         that a stored shard uses, such as `latents`, `std` and `labels`."""
-        images = to_input(decoded.pixels, self.device)
-        numbers, entries = zip(*(batch[i] for i in decoded.places), strict=True)
-        tensors = self.encode_latents(images, numbers, "latents", "std")
-        if self.cfg.flips:
-            tensors |= self.encode_latents(images.flip(3), numbers, "mirrored", "mirrored_std")
+        tensors: dict[str, Tensor] = {}
+        if decoded.places:
+            images = to_input(decoded.pixels, self.device)
+            numbers, new = zip(*(batch[i] for i in decoded.places), strict=True)
+            tensors = self.encode_latents(images, numbers, "latents", "std")
+            if self.cfg.flips:
+                tensors |= self.encode_latents(images.flip(3), numbers, "mirrored", "mirrored_std")
+            tensors = cast_tensors(tensors, self.cfg.dtype.value, [entry.key for entry in new])
+        if self.earlier is not None:
+            tensors = self.earlier.add_latents(tensors, decoded)
+
+        entries = [batch[i][1] for i in decoded.digests]
         tensors["labels"] = torch.tensor([entry.label for entry in entries])
         if self.captions is not None:
-            captions = [entry.captions for entry in entries]
-            tensors["captions"] = self.captions.number_captions(captions)
-        return cast_tensors(tensors, self.cfg.dtype.value, [entry.key for entry in entries])
+            tensors["captions"] = self.captions.number_captions([e.captions for e in entries])
+        return tensors
 
     def encode_latents(
         self, images: Tensor, numbers: Sequence[int], name: str, std_name: str

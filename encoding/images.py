@@ -14,6 +14,7 @@ import re
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Container
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -120,11 +121,14 @@ class ImageList:
     notes: list[str] = field(default_factory=list)
     """Sentences that point out possible mistakes, such as a class folder that is named like a split
     of the set (`train`)."""
+    held_out: list[ImageEntry] = field(default_factory=list)
+    """Images of another source, which a job encodes as the held-out split."""
 
     def sha256(self) -> str:
         """Returns a hash of the images' keys, labels and sizes in their order, and of the class
         names. Captions do not count."""
-        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries] + self.class_names
+        entries = self.entries + self.held_out
+        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in entries] + self.class_names
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def describe(self, source: str, planned: int) -> str:
@@ -352,29 +356,40 @@ def describe_error(error: Exception) -> str:
     return re.sub(r"<[^<>]*>|0x[0-9a-fA-F]+", "…", f"damaged ({shorten_error(error)})")
 
 
+DecodedItem = Tensor | str | OSError | None
+
+
 class DecodedImages(Dataset):
     """Decodes images to 8-bit tensors.
 
-    An item is usually the image as a uint8 tensor (3, S, S). If Pillow cannot decode the image, the
-    item is a text with the image's name and the reason. If no attempt could read the file, or if
-    memory does not suffice, the item is an OSError with such a text.
+    An item is a pair: a hash of the image's bytes, and usually the image as a uint8 tensor
+    (3, S, S). If Pillow cannot decode the image, a text with its name and the reason is there
+    instead. If no attempt could read the file, or if memory does not suffice, it is an OSError with
+    such a text. It is None for an image whose hash is among those that are `known`.
     """
 
-    def __init__(self, entries: list[ImageEntry], side: int, **settings: Any) -> None:
+    def __init__(
+        self, entries: list[ImageEntry], side: int, known: Container[str] = (), **settings: Any
+    ) -> None:
         """`settings` are keyword arguments of `decode_image`."""
         self.entries = entries
         self.side = side
+        self.known = known
         self.decode = functools.partial(decode_image, side=side, **settings)
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getitem__(self, index: int) -> Tensor | str | OSError:
+    def __getitem__(self, index: int) -> tuple[str, DecodedItem]:
         entry = self.entries[index]
         try:
             content = read_with_retries(entry)
         except OSError as error:
-            return OSError(f"{entry.key}: {error}")
+            return "", OSError(f"{entry.key}: {error}")
+        digest = hashlib.sha256(content).hexdigest()
+        return digest, None if digest in self.known else self.decode_entry(entry, content)
+
+    def decode_entry(self, entry: ImageEntry, content: bytes) -> DecodedItem:
         if not content:
             return f"{entry.key}: empty"
         try:
@@ -400,15 +415,18 @@ class Decoded(NamedTuple):
     unread: str | None
     """A text with the name of the first image that no attempt could read, and the reason; None if
     there is no such image."""
+    digests: dict[int, str]
+    """Index in the full batch -> hash, of the decoded and the known images, in their order."""
 
 
-def collate(items: list[Tensor | str | OSError]) -> Decoded:
+def collate(items: list[tuple[str, DecodedItem]]) -> Decoded:
     """Joins items of `DecodedImages` into one batch."""
-    images = {i: item for i, item in enumerate(items) if isinstance(item, Tensor)}
+    images = {i: item for i, (_, item) in enumerate(items) if isinstance(item, Tensor)}
     pixels = torch.stack(list(images.values())) if images else torch.empty(0, dtype=torch.uint8)
-    reasons = [item for item in items if isinstance(item, str)]
-    unread = next((str(item) for item in items if isinstance(item, OSError)), None)
-    return Decoded(pixels, list(images), reasons, unread)
+    reasons = [item for _, item in items if isinstance(item, str)]
+    unread = next((str(item) for _, item in items if isinstance(item, OSError)), None)
+    digests = {i: key for i, (key, item) in enumerate(items) if i in images or item is None}
+    return Decoded(pixels, list(images), reasons, unread, digests)
 
 
 def make_decoding_loader(

@@ -38,6 +38,7 @@ from common.files import (
     refuse_changes,
     write_json,
 )
+from data.captions import CaptionTable
 from data.loader import TextSpec
 from data.manifest import MANIFEST_NAME, Manifest, Shard
 from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
@@ -49,7 +50,7 @@ from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
 
 JOB_FILE = "job.json"
-NOT_COMPARED = {"parts", "shards", "manifest", "captions"}
+NOT_COMPARED = {"parts", "images", "shards", "manifest", "captions"}
 """Keys of job.json for `write_manifest` and `finish_job`: the number of parts, the names of all
 shards, and those fields of the manifest that are known before any shard is encoded; and the place
 of the captions, whose content is compared."""
@@ -76,12 +77,19 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
     held-out shards first. Raises ValueError if no image remains for training."""
     generator = torch.Generator().manual_seed(cfg.seed)
     order = torch.randperm(len(images.entries), generator=generator).tolist()[: cfg.limit]
-    numbered = [(index, images.entries[i]) for index, i in enumerate(order)]
-    held_out = round(cfg.held_out * len(numbered))
-    if held_out == len(numbered):
+    chosen = [images.entries[i] for i in order]
+    held_out = len(images.held_out)
+    if held_out:
+        order = torch.randperm(held_out, generator=generator).tolist()
+        chosen = [images.held_out[i] for i in order] + chosen
+    elif not isinstance(cfg.held_out, str):
+        held_out = round(cfg.held_out * (len(chosen) if cfg.held_out < 1 else 1))
+    if held_out >= len(chosen):
         raise UserError(
-            f"held_out={cfg.held_out} of {len(numbered)} images leaves none to train on; lower it."
+            f"held_out={cfg.held_out} of {len(chosen)} images leaves none to train on; lower it."
         )
+    numbered = list(enumerate(chosen))
+    images.notes.extend(find_gaps(images.class_names, chosen[:held_out]))
     shards = []
     for split, part in (("held_out", numbered[:held_out]), ("train", numbered[held_out:])):
         for number, start in enumerate(range(0, len(part), cfg.shard_size)):
@@ -90,12 +98,28 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
     return Plan(shards, held_out, len(numbered))
 
 
-def plan_captions(plan: Plan, cfg: PrecomputeConfig, device: torch.device) -> CaptionJob:
-    """Plans to encode the captions of the plan's images by `cfg.text_encoder`."""
+def find_gaps(names: Sequence[str], held_out: Sequence[ImageEntry]) -> Iterator[str]:
+    """Yields a note if no image, or none of a class, is held out."""
+    present = {entry.label for entry in held_out}
+    absent = [name for label, name in enumerate(names) if label not in present]
+    if not held_out:
+        yield "no image is held out, so runs have no eval_loss; held_out=<number> holds some out"
+    elif absent:
+        yield (
+            f"{len(held_out)} images are held out, and none of {len(absent)} classes "
+            f"({join_few(absent)}); held_out=<number, or a folder of its own> says otherwise"
+        )
+
+
+def plan_captions(
+    plan: Plan, cfg: PrecomputeConfig, device: torch.device, earlier: CaptionTable | None
+) -> CaptionJob:
+    """Plans to encode the captions of the plan's images by `cfg.text_encoder`, except those in the
+    table `earlier`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
     values = [(name, getattr(cfg, name)) for name in TextSettings._fields]
     settings = TextSettings(**{name: getattr(value, "value", value) for name, value in values})
-    return CaptionJob(captions, cfg.text_encoder, settings, device)
+    return CaptionJob(captions, cfg.text_encoder, settings, device, earlier)
 
 
 def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
@@ -146,7 +170,18 @@ def describe_job(
         "source": str(cfg.source),
         "text": captions and asdict(captions.spec),
     }
-    return settings | {"parts": Part.parse(cfg.part).count, "shards": shards, "manifest": fields}
+    facts = {"parts": Part.parse(cfg.part).count, "images": plan.images, "shards": shards}
+    return settings | facts | {"manifest": fields}
+
+
+def refuse_other_source(out: Path, plan: Plan, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError if `out` holds the work of a job with other images, or with other of those
+    `settings` that are known before an encoder is loaded."""
+    earlier = read_job(out)
+    if earlier:
+        now = {"images": plan.images, **settings}
+        remedy = f"encode into another folder, out=<new> reuse={out}, which copies what is the same"
+        refuse_changes(f"out={out}", earlier, now, now.keys() & earlier.keys(), remedy)
 
 
 def claim_folder(out: Path, job: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -72,11 +73,11 @@ def read_finished(out: Path, name: str) -> dict[str, Any] | None:
     incomplete or damaged."""
     try:
         sidecar = read_object(out / f"{name}.json")
-        digest = sidecar.pop("sha256", None)  # None: an earlier version stored no hash
+        digest = sidecar.pop("sha256")
         complete = hash_file(out / name) == sidecar["shard"]["sha256"]
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return sidecar if complete and digest in (None, hash_content(sidecar)) else None
+    return sidecar if complete and digest == hash_content(sidecar) else None
 
 
 def hash_content(content: dict[str, Any]) -> str:
@@ -85,12 +86,11 @@ def hash_content(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def write_sidecar(
-    out: Path, shard: Shard, skipped: Sequence[str] = (), sums: dict[str, Any] | None = None
-) -> None:
-    """Writes the sidecar of a finished shard. `skipped` are sentences about images that the shard
-    lacks, `sums` is `ChannelSums.as_dict()`; captions have neither."""
-    sidecar: dict[str, Any] = {"shard": asdict(shard), "skipped": list(skipped), "sums": sums}
+def write_sidecar(out: Path, shard: Shard, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Writes the sidecar of a finished shard. For images, `facts` has `skipped`, sentences about
+    images that the shard lacks, `sums`, which is `ChannelSums.as_dict()`, and `images`, the hashes
+    of the files of its samples."""
+    sidecar: dict[str, Any] = {"shard": asdict(shard), "skipped": [], **facts}
     sidecar["sha256"] = hash_content(sidecar)
     write_atomically(out / f"{shard.file}.json", json.dumps(sidecar) + "\n")
 

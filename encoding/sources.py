@@ -58,12 +58,32 @@ def list_job_images(
         rules = {k: getattr(cfg, k) or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
         cfg = replace(cfg, **rules)
     given = bool(cfg.text_encoder) and cfg.captions == "given"
-    reader = CaptionReader(cfg.caption_lines) if given else None
-    images = list_images(str(cfg.source), cfg.classes, cfg.allow_cut, reader, order)
-    if cfg.text_encoder:
-        images = images if given else add_captions(images, cfg.captions)
-        images = settle_missing(images, cfg.captions_missing)
-    return images, cfg
+
+    def list_source(source: str, order: Sequence[str]) -> ImageList:
+        reader = CaptionReader(cfg.caption_lines) if given else None
+        images = list_images(source, cfg.classes, cfg.allow_cut, reader, order)
+        if cfg.text_encoder:
+            images = images if given else add_captions(images, cfg.captions)
+            images = settle_missing(images, cfg.captions_missing)
+        return images
+
+    images = list_source(str(cfg.source), order)
+    if not isinstance(cfg.held_out, str):
+        return images, cfg
+
+    # Take the held-out images from their own source, and their classes by name.
+    other = list_source(cfg.held_out, images.class_names)
+    strange = [name for name in other.class_names if name not in images.class_names]
+    if strange or bool(other.class_names) != bool(images.class_names):
+        raise UserError(
+            f"held_out={cfg.held_out} has other classes than source={cfg.source} "
+            f"({join_few(strange) or 'none'}); name its folders as those of the source."
+        )
+    names = other.class_names
+    labels = [images.class_names.index(name) for name in names] or [0]
+    held_out = [replace(entry, label=labels[entry.label]) for entry in other.entries]
+    images.notes.extend(f"held_out={cfg.held_out}: {note}" for note in other.notes)
+    return replace(images, held_out=held_out), cfg
 
 
 def list_images(
@@ -287,7 +307,7 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
     if 2 * len(splits) > len(names):
         raise UserError(
             f"source={path} holds {join_few(splits)}, which are parts of a set and no classes; "
-            f"name one: source={path / find_training_split(splits)}."
+            f"name {suggest_splits(path, splits)}."
         )
     doubtful = [
         name for name in names if SPLIT_NAME.fullmatch(name) or POSSIBLE_SPLIT_NAME.fullmatch(name)
@@ -312,9 +332,14 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
     return notes
 
 
-def find_training_split(splits: list[str]) -> str:
-    """Returns the name of the split that is for training, or else the first."""
-    return min(splits, key=lambda name: (not name.lower().startswith("train"), name))
+def suggest_splits(path: Path, splits: list[str]) -> str:
+    """Returns the words that name the split for training, or else the first, and if there is one
+    for validation, or else for tests, that as held-out images."""
+    train = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
+    rest = [name for name in splits if re.match("val|dev|test|eval", name, re.I)]
+    held_out = sorted(rest, key=lambda name: (not name.lower().startswith("val"), name))
+    words = f"source={path / train}"
+    return words + f" held_out={path / held_out[0]}" if held_out and held_out[0] != train else words
 
 
 def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:
@@ -326,8 +351,8 @@ def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:
     )
     if splits:
         raise UserError(
-            f"source={path} holds the splits {', '.join(splits)}; name one: "
-            f"source={path / find_training_split(splits)}."
+            f"source={path} holds the splits {', '.join(splits)}; name "
+            f"{suggest_splits(path, splits)}."
         )
     dataset, images, columns = open_dataset(str(path))
     labels: list[Any] = [0] * len(dataset)

@@ -341,6 +341,9 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
     or lacks the expected files, or if an output folder is a file."""
     if isinstance(cfg, PrecomputeConfig):
         refuse_missing("source", cfg.source, "name a folder of images, or tars")
+        if isinstance(cfg.held_out, str):
+            refuse_missing("held_out", cfg.held_out, "name a folder of images, or tars")
+        refuse_missing("reuse", cfg.reuse, "name the out of an earlier command", "job.json")
         refuse_file("out", cfg.out)
         return
     refuse_file("run_dir", cfg.run_dir)

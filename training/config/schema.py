@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 
 from common.errors import UserError
 from training.config.contradictions import check_contradictions, check_momentum, check_nccl
@@ -536,8 +536,12 @@ class PrecomputeConfig:
     # largest number of tokens that are stored of a caption; 0: only one vector for each caption
     text_tokens: Natural = 64
     text_dtype: TextDtype = TextDtype.float16  # dtype of the stored tokens; int8 halves them
-    # fraction of the images that is kept out of training, to measure eval_loss
-    held_out: Annotated[float, Ge(0), Lt(1)] = 0.02
+    # images that are kept out of training, to measure eval_loss: a fraction below 1, a number, or
+    # another source, such as a folder validation/, whose classes have the same names
+    held_out: Any = 0.02
+    # out of an earlier command: images and captions that it has encoded with the same settings are
+    # copied from there
+    reuse: str | None = None
     limit: Positive | None = None  # number of images to use, chosen by seed; null: all
     # seed for the order of the images in the shards, and for the random samples that the job stores
     # if kind=sample
@@ -579,6 +583,13 @@ class PrecomputeConfig:
         is_count = type(self.classes) is int and self.classes >= 1
         if not is_count and self.classes not in ("given", "none"):
             raise UserError(f"classes={self.classes} must be given, none, or a number from 1 on.")
+        value = self.held_out
+        is_number = type(value) in (int, float) and value >= 0
+        if not isinstance(value, str) and not (is_number and (value < 1 or type(value) is int)):
+            raise UserError(
+                f"held_out={value} must be a fraction from 0 to below 1, a number of images, or a "
+                "folder, tar or dataset."
+            )
         if self.captions != "given" and not self.text_encoder:
             raise UserError(
                 f"captions={self.captions} needs an encoder; add text_encoder=wordllama or another."
