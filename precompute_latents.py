@@ -125,7 +125,6 @@ def precompute(composed: Composed) -> Path:
     job = describe_job(plan, images, cfg, autoencoder, shape, quality, ledger.precision)
     if reused is not None:
         reused.refuse_others(job)
-        ranks.say(reused.describe(lambda count: step(first[:count])[0], cfg.batch_size))
     ranks.wait_for_all()  # and join a group, so that a rank that dies ends the others
     with hold_folder(out, plan.part, job):
         began = time.perf_counter()

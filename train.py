@@ -124,8 +124,10 @@ def train(composed: Composed) -> dict[str, Any]:
             save_due = state.is_due(cfg.save_every)
             save_due = save_due or (stopping and state.moved and cfg.save_every > 0)
 
-            # Report before saving, because a checkpoint stores the scores of the report.
+            # Report before saving, because a checkpoint stores the scores of the report. Save also
+            # if the score that decides which checkpoint is the best has never been better.
             scores = report() if report_due else {}
+            save_due = save_due or (cfg.save_every > 0 and checkpoints.is_best(scores))
             if ending or request is Request.look:
                 end_if_failed(training, run.folder, batches, checkpoints, request)
             if draw_due:

@@ -125,8 +125,7 @@ class CaptionJob:
             f"{spec.max_tokens} tokens of {spec.width} values in {spec.dtype}: "
             f"{size / 2**20:.2f} MiB, {size / 1024 / len(self.captions):.1f} KiB an image"
         )
-        if self.known:
-            text += f"; {len(self.known.keys() & self.index.keys())} of them are copied"
+        text += f"; {len(self.known.keys() & self.index.keys())} copied" if self.known else ""
         text += self.describe_cuts()
         if self.uncaptioned:
             text += f"\n  note: {self.uncaptioned} images have no caption, and get the empty one"
@@ -193,24 +192,26 @@ class CaptionJob:
 
     def encode(self, texts: list[str]) -> dict[str, Tensor]:
         """Encodes the captions of a block; returns its tensors (data/captions.py)."""
-        old = [text for text in texts if text in self.known]
         new = [text for text in texts if text not in self.known]
         parts = []
-        if self.earlier and old:
-            text = self.earlier.columns.select(torch.tensor([self.known[t] for t in old]))
-            missing = self.max_tokens - text.tokens.shape[1]  # a negative padding cuts
-            parts.append((text.pooled, pad(text.tokens, (0, 0, 0, missing)), text.lengths))
+        if self.earlier and len(new) < len(texts):
+            known = [self.known[text] for text in texts if text in self.known]
+            parts.append(self.earlier.columns.select(torch.tensor(known)))
         if new:
-            text = self.encoder.encode(new, self.max_tokens, self.settings.batch_size)
-            tokens = quantise(text.tokens, getattr(torch, self.settings.text_dtype))
-            parts.append((text.pooled.cpu(), tokens.cpu(), text.lengths.int().cpu()))
+            parts.append(self.encoder.encode(new, self.max_tokens, self.settings.batch_size))
 
-        # Return all rows in the order of `texts`.
-        place = {text: row for row, text in enumerate(old + new)}
-        order = [place[text] for text in texts]
-        columns = [torch.cat(column)[order] for column in zip(*parts, strict=True)]
-        stored = dict(zip(("pooled", "tokens", "lengths"), columns, strict=True))
-        return stored | {"text": join_text(texts)}
+        # Join the rows, first the copied and then the new ones, and restore the order of `texts`.
+        order = torch.tensor([text not in self.known for text in texts]).int()
+        order = order.argsort(stable=True).argsort()
+        stored: dict[str, list[Tensor]] = {"pooled": [], "tokens": [], "lengths": []}
+        for text in parts:
+            tokens = quantise(text.tokens, getattr(torch, self.settings.text_dtype))
+            tokens = pad(tokens, (0, 0, 0, self.max_tokens - tokens.shape[1]))  # below 0 it cuts
+            stored["pooled"].append(text.pooled.cpu())
+            stored["tokens"].append(tokens.cpu())
+            stored["lengths"].append(text.lengths.int().cpu())
+        columns = {name: torch.cat(column)[order] for name, column in stored.items()}
+        return columns | {"text": join_text(texts)}
 
 
 def locate_encoder(node: Mapping[str, Any], revision: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,18 +22,19 @@ from accel.kernels.counter_noise import Purpose, counter_normal
 from common.errors import UserError
 from common.terminal import Progress
 from encoding.caption_job import CaptionJob
-from encoding.images import (
-    BATCHES_AHEAD,
-    Decoded,
-    DecodedImages,
-    ImageEntry,
-    ImageList,
-    collate,
-    make_decoding_loader,
-)
-from encoding.job import ChannelSums, NumberedImage, Plan, cast_tensors
+from encoding.decoding import BATCHES_AHEAD, Decoded, DecodedImages, collate, make_decoding_loader
+from encoding.images import ImageEntry, ImageList
+from encoding.job import NumberedImage, Plan
 from encoding.reuse import EarlierSet
-from encoding.shards import WHOLE, ShardWriter, explain_full_disk, read_finished, write_sidecar
+from encoding.shards import (
+    WHOLE,
+    ChannelSums,
+    ShardWriter,
+    cast_tensors,
+    explain_full_disk,
+    read_finished,
+    write_sidecar,
+)
 from models.images import Autoencoder, psnr
 from training.config.schema import PrecomputeConfig
 from training.memory import WORKER_BYTES, refuse_large_batch
@@ -62,15 +63,11 @@ def to_input(pixels: Tensor, device: torch.device) -> Tensor:
     return pixels.to(device).float() / 127.5 - 1.0
 
 
-def make_decoded_images(
-    entries: list[ImageEntry], cfg: PrecomputeConfig, known: Container[str] = ()
-) -> DecodedImages:
-    """Makes a data set that decodes the images of `entries` except the `known` ones; `cfg` sets
-    their resolution, the background of transparent pixels, and the limit in megapixels."""
+def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> DecodedImages:
+    """Makes a data set that decodes the images of `entries`; `cfg` sets their resolution, the
+    background of transparent pixels, and the limit in megapixels."""
     return DecodedImages(
-        *(entries, cfg.resolution, known),
-        background=cfg.background,
-        max_megapixels=cfg.max_megapixels,
+        entries, cfg.resolution, background=cfg.background, max_megapixels=cfg.max_megapixels
     )
 
 
@@ -217,9 +214,9 @@ class ShardEncoder:
         two shards."""
         size = self.cfg.batch_size
         batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
-        entries = [entry for batch in batches for _, entry in batch]
-        known = self.earlier.images if self.earlier else ()
-        dataset = make_decoded_images(entries, self.cfg, known)
+        dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
+        if self.earlier is not None:
+            dataset.known = self.earlier.images
         indices = iter(range(len(dataset)))
         index_batches = [list(islice(indices, len(batch))) for batch in batches]
         loader = make_decoding_loader(dataset, index_batches, self.cfg.num_workers)

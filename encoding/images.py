@@ -14,23 +14,20 @@ import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Container
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from common.errors import UserError
 from common.libraries import silence_stderr
 from common.text import escape_unprintable, shorten_error
-from common.workers import refuse_small_shared_memory
 from training.config.schema import PrecomputeConfig
 
 FORMATS = {
@@ -58,10 +55,6 @@ OPTIONAL_CODECS = {
 """Codecs that a build of Pillow may lack: format -> the name under which `PIL.features.check` knows
 its codec."""
 RESIZE = "box-halving, bicubic, center crop"
-BATCHES_AHEAD = 2
-"""Number of batches that each worker process decodes ahead: PyTorch's default `prefetch_factor`."""
-BATCH_TIMEOUT_SECONDS = 1800.0
-"""Seconds to wait for a batch of decoded images, before the loader raises an error."""
 MAX_NAMES_SHOWN = 20
 """Largest number of names, or of kinds of unused files, that a message lists; if there are more,
 the message states only how many."""
@@ -354,96 +347,3 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return f"no image of a format that is read ({', '.join(FORMATS)})"
     return re.sub(r"<[^<>]*>|0x[0-9a-fA-F]+", "…", f"damaged ({shorten_error(error)})")
-
-
-DecodedItem = Tensor | str | OSError | None
-
-
-class DecodedImages(Dataset):
-    """Decodes images to 8-bit tensors.
-
-    An item is a pair: a hash of the image's bytes, and usually the image as a uint8 tensor
-    (3, S, S). If Pillow cannot decode the image, a text with its name and the reason is there
-    instead. If no attempt could read the file, or if memory does not suffice, it is an OSError with
-    such a text. It is None for an image whose hash is among those that are `known`.
-    """
-
-    def __init__(
-        self, entries: list[ImageEntry], side: int, known: Container[str] = (), **settings: Any
-    ) -> None:
-        """`settings` are keyword arguments of `decode_image`."""
-        self.entries = entries
-        self.side = side
-        self.known = known
-        self.decode = functools.partial(decode_image, side=side, **settings)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __getitem__(self, index: int) -> tuple[str, DecodedItem]:
-        entry = self.entries[index]
-        try:
-            content = read_with_retries(entry)
-        except OSError as error:
-            return "", OSError(f"{entry.key}: {error}")
-        digest = hashlib.sha256(content).hexdigest()
-        return digest, None if digest in self.known else self.decode_entry(entry, content)
-
-    def decode_entry(self, entry: ImageEntry, content: bytes) -> DecodedItem:
-        if not content:
-            return f"{entry.key}: empty"
-        try:
-            return self.decode(content)
-        except MemoryError:
-            return OSError(
-                f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels"
-            )
-        except Exception as error:  # Pillow raises many kinds of errors for damaged files
-            return f"{entry.key}: {describe_error(error)}"
-
-
-class Decoded(NamedTuple):
-    """A batch that a worker process decoded. One tensor holds all its images, because each tensor
-    that processes share costs a file descriptor."""
-
-    pixels: Tensor
-    """The n images that could be decoded: uint8, (n, 3, S, S)."""
-    places: list[int]
-    """Index of each of the n images in the full batch, which includes the images that failed."""
-    reasons: list[str]
-    """For each image that Pillow cannot decode, a text with its name and the reason."""
-    unread: str | None
-    """A text with the name of the first image that no attempt could read, and the reason; None if
-    there is no such image."""
-    digests: dict[int, str]
-    """Index in the full batch -> hash, of the decoded and the known images, in their order."""
-
-
-def collate(items: list[tuple[str, DecodedItem]]) -> Decoded:
-    """Joins items of `DecodedImages` into one batch."""
-    images = {i: item for i, (_, item) in enumerate(items) if isinstance(item, Tensor)}
-    pixels = torch.stack(list(images.values())) if images else torch.empty(0, dtype=torch.uint8)
-    reasons = [item for _, item in items if isinstance(item, str)]
-    unread = next((str(item) for _, item in items if isinstance(item, OSError)), None)
-    digests = {i: key for i, (key, item) in enumerate(items) if i in images or item is None}
-    return Decoded(pixels, list(images), reasons, unread, digests)
-
-
-def make_decoding_loader(
-    images: DecodedImages, batches: list[list[int]], workers: int
-) -> DataLoader[Decoded]:
-    """Makes a loader that yields these `batches`, given as indices into `images`; `workers`
-    processes decode ahead (0: the calling process decodes). Raises ValueError if shared memory is
-    too small."""
-    if workers:
-        batch_bytes = max(map(len, batches), default=0) * 3 * images.side**2
-        refuse_small_shared_memory(
-            "processes that decode images",
-            BATCHES_AHEAD * workers,
-            batch_bytes,
-            "use num_workers=0",
-        )
-    timeout = BATCH_TIMEOUT_SECONDS if workers else 0.0
-    return DataLoader(
-        images, batch_sampler=batches, num_workers=workers, collate_fn=collate, timeout=timeout
-    )

@@ -15,7 +15,7 @@ last found out about the encoder. So the command that writes the manifest needs 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.errors import UserError
 from common.files import (
@@ -40,11 +39,10 @@ from common.files import (
 )
 from data.captions import CaptionTable
 from data.loader import TextSpec
-from data.manifest import MANIFEST_NAME, Manifest, Shard
+from data.manifest import Manifest, Shard
 from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
-from encoding.shards import WHOLE, Part, hash_content, read_finished
-from encoding.sources import EARLIER_CAPTIONS
+from encoding.shards import WHOLE, Part, compute_channel_statistics, hash_content, read_finished
 from models.images import Autoencoder
 from training.config.schema import PrecomputeConfig
 from training.environment import describe_environment
@@ -89,26 +87,19 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
             f"held_out={cfg.held_out} of {len(chosen)} images leaves none to train on; lower it."
         )
     numbered = list(enumerate(chosen))
-    images.notes.extend(find_gaps(images.class_names, chosen[:held_out]))
+    present = {entry.label for entry in chosen[:held_out]}
+    absent = [name for label, name in enumerate(images.class_names) if label not in present]
+    if absent or not present:
+        images.notes.append(
+            f"{held_out} images are held out, none of {join_few(absent) or 'all'}; held_out="
+            "<number or folder> says otherwise; without any, runs have no eval_loss"
+        )
     shards = []
     for split, part in (("held_out", numbered[:held_out]), ("train", numbered[held_out:])):
         for number, start in enumerate(range(0, len(part), cfg.shard_size)):
             file = f"{split}-{number:05d}.tar"
             shards.append((file, split, part[start : start + cfg.shard_size]))
     return Plan(shards, held_out, len(numbered))
-
-
-def find_gaps(names: Sequence[str], held_out: Sequence[ImageEntry]) -> Iterator[str]:
-    """Yields a note if no image, or none of a class, is held out."""
-    present = {entry.label for entry in held_out}
-    absent = [name for label, name in enumerate(names) if label not in present]
-    if not held_out:
-        yield "no image is held out, so runs have no eval_loss; held_out=<number> holds some out"
-    elif absent:
-        yield (
-            f"{len(held_out)} images are held out, and none of {len(absent)} classes "
-            f"({join_few(absent)}); held_out=<number, or a folder of its own> says otherwise"
-        )
 
 
 def plan_captions(
@@ -178,10 +169,13 @@ def refuse_other_source(out: Path, plan: Plan, settings: Mapping[str, Any]) -> N
     """Raises ValueError if `out` holds the work of a job with other images, or with other of those
     `settings` that are known before an encoder is loaded."""
     earlier = read_job(out)
-    if earlier:
-        now = {"images": plan.images, **settings}
-        remedy = f"encode into another folder, out=<new> reuse={out}, which copies what is the same"
-        refuse_changes(f"out={out}", earlier, now, now.keys() & earlier.keys(), remedy)
+    remedy = f"encode into another folder, out=<new> reuse={out}, which copies what is the same"
+    if earlier and earlier.get("images") != plan.images:
+        raise UserError(
+            f"out={out} is a set of {earlier.get('images')} images, and the source now has "
+            f"{plan.images}; {remedy}."
+        )
+    refuse_changes(f"out={out}", earlier, settings, settings.keys() & earlier.keys(), remedy)
 
 
 def claim_folder(out: Path, job: dict[str, Any]) -> None:
@@ -190,18 +184,7 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
     if job.json cannot be read."""
     file = out / JOB_FILE
     content = read_job(out)
-    if content:
-        # Add the values of keys that earlier versions did not write, according to which they
-        # behaved.
-        earlier = {"same_bytes": True, "text_encoder": None}
-        earlier |= {key: job.get(key) for key in EARLIER_CAPTIONS} | content
-        # If the manifest exists, the set is finished, perhaps by an earlier version that wrote
-        # fewer keys to job.json: compare only the keys that job.json has.
-        keys = job.keys() - NOT_COMPARED
-        if (out / MANIFEST_NAME).is_file():
-            keys &= earlier.keys()
-            job = {key: value for key, value in job.items() if key in keys | NOT_COMPARED}
-        refuse_changes(f"out={out}", earlier, job, keys)
+    refuse_changes(f"out={out}", content, job, (job.keys() & content.keys()) - NOT_COMPARED)
     if content | job != content:
         content |= job
         write_json(file, content | {"sha256": hash_content(content)})
@@ -360,60 +343,3 @@ def describe_result(manifest: Manifest, out: Path) -> str:
     path = shlex.quote(f"data.path={out}")
     command = f"python train.py data=resident {path} experiment=fastrun{guidance}"
     return "\n".join([*lines, f"next: {command}"])
-
-
-def cast_tensors(
-    tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
-) -> dict[str, Tensor]:
-    """Casts the latents of a batch to `dtype`, and moves them to the CPU. `samples` are the names
-    of the batch's samples: if a value overflows in `dtype`, a ValueError names the first sample
-    with such a value."""
-    block = dict(tensors)
-    for name in sorted(tensors.keys() - {"labels", "captions"}):
-        block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
-        bad = ~block[name].isfinite().flatten(1).all(1)
-        if bad.any():
-            raise UserError(
-                f"{samples[int(bad.nonzero()[0])]} has {name} that are too large for "
-                f"dtype={dtype}; use dtype=bfloat16 or float32 and another out, or leave it out."
-            )
-    return block
-
-
-class ChannelSums:
-    """Sums latents, and their squares, per channel in fp64. If the set stores the posterior's std,
-    adds std² to the squares: training draws latents from the posterior, and std² is the mean square
-    of the noise in them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.total: Tensor | float = 0.0
-        self.squares: Tensor | float = 0.0
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        """Adds the latents of a batch. `tensors` maps `latents` and, if the set has them, `std`,
-        `mirrored` and `mirrored_std` to tensors (B, C, H, W)."""
-        for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
-            if name in tensors:
-                values = tensors[name].double()
-                self.count += values.numel() // values.shape[1]
-                self.total = self.total + values.sum((0, 2, 3))
-                self.squares = self.squares + values.square().sum((0, 2, 3))
-                if std_name in tensors:
-                    self.squares = self.squares + tensors[std_name].double().square().sum((0, 2, 3))
-
-    def as_dict(self) -> dict[str, Any]:
-        total, squares = (
-            v.tolist() if isinstance(v, Tensor) else [] for v in (self.total, self.squares)
-        )
-        return {"count": self.count, "total": total, "squares": squares}
-
-
-def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """Returns (means, standard deviations), each with one value per channel. `sums` is a list with
-    `ChannelSums.as_dict()` of each shard."""
-    sums = [s for s in sums if s["count"]]
-    count = sum(s["count"] for s in sums)
-    mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
-    square = torch.tensor([s["squares"] for s in sums], dtype=torch.float64).sum(0) / count
-    return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()

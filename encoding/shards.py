@@ -184,3 +184,60 @@ class ShardWriter:
         sync_folder(self.file.parent)
         count = sum(block.samples for block in self.blocks)
         return Shard(self.file.name, self.split, count, size, digest, self.blocks)
+
+
+def cast_tensors(
+    tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
+) -> dict[str, Tensor]:
+    """Casts the latents of a batch to `dtype`, and moves them to the CPU. `samples` are the names
+    of the batch's samples: if a value overflows in `dtype`, a ValueError names the first sample
+    with such a value."""
+    block = dict(tensors)
+    for name in sorted(tensors.keys() - {"labels", "captions"}):
+        block[name] = tensors[name].to(getattr(torch, dtype)).cpu()
+        bad = ~block[name].isfinite().flatten(1).all(1)
+        if bad.any():
+            raise UserError(
+                f"{samples[int(bad.nonzero()[0])]} has {name} that are too large for "
+                f"dtype={dtype}; use dtype=bfloat16 or float32 and another out, or leave it out."
+            )
+    return block
+
+
+class ChannelSums:
+    """Sums latents, and their squares, per channel in fp64. If the set stores the posterior's std,
+    adds std² to the squares: training draws latents from the posterior, and std² is the mean square
+    of the noise in them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total: Tensor | float = 0.0
+        self.squares: Tensor | float = 0.0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Adds the latents of a batch. `tensors` maps `latents` and, if the set has them, `std`,
+        `mirrored` and `mirrored_std` to tensors (B, C, H, W)."""
+        for name, std_name in (("latents", "std"), ("mirrored", "mirrored_std")):
+            if name in tensors:
+                values = tensors[name].double()
+                self.count += values.numel() // values.shape[1]
+                self.total = self.total + values.sum((0, 2, 3))
+                self.squares = self.squares + values.square().sum((0, 2, 3))
+                if std_name in tensors:
+                    self.squares = self.squares + tensors[std_name].double().square().sum((0, 2, 3))
+
+    def as_dict(self) -> dict[str, Any]:
+        total, squares = (
+            v.tolist() if isinstance(v, Tensor) else [] for v in (self.total, self.squares)
+        )
+        return {"count": self.count, "total": total, "squares": squares}
+
+
+def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Returns (means, standard deviations), each with one value per channel. `sums` is a list with
+    `ChannelSums.as_dict()` of each shard."""
+    sums = [s for s in sums if s["count"]]
+    count = sum(s["count"] for s in sums)
+    mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
+    square = torch.tensor([s["squares"] for s in sums], dtype=torch.float64).sum(0) / count
+    return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()

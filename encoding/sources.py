@@ -333,13 +333,15 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
 
 
 def suggest_splits(path: Path, splits: list[str]) -> str:
-    """Returns the words that name the split for training, or else the first, and if there is one
-    for validation, or else for tests, that as held-out images."""
-    train = min(splits, key=lambda name: (not name.lower().startswith("train"), name))
-    rest = [name for name in splits if re.match("val|dev|test|eval", name, re.I)]
-    held_out = sorted(rest, key=lambda name: (not name.lower().startswith("val"), name))
-    words = f"source={path / train}"
-    return words + f" held_out={path / held_out[0]}" if held_out and held_out[0] != train else words
+    """Returns words that take one split for training and one as held-out images, if there are
+    several; those for training and validation first."""
+
+    def rank(name: str) -> tuple[bool, bool, str]:
+        return (not re.match("train", name, re.I), not re.match("val", name, re.I), name)
+
+    ordered = sorted(splits, key=rank)
+    words = zip(("source", "held_out"), ordered, strict=False)
+    return " ".join(f"{key}={path / name}" for key, name in words)
 
 
 def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:

@@ -27,7 +27,8 @@ from common.files import find_cache_folder, read_object, write_json
 from common.terminal import Progress
 from common.text import replace_non_finite
 from data.loader import LatentSpec
-from encoding.images import RESIZE, DecodedImages, make_decoding_loader, read_with_retries
+from encoding.decoding import DecodedImages, make_decoding_loader
+from encoding.images import RESIZE, read_with_retries
 from encoding.sources import list_images
 from evaluation.distances import (
     FIRST_SAMPLES,

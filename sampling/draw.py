@@ -53,6 +53,9 @@ class ModelConfig:
     weights: str | None = None
     """Instead of `run_dir`: a weights file of a checkpoint (.safetensors), which may have been
     copied to any folder. The file's header describes the model."""
+    checkpoint: str = "last"
+    """Checkpoint of `run_dir`: `last`, `best` (of those that the run kept, the one with the lowest
+    score of its key `keep_best`), or the number of a step."""
     adapter: str | None = None
     """Path of an adapter to merge into the weights: the folder of a run that trained an adapter, an
     adapter's file, or a folder of the library PEFT."""
@@ -71,6 +74,16 @@ class ModelConfig:
     def path(self) -> str:
         """Value of `key`."""
         return str(self.weights or self.run_dir)
+
+    def find_model(self, say: Callable[[str], object] = print) -> str:
+        """Returns the path of the run, checkpoint or weights file to load; calls `say` if the run's
+        best checkpoint is better. Raises ValueError if there is no such checkpoint."""
+        from training.checkpoint.load import choose_checkpoint
+
+        path, note = choose_checkpoint(self.path, self.checkpoint)
+        if note:
+            say(note)
+        return path
 
     def refuse_no_model(self, action: str) -> None:
         """Raises a ValueError unless exactly one of `run_dir` and `weights` is set. `action`, such
@@ -92,8 +105,8 @@ class DrawConfig(ModelConfig):
     labels: Any = "balanced"
     """Labels of the samples. `balanced`: all classes, one after the other, again and again; `data`:
     classes as often as in the training set; or a list of class numbers and names, such as
-    [3,apple], one after the other, again and again. Quote a name that YAML reads as another type,
-    such as a number: ['3']."""
+    [3,apple], one after the other, again and again; or one class. Quote a name that YAML reads as
+    another type, such as a number: ['3']."""
     prompt: str | None = None
     """Text of which all samples are drawn, for a model of captions. It is taken as it was typed:
     neither Hydra nor YAML reads it."""
@@ -141,7 +154,8 @@ class SampleJob:
         self.cfg = cfg
         self.ranks = ranks
         trained = load_run(
-            cfg.path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
+            *(cfg.find_model(ranks.say), cfg.encoder, device, cfg.key),
+            *(cfg.runtime, cfg.batch_size, cfg.adapter),
         )
         self.trained = replace(trained, text_encoder_path=cfg.text_encoder)
         changes = {
@@ -170,12 +184,9 @@ class SampleJob:
         trained = self.trained
         spec = trained.spec
         by_text = trained.text_level != "none"
-        listed = cfg.labels if isinstance(cfg.labels, list) else []
-        if not listed and cfg.labels not in ("balanced", "data"):
-            raise UserError(
-                f"labels={cfg.labels} must be balanced, data or a list of classes by number or "
-                "name, such as [3,apple]."
-            )
+        listed = cfg.labels if isinstance(cfg.labels, list) else [cfg.labels]
+        if cfg.labels in ("balanced", "data"):
+            listed = []
         if by_text and cfg.labels == "data":
             raise UserError(
                 "labels=data: a model of captions takes labels and captions of the data by "

@@ -378,8 +378,7 @@ def write_shards(
     """
     import torch
 
-    from encoding.job import ChannelSums, cast_tensors
-    from encoding.shards import ShardWriter
+    from encoding.shards import ChannelSums, ShardWriter, cast_tensors
 
     sums = ChannelSums()
     labels = []

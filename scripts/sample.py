@@ -18,6 +18,8 @@ equal batch_size. After a stop the same command continues from the pieces in <ou
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -53,7 +55,9 @@ class SampleConfig(DrawConfig):
     grid: Annotated[int, Ge(0), Le(1024)] = 0
     """Number of samples, from the first, to write also as one picture <out>.png, sorted by label;
     0: no picture."""
-    out: str = "samples/samples"
+    out: str | None = None
+    """Path of the output without its suffix; null: <run_dir>/drawn/step-<N>-<hash of the settings>,
+    or samples/drawn-<hash> if `weights` names a file that lies in no run folder."""
 
     def check(self) -> None:
         """Checks the keys. Raises ValueError for values with which no sample can be drawn."""
@@ -71,13 +75,20 @@ def sample_run(cfg: SampleConfig) -> Path:
     import torch
 
     from models.images import to_uint8
+    from sampling.load import find_run_folder
     from training.distributed.ranks import Ranks
 
     ranks = Ranks.from_environment()
     job = SampleJob(cfg, ranks)
     decode = job.trained.autoencoder.decode
 
-    out = Path(cfg.out).expanduser()
+    raw = cfg.format is Format.latents
+    content = {"kind": "latents" if raw else "images"}
+    protocol = job.describe_protocol()
+    digest = hashlib.sha256(json.dumps([protocol, content]).encode()).hexdigest()[:8]
+    run = find_run_folder(job.trained.file)
+    stem = f"{run}/drawn/step-{protocol['weights']['step']}" if run else "samples/drawn"
+    out = Path(cfg.out or f"{stem}-{digest}").expanduser()
     parts = out.with_name(out.name + ".parts")
     if cfg.format is Format.png and out.exists() and not parts.exists():
         raise UserError(
@@ -85,13 +96,11 @@ def sample_run(cfg: SampleConfig) -> Path:
             "folder."
         )
 
-    raw = cfg.format is Format.latents
-
     def make_content(labels: torch.Tensor, latents: torch.Tensor) -> dict[str, torch.Tensor]:
         samples = latents if raw else torch.from_numpy(to_uint8(decode(latents)))
         return {"labels": labels, "samples": samples}
 
-    chunks = job.run(parts, {"kind": "latents" if raw else "images"}, make_content)
+    chunks = job.run(parts, content, make_content)
 
     file = out
     if cfg.format is Format.png:
@@ -104,10 +113,10 @@ def sample_run(cfg: SampleConfig) -> Path:
         if cfg.grid:
             count = min(cfg.grid, cfg.count)
             write_sorted_grid(out.with_name(out.name + ".png"), chunks, count, job)
-        facts = job.describe_protocol() | {"classes": job.stream.conditions.list_names(cfg.count)}
+        facts = protocol | {"classes": job.stream.conditions.list_names(cfg.count)}
         write_json(out.with_name(out.name + ".json"), facts)
     chunks.remove()
-    ranks.say(str(file))
+    ranks.say(f"{file}\n{out}.png" if cfg.grid else str(file))
     return file
 
 

@@ -82,7 +82,7 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
     training split are good, also compares mean and std of the channels with the manifest. Returns
     the problems."""
     from data.blocks import BlockReader, DamagedBlockError
-    from encoding.job import ChannelSums, compute_channel_statistics
+    from encoding.shards import ChannelSums, compute_channel_statistics
 
     blocks = BlockReader(source, manifest, split)
     problems = []
@@ -237,7 +237,7 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
         if split == "train" and entry.key not in skipped
     ]
     pixels = []
-    for item in make_decoded_images(used[:count], cfg):
+    for _, item in make_decoded_images(used[:count], cfg):
         if not isinstance(item, torch.Tensor):
             raise UserError(f"source={folder}: {item}; repair it, or leave source out.")
         pixels.append(item)

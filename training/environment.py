@@ -18,6 +18,8 @@ import platform
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -213,3 +215,19 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return count_host_bytes()
+
+
+def choose_folder(choices: Mapping[str, str]) -> Path:
+    """Returns a path that does not exist yet, `runs/<date>-<time>-<model>-<runtime>`; if it exists,
+    because another run started in the same second, with a number at the end."""
+    chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
+    # Replace characters that a folder name may not have: the name of a configuration file in a
+    # group may contain a slash.
+    chosen = re.sub(r"[^A-Za-z0-9_.-]", "-", chosen)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen}"
+    folder = Path("runs") / name
+    number = 1
+    while folder.exists():
+        folder = Path("runs") / f"{name}-{number}"
+        number += 1
+    return folder

@@ -21,6 +21,8 @@ from training.goodput import CLOCK
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+PARTS = 64
+"""Largest number of parts of the held-out split whose mean losses a checkpoint keeps."""
 TIME_BUCKETS = 4
 """Number of equal intervals into which `evaluate` divides the range 0 to 1 of the flow's time t; it
 returns a loss for each interval."""
@@ -51,6 +53,7 @@ def evaluate(training: Training) -> dict[str, float]:
 
     loss, t = torch.cat(rows).unbind(1)
     result = {"eval_loss": loss.mean().item()}
+    training.state.parts = [part.mean().item() for part in loss.tensor_split(min(PARTS, len(loss)))]
     bucket = (t * TIME_BUCKETS).long().clamp(max=TIME_BUCKETS - 1)
     for i in range(TIME_BUCKETS):
         inside = loss[bucket == i]

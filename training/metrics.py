@@ -298,6 +298,13 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     return metrics if valid else None
 
 
+def find_best(file: Path, name: str) -> dict[str, Any]:
+    """Returns the lowest value of the score `name` in a metrics file, and its step, as the metrics
+    `best_<name>` and `best_step`; empty if there is none."""
+    scored = [(x[name], x["step"]) for x in read_metrics(file)[0] if x.get(name) is not None]
+    return dict(zip((f"best_{name}", "best_step"), min(scored), strict=True)) if scored else {}
+
+
 class MetricsFile:
     """Writes the metrics file of a run (metrics.jsonl), one line per report."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,21 +29,20 @@ from training.checkpoint.load import (
     describe_difference,
     find_branch,
     list_complete,
-    read_state_file,
+    read_finished_summary,
     select_identity,
-    verify,
 )
 from training.checkpoint.save import Checkpoints
 from training.config.build import fill_defaults
 from training.config.compose import Composed, parse_yaml, read_config, to_yaml
 from training.config.schema import TrainConfig
 from training.distributed.exit import RESUMABLE_EXIT_CODE
-from training.environment import connect, describe_environment, set_deterministic
+from training.environment import choose_folder, connect, describe_environment, set_deterministic
 from training.goodput import CLOCK, MAINTENANCE_KINDS, READ_ERRORS, TIME_FILE, explain_bound
 from training.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
-from training.metrics import METRICS_FILE, MetricsFile, SafeLogger, read_metrics
+from training.metrics import METRICS_FILE, MetricsFile, SafeLogger, find_best, read_metrics
 from training.state import TrainState
-from training.terminal import describe_rehearsal, find_time, format_summary
+from training.terminal import format_summary
 from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
 RUNNING_FILE = "running"
@@ -141,13 +138,11 @@ class Run:
             )
 
     def settle_length(self) -> None:
-        """Sets `cfg`, and the same in `composed`, to the configuration with the run's length."""
-
-        def settle() -> TrainConfig:
-            composed = self.composed
-            return settle_length(composed.cfg, composed.overrides, self.folder, self.device)
-
-        self.cfg: TrainConfig = self.ranks.broadcast_result(settle)
+        """Sets `cfg`, and that of `composed`, to the configuration with the run's length."""
+        cfg = self.composed.cfg
+        self.cfg: TrainConfig = self.ranks.broadcast_result(
+            lambda: settle_length(cfg, self.folder, self.device)
+        )
         self.composed = self.composed._replace(cfg=self.cfg)
 
     def write_file(self, name: str, content: Any) -> None:
@@ -167,21 +162,11 @@ class Run:
             self.write_file(TUNING_FILE, choice)
             self.rows.append(make_ledger_row(choice))
         if self.cfg.budget_minutes is not None and not (self.folder / LENGTH_FILE).exists():
-            cfg = self.composed.cfg
-            size = self.ranks.world_size
-            self.write_file(
-                LENGTH_FILE,
-                self.ranks.broadcast_result(lambda: measure_seconds(cfg, self.device, size)),
-            )
+            job = (self.composed.cfg, self.device, self.ranks.world_size)
+            measured = self.ranks.broadcast_result(lambda: measure_seconds(*job))
+            self.write_file(LENGTH_FILE, measured)
         self.settle_length()
         return self.cfg
-
-    def show_rehearsal(self) -> None:
-        """Prints how the experiment that the key `rehearsal` names went, if it names one."""
-        if self.cfg.rehearsal is not None and self.ranks.first:
-            chosen = self.composed.choices | {"experiment": self.cfg.rehearsal}
-            versions = self.environment["versions"]
-            print(describe_rehearsal(self.folder.parent, chosen, versions), flush=True)
 
     def open_checkpoints(self) -> Checkpoints:
         """Returns the object that saves, lists and deletes the checkpoints in the run folder."""
@@ -245,13 +230,16 @@ class Run:
         if lines:
             state.meter.earlier_seconds = float(lines[-1].get("train_seconds") or 0.0)
 
-    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl. If waiting for data or launching kernels limits the
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        """Appends a line to metrics.jsonl. Adds the best score to `metrics` if they have a score.
+        If waiting for data or launching kernels limits the
         speed of a step, prints a line that says so, with configuration keys to try; prints each of
         the two possible lines at most once in a run."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
+        if self.cfg.keep_best in metrics:
+            metrics |= find_best(self.metrics.file, self.cfg.keep_best)
         stack = self.stack
         if stack is None:
             return
@@ -338,10 +326,11 @@ class Run:
         process_seconds = CLOCK.seconds
         account = CLOCK.account
         checkpoints = list_complete(self.folder / "checkpoints")
-        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=find_time)
+        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=get_mtime)
         summary = {
             "loss": latest.get("loss"),
             "eval_loss": latest.get("eval_loss"),
+            **find_best(self.metrics.file, self.cfg.keep_best),
             **{name: latest[name] for name in self.cfg.fd.list_scores() if name in latest},
             "steps": state.step,
             "samples": state.samples,
@@ -366,38 +355,44 @@ class Run:
         self.write_file("summary.json", summary)
         return summary
 
+    def show_rehearsal(self) -> None:
+        """Prints the ledger and the speed of the latest run of the experiment that the key
+        `rehearsal` names, with the same model, runtime and versions; warns if there is none."""
+        experiment = self.cfg.rehearsal
+        if experiment is None or not self.ranks.first:
+            return
 
-def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
-    """Reads the summary of the run in `folder`; returns None if there is none, or if the run has
-    not yet seen `cfg.total_samples` samples, so that training must continue."""
-    try:
-        summary = read_object(folder / "summary.json")
-        damaged = summary.get("skipped_data") or {}
-        known = all(type(count) is int for count in damaged.values())
-        if not known or summary["samples"] < cfg.total_samples:
-            return None
-        # Return None also if the newest checkpoint is damaged or gone, because the run then
-        # continues from an earlier checkpoint.
-        if cfg.save_every:
-            newest = verify(list_complete(folder / "checkpoints")[-1])
-            if read_state_file(newest)["counters"]["samples"] < cfg.total_samples:
-                return None
-        return summary
-    except READ_ERRORS:
-        return None
+        choices = self.composed.choices
+        chosen = {"experiment": experiment}
+        chosen |= {key: choices.get(key) for key in ("model", "runtime")}
+        folders = (self.folder.parent, Path("runs"))
+        files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
+        for file in sorted(files, key=get_mtime, reverse=True):
+            try:
+                summary = read_object(file)
+                environment = read_object(file.with_name("environment.json"))
+                same = chosen.items() <= environment["choices"].items()
+                same = same and environment["versions"] == self.environment["versions"]
+                rows = [
+                    f"    {k}: {row['requested']} -> {row['active']}"
+                    for k, row in summary["ledger"].items()
+                ]
+                rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
+            except READ_ERRORS:
+                continue  # skip a file that is no summary of a run
+            if same:
+                print(f"latest {experiment} of this model and runtime: {file.parent}, {rate}")
+                print("\n".join(rows), flush=True)
+                return
+
+        print(
+            f"warning: {self.folder.parent} holds no {experiment} of model={chosen['model']} "
+            f"runtime={chosen['runtime']} with these versions; a few minutes of "
+            f"`experiment={experiment}` can save hours.",
+            flush=True,
+        )
 
 
-def choose_folder(choices: Mapping[str, str]) -> Path:
-    """Returns a path that does not exist yet, `runs/<date>-<time>-<model>-<runtime>`; if it exists,
-    because another run started in the same second, with a number at the end."""
-    chosen = f"{choices.get('model', 'model')}-{choices.get('runtime', 'runtime')}"
-    # Replace characters that a folder name may not have: the name of a configuration file in a
-    # group may contain a slash.
-    chosen = re.sub(r"[^A-Za-z0-9_.-]", "-", chosen)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{chosen}"
-    folder = Path("runs") / name
-    number = 1
-    while folder.exists():
-        folder = Path("runs") / f"{name}-{number}"
-        number += 1
-    return folder
+def get_mtime(file: Path) -> float:
+    """Returns a file's time of modification, in seconds of Unix time."""
+    return file.stat().st_mtime

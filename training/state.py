@@ -70,6 +70,10 @@ class TrainState:
     """Step at which this process started or resumed."""
     power_averages: Sequence[PowerAverage] = ()
     """Averages that the run keeps besides `ema` if `ema.snapshots` is set."""
+    parts: Sequence[float] = ()
+    """Mean losses of equal parts of the held-out split, from the latest evaluation: by the
+    differences of two checkpoints in all parts one knows how sure the difference of their losses
+    is."""
     layouts = LAYOUTS
 
     def advance(self, samples: int) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from common import require_python
@@ -33,6 +34,10 @@ from training.config.compose import (
 from training.config.secrets import redact_text, redact_words
 from training.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest
 
+ENDED: list[tuple[int, list[str], str, float]] = []
+"""Trials of this sweep that ended: number, overrides, name and value of the metric."""
+SIGNS = {"samples_per_s": -1}
+"""Metric of which the largest value is the best -> -1."""
 POLL_SECONDS = 0.2
 """Seconds between two looks at whether a signal has arrived."""
 
@@ -46,7 +51,8 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
     sweep.
     """
     hydra = HydraConfig.get()
-    trial = f"trial {hydra.job.num} ({' '.join(redact_words(list(hydra.overrides.task)))})"
+    words = redact_words(list(hydra.overrides.task))
+    trial = f"trial {hydra.job.num} ({' '.join(words)})"
     source["run_dir"] = os.path.join(hydra.sweep.dir, str(hydra.sweep.subdir))
     try:
         composed = compose_from_hydra(source)
@@ -60,8 +66,23 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
         message = redact_text(describe_failure(error) or repr(error))
         print(f"{trial} failed: {escape_unprintable(message)}", file=sys.stderr)
         raise
-    print(f"\n{trial} ended; {composed.cfg.sweep_metric or 'no metric'}: {value}", flush=True)
-    return value
+    name, shown = value
+    print(f"\n{trial} ended; {name}: {shown}", flush=True)
+    ENDED.append((hydra.job.num, words, name, shown))
+    return shown if composed.cfg.sweep_metric else None
+
+
+class SweepTable(Callback):
+    """Prints a table of the trials when a sweep ends: what differs between them, their metric, and
+    which is the best. conf/train.yaml names the class."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        shared = set.intersection(*(set(words) for _, words, *_ in ENDED)) if ENDED else set()
+        best = min((trial[3] * SIGNS.get(trial[2], 1) for trial in ENDED), default=0.0)
+        for number, words, name, value in ENDED:
+            differs = " ".join(word for word in words if word not in shared)
+            mark = "  best" if value * SIGNS.get(name, 1) == best else ""
+            print(f"trial {number}  {name} {value:.6g}  {differs}{mark}", flush=True)
 
 
 def refuse_trial(composed: Composed, sweeper: str) -> None:
@@ -133,14 +154,12 @@ def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
         raise UserError(receiver.recv() if receiver.poll() else message)
 
 
-def read_metric(cfg: Any) -> float | None:
-    """Returns the metric `sweep_metric` of the finished run, None if the key is null. ValueError if
-    the metric is not finite."""
-    if cfg.sweep_metric is None:
-        return None
-    value = read_object(Path(cfg.run_dir) / "summary.json")[cfg.sweep_metric]
+def read_metric(cfg: Any) -> tuple[str, float]:
+    """Returns the metric `sweep_metric` of the finished run, or eval_loss, or else loss, if the key
+    is null. ValueError if the metric is not finite."""
+    summary = read_object(Path(cfg.run_dir) / "summary.json")
+    name = cfg.sweep_metric or ("loss" if summary["eval_loss"] is None else "eval_loss")
+    value = summary[name]
     if value is None or not math.isfinite(value):
-        raise UserError(
-            f"sweep_metric={cfg.sweep_metric} is not finite at the end of run_dir={cfg.run_dir}."
-        )
-    return value
+        raise UserError(f"{name} is not finite at the end of run_dir={cfg.run_dir}.")
+    return name, value

@@ -1,13 +1,11 @@
-"""Formats the metrics and the summary of a run for the terminal, and those of an earlier run."""
+"""Formats the metrics and the summary of a run for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from common.files import read_object
-from training.goodput import READ_ERRORS, format_shares
+from training.goodput import format_shares
 
 
 def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
@@ -15,6 +13,11 @@ def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
+        if (
+            metrics.get("best_step", metrics["step"]) < metrics["step"]
+            and "best_eval_loss" in metrics
+        ):
+            parts[-1] += f" (best {metrics['best_eval_loss']:.4f} at step {metrics['best_step']})"
 
     # Show kernel distances only if there are no Fréchet distances, to keep the line short.
     for kind in ("fd_", "kd_"):
@@ -42,6 +45,7 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     """Formats the summary as one line per value, aligned; leaves out the ledger, which the run
     printed at its start."""
     shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
+    shown.setdefault("eval_loss", "none: no image is held out, or eval_every=0")
     if "time" in shown:
         shown["time"] = format_shares(shown["time"])
 
@@ -56,37 +60,3 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     width = max(map(len, shown))
     values = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in shown.items()}
     return "\n".join(f"  {k.ljust(width)}  {v}" for k, v in values.items())
-
-
-def find_time(file: Path) -> float:
-    """Returns a file's time of modification, in seconds of Unix time."""
-    return file.stat().st_mtime
-
-
-def describe_rehearsal(folder: Path, choices: Mapping[str, str], versions: object) -> str:
-    """Describes the latest run, in `folder` or in runs/, of the experiment, model and runtime of
-    `choices` with the same versions: its ledger and speed. Returns a warning if there is none."""
-    chosen = {key: choices.get(key) for key in ("experiment", "model", "runtime")}
-    experiment = chosen["experiment"]
-    files = {f.resolve() for place in (folder, Path("runs")) for f in place.glob("*/summary.json")}
-    for file in sorted(files, key=find_time, reverse=True):
-        try:
-            summary = read_object(file)
-            environment = read_object(file.with_name("environment.json"))
-            same = chosen.items() <= environment["choices"].items()
-            rows = [
-                f"    {k}: {row['requested']} -> {row['active']}"
-                for k, row in summary["ledger"].items()
-            ]
-            rate = f"{summary['samples_per_s'] or 0.0:.1f} samples/s"
-            if same and environment["versions"] == versions:
-                head = f"latest {experiment} of this model and runtime: {file.parent}, {rate}"
-                return "\n".join([head, *rows])
-        except READ_ERRORS:
-            continue  # skip a file that is no summary of a run
-
-    return (
-        f"warning: {folder} holds no {experiment} of model={chosen['model']} "
-        f"runtime={chosen['runtime']} with these versions; a few minutes of "
-        f"`experiment={experiment}` can save hours."
-    )

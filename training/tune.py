@@ -114,13 +114,13 @@ def find_choice(
 
 
 def measure_choice(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the tuner and returns its choice (see `find_choice`). Raises ValueError if the tuner
-    fails or refuses the run."""
+    """Runs the tuner and returns its choice (see `find_choice`), or the seconds that it has
+    measured. Raises ValueError if the tuner fails or refuses the run."""
     code, choice = run_apart(job)
     if choice is None:
         raise UserError(
-            f"runtime.tune=true: the process that tries techniques ended with code {code}; see its "
-            "output above, or use runtime=fast, which tries nothing."
+            f"the process that measures steps ended with code {code}; see its output above, or use "
+            "neither runtime.tune nor budget_minutes."
         )
     refusal = choice.get("refusal")
     if refusal:

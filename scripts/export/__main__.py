@@ -112,7 +112,9 @@ def load_trained(cfg: ExportConfig) -> TrainedModel:
     fp32."""
     from sampling.load import load_run
 
-    return load_run(cfg.path, cfg.encoder, "cpu", cfg.key, PLAIN_RUNTIME, adapter=cfg.adapter)
+    return load_run(
+        cfg.find_model(), cfg.encoder, "cpu", cfg.key, PLAIN_RUNTIME, adapter=cfg.adapter
+    )
 
 
 def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
@@ -175,7 +177,8 @@ def write_adapter(cfg: ExportConfig, folder: Path) -> None:
     from training.checkpoint.load import find_weights_file, read_newest
     from training.weights.adapter_file import write_peft
 
-    read_newest(cfg.path, lambda: write_peft(find_weights_file(cfg.path, cfg.key), folder))
+    path = cfg.find_model()
+    read_newest(path, lambda: write_peft(find_weights_file(path, cfg.key), folder))
 
 
 def write_weights(cfg: ExportConfig, file: Path) -> None:

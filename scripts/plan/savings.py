@@ -132,3 +132,16 @@ def merge_values(savings: list[Saving]) -> dict[str, Any]:
     """Merges the changes of several savings into one dict, key -> value; for a key that several
     savings set, the last value wins."""
     return {key: value for saving in savings for key, value in saving.values.items()}
+
+
+def describe_changes(changes: Mapping[str, Any]) -> str:
+    """Formats a candidate's changes as overrides in one string; "as given" if there are no
+    changes."""
+    return " ".join(format_overrides(changes)) or "as given"
+
+
+def list_micro_batches(cfg: TrainConfig) -> list[Mapping[str, Any]]:
+    """Lists the changes of accumulation_steps to try: twice as many, which halves the micro-batch,
+    and half as many, if the number is even, which doubles the micro-batch."""
+    steps = cfg.accumulation_steps
+    return [{STEPS_KEY: 2 * steps}, *([{STEPS_KEY: steps // 2}] if steps % 2 == 0 else [])]

@@ -19,8 +19,8 @@ import tempfile
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,24 @@ from common.text import shorten_error
 from data.captions import make_blank_table
 from data.loader import LatentSpec
 from data.synthetic import SyntheticLatents
-from scripts.plan.measured import assemble_share, measure_run, time_steps
+from scripts import timing
 from scripts.plan.memory import Question, forecast
-from scripts.plan.savings import find_cheapest_change, format_overrides, merge_values
-from training.assemble import Parts, Training, to_json_types
+from scripts.plan.savings import (
+    describe_changes,
+    find_cheapest_change,
+    list_micro_batches,
+    merge_values,
+)
+from training.assemble import Parts, Training, assemble, to_json_types
 from training.components import find_text_level
 from training.config import build
 from training.config.compose import apply_schema
-from training.config.schema import TrainConfig
-from training.environment import GIB, memory_of
+from training.config.schema import ParallelConfig, TrainConfig
+from training.environment import GIB, memory_of, set_deterministic
+from training.evaluate import draw_sample_grid, evaluate
+from training.memory import refuse_large_step
 from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
+from training.weights.pretrained import build_autoencoder
 
 NEEDED_SHARE = 0.98
 """A candidate replaces the best one so far only if its step takes less than this share of the best
@@ -61,6 +69,11 @@ TOO_LATE = "the budget was over before it was measured"
 PROBE_STEPS = 3
 """Number of steps of each candidate whose losses and gradient norms are compared with those of the
 first candidate."""
+MAX_TIMED_STEPS = 16
+"""Largest number of a candidate's steps that are timed."""
+GPU_STEPS_AT_A_TIME = 4
+"""Number of steps on a GPU between two readings of the clock. Within them the host launches kernels
+ahead of the GPU, as it does in training."""
 LEAST_TOLERANCE = 1e-3
 """Relative difference from the first candidate's losses and gradient norms that every candidate may
 have: adding the same numbers in another order causes as much after a few updates."""
@@ -238,27 +251,15 @@ class Search:
         return None
 
 
-def describe_changes(changes: Changes) -> str:
-    """Formats a candidate's changes as overrides in one string; "as given" if there are no
-    changes."""
-    return " ".join(format_overrides(changes)) or "as given"
-
-
-def list_micro_batches(cfg: TrainConfig) -> list[Changes]:
-    """Lists the changes of accumulation_steps to try: twice as many, which halves the micro-batch,
-    and half as many, if the number is even, which doubles the micro-batch."""
-    steps = cfg.accumulation_steps
-    return [{STEPS_KEY: 2 * steps}, *([{STEPS_KEY: steps // 2}] if steps % 2 == 0 else [])]
-
-
 def prepare_candidate(job: Mapping[str, Any]) -> Training:
     """Builds what one process of the run would train with this candidate's configuration: its share
-    of the batch, without data parallelism, on normally distributed random latents. Adds noise to
-    the initial weights, so that every part of the model affects the loss."""
+    of the batch, without data parallelism, on normally distributed random latents or, to `measure`
+    a budget, its own data. Adds noise to the initial weights, so that every part of the model
+    affects the loss."""
     cfg = apply_schema(TrainConfig, job["cfg"], [])
-    spec = LatentSpec.from_dict(job["spec"])
 
     def make_loader(_: Any, seed: int, micro_batch: int, device: torch.device, *_more: Any) -> Any:
+        spec = LatentSpec.from_dict(job["spec"])
         latents = SyntheticLatents(
             channels=spec.channels,
             height=spec.height,
@@ -276,7 +277,12 @@ def prepare_candidate(job: Mapping[str, Any]) -> Training:
                 split.captions = torch.zeros_like(split.labels, dtype=torch.int32).unsqueeze(1)
         return latents
 
-    training = assemble_share(cfg, job, Parts(loader=make_loader))
+    set_deterministic(cfg.deterministic)
+    torch.manual_seed(cfg.seed)
+    runtime = replace(cfg.runtime, parallel=ParallelConfig())
+    single = replace(cfg, batch_size=cfg.batch_size // job["processes"], runtime=runtime)
+    parts = Parts() if "measure" in job else Parts(loader=make_loader)
+    training = assemble(single, torch.device(job["device"]), parts=parts)
 
     # Add noise to the initial weights: a new model returns zero, so its losses would hide every
     # error in a block.
@@ -309,6 +315,40 @@ def probe_candidate(training: Training, asked: list[str]) -> dict[str, Any]:
     }
 
 
+def time_steps(training: Training, until: float) -> list[float]:
+    """Times steps at least once, and again until `until`, a time of time.monotonic(), or until
+    `MAX_TIMED_STEPS` steps were timed. Returns the seconds per step of each measurement."""
+    steps = GPU_STEPS_AT_A_TIME if training.device.type == "cuda" else 1
+    seconds: list[float] = []
+
+    def run() -> None:
+        for _ in range(steps):
+            training.take_step()
+
+    while not seconds or (len(seconds) * steps < MAX_TIMED_STEPS and time.monotonic() < until):
+        seconds.append(timing.measure_seconds(run, training.device) / steps)
+    return seconds
+
+
+def measure_run(job: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Measures the seconds of a step, an evaluation and a sample grid of a run, for
+    training/length.py; its processes share the last two. Writes a grid to `file`."""
+    training = prepare_candidate(job)
+    device = training.device
+    refuse_large_step(training)
+    training.warm_up()
+    training.take_step()
+    tasks: dict[str, Callable[[], object]] = {}
+    if training.cfg.eval_every:
+        tasks["evaluation_s"] = lambda: evaluate(training)
+    if training.cfg.sample_every:
+        autoencoder = build_autoencoder(training.loader.spec, device)
+        tasks["grid_s"] = lambda: draw_sample_grid(training, autoencoder, file)
+    seconds = {name: timing.measure_seconds(task, device) for name, task in tasks.items()}
+    shared = {name: value / job["processes"] for name, value in seconds.items()}
+    return shared | {"step_s": statistics.mean(time_steps(training, math.inf))}
+
+
 def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the candidate that `job` describes. Returns the dict of `probe_candidate`, with the
     `seconds` per step of each measurement; or, if the candidate fails, a dict with only the
@@ -338,11 +378,11 @@ def main(file: Path) -> None:
     build.admit_extensions([f"{build.EXTENSIONS_KEY}=[{','.join(job['cfg']['extensions'])}]"])
     # Start a fake process group with as many processes as the run has, so that the search leaves
     # out techniques that need a run on one process.
-    if not {"asked", "measure"} & job.keys() and job["processes"] > 1:
+    if not job.keys() & {"asked", "measure"} and job["processes"] > 1:
         dist.init_process_group("fake", rank=0, world_size=job["processes"], store=FakeStore())
     try:
         if "measure" in job:
-            result: dict[str, Any] = measure_run(job | {"file": str(file)})
+            result = measure_run(job, file.with_suffix(".png"))
         else:
             result = try_out(job) if "asked" in job else Search(job).run()
     except ValueError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,8 +27,9 @@ from common.files import read_object, rename
 from common.text import shorten_error
 from training.checkpoint.files import CHUNK_BYTES, RANK_FILE, WEIGHTS_FILES, assemble_state, flatten
 from training.config.build import fill_defaults
-from training.config.schema import EmaConfig, RuntimeConfig
+from training.config.schema import EmaConfig, RuntimeConfig, TrainConfig
 from training.distributed.ranks import SINGLE, Ranks
+from training.goodput import READ_ERRORS
 from training.optimizers import Schedule
 
 if TYPE_CHECKING:
@@ -225,6 +228,62 @@ def find_weights_file(path: str, key: str) -> Path:
             f"{key}={path} is neither a .safetensors file, a checkpoint, nor a run that has one."
         )
     return verify(checkpoints[-1]) / "ema.safetensors"
+
+
+def read_score(folder: Path, name: str) -> float:
+    """Returns the score `name` of the checkpoint in `folder`; infinity if it is absent or not
+    finite."""
+    try:
+        score = read_state_file(folder)["scores"][name]
+    except (OSError, ValueError, LookupError, TypeError):
+        return math.inf
+    return score if isinstance(score, float) and math.isfinite(score) else math.inf
+
+
+def choose_checkpoint(path: str, which: str) -> tuple[str, str]:
+    """Returns the path of the checkpoint `which` of a run, `best` by the score that `keep_best`
+    named, or a step; for `last`, `path` itself. Also returns a note if the best checkpoint is
+    better than the last by more than two standard errors, else "". ValueError if there is no such
+    checkpoint."""
+    steps = {str(step_of(folder)): folder for folder in find_checkpoints(path)}
+    states = {step: read_state_file(folder) for step, folder in steps.items()}
+    last = [*states.values()][-1] if states else {}
+    name = last.get("best_by", "eval_loss")
+    scores = {step: read_score(folder, name) for step, folder in steps.items()}
+    best = min(scores, key=scores.__getitem__, default="")
+    if which != "last":
+        step = best if which == "best" and scores[best] < math.inf else which
+        if step not in steps:
+            raise UserError(f"checkpoint={which}: {path} has only {', '.join(steps) or 'none'}.")
+        return str(steps[step]), ""
+
+    # Compare the losses in equal parts of the held-out split, whose noise and t are the same.
+    worse = []
+    if best and name == "eval_loss":
+        worse = [a - b for a, b in zip(last["parts"], states[best]["parts"], strict=False)]
+    if len(worse) < 2 or fmean(worse) <= 2.0 * stdev(worse) / math.sqrt(len(worse)):
+        return path, ""
+    return path, f"note: the best eval_loss is {scores[best]:.4g}, at step {best}: checkpoint=best"
+
+
+def read_finished_summary(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
+    """Reads the summary of the run in `folder`; returns None if there is none, or if the run has
+    not yet seen `cfg.total_samples` samples, so that training must continue."""
+    try:
+        summary = read_object(folder / "summary.json")
+        damaged = summary.get("skipped_data") or {}
+        known = all(type(count) is int for count in damaged.values())
+        if not known or summary["samples"] < cfg.total_samples:
+            return None
+        # Return None also if the newest checkpoint is damaged or gone, because the run then
+        # continues from an earlier checkpoint.
+        if cfg.save_every:
+            newest = verify(list_complete(folder / "checkpoints")[-1])
+            if read_state_file(newest)["counters"]["samples"] < cfg.total_samples:
+                return None
+        return summary
+    except READ_ERRORS:
+        return None
 
 
 def find_newest_verified(folder: Path) -> Path | None:

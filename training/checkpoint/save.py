@@ -32,7 +32,7 @@ from training.checkpoint.load import (
     describe_resume,
     find_damage,
     list_complete,
-    read_state_file,
+    read_score,
     step_of,
 )
 from training.distributed.ranks import SINGLE, JointWork, Ranks
@@ -187,6 +187,8 @@ class Checkpoints:
             "format": FORMAT_VERSION,
             "step": state.step,
             "scores": dict(scores or {}),
+            "best_by": self.best_by,
+            "parts": list(state.parts),
             "world_size": self.ranks.world_size,
         }
         described |= staged.values | run
@@ -236,6 +238,16 @@ class Checkpoints:
             progress.advance((self.joint_work.done >> 20) - progress.count)
         progress.close()
         self.thread = None
+
+    def is_best(self, scores: Mapping[str, float]) -> bool:
+        """Says whether `scores` has a better score of `best_by` than all checkpoints."""
+
+        def find_best() -> float:
+            folders = list_complete(self.folder)
+            return min((read_score(f, self.best_by) for f in folders), default=math.inf)
+
+        score = scores.get(self.best_by)
+        return score is not None and score < self.ranks.broadcast_result(find_best)
 
     def has_failed(self) -> bool:
         """Says whether a save in the background has failed; the next call of `save` or `finish`
@@ -317,16 +329,6 @@ class Checkpoints:
             print(
                 f"warning: {self.folder}: older checkpoints are not removed ({error}).", flush=True
             )
-
-
-def read_score(folder: Path, name: str) -> float:
-    """Returns the score `name` of the checkpoint in `folder`; infinity if it is absent or not
-    finite."""
-    try:
-        score = read_state_file(folder)["scores"][name]
-    except (OSError, ValueError, LookupError, TypeError):
-        return math.inf
-    return score if isinstance(score, float) and math.isfinite(score) else math.inf
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -172,3 +172,13 @@ NCCL_VARIABLES = """
 """
 """Names, without the prefix NCCL_, of the environment variables that a configuration may set:
 NCCL's documentation lists them, and they only tune NCCL or make it log."""
+
+
+def is_colour(text: str) -> bool:
+    """Says whether Pillow knows `text` as a colour without transparency."""
+    from PIL import ImageColor  # imported here, so that `--help` stays quick
+
+    try:
+        return len(ImageColor.getrgb(text)) == 3
+    except ValueError:
+        return False

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Gt, Le
 
 from common.errors import UserError
-from training.config.contradictions import check_contradictions, check_momentum, check_nccl
+from training.config.contradictions import (
+    check_contradictions,
+    check_momentum,
+    check_nccl,
+    is_colour,
+)
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -584,8 +589,8 @@ class PrecomputeConfig:
         if not is_count and self.classes not in ("given", "none"):
             raise UserError(f"classes={self.classes} must be given, none, or a number from 1 on.")
         value = self.held_out
-        is_number = type(value) in (int, float) and value >= 0
-        if not isinstance(value, str) and not (is_number and (value < 1 or type(value) is int)):
+        is_number = type(value) in (int, float) and value >= 0 and (value < 1 or value % 1 == 0)
+        if not isinstance(value, str) and not is_number:
             raise UserError(
                 f"held_out={value} must be a fraction from 0 to below 1, a number of images, or a "
                 "folder, tar or dataset."
@@ -642,13 +647,3 @@ def describe_bound(fault: Mapping[str, Any]) -> str:
     pydantic's `ValidationError.errors()` returns."""
     bound: str = BOUND_TEXTS.get(fault["type"]) or fault["msg"].removeprefix("Input should be ")
     return bound.format(**fault.get("ctx", {}))
-
-
-def is_colour(text: str) -> bool:
-    """Says whether Pillow knows `text` as a colour without transparency."""
-    from PIL import ImageColor  # imported here, so that `--help` stays quick
-
-    try:
-        return len(ImageColor.getrgb(text)) == 3
-    except ValueError:
-        return False

@@ -1,0 +1,113 @@
+"""Decodes images in batches, in worker processes.
+
+Letters: S side of the square images in pixels, n images of a batch that could be decoded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Container
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from common.workers import refuse_small_shared_memory
+from encoding.images import ImageEntry, decode_image, describe_error, read_with_retries
+
+BATCHES_AHEAD = 2
+"""Number of batches that each worker process decodes ahead: PyTorch's default `prefetch_factor`."""
+BATCH_TIMEOUT_SECONDS = 1800.0
+"""Seconds to wait for a batch of decoded images, before the loader raises an error."""
+DecodedItem = Tensor | str | OSError | None
+
+
+class DecodedImages(Dataset):
+    """Decodes images to 8-bit tensors.
+
+    An item is a pair: a hash of the image's bytes, and usually the image as a uint8 tensor
+    (3, S, S). If Pillow cannot decode the image, a text with its name and the reason is there
+    instead. If no attempt could read the file, or if memory does not suffice, it is an OSError with
+    such a text. It is None for an image whose hash is among those that are `known`.
+    """
+
+    known: Container[str] = ()
+
+    def __init__(self, entries: list[ImageEntry], side: int, **settings: Any) -> None:
+        """`settings` are keyword arguments of `decode_image`."""
+        self.entries = entries
+        self.side = side
+        self.decode = functools.partial(decode_image, side=side, **settings)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> tuple[str, DecodedItem]:
+        entry = self.entries[index]
+        try:
+            content = read_with_retries(entry)
+        except OSError as error:
+            return "", OSError(f"{entry.key}: {error}")
+        digest = hashlib.sha256(content).hexdigest()
+        return digest, None if digest in self.known else self.decode_entry(entry, content)
+
+    def decode_entry(self, entry: ImageEntry, content: bytes) -> DecodedItem:
+        if not content:
+            return f"{entry.key}: empty"
+        try:
+            return self.decode(content)
+        except MemoryError:
+            return OSError(
+                f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels"
+            )
+        except Exception as error:  # Pillow raises many kinds of errors for damaged files
+            return f"{entry.key}: {describe_error(error)}"
+
+
+class Decoded(NamedTuple):
+    """A batch that a worker process decoded. One tensor holds all its images, because each tensor
+    that processes share costs a file descriptor."""
+
+    pixels: Tensor
+    """The n images that could be decoded: uint8, (n, 3, S, S)."""
+    places: list[int]
+    """Index of each of the n images in the full batch, which includes the images that failed."""
+    reasons: list[str]
+    """For each image that Pillow cannot decode, a text with its name and the reason."""
+    unread: str | None
+    """A text with the name of the first image that no attempt could read, and the reason; None if
+    there is no such image."""
+    digests: dict[int, str]
+    """Index in the full batch -> hash, of the decoded and the known images, in their order."""
+
+
+def collate(items: list[tuple[str, DecodedItem]]) -> Decoded:
+    """Joins items of `DecodedImages` into one batch."""
+    images = {i: item for i, (_, item) in enumerate(items) if isinstance(item, Tensor)}
+    pixels = torch.stack(list(images.values())) if images else torch.empty(0, dtype=torch.uint8)
+    reasons = [item for _, item in items if isinstance(item, str)]
+    unread = next((str(item) for _, item in items if isinstance(item, OSError)), None)
+    digests = {i: key for i, (key, item) in enumerate(items) if i in images or item is None}
+    return Decoded(pixels, list(images), reasons, unread, digests)
+
+
+def make_decoding_loader(
+    images: DecodedImages, batches: list[list[int]], workers: int
+) -> DataLoader[Decoded]:
+    """Makes a loader that yields these `batches`, given as indices into `images`; `workers`
+    processes decode ahead (0: the calling process decodes). Raises ValueError if shared memory is
+    too small."""
+    if workers:
+        batch_bytes = max(map(len, batches), default=0) * 3 * images.side**2
+        refuse_small_shared_memory(
+            "processes that decode images",
+            BATCHES_AHEAD * workers,
+            batch_bytes,
+            "use num_workers=0",
+        )
+    timeout = BATCH_TIMEOUT_SECONDS if workers else 0.0
+    return DataLoader(
+        images, batch_sampler=batches, num_workers=workers, collate_fn=collate, timeout=timeout
+    )
