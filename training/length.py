@@ -8,7 +8,8 @@ resumed run has the same length. Start, compilation and the distances of `fd_eve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,11 +18,13 @@ import torch
 from common.errors import UserError
 from common.files import read_object
 from data.loader import LatentLoader
-from training.assemble import to_json_types
+from training.assemble import Training, to_json_types
 from training.components import find_text_level, foresee_latents
 from training.config.schema import TrainConfig
 from training.environment import memory_of
+from training.evaluate import draw_sample_grid, evaluate
 from training.tune import measure_choice
+from training.weights.pretrained import build_autoencoder
 
 LENGTH_FILE = "length.json"
 """Name of the file in a run folder that holds the measured seconds."""
@@ -77,6 +80,23 @@ def measure_seconds(cfg: TrainConfig, device: torch.device, processes: int) -> d
     print("measuring a step, an evaluation and a grid …", flush=True)
     job = {"cfg": to_json_types(asdict(cfg)), "device": str(device), "processes": processes}
     return measure_choice(job | {"measure": True})
+
+
+def measure_pauses(training: Training, file: Path, processes: int) -> dict[str, float]:
+    """Measures the seconds of an evaluation and a sample grid, which is written to `file`, in a run
+    of several processes, which share them."""
+    tasks: dict[str, Callable[[], object]] = {}
+    if training.cfg.eval_every:
+        tasks["evaluation_s"] = lambda: evaluate(training)
+    if training.cfg.sample_every:
+        autoencoder = build_autoencoder(training.loader.spec, training.device)
+        tasks["grid_s"] = lambda: draw_sample_grid(training, autoencoder, file)
+    seconds = {}
+    for name, task in tasks.items():
+        began = time.perf_counter()
+        task()  # it ends with a result on the host
+        seconds[name] = (time.perf_counter() - began) / processes
+    return seconds
 
 
 def describe_length(cfg: TrainConfig, loader: LatentLoader) -> str:

@@ -140,7 +140,7 @@ def describe_changes(changes: Mapping[str, Any]) -> str:
     return " ".join(format_overrides(changes)) or "as given"
 
 
-def list_micro_batches(cfg: TrainConfig) -> list[Mapping[str, Any]]:
+def list_micro_batches(cfg: TrainConfig) -> list[Any]:
     """Lists the changes of accumulation_steps to try: twice as many, which halves the micro-batch,
     and half as many, if the number is even, which doubles the micro-batch."""
     steps = cfg.accumulation_steps

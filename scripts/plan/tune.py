@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,9 @@ from training.config import build
 from training.config.compose import apply_schema
 from training.config.schema import ParallelConfig, TrainConfig
 from training.environment import GIB, memory_of, set_deterministic
-from training.evaluate import draw_sample_grid, evaluate
+from training.length import measure_pauses
 from training.memory import refuse_large_step
 from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
-from training.weights.pretrained import build_autoencoder
 
 NEEDED_SHARE = 0.98
 """A candidate replaces the best one so far only if its step takes less than this share of the best
@@ -331,22 +330,13 @@ def time_steps(training: Training, until: float) -> list[float]:
 
 
 def measure_run(job: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Measures the seconds of a step, an evaluation and a sample grid of a run, for
-    training/length.py; its processes share the last two. Writes a grid to `file`."""
+    """Measures the seconds of a run's step and pauses, for training/length.py."""
     training = prepare_candidate(job)
-    device = training.device
     refuse_large_step(training)
     training.warm_up()
     training.take_step()
-    tasks: dict[str, Callable[[], object]] = {}
-    if training.cfg.eval_every:
-        tasks["evaluation_s"] = lambda: evaluate(training)
-    if training.cfg.sample_every:
-        autoencoder = build_autoencoder(training.loader.spec, device)
-        tasks["grid_s"] = lambda: draw_sample_grid(training, autoencoder, file)
-    seconds = {name: timing.measure_seconds(task, device) for name, task in tasks.items()}
-    shared = {name: value / job["processes"] for name, value in seconds.items()}
-    return shared | {"step_s": statistics.mean(time_steps(training, math.inf))}
+    step = statistics.mean(time_steps(training, math.inf))
+    return {"step_s": step, **measure_pauses(training, file, job["processes"])}
 
 
 def try_out(job: Mapping[str, Any]) -> dict[str, Any]:
