@@ -1,9 +1,12 @@
-"""Ends the process with an error message if fastlatent is not tested with this version of Python.
+"""Ends the process with an error message if fastlatent is not tested with this version of Python,
+and with one line at Ctrl-C, until a run catches that itself.
 
 Each command imports this file before any other file, so this file must parse on any Python from 3.8
 on.
 """
 
+import os
+import signal
 import sys
 import time
 
@@ -27,4 +30,13 @@ def refuse_python(version: tuple = sys.version_info, program: str = sys.executab
         )
 
 
+def stop_at_once(*_: object) -> None:
+    """Ends the process at Ctrl-C, without a traceback of what it was importing or compiling."""
+    os.write(2, b"\nstopped; the same command starts again, or continues from what is saved\n")
+    os._exit(130)
+
+
 refuse_python()
+# Leave notebooks and tests, which import a command, their own handling of Ctrl-C.
+if os.path.basename(sys.argv[0]) in ("train.py", "precompute_latents.py"):
+    signal.signal(signal.SIGINT, stop_at_once)

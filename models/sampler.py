@@ -143,7 +143,10 @@ def check_guidance(
     """Raises a ValueError if guidance is on (not 1) but the data has no classes and the model reads
     no captions; its message names `key`, the configuration key of `guidance`."""
     if guidance != 1.0 and not spec.num_classes and text_level == "none":
-        raise UserError(f"{key}={guidance}: the data has no classes to guide to; set {key}=1.")
+        captions = "model.conditioning=text, for it has captions, or " if spec.text else ""
+        raise UserError(
+            f"{key}={guidance}: the data has no classes to guide to; set {captions}{key}=1."
+        )
 
 
 def check_internal_guidance(model: object, guidance: float, prefix: str = "") -> None:

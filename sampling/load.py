@@ -134,45 +134,64 @@ class TrainedModel:
     def change_sampling(self, **changes: Any) -> SamplingConfig:
         """Returns the run's configuration `sampling` with the values of `changes`. Raises
         ValueError if a value is invalid."""
+        known = asdict(self.sampling)
+        for name in changes.keys() - known.keys():
+            raise TypeError(
+                f"sample() got an unexpected keyword argument {name!r}; besides labels, prompts, "
+                f"seed and batch_size it takes {', '.join(known)}"
+            )
         sampling = apply_schema(
-            SamplingConfig,
-            asdict(self.sampling) | changes,
-            [f"{key}={value}" for key, value in changes.items()],
+            SamplingConfig, known | changes, [f"{key}={value}" for key, value in changes.items()]
         )
         sampling.check()
         check_guidance(self.spec, self.text_level, sampling.guidance)
         check_internal_guidance(self.model, sampling.internal_guidance)
         return sampling
 
-    def sample(
+    def sample_latents(
         self,
         labels: Sequence[int | str] = (),
         seed: int = 0,
         batch_size: int = 64,
         prompts: Sequence[str] = (),
         **changes: Any,
-    ) -> UInt8[np.ndarray, "N H W 3"]:
-        """Draws one image for each label, which is the number or the name of a class, or for each
-        of `prompts`; a model of classes and captions takes both, in pairs.
+    ) -> Float[Tensor, "N C H W"]:
+        """Draws the latents of one image for each label, which is the number or the name of a
+        class, or for each of `prompts`; a model of classes and captions takes both, in pairs.
 
-        Returns the images as uint8 values of shape (N, H, W, 3). `changes` replace values of
-        `sampling`, such as steps=50 or guidance=2.0. Calls with equal arguments return equal
-        images. Raises ValueError for an unknown label or an invalid value.
+        `changes` replace values of `sampling`, such as steps=50 or guidance=2.0. Calls with equal
+        arguments return equal latents, not normalised, as `decode` reads them. Raises ValueError
+        for an unknown label or an invalid value.
         """
         if batch_size < 1:
             raise UserError(f"batch_size={batch_size} must be at least 1.")
         sampling = self.change_sampling(**changes)
         conditions = self.make_conditions(labels, prompts)
 
-        images = []
+        latents = []
         positions = torch.arange(len(conditions.labels), device=self.device)
         for position in positions.split(batch_size):
             own_labels, captions = conditions(position)
-            latents = draw_latents(
-                self.forward, self.spec, own_labels, position, seed, sampling, captions
+            latents.append(
+                draw_latents(
+                    self.forward, self.spec, own_labels, position, seed, sampling, captions
+                )
             )
-            images.append(to_uint8(self.autoencoder.decode(latents)))
-        return np.concatenate(images)
+        return torch.cat(latents)
+
+    def decode(
+        self, latents: Float[Tensor, "N C H W"], batch_size: int = 64
+    ) -> UInt8[np.ndarray, "N H W 3"]:
+        """Decodes latents to images, as uint8 values."""
+        parts = latents.to(self.device).split(batch_size)
+        return np.concatenate([to_uint8(self.autoencoder.decode(part)) for part in parts])
+
+    def sample(
+        self, labels: Sequence[int | str] = (), batch_size: int = 64, **arguments: Any
+    ) -> UInt8[np.ndarray, "N H W 3"]:
+        """Draws images as uint8 values, with the arguments of `sample_latents`."""
+        latents = self.sample_latents(labels, batch_size=batch_size, **arguments)
+        return self.decode(latents, batch_size)
 
     @torch.no_grad()
     def warm_up(self, conditions: Conditions, batch_size: int, guidance: float) -> Ledger:

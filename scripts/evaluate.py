@@ -70,6 +70,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.files import write_json
     from evaluation.clip import ClipScore
+    from evaluation.distances import explain_too_few
     from evaluation.evaluator import Evaluator
     from sampling.load import find_run_folder
     from training.distributed.ranks import Ranks
@@ -90,6 +91,11 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     evaluator = Evaluator(
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
+
+    for space, stats in evaluator.reference.items():
+        too_few = explain_too_few(cfg.count, len(stats.all.mean))
+        if too_few:
+            ranks.say(f"note: {space}: {too_few}")
 
     # Put a hash of the protocol into the name of the result's file, so that different settings
     # write different files.

@@ -182,6 +182,14 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
         )
 
 
+def find_card(hardware: str) -> Card:
+    """Returns the entry of the table `CARDS` for the GPU model `hardware`: memory, peak FLOP/s and
+    bandwidths. ValueError if the table does not have this model."""
+    if hardware not in CARDS:
+        raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
+    return CARDS[hardware]
+
+
 def match_card(name: str) -> Card | None:
     """Finds the GPU model by the driver's name, such as "NVIDIA H100 80GB HBM3"; None if `CARDS`
     lacks it."""

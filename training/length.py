@@ -107,6 +107,11 @@ def describe_length(cfg: TrainConfig, loader: LatentLoader) -> str:
         f"{cfg.total_samples:,} samples = {epochs:,.4g} epochs of {loader.spec.count:,} images; "
         f"held out: {loader.held_out_count or 'none, so there is no eval_loss'}"
     )
-    if epochs <= MAX_EPOCHS:
-        return text
-    return f"{text}\nwarning: that many epochs suit few sets; try epochs=200 or budget_minutes=10"
+    if loader.spec.text and find_text_level(cfg.model) == "none":
+        text += (
+            "\nnote: the data has captions, and model.conditioning=class leaves them out; text "
+            "reads them in place of the classes, class_and_text reads both"
+        )
+    if epochs > MAX_EPOCHS:
+        text += "\nwarning: few sets need so many epochs; try epochs=200 or budget_minutes=10"
+    return text

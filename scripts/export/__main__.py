@@ -2,21 +2,18 @@
 
     python -m scripts.export run_dir=runs/mine out=exported/mine
     python -m scripts.export run_dir=runs/mine out=exported/mine push=me/my-model dry_run=true
-    python -m scripts.export run_dir=runs/mine out=exported/step.pt2 format=torch_export
     python -m scripts.export run_dir=runs/mine out=exported/adapter format=peft
     python -m scripts.export run_dir=runs/mine out=exported/merged.safetensors format=weights
 
 `diffusers`: a folder with one file of model code, weights, the pipeline, the autoencoder
 (include_autoencoder=false: only its name) and a model card; diffusers opens it with
-trust_remote_code=True. `torch_export`: one call of the denoiser at any batch size, and <out>.json,
-which describes inputs and outputs. `peft`: the run's adapter in PEFT's format. `weights`: a weights
+trust_remote_code=True. `peft`: the run's adapter in PEFT's format. `weights`: a weights
 file of fastlatent with the adapter merged. `push` uploads the folder with the login of
 `huggingface-cli login`, or HF_TOKEN; dry_run=true prints which files it would upload, and where.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -38,12 +35,11 @@ PLAIN_RUNTIME = asdict(RuntimeConfig())
 
 class Format(str, Enum):
     diffusers = "diffusers"
-    torch_export = "torch_export"
     peft = "peft"
     weights = "weights"
 
 
-SUFFIXES = {Format.torch_export: ".pt2", Format.weights: ".safetensors"}
+SUFFIXES = {Format.weights: ".safetensors"}
 
 
 @dataclass(frozen=True)
@@ -131,47 +127,6 @@ def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
     )
 
 
-def write_program(cfg: ExportConfig, file: Path) -> None:
-    """Writes the denoiser as a torch.export program, and <out>.json, which describes its inputs and
-    outputs."""
-    import torch
-
-    trained = load_trained(cfg)
-    if trained.text_level != "none":
-        raise UserError("format=torch_export holds no captions; use format=diffusers.")
-    spec = trained.spec
-    model = trained.model
-    inputs = (
-        torch.randn(2, spec.channels, spec.height, spec.width),
-        torch.rand(2),
-        torch.zeros(2, dtype=torch.int64),
-    )
-    batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(model, inputs, dynamic_shapes=({0: batch},) * 3)
-    torch.export.save(program, file)
-
-    description = {
-        "inputs": {
-            "x": ["batch", spec.channels, spec.height, spec.width],
-            "t": ["batch"],
-            "y": ["batch"],
-        },
-        "convention": "x = (1-t)·z + t·noise; the output is noise - z; t = 1 is noise; y is int64",
-        "no_class": spec.null_label,
-        "class_names": spec.names,
-        "latents": {
-            "mean": spec.mean,
-            "std": spec.std,
-            "raw": "latents·std + mean, as the autoencoder decodes them",
-        },
-        "dtype": "float32",
-        "torch": torch.__version__,
-    }
-    Path(f"{cfg.out}.json").expanduser().write_text(
-        json.dumps(description, indent=1, ensure_ascii=False) + "\n"
-    )
-
-
 def write_adapter(cfg: ExportConfig, folder: Path) -> None:
     """Writes the adapter in PEFT's format."""
     from training.checkpoint.load import find_weights_file, read_newest
@@ -197,7 +152,6 @@ def write_weights(cfg: ExportConfig, file: Path) -> None:
 
 WRITERS = {
     Format.diffusers: write_diffusers,
-    Format.torch_export: write_program,
     Format.peft: write_adapter,
     Format.weights: write_weights,
 }

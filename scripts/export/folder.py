@@ -44,7 +44,7 @@ def refuse_own_code(node: Mapping[str, Any]) -> None:
         if not str(target).startswith(known):
             raise UserError(
                 f"_target_={target} of the model is code of your own, which format=diffusers "
-                "cannot copy into one file; use format=torch_export."
+                "cannot copy into one file; use format=weights."
             )
 
 

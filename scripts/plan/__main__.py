@@ -3,8 +3,6 @@
     python -m scripts.plan model=ssd_mlp_xl data=resident data.path=latents/photos \\
         runtime=production batch_size=256 hardware=h100
     python -m scripts.plan <the same> rate_of=runs/my-fastrun price_per_hour=2.5
-    python -m scripts.plan scale model=ssd_mlp_xl data=synthetic mfu=0.4
-                                        on N GPUs: up to how many ddp, fsdp and hsdp pay
     python -m scripts.plan largest model=dit_b data=synthetic hardware=h100 batch_size=64
                                         the deepest or widest model that fits, for each
                                         way to save memory
@@ -39,25 +37,21 @@ def main(words: list[str]) -> None:
 
     words = ["json=true" if word == "--json" else word for word in words]
     command, *rest = words
-    if "=" not in command and command not in ("scale", "largest", "tune"):
+    if "=" not in command and command not in ("largest", "tune"):
         raise UserError(
             f"plan {command}: there is no such command; give overrides to plan a run, or choose "
-            "scale, largest or tune."
+            "largest or tune."
         )
 
     # Import the commands only here, so that --help does not wait for torch.
     from scripts.plan import report
     from scripts.plan.largest import LargestConfig, compare_ways
     from scripts.plan.largest import __doc__ as largest_help
-    from scripts.plan.scale import ScaleConfig, scale
-    from scripts.plan.scale import __doc__ as scale_help
 
     if "=" in command:
         cfg, overrides = split_words(report.PlanConfig, words, __doc__ or "")
         plan = report.plan_run(cfg, overrides)
         print(json.dumps(plan, indent=1) if cfg.json else report.format_plan(plan))
-    elif command == "scale":
-        print(scale(*split_words(ScaleConfig, rest, scale_help or "")))
     elif command == "largest":
         print(compare_ways(*split_words(LargestConfig, rest, largest_help or "")))
     else:

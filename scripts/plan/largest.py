@@ -21,9 +21,8 @@ from common.errors import UserError
 from common.text import shorten_error
 from scripts.commands import format_table
 from scripts.plan.memory import Forecast, forecast, make_question
-from scripts.plan.scale import find_card
 from training.config.schema import Positive, refuse_values
-from training.environment import GIB, Card
+from training.environment import GIB, Card, find_card
 from training.weights.adapter_base import compose_pretrained
 
 SHARDED_WORDS = "runtime=lowmem runtime.parallel.mode=fsdp"

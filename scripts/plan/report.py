@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from accel.stack import TECHNIQUES
 from common.errors import UserError
@@ -26,7 +26,6 @@ from scripts.plan.savings import (
     make_apply,
     merge_values,
 )
-from scripts.plan.scale import Share, find_card
 from training.averages import count_snapshot_bytes
 from training.config.compose import to_yaml
 from training.config.schema import Positive, TrainConfig, refuse_values
@@ -36,6 +35,7 @@ from training.environment import (
     GIB,
     Card,
     describe_environment,
+    find_card,
     get_device_name,
     match_card,
     memory_of,
@@ -64,7 +64,7 @@ class PlanConfig:
     rate_of: str | None = None
     """The folder of a run that has ended, such as a fastrun; the plan assumes its samples per
     second."""
-    mfu: Share | None = None
+    mfu: Annotated[float, Gt(0), Le(1)] | None = None
     """Model FLOPs utilisation: the share of its peak FLOP/s that each GPU is assumed to reach."""
     json: bool = False
 

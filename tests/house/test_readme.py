@@ -24,7 +24,6 @@ from scripts.export.__main__ import ExportConfig, export
 from scripts.import_weights import WeightsConfig, import_weights
 from scripts.plan.largest import LargestConfig
 from scripts.plan.report import PlanConfig, TuneConfig
-from scripts.plan.scale import ScaleConfig
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
 from scripts.verify_latents import VerifyConfig
@@ -119,7 +118,7 @@ def check(line):
     assert program == "-m", line
     name, *words = words
     if name == "scripts.plan":
-        kinds = {"scale": ScaleConfig, "largest": LargestConfig, "tune": TuneConfig}
+        kinds = {"largest": LargestConfig, "tune": TuneConfig}
         kind = kinds.get(words[0], PlanConfig)
         _, overrides = split_words(kind, [word for word in words if word not in kinds], "")
         compose(overrides)

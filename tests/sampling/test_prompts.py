@@ -244,8 +244,6 @@ def test_the_exported_pipeline_takes_prompts(captioned_run, tmp_path):
     del pipe.text_encoder
     with pytest.raises(ValueError, match="other weights than in training"):
         pipe([0] if both else "one", prompt="one" if both else None, **options)
-    with expect_refusal("format=torch_export holds no captions"):
-        export(ExportConfig(run_dir=str(captioned_run), out="x.pt2", format="torch_export"))
 
 
 def test_an_exported_pipeline_opens_an_encoder_of_transformers(tmp_path):

@@ -125,25 +125,6 @@ def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path)
 SSD = ("mamba", "dit")
 
 
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.11's own loader
-@pytest.mark.parametrize(
-    "family",
-    ["zigzag", *(pytest.param(name, marks=pytest.mark.slow) for name in ("conv", "hybrid", *SSD))],
-)
-def test_torch_export_gives_equal_bits_at_any_batch(family, tmp_path):
-    weights = save_base(tmp_path / "base.safetensors", family)
-    file = export_to(tmp_path / "step.pt2", weights=str(weights), format=Format.torch_export)
-    program = torch.export.load(file).module()
-    ours, spec = load_pretrained(weights, CPU)
-    with torch.no_grad():
-        for batch in (1, 2, 5):
-            inputs = make_inputs(ours, batch)
-            assert torch.equal(program(*inputs), ours(*inputs))
-    described = json.loads((tmp_path / "step.pt2.json").read_text())
-    assert described["class_names"] == spec.names
-    assert described["latents"]["mean"] == spec.mean
-
-
 STOCK = """
 import sys
 try:
@@ -279,7 +260,7 @@ def test_code_of_somebody_else_cannot_be_copied():
     [
         ({"run_dir": None}, "run_dir is not set"),
         ({"out": None}, "out is not set; say where"),
-        ({"format": Format.torch_export}, "must end in .pt2 with format=torch_export"),
+        ({"format": Format.weights}, "must end in .safetensors with format=weights"),
         ({"push": "mine"}, "push=mine must be <owner>/<name>"),
         ({"dry_run": True}, "dry_run=true is for push="),
         ({"out": str(ROOT)}, "is there already"),

@@ -1,4 +1,4 @@
-"""scripts.plan: times of collectives, the plan of a run, the largest model, rates and refusals."""
+"""scripts.plan: the plan of a run, the largest model, rates and refusals."""
 
 import json
 
@@ -14,36 +14,10 @@ from scripts.plan.report import (
     plan_run,
 )
 from scripts.plan.savings import list_savings
-from scripts.plan.scale import Step, time_all_reduce, time_exposed, time_gather
 from tests.harness.plans import PLANNED, PLANNED_RUN, forecast_words
 from training.environment import CARDS, GIB, match_card
 
 H200 = CARDS["h200"]
-
-
-def test_a_gather_moves_the_bytes_that_are_not_there_yet():
-    assert time_gather(1e9, 1, H200) == 0.0
-    assert time_gather(370e9, 2, H200) == pytest.approx(0.5, rel=1e-4)
-    assert time_gather(370e9, 8, H200) == pytest.approx(7 / 8, rel=1e-4)
-    assert time_gather(0.0, 16, H200) == pytest.approx(14 * 1e-6 + 5e-6)
-    assert time_all_reduce(50e9, 2, 50e9) == pytest.approx(1.0, rel=1e-4)
-
-
-def test_what_nothing_hides_is_added():
-    """One GPU sends nothing; a slow network costs time; hsdp sends an eighth between machines, here
-    at 1 GB/s; gradients of 2 bytes take half as long."""
-    step = Step(compute=0.01, parameters=648_000_000, width=4, scatters=29)
-    large = Step(compute=0.0, parameters=10**9, width=4, scatters=1)
-    for way in ("ddp", "fsdp", "hsdp"):
-        assert time_exposed(way, 1, step, H200) == 0.0
-        fast, slow = (
-            time_exposed(way, 64, step, card) for card in (H200, H200._replace(inter_bandwidth=1e9))
-        )
-        assert 0.0 < fast < slow / 2
-    lone = time_exposed("hsdp", 64, large, H200._replace(intra_bandwidth=1e18, inter_bandwidth=1e9))
-    assert lone == pytest.approx(2 * 7 / 8 * 0.5, rel=1e-3)
-    narrow = large._replace(width=2)
-    assert time_exposed("ddp", 64, narrow, H200) < 0.6 * time_exposed("ddp", 64, large, H200)
 
 
 def test_the_largest_micro_batch_is_where_the_memory_ends():
@@ -122,13 +96,6 @@ def test_hours_and_cost_follow_a_rate(tmp_path, capsys):
     assert by_peak == pytest.approx(2 * 0.5 * 989e12 / flops)
 
 
-def test_the_plan_of_many_gpus_says_what_it_assumes_and_where_it_ends(capsys):
-    main(["scale", *PLANNED, "gpus=[1,8,64]", "batch_per_gpu=2", "mfu=0.4"])
-    text = capsys.readouterr().out
-    for fact in ("assumed: h200, MFU 40% on one GPU", "ddp: ", "fsdp: ", "hsdp: "):
-        assert fact in text
-
-
 def test_the_card_of_this_machine_has_its_own_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("scripts.plan.report.memory_of", lambda device: 2**30)
@@ -157,8 +124,6 @@ def test_a_card_is_known_by_its_whole_name(name, card):
         ([], ["gpus=3"], "batch_size=64 is not a multiple of accumulation_steps=1 × gpus=3"),
         ([], ["hardware=abacus"], "hardware=abacus is not known; choose one of h200"),
         (["largest"], ["of=mlp"], "of=mlp must be depth or dim"),
-        (["scale"], ["gpus=[0]"], r"gpus=\[0\] .* must be at least 1"),
-        (["scale"], [], "mfu is missing: say which share of its peak one GPU reaches"),
         ([], ["mfu=0.4", "samples_per_s=9"], "samples_per_s and mfu each say how fast"),
         ([], ["hardware=here", "mfu=0.4"], "mfu=0.4 is a share of a peak, and that of cpu"),
         ([], ["rate_of=nowhere"], "rate_of=nowhere: nowhere/summary.json does not say"),

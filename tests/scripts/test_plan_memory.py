@@ -15,7 +15,6 @@ from scripts.plan import memory
 from scripts.plan.memory import Question
 from scripts.plan.report import PlanConfig, forecast_run
 from scripts.plan.savings import count_savings, list_savings
-from scripts.plan.scale import share_over_gpus
 from tests.harness.plans import PLANNED_RUN, forecast_words, pretend_processes
 from training.config.compose import compose
 from training.environment import CARDS
@@ -63,10 +62,8 @@ def test_what_saves_memory_saves_it(base, saving, part):
 
 def test_sharding_cuts_the_state():
     alone = forecast_words()
-    on_64 = {
-        way: memory.forecast(share_over_gpus(alone.question, way, 64))
-        for way in ("ddp", "fsdp", "hsdp")
-    }
+    ways = {way: f"runtime.parallel.mode={way}" for way in ("ddp", "fsdp", "hsdp")}
+    on_64 = {way: forecast_words(word, "batch_size=2048", gpus=64) for way, word in ways.items()}
     ddp, fsdp, hsdp = (plan.needs.total for plan in on_64.values())
     assert fsdp < hsdp < ddp == alone.needs.total
     assert on_64["fsdp"].lasting["optimizer"] == pytest.approx(alone.lasting["optimizer"] / 64)

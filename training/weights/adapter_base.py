@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,6 +50,8 @@ class Base:
     label embeddings."""
     text: TextSpec | None = None
     """Description of the captions on which the base model was trained."""
+    classes: Sequence[str] = ()
+    """Names of the base model's classes."""
 
     @cached_property
     def sha256(self) -> str:
@@ -231,19 +233,25 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
             f"{setting} was trained on latents with another normalisation than the data's; use "
             "model=pretrained, which also takes the normalisation from there."
         )
-    return Base(file, not set(spec.names) <= set(base_spec.names), base_spec.text)
+    classes = base_spec.names
+    return Base(file, not set(spec.names) <= set(classes), base_spec.text, classes)
 
 
 def open_base(cfg: TrainConfig, loader: LatentLoader, ranks: Ranks) -> Base | None:
     """Finds the base model as `find_base` does; None for a run without an adapter. Gives the
     loader's spec the mean of the captions of the base model, whose weights know no other: the
-    captions of a small set may all be near their own mean."""
+    captions of a small set may all be near their own mean; and behind its own classes those of the
+    base model, so that samples of these can still be drawn."""
     if not cfg.adapter:
         return None
     spec = loader.spec
     base = find_base(cfg, spec, ranks)
     if base.text and spec.text:
-        loader.spec = replace(spec, text=replace(spec.text, mean=base.text.mean))
+        spec = replace(spec, text=replace(spec.text, mean=base.text.mean))
+    if spec.num_classes:
+        names = list(dict.fromkeys([*spec.names, *base.classes]))
+        spec = replace(spec, class_names=names, num_classes=len(names))
+    loader.spec = spec
     return base
 
 
