@@ -6,6 +6,7 @@ process that has used CUDA cannot use CUDA.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from common import require_python
@@ -58,7 +58,7 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
         composed = compose_from_hydra(source)
         refuse_trial(composed, hydra.runtime.choices["hydra/sweeper"])
         train_apart(train, composed)
-        value = read_metric(composed.cfg)
+        name, value = read_metric(composed.cfg)
     except SystemExit:
         print(f"{trial} stopped; the same command with run_dir={hydra.sweep.dir} continues")
         raise
@@ -66,23 +66,21 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
         message = redact_text(describe_failure(error) or repr(error))
         print(f"{trial} failed: {escape_unprintable(message)}", file=sys.stderr)
         raise
-    name, shown = value
-    print(f"\n{trial} ended; {name}: {shown}", flush=True)
-    ENDED.append((hydra.job.num, words, name, shown))
-    return shown if composed.cfg.sweep_metric else None
+    print(f"\n{trial} ended; {name}: {value}", flush=True)
+    if not ENDED:
+        atexit.register(print_table)  # also if a trial fails, which ends Hydra
+    ENDED.append((hydra.job.num, words, name, value))
+    return value if composed.cfg.sweep_metric else None
 
 
-class SweepTable(Callback):
-    """Prints a table of the trials when a sweep ends: what differs between them, their metric, and
-    which is the best. conf/train.yaml names the class."""
-
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        shared = set.intersection(*(set(words) for _, words, *_ in ENDED)) if ENDED else set()
-        best = min((trial[3] * SIGNS.get(trial[2], 1) for trial in ENDED), default=0.0)
-        for number, words, name, value in ENDED:
-            differs = " ".join(word for word in words if word not in shared)
-            mark = "  best" if value * SIGNS.get(name, 1) == best else ""
-            print(f"trial {number}  {name} {value:.6g}  {differs}{mark}", flush=True)
+def print_table() -> None:
+    """Prints the trials that ended: what differs between them, their metric, and the best."""
+    shared = set.intersection(*(set(words) for _, words, *_ in ENDED))
+    best = min(value * SIGNS.get(name, 1) for *_, name, value in ENDED)
+    for number, words, name, value in ENDED:
+        differs = " ".join(word for word in words if word not in shared)
+        mark = "  best" if value * SIGNS.get(name, 1) == best else ""
+        print(f"trial {number}  {name} {value:.6g}  {differs}{mark}", flush=True)
 
 
 def refuse_trial(composed: Composed, sweeper: str) -> None:
@@ -155,10 +153,10 @@ def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
 
 
 def read_metric(cfg: Any) -> tuple[str, float]:
-    """Returns the metric `sweep_metric` of the finished run, or eval_loss, or else loss, if the key
-    is null. ValueError if the metric is not finite."""
+    """Returns the metric `sweep_metric` of the finished run, if the key is null eval_loss or else
+    loss. ValueError if the metric is not finite."""
     summary = read_object(Path(cfg.run_dir) / "summary.json")
-    name = cfg.sweep_metric or ("loss" if summary["eval_loss"] is None else "eval_loss")
+    name = cfg.sweep_metric or ("loss" if summary.get("eval_loss") is None else "eval_loss")
     value = summary[name]
     if value is None or not math.isfinite(value):
         raise UserError(f"{name} is not finite at the end of run_dir={cfg.run_dir}.")

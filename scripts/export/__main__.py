@@ -83,7 +83,7 @@ def export(cfg: ExportConfig) -> Path:
     if cfg.push is not None and (out / "model_index.json").is_file():
         push(out, cfg.push, cfg.dry_run)
         return out
-    for path in (out, temporary, out.with_name(f"{out.name}.json")):
+    for path in (out, temporary):
         if path.exists():
             raise UserError(
                 f"out={cfg.out}: {path} is there already; choose another path, or delete it."

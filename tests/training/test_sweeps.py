@@ -82,7 +82,7 @@ def test_a_failed_trial_fails_alone(sweep, tmp_path, capfd):
             "batch_size=7 is no good; choose 8.",
             "run_dir=.*/1: its process ended with code 1.",
             "run_dir=.*/2: its process ended with code -9.",
-            "sweep_metric=loss is not finite at the end of run_dir=.*/3.",
+            "loss is not finite at the end of run_dir=.*/3.",
         )
     ):
         assert re.search(rf"trial {trial} \(.*\) failed: {reason}\n", errors)
