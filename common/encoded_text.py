@@ -103,7 +103,7 @@ class TextEncoder(nn.Module, ABC):
         mask = torch.arange(padded.shape[1], device=device) < lengths[:, None]
 
         tokens, pooled = self.compute_vectors(padded, mask)
-        tokens = tokens.float() * mask.unsqueeze(2)
+        tokens = tokens.float().masked_fill(~mask.unsqueeze(2), 0.0)  # a product could give -0.0
         if pooled is None:
             pooled = tokens.sum(1) / lengths.unsqueeze(1)
         # A negative padding cuts.

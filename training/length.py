@@ -57,9 +57,10 @@ def spend_budget(cfg: TrainConfig, seconds: Mapping[str, float]) -> TrainConfig:
     for key, task in PAUSES.items():
         every = getattr(cfg, key)
         if every:
+            cost = seconds.get(task, 1e-9)  # not measured if the first start had none
             wanted = cfg.total_samples / cfg.batch_size / every
-            counts[key] = max(1, round(min(wanted, PAUSED_SHARE * budget / seconds[task])))
-            paused += counts[key] * seconds[task]
+            counts[key] = max(1, round(min(wanted, PAUSED_SHARE * budget / cost)))
+            paused += counts[key] * cost
     steps = int((budget - paused) / seconds["step_s"])
     if steps < 1:
         raise UserError(

@@ -73,6 +73,7 @@ class Run:
             lambda: Path(cfg.run_dir or choose_folder(composed.choices)).expanduser()
         )
         self.composed = composed
+        self.cfg: TrainConfig = cfg
         self.settle_length()
         self.metrics = MetricsFile(self.folder / METRICS_FILE)
         self.lock: FolderLock | None = None
@@ -90,7 +91,9 @@ class Run:
                 "resume=auto."
             )
         self.ranks.broadcast_result(lambda: find_branch(cfg.resume, self.folder / "checkpoints"))
-        self.finished = self.ranks.broadcast_result(lambda: read_finished_summary(cfg, self.folder))
+        self.finished = self.ranks.broadcast_result(
+            lambda: read_finished_summary(self.cfg, self.folder)
+        )
         """Summary of the run in this folder if that run has already seen all its samples; otherwise
         None."""
         if self.finished is not None:
@@ -139,9 +142,8 @@ class Run:
 
     def settle_length(self) -> None:
         """Sets `cfg`, and that of `composed`, to the configuration with the run's length."""
-        cfg = self.composed.cfg
-        self.cfg: TrainConfig = self.ranks.broadcast_result(
-            lambda: settle_length(cfg, self.folder, self.device)
+        self.cfg = self.ranks.broadcast_result(
+            lambda: settle_length(self.cfg, self.folder, self.device)
         )
         self.composed = self.composed._replace(cfg=self.cfg)
 
@@ -157,15 +159,14 @@ class Run:
         """Returns the configuration with what a run measures before it trains: with `runtime.tune`
         the techniques that are fastest on this machine, and with `budget_minutes` the length."""
         if self.cfg.runtime.tune:
-            cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
-            self.composed = self.composed._replace(cfg=cfg)
+            self.cfg, choice = tune_config(self.cfg, self.device, self.ranks, self.folder)
             self.write_file(TUNING_FILE, choice)
             self.rows.append(make_ledger_row(choice))
         if self.cfg.budget_minutes is not None and not (self.folder / LENGTH_FILE).exists():
-            job = (self.composed.cfg, self.device, self.ranks.world_size)
+            job = (self.cfg, self.device, self.ranks.world_size)
             measured = self.ranks.broadcast_result(lambda: measure_seconds(*job))
             self.write_file(LENGTH_FILE, measured)
-        self.settle_length()
+            self.settle_length()
         return self.cfg
 
     def open_checkpoints(self) -> Checkpoints:

@@ -153,6 +153,16 @@ def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained,
     assert "fd of 256 features needs more than 512 samples, there are 200" in figures["why"]
 
 
+def test_the_count_that_is_needed_is_said_before_samples_are_drawn(trained, tmp_path, capsys):
+    few = {"count": 100, "steps": 1, "features": ["encoder"], "out": str(tmp_path / "few")}
+    evaluate_run(EvaluateConfig(run_dir=str(trained), **few))
+    output = capsys.readouterr().out
+    note = output.index(
+        "note: encoder: fd of 64 features needs more than 128 samples, there are 100"
+    )
+    assert note < output.index("100 samples from")
+
+
 def test_the_best_checkpoint_is_kept_by_the_distance_that_was_asked_for(trained):
     best = min(read_metrics(trained), key=lambda line: line["fd_encoder"])["step"]
     checkpoints = {file.name for file in (trained / "checkpoints").glob("step-*")}

@@ -7,15 +7,16 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from accel.techniques.compilation import Compile
 from common.files import ROOT
 from precompute_latents import precompute
-from sampling.load import load_run
 from scripts.average import AverageConfig
 from scripts.bench.cases import plan_job
 from scripts.commands import split_words
@@ -26,7 +27,7 @@ from scripts.plan.largest import LargestConfig
 from scripts.plan.report import PlanConfig, TuneConfig
 from scripts.report.__main__ import ReportConfig, report
 from scripts.sample import SampleConfig, sample_run
-from scripts.verify_latents import VerifyConfig
+from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.published_models import Shape, draw_weights
 from tests.harness.sets import save_images, save_tiny_autoencoder
 from train import train
@@ -55,6 +56,8 @@ OTHERS = sorted(
     for page in (ROOT / "docs").rglob("*.md")
     if page.relative_to(ROOT).as_posix() not in FOLLOWED
 )
+RUN_PAGES = ("docs/text.md", "docs/photos.md")
+"""Pages whose commands run too, each in a folder of its own."""
 EXTENSION = "PYTHONPATH=../code "
 OTHER_COMMANDS = (
     "pip install -e '.[text]'",
@@ -140,7 +143,8 @@ def run_module(name, words):
     if name == "scripts.sample":
         npz = sample_run(parse_words(SampleConfig, [*words, "steps=2"], ""))
         assert npz.with_suffix(".png").is_file()
-        assert len(np.load(npz)["arr_0"]) == 16
+        asked = [word.partition("=")[2] for word in words if word.startswith("count=")]
+        assert len(np.load(npz)["arr_0"]) == int(asked[0])
     elif name == "scripts.evaluate":
         few = [*words, "count=20", "steps=1", "batch_size=10"]
         assert evaluate_run(parse_words(EvaluateConfig, few, ""))["features"]["encoder"]["kd"] < 1
@@ -165,12 +169,14 @@ def run_module(name, words):
 
 def run_training(words, number):
     """Runs `python train.py words` for two tiny steps; in `runs/<number>` if it names no folder."""
-    words = [word for word in words if not word.startswith("runtime.compile")]
+    words = [word for word in words if not word.startswith(("runtime.compile", "epochs"))]
     words += (
         [] if any(word.startswith("run_dir=") for word in words) else [f"run_dir=runs/{number}"]
     )
-    pretrained = "model=pretrained" in words
+    pretrained = {"model=pretrained", "experiment=adapt"} & {*words}
     words += [w for w in SMALL_TRAINING if not (pretrained and w.startswith("model."))]
+    if re.search("hybrid|experiment=photos", " ".join(words)):
+        words += ["model.depth=2", "model.attention_every=1"]
     if "data=synthetic" in words:
         words += ["data.height=8", "data.width=8", "data.count=16"]
     assert train(compose([*words, "save_every=1", "eval_every=1", "sample_every=0"]))["steps"] == 2
@@ -179,7 +185,8 @@ def run_training(words, number):
 def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Compile, "backend", "aot_eager")
-    save_images(tmp_path / "photos", classes=("apple", "pear"), per_class=12)
+    save_images(tmp_path / "photos", classes=("apple", "pear"), per_class=16)
+    save_images(tmp_path / "ten", classes=("kiwi",), per_class=3)
     save_tiny_autoencoder("AutoencoderKL", tmp_path / "vae")
     local = ["encoder=local", "encoder.path=vae", "resolution=32", "min_psnr=-100", "num_workers=0"]
     trained = 0
@@ -201,6 +208,33 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
             run_module(words[0], words[1:])
     assert trained >= 7
     assert "latest fastrun of this model and runtime" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
+    """On 43 classes of two images with a caption each; `encoder=` is the tiny autoencoder's."""
+    monkeypatch.chdir(tmp_path)
+    names = [f"class {number}" for number in range(43)]
+    for folder in ("photos", "validation", "emoji", "ten"):
+        save_images(tmp_path / folder, names, per_class=2)
+        for file in [*(tmp_path / folder).glob("*/*")]:
+            file.with_suffix(".txt").write_text(f"a picture of {file.parent.name}\n")
+    (tmp_path / "templates.txt").write_text("a photo of {}\n")
+    save_tiny_autoencoder("AutoencoderKL", tmp_path / "vae")
+    local = ["encoder=local", "encoder.path=vae", "resolution=16", "min_psnr=-100", "num_workers=0"]
+    for number, line in enumerate(find_commands(page)):
+        program, *words = shlex.split(line)
+        if program != "python" or words[0] == "emoji.py" or "scripts.bench" in words:
+            check(line)
+        elif words[0] == "precompute_latents.py":
+            given = [word for word in words[1:] if not word.startswith(("encoder", "resolution"))]
+            precompute(compose([*given, *local], "precompute_latents"))
+        elif words[0] == "train.py":
+            run_training(words[1:], number)
+        elif words[1] == "scripts.verify_latents":
+            assert not verify(parse_words(VerifyConfig, words[2:], ""))
+        else:
+            run_module(words[1], words[2:])
 
 
 def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_code):
@@ -227,11 +261,15 @@ def test_the_package_of_ones_own_trains_and_samples(tmp_path, monkeypatch, own_c
 def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (lines,) = find_blocks("python", "docs/configuration.md")
-    assert len(lines.strip().splitlines()) <= 6
-    found: dict[str, object] = {}
-    exec(lines.replace("6400", "128"), found)
+    found: dict[str, Any] = {}
+    exec(lines.replace("6400", "128").replace("steps=30", "steps=2"), found)
     assert found["summary"]["steps"] == 2
     assert found["images"].shape == (2, 8, 8, 3)
+    assert found["latents"].shape == (2, 1, 8, 8)
+    same = found["model"].sample([3, 7], seed=1, steps=2)
+    assert np.array_equal(found["model"].decode(found["latents"]), same)
+    with Image.open("seven.png") as picture:
+        assert picture.size == (8, 8)
     for words, said in (
         (["modle=dit_xs"], "did you mean model?"),
         (["model=nothing"], "choose one of conv_b"),
@@ -239,14 +277,13 @@ def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=re.escape(said)) as caught:
             compose(words)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="11 is no class"):
-        load_run("runs/notebook").sample([11])
-    for change, said in (
-        ({"guidence": 2.0}, "did you mean guidance?"),
-        ({"steps": "many"}, "steps=many must be a whole number"),
+    for labels, change, kind, said in (
+        ([11], {}, ValueError, "11 is no class"),
+        ([3], {"guidence": 2.0}, TypeError, "got an unexpected keyword argument 'guidence'"),
+        ([3], {"steps": "many"}, ValueError, "steps=many must be a whole number"),
     ):
-        with pytest.raises(ValueError, match=re.escape(said)):
-            load_run("runs/notebook").sample([3], **change)
+        with pytest.raises(kind, match=said):
+            found["model"].sample(labels, **change)
 
 
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", *FOLLOWED[1:], *OTHERS)
@@ -280,7 +317,7 @@ def test_the_readme_is_one_screen_and_the_pages_are_short():
     assert len(readme.split()) <= 1300
     assert "not measured" not in readme.lower()
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"]
-    assert sum(len(re.findall(r"\w[\w.,'-]*", page.read_text())) for page in pages) <= 12_320
+    assert sum(len(re.findall(r"\w[\w.,'-]*", page.read_text())) for page in pages) <= 12_790
 
 
 @pytest.mark.skipif(not FONT.is_file(), reason="needs Debian's fonts-noto-color-emoji")

@@ -1,6 +1,8 @@
 """Samples by the thousand: formats, chunks that survive a kill, and shares of processes."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from PIL import Image
 
 from sampling.draw import ResumableChunks
-from scripts.sample import Format
+from scripts.sample import Format, SampleConfig, sample_run
 from tests.harness.draws import draw_samples, make_job
 from training.distributed.ranks import SINGLE, Ranks
 
@@ -54,6 +56,22 @@ def test_every_format_holds_the_same_samples(drawn, trained, tmp_path):
     latents = torch.from_numpy(np.load(file)["latents"])
     pixels = ((latents.clamp(-1, 1) + 1) * 127.5).round()
     assert (pixels[:, 0].numpy() == images[:25, ..., 0]).all()
+
+
+def test_samples_of_other_settings_never_replace_each_other(trained, tmp_path, monkeypatch, capsys):
+    """Without `out` they are in the run's folder, under the step and a hash of the settings."""
+    monkeypatch.chdir(tmp_path)
+    few = {"count": 4, "grid": 4, "steps": 1}
+    files = [sample_run(SampleConfig(run_dir=str(trained), **few, seed=s)) for s in (0, 1, 0)]
+    assert files[0] == files[2] != files[1]
+    assert {file.parent for file in files} == {trained / "drawn"}
+    assert all(file.name.startswith("step-8-") for file in files)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [str(files[0]), str(files[0].with_suffix(".png"))]
+    weights = shutil.copy(
+        trained / "checkpoints/step-8/ema.safetensors", tmp_path / "w.safetensors"
+    )
+    assert sample_run(SampleConfig(weights=str(weights), **few)).parent == Path("samples")
 
 
 class Killed(BaseException):

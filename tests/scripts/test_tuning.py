@@ -203,7 +203,7 @@ REFUSES = (
     ("program", "sentence"),
     [
         (REFUSES, r"^too large$"),
-        ("raise SystemExit(3)", r"runtime.tune=true: the process .* ended with code 3"),
+        ("raise SystemExit(3)", r"the process that measures steps ended with code 3"),
     ],
 )
 def test_the_run_says_why_its_tuner_failed(program, sentence, monkeypatch):

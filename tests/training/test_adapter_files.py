@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from sampling.load import load_run
@@ -17,7 +18,7 @@ from tests.harness.adapters import (
 )
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import draw_random_samples, save_latent_set
+from tests.harness.sets import draw_random_samples, save_latent_set, save_named_set
 from tests.harness.words import CPU
 from train import train
 from training.assemble import assemble
@@ -160,3 +161,19 @@ def test_the_header_of_an_adapter_allocates_nothing(rank, sentence, base, run, t
     edit_header(file, edited, lambda header: header["adapter"]["node"].update(rank=rank))
     with expect_refusal(sentence):
         load_model(base, CPU, str(edited))
+
+
+def test_the_classes_of_the_base_can_still_be_drawn(tmp_path):
+    """They follow those of the data, with their own rows of the table."""
+    small = ["model=conv_xs", "model.dim=32", "model.depth=1", "model.head_dim=16", *EAGER_RUN]
+    words = save_named_set(tmp_path / "old", ["cat", "dog"])
+    train(compose([*words, *small, "total_samples=16", f"run_dir={tmp_path / 'base'}"]))
+    words = [*EAGER_RUN, *save_named_set(tmp_path / "new", ["bird", "dog"])[:2], "adapter=lora"]
+    words += ["model=pretrained", f"init_from={tmp_path / 'base'}", "total_samples=32"]
+    train(compose([*words, f"run_dir={tmp_path / 'run'}"]))
+    trained = load_run(tmp_path / "run")
+    assert trained.spec.names == ["bird", "dog", "cat"]
+    base = load_run(tmp_path / "base").model.label_embed.table.weight
+    rows = trained.model.label_embed.table.weight
+    assert torch.equal(rows[2], base[0])
+    assert trained.sample(["cat", 0], steps=1).shape == (2, 4, 4, 3)

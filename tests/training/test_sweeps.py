@@ -19,6 +19,7 @@ from tests.harness.commands import run_command
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import TINY_RUN, TINY_SYNTHETIC
 from train import train
+from training import sweeps
 from training.config.compose import compose, to_yaml
 from training.distributed.exit import RESUMABLE_EXIT_CODE, run_app
 from training.sweeps import refuse_other_run, refuse_trial
@@ -91,6 +92,17 @@ def test_a_failed_trial_fails_alone(sweep, tmp_path, capfd):
     assert re.search(r"trial 4 \(.*\) ended; loss: 0\.5\n", output)
     assert {file.name for file in (tmp_path / "sweep").iterdir()} == {*"01234", "multirun.yaml"}
     assert "LEAKED" not in os.environ
+
+
+def test_a_sweep_ends_with_a_table_also_if_a_trial_fails(sweep, monkeypatch, capfd):
+    monkeypatch.setattr(sweeps, "ENDED", [])
+    sweep("optim.lr=0.5,0.25,0.75", "seed=0")
+    with pytest.raises(SystemExit):
+        sweep("optim.lr=0.125", "seed=1")
+    assert re.search(r"trial 0 .*optim.lr=0.5 seed=0\) ended; loss: 0.5\n", capfd.readouterr().out)
+    sweeps.print_table()
+    rows = ["trial 0  loss 0.5  optim.lr=0.5", "trial 1  loss 0.25  optim.lr=0.25  best"]
+    assert capfd.readouterr().out.splitlines() == [*rows, "trial 2  loss 0.75  optim.lr=0.75"]
 
 
 def test_a_signal_ends_the_sweep_and_not_one_trial(sweep, capfd):

@@ -254,7 +254,10 @@ def choose_checkpoint(path: str, which: str) -> tuple[str, str]:
     if which != "last":
         step = best if which == "best" and scores[best] < math.inf else which
         if step not in steps:
-            raise UserError(f"checkpoint={which}: {path} has only {', '.join(steps) or 'none'}.")
+            raise UserError(
+                f"checkpoint={which}: {path} has only steps {', '.join(steps) or 'none'}; best "
+                f"needs one with {name}, which held-out images give."
+            )
         return str(steps[step]), ""
 
     # Compare the losses in equal parts of the held-out split, whose noise and t are the same.

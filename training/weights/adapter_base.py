@@ -249,7 +249,9 @@ def open_base(cfg: TrainConfig, loader: LatentLoader, ranks: Ranks) -> Base | No
     if base.text and spec.text:
         spec = replace(spec, text=replace(spec.text, mean=base.text.mean))
     if spec.num_classes:
-        names = list(dict.fromkeys([*spec.names, *base.classes]))
+        # Leave classes out that are called by numbers: a number must name one class.
+        named = [name for name in base.classes if not name.isdecimal()]
+        names = list(dict.fromkeys([*spec.names, *named]))
         spec = replace(spec, class_names=names, num_classes=len(names))
     loader.spec = spec
     return base
