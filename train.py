@@ -42,8 +42,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.weights.pretrained import build_autoencoder
 
     # 1. Set up the run: device, processes, folder, logger.
-    composed = insert_pretrained(composed)
-    run = Run(composed)
+    run = Run(insert_pretrained(composed))
     if run.finished:
         return run.show_finished()
     ranks = run.ranks
@@ -71,7 +70,7 @@ def train(composed: Composed) -> dict[str, Any]:
     origin = restore(cfg, state, checkpoints, described)
     origin += ranks.broadcast_result(lambda: prepare_snapshots(training, run.folder))
     progress = Progress(
-        cfg.total_samples, "samples", initial=state.samples, plain=False, silent=not ranks.first
+        cfg.total_samples, "samples", state.samples, plain=False, silent=not ranks.first
     )
 
     # 4. Define the tasks between two steps (report, draw, save). The meter pauses during a task, so
@@ -94,7 +93,7 @@ def train(composed: Composed) -> dict[str, Any]:
     @meter.pause()
     def draw() -> None:
         assert autoencoder
-        file = run.folder / "samples" / f"step-{state.step}.png"
+        file = run.folder / f"samples/step-{state.step}.png"
         logger.image("sample_grid", draw_sample_grid(training, autoencoder, file), state.samples)
 
     @meter.pause()
@@ -103,9 +102,8 @@ def train(composed: Composed) -> dict[str, Any]:
         checkpoints.save(state, described, scores)
 
     # 5. Loop: report, draw and save if due after the last step, then take the next step.
-    failures = explain_failures(training, run.folder)
     stop_request = StopRequest(ranks, checkpoints.has_failed, training.has_skipped_too_many)
-    with stop_request, logger, failures, checkpoints:
+    with stop_request, logger, explain_failures(training, run.folder), checkpoints:
         run.announce_start(training, ledger, logger, origin)
         if distances:
             distances.record(run.folder)
@@ -121,13 +119,12 @@ def train(composed: Composed) -> dict[str, Any]:
             ending = state.done and state.moved
             report_due = ending or state.is_due(cfg.log_every, cfg.eval_every, cfg.fd_every)
             draw_due = state.is_due(cfg.sample_every)
-            save_due = state.is_due(cfg.save_every)
-            save_due = save_due or (stopping and state.moved and cfg.save_every > 0)
 
             # Report before saving, because a checkpoint stores the scores of the report. Save also
             # if the score that decides which checkpoint is the best has never been better.
             scores = report() if report_due else {}
-            save_due = save_due or (cfg.save_every > 0 and checkpoints.is_best(scores))
+            wanted = (stopping and state.moved) or checkpoints.is_best(scores)
+            save_due = state.is_due(cfg.save_every) or (wanted and cfg.save_every > 0)
             if ending or request is Request.look:
                 end_if_failed(training, run.folder, batches, checkpoints, request)
             if draw_due:

@@ -91,30 +91,35 @@ class CaptionJob:
         self.index = {text: number for number, text in enumerate(self.texts)}
 
         self.lengths = encoder.count_tokens(self.texts)
-        max_tokens = min(max(self.lengths), encoder.max_length, settings.text_tokens)
-        self.max_tokens = max_tokens
+        limits = (encoder.max_length, settings.text_tokens)
+        self.max_tokens = min(max(self.lengths), *limits)
         self.earlier = earlier
         self.known: dict[str, int] = {}
         """Caption -> its row in the table `earlier`."""
         if earlier and earlier.spec.encoder_sha256 == encoder.weights_sha256:
             self.known = {text: row for row, text in enumerate(earlier.texts)}
-        empty = encoder.encode([""], max_tokens)
+        self.spec = self.make_spec(node, max(map(len, used)))
+        shards = range(-(-len(self.texts) // settings.shard_size))
+        self.shards = [f"captions-{number:05d}.tar" for number in shards]
+
+    def make_spec(self, node: Mapping[str, Any], per_image: int) -> TextSpec:
+        """Describes the captions, of which an image has at most `per_image`."""
+        encoder = self.encoder
+        empty = encoder.encode([""], self.max_tokens)
         some = self.encode(self.texts[:MEAN_CAPTIONS])["pooled"]
-        dtype: Any = settings.text_dtype
-        self.spec = TextSpec(
+        dtype: Any = self.settings.text_dtype
+        return TextSpec(
             encoder=locate_encoder(node, encoder.revision),
             encoder_sha256=encoder.weights_sha256,
             width=encoder.width,
-            max_tokens=max_tokens,
+            max_tokens=self.max_tokens,
             dtype=dtype,
             count=len(self.texts),
-            per_image=max(map(len, used)),
+            per_image=per_image,
             mean=some.float().mean(0).tolist(),
             empty_pooled=empty.pooled[0].tolist(),
             empty_tokens=empty.tokens[0, : empty.lengths[0]].tolist(),
         )
-        shards = range(-(-len(self.texts) // settings.shard_size))
-        self.shards = [f"captions-{number:05d}.tar" for number in shards]
 
     def describe(self) -> str:
         """Says how many captions there are, and how many bytes they take."""

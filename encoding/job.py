@@ -76,17 +76,18 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
     generator = torch.Generator().manual_seed(cfg.seed)
     order = torch.randperm(len(images.entries), generator=generator).tolist()[: cfg.limit]
     chosen = [images.entries[i] for i in order]
+
+    # Put the held-out images first, from their own source if they have one.
     held_out = len(images.held_out)
     if held_out:
         order = torch.randperm(held_out, generator=generator).tolist()
         chosen = [images.held_out[i] for i in order] + chosen
-    elif not isinstance(cfg.held_out, str):
+    else:
         held_out = round(cfg.held_out * (len(chosen) if cfg.held_out < 1 else 1))
     if held_out >= len(chosen):
         raise UserError(
             f"held_out={cfg.held_out} of {len(chosen)} images leaves none to train on; lower it."
         )
-    numbered = list(enumerate(chosen))
     present = {entry.label for entry in chosen[:held_out]}
     absent = [name for label, name in enumerate(images.class_names) if label not in present]
     if absent or not present:
@@ -94,7 +95,9 @@ def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
             f"{held_out} images are held out, none of {join_few(absent) or 'all'}; held_out="
             "<number or folder> says otherwise; without any, runs have no eval_loss"
         )
+
     shards = []
+    numbered = list(enumerate(chosen))
     for split, part in (("held_out", numbered[:held_out]), ("train", numbered[held_out:])):
         for number, start in enumerate(range(0, len(part), cfg.shard_size)):
             file = f"{split}-{number:05d}.tar"

@@ -43,13 +43,11 @@ class EarlierSet:
         self.images: dict[str, tuple[str, int, int, int]] = {}
         """Hash of an image's bytes -> its shard, the offset and size of its block, its row."""
         for shard in self.job["shards"]["images"]:
-            sidecar = read_finished(self.folder, shard) or {"images": [], "shard": {"blocks": []}}
-            rows = [
-                (shard, offset, size, row)
-                for offset, size, samples, _ in sidecar["shard"]["blocks"]
-                for row in range(samples)
-            ]
-            self.images |= zip(sidecar["images"], rows, strict=True)
+            sidecar = read_finished(self.folder, shard)
+            if sidecar:
+                blocks = sidecar["shard"]["blocks"]
+                rows = [(shard, *b[:2], row) for b in blocks for row in range(b[2])]
+                self.images |= zip(sidecar.get("images", ()), rows, strict=False)
 
     def refuse_others(self, settings: Mapping[str, Any]) -> None:
         keys = settings.keys() & set(SETTINGS.split())

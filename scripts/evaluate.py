@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from evaluation.evaluator import Evaluator
     from sampling.draw import ResumableChunks
+    from training.distributed.ranks import Ranks
 
 CLIP = "clip_score"
 
@@ -70,7 +71,6 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.files import write_json
     from evaluation.clip import ClipScore
-    from evaluation.distances import explain_too_few
     from evaluation.evaluator import Evaluator
     from sampling.load import find_run_folder
     from training.distributed.ranks import Ranks
@@ -92,10 +92,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         cfg, trained.spec, trained.data, trained.autoencoder, trained.device, ranks
     )
 
-    for space, stats in evaluator.reference.items():
-        too_few = explain_too_few(cfg.count, len(stats.all.mean))
-        if too_few:
-            ranks.say(f"note: {space}: {too_few}")
+    note_small_count(cfg.count, evaluator, ranks)
 
     # Put a hash of the protocol into the name of the result's file, so that different settings
     # write different files.
@@ -128,6 +125,16 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if clip else file, flush=True)
     chunks.remove()
     return result
+
+
+def note_small_count(count: int, evaluator: Evaluator, ranks: Ranks) -> None:
+    """Says, before samples are drawn, in which feature spaces `count` samples are too few."""
+    from evaluation.distances import explain_too_few
+
+    for space, stats in evaluator.reference.items():
+        too_few = explain_too_few(count, len(stats.all.mean))
+        if too_few:
+            ranks.say(f"note: {space}: {too_few}")
 
 
 def summarise(chunks: ResumableChunks, evaluator: Evaluator) -> dict[str, Any]:

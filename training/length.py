@@ -32,8 +32,6 @@ PAUSES = {"eval_every": "evaluation_s", "sample_every": "grid_s"}
 """Interval of a task for which training pauses -> name of the task's seconds in `LENGTH_FILE`."""
 PAUSED_SHARE = 0.1
 """Largest share of a budget that each of `PAUSES` takes."""
-MAX_EPOCHS = 2000
-"""A start warns of more epochs."""
 
 
 def settle_length(cfg: TrainConfig, folder: Path, device: torch.device) -> TrainConfig:
@@ -67,6 +65,7 @@ def spend_budget(cfg: TrainConfig, seconds: Mapping[str, float]) -> TrainConfig:
             f"budget_minutes={cfg.budget_minutes:g} is too short: a step takes "
             f"{seconds['step_s']:.3g} s, evaluations and grids {paused:.3g} s; give more minutes."
         )
+
     samples = steps * cfg.batch_size
     factor = samples / cfg.total_samples
     intervals = {key: math.ceil(steps / count) for key, count in counts.items()}
@@ -113,6 +112,6 @@ def describe_length(cfg: TrainConfig, loader: LatentLoader) -> str:
             "\nnote: the data has captions, and model.conditioning=class leaves them out; text "
             "reads them in place of the classes, class_and_text reads both"
         )
-    if epochs > MAX_EPOCHS:
+    if epochs > 2000:
         text += "\nwarning: few sets need so many epochs; try epochs=200 or budget_minutes=10"
     return text

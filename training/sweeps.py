@@ -36,8 +36,6 @@ from training.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest
 
 ENDED: list[tuple[int, list[str], str, float]] = []
 """Trials of this sweep that ended: number, overrides, name and value of the metric."""
-SIGNS = {"samples_per_s": -1}
-"""Metric of which the largest value is the best -> -1."""
 POLL_SECONDS = 0.2
 """Seconds between two looks at whether a signal has arrived."""
 
@@ -66,6 +64,7 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
         message = redact_text(describe_failure(error) or repr(error))
         print(f"{trial} failed: {escape_unprintable(message)}", file=sys.stderr)
         raise
+
     print(f"\n{trial} ended; {name}: {value}", flush=True)
     if not ENDED:
         atexit.register(print_table)  # also if a trial fails, which ends Hydra
@@ -76,10 +75,11 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
 def print_table() -> None:
     """Prints the trials that ended: what differs between them, their metric, and the best."""
     shared = set.intersection(*(set(words) for _, words, *_ in ENDED))
-    best = min(value * SIGNS.get(name, 1) for *_, name, value in ENDED)
+    pick = max if ENDED[0][2] == "samples_per_s" else min
+    best = pick(value for *_, value in ENDED)
     for number, words, name, value in ENDED:
         differs = " ".join(word for word in words if word not in shared)
-        mark = "  best" if value * SIGNS.get(name, 1) == best else ""
+        mark = "  best" if value == best else ""
         print(f"trial {number}  {name} {value:.6g}  {differs}{mark}", flush=True)
 
 

@@ -39,9 +39,6 @@ class Format(str, Enum):
     weights = "weights"
 
 
-SUFFIXES = {Format.weights: ".safetensors"}
-
-
 @dataclass(frozen=True)
 class ExportConfig(ModelConfig):
     """Keys of the command: the model to export, the format, and where to write it."""
@@ -58,7 +55,7 @@ class ExportConfig(ModelConfig):
         self.refuse_no_model("export")
         if self.out is None:
             raise UserError("out is not set; say where to write: out=exported/<name>.")
-        suffix = SUFFIXES.get(self.format, "")
+        suffix = ".safetensors" if self.format is Format.weights else ""
         if not self.out.endswith(suffix):
             raise UserError(f"out={self.out} must end in {suffix} with format={self.format.value}.")
         if self.push is not None and (

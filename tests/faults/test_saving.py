@@ -271,7 +271,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
             step_12.set()
         return begin_save(self, state, *arguments)
 
-    words = ["save_every=7", "keep_checkpoints=9"]
+    words = ["save_every=7", "keep_checkpoints=9", "eval_every=0"]
     with monkeypatch.context() as patch:
         patch.setattr(Save, "write_files", write_late)
         patch.setattr(Checkpoints, "save", begin_and_signal)

@@ -192,6 +192,7 @@ class Checkpoints:
             "world_size": self.ranks.world_size,
         }
         described |= staged.values | run
+
         self.size = staged.nbytes
         size = sum(self.ranks.gather_objects(self.size))
         save = Save(self.folder / f"step-{state.step}", staged, described, size, self.ranks)
@@ -241,13 +242,13 @@ class Checkpoints:
 
     def is_best(self, scores: Mapping[str, float]) -> bool:
         """Says whether `scores` has a better score of `best_by` than all checkpoints."""
-
-        def find_best() -> float:
-            folders = list_complete(self.folder)
-            return min((read_score(f, self.best_by) for f in folders), default=math.inf)
-
         score = scores.get(self.best_by)
-        return score is not None and score < self.ranks.broadcast_result(find_best)
+        if score is None:
+            return False
+        others = self.ranks.broadcast_result(
+            lambda: [read_score(folder, self.best_by) for folder in list_complete(self.folder)]
+        )
+        return all(score < other for other in others)
 
     def has_failed(self) -> bool:
         """Says whether a save in the background has failed; the next call of `save` or `finish`

@@ -51,8 +51,6 @@ SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
 keys and their types."""
 MANY_IMAGES = 20_000
 """Number of images from which experiment=photos takes the largest of its models."""
-LENGTH_KEYS = ("total_samples", "epochs", "budget_minutes")
-"""Keys of which each alone says how long a run is."""
 LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLatents")
 """`_target_` of each loader whose argument `path` is the folder or URL of a latent set."""
 
@@ -187,12 +185,13 @@ def resolve_config(
 def choose_length(source: DictConfig, overrides: list[str]) -> None:
     """Lets the command's word for the length of a run win over those of files. Raises ValueError if
     the command has several."""
-    words = {key: find_given_word(key, overrides) for key in LENGTH_KEYS}
-    given = {key: word for key, word in words.items() if word != key}
+    keys = ("total_samples", "epochs", "budget_minutes")
+    words = [find_given_word(key, overrides) for key in keys]
+    given = [word for word in words if "=" in word]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given.values())} both say how long the run is; give one.")
-    for key in LENGTH_KEYS[1:]:
-        if given and key not in given:
+        raise UserError(f"{' and '.join(given)} both say how long the run is; give one.")
+    for key in keys[1:]:
+        if given and key not in given[0]:
             source[key] = None
 
 

@@ -147,6 +147,7 @@ class TextDtype(str, Enum):
 
 
 Positive = Annotated[int, Ge(1)]
+Above0 = Annotated[float, Gt(0)]
 Natural = Annotated[int, Ge(0)]
 """An integer of at least 0."""
 EnoughSamples = Annotated[int, Ge(8)]
@@ -255,7 +256,7 @@ class RuntimeConfig:
     # true: measure before training which techniques make the step fastest on this machine, and use
     # these; runtime=auto sets tune=true
     tune: bool = False
-    tune_seconds: Annotated[float, Gt(0)] = 120.0  # longest time, in seconds, that `tune` may take
+    tune_seconds: Above0 = 120.0  # longest time, in seconds, that `tune` may take
     # what to do if a technique is unavailable: degrade: run without it; error: stop; emulate: on a
     # CPU, emulate the technique slowly if the CPU can, otherwise run without it
     on_unavailable: OnUnavailable = OnUnavailable.degrade
@@ -347,7 +348,7 @@ class SamplingConfig:
     internal_interval: list[float] = field(default_factory=lambda: [0.0, 1.0])
     # shift s of the solver's times: t' = s·t / (1 + (s - 1)·t); s > 1 spends more steps near t = 1,
     # the noise; 1: equally long steps
-    shift: Annotated[float, Gt(0)] = 1.0
+    shift: Above0 = 1.0
     # samples to draw per class; also the number of columns of a sample grid in training
     per_class: Positive = 20
 
@@ -417,11 +418,11 @@ class TrainConfig:
     # depend on batch_size
     total_samples: Positive = 102_400
     # the length in passes over the training images, in place of total_samples
-    epochs: Annotated[float, Gt(0)] | None = None
+    epochs: Above0 | None = None
     # the length in minutes of steps, evaluations and grids, in place of total_samples: a new run
     # measures how many samples that allows; warm-up, averages and intervals then change in the
     # proportion of these samples to total_samples
-    budget_minutes: Annotated[float, Gt(0)] | None = None
+    budget_minutes: Above0 | None = None
     batch_size: Positive = 64  # samples per step, over all processes
     accumulation_steps: Positive = 1  # micro-batches per step
     # largest gradient norm: gradients above it are scaled down to it; 0: no clipping
@@ -518,7 +519,7 @@ class PrecomputeConfig:
     background: str = "white"
     # largest size of an image, in megapixels; the job skips larger images; to decode an image, a
     # worker needs 7 to 20 bytes of memory per pixel
-    max_megapixels: Annotated[float, Gt(0)] = 80.0
+    max_megapixels: Above0 = 80.0
     # mean_std: store mean and std of the encoder's posterior, from which training draws a sample in
     # each step; sample: store one sample
     kind: LatentKind = LatentKind.mean_std
