@@ -173,9 +173,9 @@ def refuse_other_source(out: Path, plan: Plan, settings: Mapping[str, Any]) -> N
     `settings` that are known before an encoder is loaded."""
     earlier = read_job(out)
     remedy = f"encode into another folder, out=<new> reuse={out}, which copies what is the same"
-    if earlier and earlier.get("images") != plan.images:
+    if earlier.get("images", plan.images) != plan.images:
         raise UserError(
-            f"out={out} is a set of {earlier.get('images')} images, and the source now has "
+            f"out={out} is a set of {earlier['images']} images, and the source now has "
             f"{plan.images}; {remedy}."
         )
     refuse_changes(f"out={out}", earlier, settings, settings.keys() & earlier.keys(), remedy)

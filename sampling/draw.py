@@ -78,9 +78,9 @@ class ModelConfig:
     def find_model(self, say: Callable[[str], object] = print) -> str:
         """Returns the path of the run, checkpoint or weights file to load; calls `say` if the run's
         best checkpoint is better. Raises ValueError if there is no such checkpoint."""
-        from training.checkpoint.load import choose_checkpoint
+        from training.checkpoint.load import choose_checkpoint, read_newest
 
-        path, note = choose_checkpoint(self.path, self.checkpoint)
+        path, note = read_newest(self.path, lambda: choose_checkpoint(self.path, self.checkpoint))
         if note:
             say(note)
         return path
@@ -187,6 +187,8 @@ class SampleJob:
         listed = cfg.labels if isinstance(cfg.labels, list) else [cfg.labels]
         if cfg.labels in ("balanced", "data"):
             listed = []
+        elif not listed:
+            raise UserError("labels=[] names no class; leave it out, for all of them.")
         if by_text and cfg.labels == "data":
             raise UserError(
                 "labels=data: a model of captions takes labels and captions of the data by "

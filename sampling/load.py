@@ -258,9 +258,6 @@ class SampleStream:
         """
         sampling = to_kwargs(self.sampling)
         del sampling["per_class"]
-        # Without internal guidance leave out its keys, which protocols of earlier versions lack.
-        if sampling["internal_guidance"] == 1.0:
-            del sampling["internal_guidance"], sampling["internal_interval"]
         return {
             "count": count,
             "labels": self.conditions.source,

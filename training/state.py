@@ -137,10 +137,9 @@ class TrainState:
 
     def load_counters(self, saved: Mapping[str, Any]) -> None:
         """Sets the counters from a checkpoint; raises ValueError for a value that is not an integer
-        of at least 0. Checkpoints of earlier versions lack `skipped_data`, which is then empty."""
-        counters = {"skipped_data": {}} | dict(saved)
+        of at least 0."""
         for name in COUNTERS:
-            counter = counters[name]
+            counter = saved[name]
             counts = counter.values() if name == "skipped_data" else [counter]
             if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
                 raise UserError(f"the counter {name} is {counter}, which is no count.")

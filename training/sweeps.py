@@ -80,7 +80,7 @@ def print_table() -> None:
     for number, words, name, value in ENDED:
         differs = " ".join(word for word in words if word not in shared)
         mark = "  best" if value == best else ""
-        print(f"trial {number}  {name} {value:.6g}  {differs}{mark}", flush=True)
+        print(f"trial {number}  {name} {value:.6g}  {differs}{mark}")
 
 
 def refuse_trial(composed: Composed, sweeper: str) -> None:

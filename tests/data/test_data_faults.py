@@ -14,7 +14,7 @@ import torch
 from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.streamed import StreamDataset
-from encoding.images import DecodedImages, make_decoding_loader
+from encoding.decoding import DecodedImages, make_decoding_loader
 from tests.harness.batches import LOADERS, assert_same
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, flip_byte, save_latent_set, save_random_set

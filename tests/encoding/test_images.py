@@ -10,14 +10,8 @@ import pytest
 import torch
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from encoding.images import (
-    FORMATS,
-    DecodedImages,
-    ImageEntry,
-    UnusableError,
-    decode_image,
-    describe_error,
-)
+from encoding.decoding import DecodedImages
+from encoding.images import FORMATS, ImageEntry, UnusableError, decode_image, describe_error
 
 
 def encode(image, kind="PNG", **settings):
@@ -160,7 +154,7 @@ def test_reasons_hold_no_addresses_and_no_paths(tmp_path):
     file = tmp_path / "a.png"
     for content in (b"hello", whole[:2000], whole[:60] + b"junk" * 9 + whole[100:]):
         file.write_bytes(content)
-        (text,) = DecodedImages([ImageEntry("a.png", 0, str(file), 0, len(content))], 8)
+        ((_, text),) = DecodedImages([ImageEntry("a.png", 0, str(file), 0, len(content))], 8)
         assert not re.search(f"0x|object at|{tmp_path}", text)
     error = OSError("bad <_io.BytesIO object at 0x7f00> and 0x7f01")
     assert describe_error(error) == "damaged (bad … and …)"
@@ -169,5 +163,5 @@ def test_reasons_hold_no_addresses_and_no_paths(tmp_path):
 def test_an_image_for_which_memory_does_not_suffice_is_not_left_out(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(encode(Image.new("RGB", (8, 8))))
     monkeypatch.setattr(ImageFile.ImageFile, "load", Mock(side_effect=MemoryError))
-    item = DecodedImages([ImageEntry("a.png", 0, str(tmp_path / "a.png"), 0, 100)], 8)[0]
+    _, item = DecodedImages([ImageEntry("a.png", 0, str(tmp_path / "a.png"), 0, 100)], 8)[0]
     assert isinstance(item, OSError)

@@ -1,7 +1,6 @@
 """A set that grows, with images of its own for validation: what is encoded once is copied."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -114,16 +113,3 @@ def test_refusals_speak_of_images_before_an_encoder_is_loaded(job, done, more_ph
         job(nowhere, reuse, "resolution=32", out="new")
     with expect_refusal("held_out=-1 must be a fraction from 0 to below 1, a number of images"):
         job("held_out=-1")
-
-
-@pytest.mark.parametrize(
-    ("splits", "words"),
-    [
-        (("test", "train", "validation"), "source={0}/train held_out={0}/validation"),
-        (("test", "training"), "source={0}/training held_out={0}/test"),
-    ],
-)
-def test_a_source_of_splits_gets_both_words(job, tmp_path, splits, words):
-    source = save_images(tmp_path / "all", splits, per_class=1)
-    with expect_refusal(f"name {words.format(source)}"):
-        job(source=Path(source))

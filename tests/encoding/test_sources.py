@@ -65,9 +65,9 @@ def test_the_plan_states_classes_and_what_is_not_used(tmp_path):
 )
 def test_folders_of_splits_are_no_classes(tmp_path, names):
     save_files(tmp_path, *(f"{name}/cat/1.png" for name in names))
-    with expect_refusal(
-        rf"which are parts of a set and no classes; name one: source=\S+/{names[0]}\.$"
-    ):
+    keys = ("source", "held_out")[: len(names)]
+    words = " ".join(rf"{key}=\S+/{name}" for key, name in zip(keys, names, strict=False))
+    with expect_refusal(rf"which are parts of a set and no classes; name {words}\.$"):
         list_images(tmp_path)
     assert "note: images of" in list_images(tmp_path, "none").describe("x", 1)
 
@@ -135,7 +135,7 @@ def test_columns_that_cannot_be_told_apart_are_refused(tmp_path, columns, senten
 def test_a_folder_of_splits_asks_which(tmp_path):
     for name in ("test", "train"):
         save_rows(tmp_path / name, image=[ROW], label=[0])
-    with expect_refusal("holds the splits test, train; name one: source=.*/train\\.$"):
+    with expect_refusal("holds the splits test, train; name source=.*/train held_out=.*/test\\.$"):
         list_images(tmp_path)
 
 

@@ -24,7 +24,7 @@ from data.manifest import make_spec, read_manifest
 from data.resident import ResidentLatents
 from data.source import open_source
 from data.streamed import StreamedLatents
-from encoding.images import DecodedImages
+from encoding.decoding import DecodedImages
 from encoding.job import plan_shards
 from encoding.sources import list_images
 from scripts.report.__main__ import ReportConfig, report
@@ -288,7 +288,7 @@ def use_images(source, contents):
     """Whatever is listed must decode if it is one of the good files, or give a sentence."""
     images = list_images(source)
     plan_shards(images, PrecomputeConfig(source=str(source), held_out=0.2))
-    for entry, item in zip(images.entries, DecodedImages(images.entries, 8), strict=False):
+    for entry, (_, item) in zip(images.entries, DecodedImages(images.entries, 8), strict=False):
         if isinstance(item, torch.Tensor):
             assert item.shape == (3, 8, 8)
             continue

@@ -142,7 +142,7 @@ def test_kills_at_random(ranks, kills, words, zygote, run_whole, tmp_path, recor
 )
 def test_a_signal_saves_first(signal, zygote, run_whole, tmp_path):
     folder = tmp_path / "run"
-    words = ["save_every=1000"]
+    words = ["save_every=1000", "eval_every=0"]
     codes = zygote(folder, *words, "total_samples=80000", after_lines=2, signal=signal)
     assert codes == [75], read_output(folder)
     (saved,) = list_checkpoints(folder)
@@ -156,7 +156,7 @@ def test_a_signal_saves_first(signal, zygote, run_whole, tmp_path):
 @pytest.mark.fault("SIGTERM to one of two processes", "both save the same step and leave with 75")
 def test_a_signal_to_one_stops_all(zygote, tmp_path):
     folder = tmp_path / "run"
-    words = [*MODES[2], "save_every=1000", "total_samples=80000"]
+    words = [*MODES[2], "save_every=1000", "eval_every=0", "total_samples=80000"]
     codes = zygote(folder, *words, ranks=2, after_lines=2, kill_rank=1, signal="SIGTERM")
     assert codes == [75, 75], read_output(folder)
     (saved,) = list_checkpoints(folder)

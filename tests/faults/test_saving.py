@@ -315,7 +315,7 @@ def test_a_save_that_failed_is_heard_of_at_the_next_step(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainState, "advance", advance_after_saves)
     monkeypatch.setattr(Save, "write_files", refuse_space)
     with expect_refusal("step-5 cannot be saved"):
-        start_run(tmp_path, "save_every=5", "log_every=1")
+        start_run(tmp_path, "save_every=5", "log_every=1", "eval_every=0")
     assert len(read_lines(tmp_path)) == 6
 
 

@@ -35,7 +35,7 @@ for preset in sorted(Path("conf/runtime").glob("*.yaml")):
         print(training.warm_up().format_table())
         training.take_step()
 for experiment in sorted(Path("conf/experiment").glob("*.yaml")):
-    compose([f"experiment={experiment.stem}"])
+    compose([f"experiment={experiment.stem}", "init_from=x"])
 assert doctor.main([]) == 0
 assert not plan([*TINY, "model=ssd_mlp_xs", "runtime=max", "hardware=h100"])
 print("all of it")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.sharding import total_norm
-from encoding.job import ChannelSums, compute_channel_statistics
+from encoding.shards import ChannelSums, compute_channel_statistics
 from evaluation.distances import Moments, frechet_distance
 from training.distributed.ranks import SINGLE
 from training.ema import EMA

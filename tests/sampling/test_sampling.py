@@ -104,6 +104,8 @@ def test_runtime_and_settings_are_those_of_the_run(trained):
 def test_labels_are_dealt_or_as_in_the_data(trained):
     dealt = make_job(trained, "labels=[3,7,7]", "batch_size=4", "count=8").stream
     assert dealt.draw_batch(1)[0].tolist() == [7, 7, 3, 7]
+    one = make_job(trained, "labels=7", "batch_size=4", "count=4").stream
+    assert one.draw_batch(0)[0].tolist() == [7] * 4
     data = make_job(trained, "labels=data", "batch_size=100").stream
     labels = data.draw_batch(3)[0]
     data.draw_batch(0)
@@ -115,8 +117,8 @@ def test_labels_are_dealt_or_as_in_the_data(trained):
     ("word", "sentence"),
     [
         ("labels=[11]", "labels: 11 is no class of this run; its 10 classes are"),
-        ("labels=some", "labels=some must be balanced"),
-        ("labels=[]", r"labels=\[\] must be balanced"),
+        ("labels=some", "labels: 'some' is no class"),
+        ("labels=[]", r"labels=\[\] names no class"),
         ("runtime.prcision=fp32", "prcision: there is no such key; did you mean precision"),
     ],
 )

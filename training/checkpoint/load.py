@@ -249,10 +249,10 @@ def choose_checkpoint(path: str, which: str) -> tuple[str, str]:
     states = {step: read_state_file(folder) for step, folder in steps.items()}
     last = [*states.values()][-1] if states else {}
     name = last.get("best_by", "eval_loss")
-    scores = {step: read_score(folder, name) for step, folder in steps.items()}
-    best = min(scores, key=scores.__getitem__, default="")
+    scores = {"": math.inf} | {step: read_score(f, name) for step, f in steps.items()}
+    best = min(scores, key=scores.__getitem__)
     if which != "last":
-        step = best if which == "best" and scores[best] < math.inf else which
+        step = best if which == "best" else which
         if step not in steps:
             raise UserError(
                 f"checkpoint={which}: {path} has only steps {', '.join(steps) or 'none'}; best "
@@ -349,7 +349,7 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
     description of this run that `describe_run` returns.
     """
     try:
-        described = {"adapter": {}} | read_state_file(folder)  # earlier versions lack this key
+        described = read_state_file(folder)
         mismatch = find_mismatch(described, run)
         content = {} if mismatch else assemble_state(folder, described, state.layouts, ranks)
         settings = described["settings"]

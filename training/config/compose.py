@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from common.errors import UserError, describe_machine_fault
+from common.files import read_object
 from common.terminal import tolerate_broken_output
 from common.text import escape_unprintable
 from training.config import build
@@ -89,11 +90,11 @@ def choose_by_size(path: str | None, *values: Any) -> Any:
     resolver."""
     import torch  # imported here, so that `--help` stays quick
 
-    from data.manifest import read_manifest
-
     if path is None or not torch.cuda.is_available():
         return values[0]
-    return values[1 + (read_manifest(path).count >= MANY_IMAGES)]
+    file = Path(path).expanduser() / "manifest.json"
+    images = read_object(file)["count"] if file.is_file() else 0
+    return values[1 + (images >= MANY_IMAGES)]
 
 
 OmegaConf.register_new_resolver("by_size", choose_by_size)
