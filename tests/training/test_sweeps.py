@@ -52,6 +52,7 @@ def sweep(monkeypatch, tmp_path):
 
     def start(*words):
         monkeypatch.setattr("train.train", learn)
+        monkeypatch.setattr("atexit.register", print)
         words = ["train.py", "-m", f"run_dir={tmp_path / 'sweep'}", *words]
         monkeypatch.setattr(sys, "argv", words)
         monkeypatch.setenv("HYDRA_MAIN_MODULE", "__main__")
