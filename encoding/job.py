@@ -344,5 +344,5 @@ def describe_result(manifest: Manifest, out: Path) -> str:
     if manifest.text is not None:
         guidance = " model.conditioning=text"
     path = shlex.quote(f"data.path={out}")
-    command = f"python train.py data=resident {path} experiment=fastrun{guidance}"
+    command = f"python train.py experiment=photos {path}{guidance}"
     return "\n".join([*lines, f"next: {command}"])

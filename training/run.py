@@ -55,10 +55,10 @@ class Run:
     """A run and its folder.
 
     The folder holds config.yaml (the composed configuration, with interpolations unresolved and
-    secrets hidden), environment.json, ledger.json, kernels.json and tuning.json (if kernels or
-    techniques were chosen by measuring), metrics.jsonl, time.json, samples/, checkpoints/,
-    averages/ (if `ema.snapshots` is set) and summary.json; while a process trains, also an empty
-    file, `RUNNING_FILE`. Only the first rank writes files other than checkpoints.
+    secrets hidden), environment.json, ledger.json, kernels.json, tuning.json and length.json (if
+    kernels, techniques or the length were chosen by measuring), metrics.jsonl, time.json, samples/,
+    checkpoints/, averages/ (if `ema.snapshots` is set) and summary.json; while a process trains,
+    also an empty file, `RUNNING_FILE`. Only the first rank writes files other than checkpoints.
     """
 
     def __init__(self, composed: Composed) -> None:

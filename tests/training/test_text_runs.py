@@ -131,7 +131,7 @@ def test_guidance_needs_classes_or_captions(digits):
     loader = tiny_training("dit", *text_words(digits)).loader
     spec = replace(loader.spec, num_classes=0)
     check_guidance(spec, "pooled", 2.0)
-    with expect_refusal("guidance=2.0: the data has no classes to guide to"):
+    with expect_refusal("no classes to guide to; set model.conditioning=text, for it has captions"):
         check_guidance(spec, "none", 2.0)
 
 
