@@ -7,7 +7,7 @@ import pytest
 from common.files import read_object, write_json
 from tests.harness.outcomes import list_checkpoints, read_lines
 from tests.harness.refusals import expect_refusal
-from tests.harness.sets import save_random_set
+from tests.harness.sets import save_named_set, save_random_set
 from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training import length
@@ -92,7 +92,8 @@ def test_a_budget_is_measured_once_and_continues_to_the_same_bits(tmp_path, monk
 
 
 def test_the_measuring_process_times_what_pauses_a_run(tmp_path):
-    words = [*TINY_RUN[1:], *save_set(tmp_path), *EXACT, "budget_minutes=1", "eval_every=1"]
+    data = save_named_set(tmp_path, ["cat"])
+    words = [*TINY_RUN[1:], *data, *EXACT, "budget_minutes=1", "eval_every=1"]
     seconds = length.measure_seconds(compose([*words, "sample_every=1"]).cfg, CPU, 1)
     assert seconds.keys() == SECONDS.keys()
     assert min(seconds.values()) > 0.0
