@@ -43,6 +43,7 @@ from training.config.explain import flatten_tree
 from training.config.schema import PrecomputeConfig
 from training.distributed.exit import run_app
 from training.weights.pretrained import fit_weights, load_pretrained
+from training.weights.pretrained import read_description as read_node
 
 
 def hash_bytes(content):
@@ -179,7 +180,7 @@ def sample_from(file):
 
 def start_from(file):
     model, spec = load_pretrained(file, CPU)
-    tensors, _ = fit_weights(model, spec, file)
+    tensors, _ = fit_weights(model, spec, file, read_node(file).model)
     model.load_state_dict(tensors)
 
 

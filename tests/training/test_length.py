@@ -28,7 +28,7 @@ def start(*words):
     return train(compose(words))
 
 
-def test_epochs_are_passes_over_the_images(run, tmp_path, capsys):
+def test_epochs_are_passes_over_the_images(tmp_path, capsys):
     data = save_set(tmp_path)
     words = (*data, f"run_dir={tmp_path / 'run'}", "epochs=2.5", "eval_every=2")
     assert start(*words)["samples"] == 32, "the steps that hold 30 samples"
@@ -68,7 +68,7 @@ def test_a_budget_covers_steps_evaluations_and_grids():
         spend_budget(compose(["budget_minutes=1"]).cfg, SECONDS | {"evaluation_s": 6.0})
 
 
-def test_a_budget_is_measured_once_and_continues_to_the_same_bits(tmp_path, monkeypatch, capsys):
+def test_a_budget_is_measured_once_and_continues_to_the_same_bits(tmp_path, monkeypatch):
     """The first start measures in a process of its own."""
     data = save_set(tmp_path)
     words = [*data, *EXACT, "budget_minutes=0.002", "eval_every=1", "save_every=1", "keep_every=1"]
@@ -88,7 +88,6 @@ def test_a_budget_is_measured_once_and_continues_to_the_same_bits(tmp_path, monk
         ]
         assert files[0].read_bytes() == files[1].read_bytes()
     assert len(seen) == 1
-    assert seen[0]["measure"]
 
 
 def test_the_measuring_process_times_what_pauses_a_run(tmp_path):
@@ -99,7 +98,7 @@ def test_the_measuring_process_times_what_pauses_a_run(tmp_path):
     assert min(seconds.values()) > 0.0
 
 
-def test_a_best_step_is_saved_named_and_found(tmp_path, capsys):
+def test_a_best_step_is_saved_named_and_found(tmp_path):
     data = save_set(tmp_path)
     folder = tmp_path / "run"
     summary = start(
