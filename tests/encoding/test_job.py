@@ -170,6 +170,7 @@ def run_program(*words):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_make_the_bytes_of_one_job(vae, photos, tmp_path, job):
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [f"encoder.path={vae}", f"source={photos}", f"out={tmp_path / 'ranks'}"]

@@ -190,6 +190,7 @@ def test_absent(): skip('no such card')
 """Tests as a file; the bench takes a file for one of GPU tests that spells the mark in full."""
 
 
+@pytest.mark.slow
 def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
     file = tmp_path / "test_planted.py"
     file.write_text(PLANTED_TESTS)

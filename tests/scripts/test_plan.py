@@ -34,6 +34,7 @@ def run_plan(capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_run(capsys, monkeypatch):
     """The parts add up to the peak; a run that does not fit gets the cheapest change that fits."""
     plan = json.loads(run_plan(capsys, "hardware=rtx4090", "--json"))

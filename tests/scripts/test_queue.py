@@ -70,6 +70,7 @@ def read_results(folder):
     return {file.name: json.loads(file.read_text()) for file in files}
 
 
+@pytest.mark.slow
 def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
     faulty = planted.plan_job(value, raises, value, exhausts, is_killed, hangs, value)
     entries = run_all(faulty, tmp_path)
@@ -198,6 +199,7 @@ def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkey
     assert codes.count("other code") == 1
 
 
+@pytest.mark.slow
 def test_the_order_is_by_need(tmp_path, monkeypatch):
     """Never measured, failed with other code, of other code and the oldest first; what failed with
     this code waits for `again`."""

@@ -46,8 +46,6 @@ def test_the_command_has_one_word_for_the_length():
         cfg = compose([*photos, word]).cfg
         assert cfg.budget_minutes is None
         assert (cfg.total_samples, cfg.epochs) in ((16, None), (104_960, 3))
-    with expect_refusal("num_epochs=3 is not spelled so here; use epochs=3"):
-        compose(["num_epochs=3"])
 
 
 def test_a_budget_covers_steps_evaluations_and_grids():
