@@ -1,4 +1,4 @@
-"""A set that grows, with images of its own for validation: what is encoded once is copied."""
+"""Tests copy what an earlier set has encoded, and take images for validation from a folder."""
 
 import shutil
 

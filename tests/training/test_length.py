@@ -1,4 +1,4 @@
-"""How long a run is: samples, epochs or minutes; its best checkpoint and its last."""
+"""Tests set the length of a run in samples, epochs or minutes, and find its best checkpoint."""
 
 import shutil
 

@@ -245,9 +245,9 @@ def choose_checkpoint(path: str, which: str) -> tuple[str, str]:
     named, or a step; for `last`, `path` itself. Also returns a note if the best checkpoint is
     better than the last by more than two standard errors, else "". ValueError if there is no such
     checkpoint."""
-    steps = {str(step_of(folder)): folder for folder in find_checkpoints(path)}
-    states = {step: read_state_file(folder) for step, folder in steps.items()}
-    last = [*states.values()][-1] if states else {}
+    folders = find_checkpoints(path)
+    steps = {folder.name.removeprefix("step-"): folder for folder in folders}
+    last = read_state_file(folders[-1]) if folders else {}
     name = last.get("best_by", "eval_loss")
     scores = {"": math.inf} | {step: read_score(f, name) for step, f in steps.items()}
     best = min(scores, key=scores.__getitem__)
@@ -263,7 +263,9 @@ def choose_checkpoint(path: str, which: str) -> tuple[str, str]:
     # Compare the losses in equal parts of the held-out split, whose noise and t are the same.
     worse = []
     if best and name == "eval_loss":
-        worse = [a - b for a, b in zip(last["parts"], states[best]["parts"], strict=False)]
+        states = (last, read_state_file(steps[best]))
+        parts = zip(*(state.get("parts", ()) for state in states), strict=False)
+        worse = [of_last - of_best for of_last, of_best in parts]
     if len(worse) < 2 or fmean(worse) <= 2.0 * stdev(worse) / math.sqrt(len(worse)):
         return path, ""
     return path, f"note: the best eval_loss is {scores[best]:.4g}, at step {best}: checkpoint=best"
