@@ -23,8 +23,6 @@ split into BLOCK_D and REST: 768 = 512 + 256.
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -142,10 +140,9 @@ def load_dh_and_z(DH, Z, rows, h_rows, row, c, D: tl.constexpr):
 def store_gradients(
     DZ, BRANCH, DBRANCH, DRESIDUAL, dz, gate, rows, branch_rows, row, c, D: tl.constexpr
 ):
-    """Stores columns c of the gradients of residual and branch; returns the tile's part of the
-    gate's gradient, a sum over the tile's rows. `dz` is the gradient that reaches z through h. DZ
-    is the gradient that reaches z as an output of the operator, or None if nothing uses that
-    output."""
+    """Stores columns c of the gradients of residual and branch; returns a tile whose sum over rows
+    is the gate's gradient. `dz` is the gradient that reaches z through h. DZ is the gradient that
+    reaches z as an output of the operator, or None if nothing uses that output."""
     mask = row[:, None] & (c < D)[None, :]
     here = rows[:, None] * D + c[None, :]
     branch_at = branch_rows[:, None] * D + c[None, :]
@@ -154,7 +151,7 @@ def store_gradients(
     branch = tl.load(BRANCH + branch_at, mask=mask, other=0.0).to(tl.float32)
     tl.store(DRESIDUAL + here, dz.to(DRESIDUAL.dtype.element_ty), mask=mask)
     tl.store(DBRANCH + branch_at, (dz * gate[None, :]).to(DBRANCH.dtype.element_ty), mask=mask)
-    return tl.sum(dz * branch, 0)
+    return dz * branch
 
 
 @triton.jit
@@ -187,20 +184,21 @@ def add_norm_backward_kernel(
     SCALE += b * scale_stride
 
     # Load gate and scale once, and start the sums for the gradients of gate, scale and shift with
-    # 0: they stay in registers while the program passes over its rows.
+    # 0: they stay in registers, as tiles, while the program passes over its rows. A sum over a
+    # tile's rows would go through shared memory, so it is taken once, at the end.
     c = tl.arange(0, BLOCK_D)
     gate = tl.load(GATE + c, mask=c < D, other=0.0).to(tl.float32)
     slope = 1.0 + tl.load(SCALE + c, mask=c < D, other=0.0).to(tl.float32)
-    dgate = tl.zeros([BLOCK_D], tl.float32)
-    dscale = tl.zeros([BLOCK_D], tl.float32)
-    dshift = tl.zeros([BLOCK_D], tl.float32)
+    dgate = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
+    dscale = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
+    dshift = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
     if REST > 0:
         c_rest = BLOCK_D + tl.arange(0, REST)
         gate_rest = tl.load(GATE + c_rest, mask=c_rest < D, other=0.0).to(tl.float32)
         slope_rest = 1.0 + tl.load(SCALE + c_rest, mask=c_rest < D, other=0.0).to(tl.float32)
-        dgate_rest = tl.zeros([REST], tl.float32)
-        dscale_rest = tl.zeros([REST], tl.float32)
-        dshift_rest = tl.zeros([REST], tl.float32)
+        dgate_rest = tl.zeros([BLOCK_L, REST], tl.float32)
+        dscale_rest = tl.zeros([BLOCK_L, REST], tl.float32)
+        dshift_rest = tl.zeros([BLOCK_L, REST], tl.float32)
 
     for start in tl.range(0, ROWS, BLOCK_L, num_stages=2):
         t = split * ROWS + start + tl.arange(0, BLOCK_L)
@@ -246,24 +244,24 @@ def add_norm_backward_kernel(
         dgate += store_gradients(
             DZ, BRANCH, DBRANCH, DRESIDUAL, d, gate, rows, branch_rows, row, c, D
         )
-        dscale += tl.sum(dh * normed, 0)
-        dshift += tl.sum(dh, 0)
+        dscale += dh * normed
+        dshift += dh
         if REST > 0:
             d_rest = (w_rest - normed_rest * along) * rstd[:, None]
             dgate_rest += store_gradients(
                 DZ, BRANCH, DBRANCH, DRESIDUAL, d_rest, gate_rest, rows, branch_rows, row, c_rest, D
             )
-            dscale_rest += tl.sum(dh_rest * normed_rest, 0)
-            dshift_rest += tl.sum(dh_rest, 0)
+            dscale_rest += dh_rest * normed_rest
+            dshift_rest += dh_rest
 
     SUMS += ((b * tl.num_programs(0) + split) * 3) * D
-    tl.store(SUMS + c, dgate, mask=c < D)
-    tl.store(SUMS + D + c, dscale, mask=c < D)
-    tl.store(SUMS + 2 * D + c, dshift, mask=c < D)
+    tl.store(SUMS + c, tl.sum(dgate, 0), mask=c < D)
+    tl.store(SUMS + D + c, tl.sum(dscale, 0), mask=c < D)
+    tl.store(SUMS + 2 * D + c, tl.sum(dshift, 0), mask=c < D)
     if REST > 0:
-        tl.store(SUMS + c_rest, dgate_rest, mask=c_rest < D)
-        tl.store(SUMS + D + c_rest, dscale_rest, mask=c_rest < D)
-        tl.store(SUMS + 2 * D + c_rest, dshift_rest, mask=c_rest < D)
+        tl.store(SUMS + c_rest, tl.sum(dgate_rest, 0), mask=c_rest < D)
+        tl.store(SUMS + D + c_rest, tl.sum(dscale_rest, 0), mask=c_rest < D)
+        tl.store(SUMS + 2 * D + c_rest, tl.sum(dshift_rest, 0), mask=c_rest < D)
 
 
 def choose_tile(dim: int, backward: bool = False) -> dict[str, int]:
@@ -274,13 +272,15 @@ def choose_tile(dim: int, backward: bool = False) -> dict[str, int]:
     remaining columns rounded up to a power of two. So with 384, 768 or 1,152 columns (1,152 = 1,024
     + 128) no column is masked. BLOCK_L is the number of rows.
 
-    A forward tile has about 2,048 elements in its BLOCK_D columns. A backward tile has about 2,048
-    elements in all columns, so that three programs fit on one streaming multiprocessor.
+    A forward tile has about 2,048 elements in its BLOCK_D columns. A backward tile has 512 or one
+    row, and two warps below 1,024 columns: larger ones were slower on an H100 (docs/LOG.md,
+    2026-11-27).
     """
     block_d = 1 << (dim.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0
-    rows = 1 << max(0, round(math.log2(2048 / dim))) if backward else max(1, 2048 // block_d)
-    return {"BLOCK_D": block_d, "REST": rest, "BLOCK_L": rows, "num_warps": 4 if dim <= 2048 else 8}
+    rows = max(1, (512 if backward else 2048) // block_d)
+    warps = 2 if backward and dim < 1024 else 4 if dim <= 2048 else 8
+    return {"BLOCK_D": block_d, "REST": rest, "BLOCK_L": rows, "num_warps": warps}
 
 
 def launch_forward(

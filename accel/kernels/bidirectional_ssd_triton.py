@@ -176,14 +176,15 @@ def ssd_kernel(
 
 def choose_configuration(
     part: str, length: int, head_dim: int, state_dim: int, capability: int = 90, fp32: bool = False
-) -> tuple[int, int, int | None]:
-    """Returns tokens per tile, number of warps, and limit of registers per thread (None: the
-    compiler decides) for the kernel `part`: "forward", "dx" or "ds". `capability` is 90 for compute
-    capability 9.0.
+) -> tuple[int, int, int | None, int]:
+    """Returns tokens per tile, number of warps, limit of registers per thread (None: the compiler
+    decides) and number of stages for the kernel `part`: "forward", "dx" or "ds". `capability` is 90
+    for compute capability 9.0.
 
     The choice lets as many programs as possible share a multiprocessor of that capability without
-    spilling (scripts/kernel_resources.py); it is not tuned for speed yet. If `fp32`, tiles are
-    smaller, because fp32 products take far more registers.
+    spilling (scripts/kernel_resources.py). For 9.0 and sizes up to 64 it is the fastest of those
+    tried on an H100 (docs/LOG.md, 2026-11-27); the others are not tuned for speed. If `fp32`, tiles
+    are smaller, because fp32 products take far more registers.
     """
     small_shared_memory = capability < 90 or capability >= 120
     large = max(head_dim, state_dim) > 64
@@ -193,12 +194,14 @@ def choose_configuration(
 
         # With at most 128 registers per thread, two programs of eight warps share a multiprocessor;
         # a limit low enough for a third program makes the kernel spill.
-        return block, warps, 128 if warps == 8 and part != "forward" else None
+        return block, warps, 128 if warps == 8 and part != "forward" else None, 2
     if small_shared_memory:
-        return 32, 8 if part == "ds" and large else 4, None
-    if capability >= 100 or part == "ds" or large:
-        return 64, 8, None
-    return 64, 4, THIRD_PROGRAM_REGISTERS if part == "forward" and length % 64 == 0 else None
+        return 32, 8 if part == "ds" and large else 4, None, 2
+    whole = length % 64 == 0
+    if capability >= 100 or large or (part == "ds" and not whole):
+        return 64, 8, None, 2
+    stages = {"forward": 2, "dx": 1, "ds": 3}[part]
+    return 64, 4, THIRD_PROGRAM_REGISTERS if part == "forward" and whole else None, stages
 
 
 def precision_of(x: Tensor) -> str:
@@ -215,7 +218,7 @@ def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str 
         major, minor = torch.cuda.get_device_capability(x.device)
         capability = 10 * major + minor
     sizes = (x.shape[1], x.shape[3])
-    block, warps, registers = choose_configuration(
+    block, warps, registers, stages = choose_configuration(
         part, *sizes, B_in.shape[3], capability, x.dtype == torch.float32
     )
     return {
@@ -226,7 +229,7 @@ def choose_constants(part: str, x: Tensor, B_in: Tensor) -> dict[str, int | str 
         "BLOCK": block,
         "PRECISION": precision_of(x),
         "num_warps": warps,
-        "num_stages": 2,
+        "num_stages": stages,
         "maxnreg": registers,
     }
 

@@ -3,9 +3,9 @@ so the token that a tap reads lies at a fixed distance.
 
 The forward pass is one kernel, which reads neighbouring tokens from the cache. The backward pass
 has two. The first computes the convolution again, the gradient of the convolution's output (before
-SiLU), and the sums for the gradients of weight and bias; each program stores the sums of its tile,
-so there are no atomics. The second convolves the gradient before SiLU with the reversed taps, which
-gives the gradient of x.
+SiLU), and the sums for the gradients of weight and bias; each program stores the sums of its
+tokens, so there are no atomics. The second convolves the gradient before SiLU with the reversed
+taps, which gives the gradient of x.
 
 Letters: B samples, L tokens, D width.
 """
@@ -24,9 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_L = 32
+BLOCK_L = 16
 BLOCK_C = 64
-WARPS = 4
+WARPS = 2
+SUMMING = {"STRETCH": 64, "BLOCK_L": 2, "BLOCK_C": 64, "num_warps": 1}
+"""Sizes of `local_mix_backward_kernel`: tokens a program, and its tiles, small enough for the sums
+of all taps to stay in registers. All sizes in this file were the fastest on an H100 (docs/LOG.md,
+2026-11-27)."""
 
 
 @triton.jit
@@ -109,37 +113,57 @@ def local_mix_backward_kernel(
     COLUMNS: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
+    STRETCH: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Stores in DU the gradient of the convolution's output, before SiLU, and in SUMS (B, tiles,
-    R·C + 1, D) each tile's part of the gradients of the R·C taps and of the bias."""
-    tile = tl.program_id(0)
+    """Stores in DU the gradient of the convolution's output, before SiLU, and in SUMS (B,
+    stretches, R·C + 1, D) the part of STRETCH tokens in the gradients of the R·C taps and of the
+    bias."""
+    stretch = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
-    t = tile * BLOCK_L + tl.arange(0, BLOCK_L)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     channel = c < D
-    mask = (t < ROWS * COLUMNS)[:, None] & channel[None, :]
     X += b * x_batch
-    u = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
+    bias = tl.load(BIAS + c, mask=channel, other=0.0).to(tl.float32)
+    weights = ()
+    dweights = ()
     for tap in tl.static_range(R * C):
-        weight = tl.load(WEIGHT + c * (R * C) + tap, mask=channel, other=0.0).to(tl.float32)
-        u += weight[None, :] * load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
-    u += tl.load(BIAS + c, mask=channel, other=0.0).to(tl.float32)[None, :]
+        weight = tl.load(WEIGHT + c * (R * C) + tap, mask=channel, other=0.0)
+        weights += (weight.to(tl.float32),)
+        dweights += (tl.zeros([BLOCK_L, BLOCK_C], tl.float32),)
+    dbias = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
 
-    # Multiply the incoming gradient by the derivative of SiLU.
-    here = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
-    gate = tl.sigmoid(u)
-    du = tl.load(DY + here, mask=mask, other=0.0).to(tl.float32) * gate * (1.0 + u * (1.0 - gate))
-    tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
+    for start in range(0, STRETCH, BLOCK_L):
+        t = stretch * STRETCH + start + tl.arange(0, BLOCK_L)
+        mask = (t < ROWS * COLUMNS)[:, None] & channel[None, :]
+        u = tl.zeros([BLOCK_L, BLOCK_C], tl.float32)
+        for tap in tl.static_range(R * C):
+            x = load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
+            u += weights[tap][None, :] * x
+        u += bias[None, :]
 
-    # For each tap, sum over the tile's tokens the gradient times the neighbour that the tap reads:
-    # the tile's part of the tap's gradient.
-    sums = SUMS + (b * tl.num_programs(0) + tile) * (R * C + 1) * D + c
+        # Multiply the incoming gradient by the derivative of SiLU.
+        here = (b * ROWS * COLUMNS + t)[:, None] * D + c[None, :]
+        gate = tl.sigmoid(u)
+        dy = tl.load(DY + here, mask=mask, other=0.0).to(tl.float32)
+        du = dy * gate * (1.0 + u * (1.0 - gate))
+        tl.store(DU + here, du.to(DU.dtype.element_ty), mask=mask)
+        dbias += du
+
+        # The gradient of a tap is the sum over tokens of du times the neighbour that the tap reads.
+        # Keep tiles of it in registers: a sum over a tile's tokens would go through shared memory,
+        # so it is taken once, at the end.
+        totals = ()
+        for tap in tl.static_range(R * C):
+            x = load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
+            totals += (dweights[tap] + du * x,)
+        dweights = totals
+
+    sums = SUMS + (b * tl.num_programs(0) + stretch) * (R * C + 1) * D + c
     for tap in tl.static_range(R * C):
-        x = load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
-        tl.store(sums + tap * D, tl.sum(du * x, 0), mask=channel)
-    tl.store(sums + R * C * D, tl.sum(du, 0), mask=channel)
+        tl.store(sums + tap * D, tl.sum(dweights[tap], 0), mask=channel)
+    tl.store(sums + R * C * D, tl.sum(dbias, 0), mask=channel)
 
 
 def choose_grid(x: Tensor) -> tuple[int, int, int]:
@@ -181,14 +205,14 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """Launches the backward kernels. Returns the gradients of weight and bias (fp32); writes the
     gradient of x to `dx`."""
-    batch, _, dim = x.shape
-    grid = choose_grid(x)
+    batch, length, dim = x.shape
+    grid = (triton.cdiv(length, SUMMING["STRETCH"]), triton.cdiv(dim, SUMMING["BLOCK_C"]), batch)
     constants = choose_constants(weight, rows, columns)
     du = x.new_empty(x.shape)
     taps = weight.shape[2] * weight.shape[3]
     sums = x.new_empty(batch, grid[0], taps + 1, dim, dtype=torch.float32)
     local_mix_backward_kernel[grid](
-        dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **constants
+        dy, x, weight, bias, du, sums, x.stride(0), x.stride(1), dim, **(constants | SUMMING)
     )
     launch(du, weight, bias, dx, constants, backwards=True)
     total = sums.sum((0, 1))

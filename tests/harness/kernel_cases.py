@@ -98,7 +98,11 @@ def add_norm_cases():
                 quick=dim == 768,
             )
             yield from add_backward(
-                case, add_norm_backward_kernel, constants=constants | backward, pipelined=True
+                case,
+                add_norm_backward_kernel,
+                constants=constants | backward,
+                warps=backward["num_warps"],
+                pipelined=True,
             )
 
 
@@ -120,7 +124,8 @@ def ssd_cases(architecture):
     for shape, fp32 in (*product(sizes, [False]), *product(wide, [True])):
         name = "L={} P={} N={}".format(*shape) + (" fp32" if fp32 else "")
         for part, kernel in kernels.items():
-            block, warps, most = ssd.choose_configuration(part, *shape, architecture, fp32=fp32)
+            chosen = ssd.choose_configuration(part, *shape, architecture, fp32=fp32)
+            block, warps, most, stages = chosen
             constants = choose_scan_sizes(*shape) | {"BLOCK": block}
             constants["PRECISION"] = "ieee" if fp32 else "tf32"
             case = Case(
@@ -129,7 +134,7 @@ def ssd_cases(architecture):
                 widen(TYPES) if fp32 else TYPES,
                 constants,
                 warps,
-                stages=2,
+                stages=stages,
                 multiplies=not fp32,
                 quick=shape == (256, 64, 64) and not fp32,
                 most_registers=most,
@@ -209,7 +214,14 @@ def local_mix_cases():
         case = Case(name, kernel, types, constants, mix.WARPS, quick=rows == 16)
         turned = sizes | {"BACKWARDS": True}
         yield case._replace(name=f"{name}, turned", constants=turned, quick=False)
-        yield from add_backward(case, mix.local_mix_backward_kernel, constants=sizes)
+        summing = {k: n for k, n in mix.SUMMING.items() if k != "num_warps"}
+        yield from add_backward(
+            case,
+            mix.local_mix_backward_kernel,
+            constants=sizes | summing,
+            warps=mix.SUMMING["num_warps"],
+            narrow_loads=True,
+        )
 
 
 def gated_norm_cases():

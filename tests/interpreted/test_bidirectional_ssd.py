@@ -46,7 +46,7 @@ def test_any_size(head_dim, state_dim, compare):
 
 @pytest.mark.parametrize("block", [32, 64])
 def test_other_tiles(block, compare, monkeypatch):
-    monkeypatch.setattr(kernels, "choose_configuration", lambda *a, **k: (block, 4, None))
+    monkeypatch.setattr(kernels, "choose_configuration", lambda *a, **k: (block, 4, None, 2))
     compare(make_case(100))
 
 

@@ -40,6 +40,7 @@ def test_epochs_are_passes_over_the_images(tmp_path, capsys):
 def test_the_command_has_one_word_for_the_length():
     with expect_refusal("epochs=2 and budget_minutes=3 both say how long the run is; give one"):
         compose(["epochs=2", "budget_minutes=3"])
+    compose(["epochs=2", "budget_minutes=null"])
     photos = ["experiment=photos", "data.path=nowhere"]
     assert compose(photos).cfg.budget_minutes == 10
     for word in ("total_samples=16", "epochs=3"):

@@ -184,11 +184,11 @@ def resolve_config(
 
 
 def choose_length(source: DictConfig, overrides: list[str]) -> None:
-    """Lets the command's word for the length of a run win over those of files. Raises ValueError if
-    the command has several."""
+    """Lets the command's word for the length of a run win over those of files; a word such as
+    epochs=null says no length. Raises ValueError if the command has several."""
     keys = ("total_samples", "epochs", "budget_minutes")
     words = [find_given_word(key, overrides) for key in keys]
-    given = [word for word in words if "=" in word]
+    given = [word for word in words if "=" in word and not word.endswith("=null")]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} both say how long the run is; give one.")
     for key in keys[1:]:
