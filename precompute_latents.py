@@ -22,8 +22,8 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from training.config.compose import Composed, compose_from_hydra, report_user_errors
-from training.distributed.exit import run_app
+from common.config.compose import Composed, compose_from_hydra, report_user_errors
+from common.distributed.exit import run_app
 
 # Silence the messages that PyTorch's profiler prints in the warm-up, because they do not help a
 # user.
@@ -35,6 +35,9 @@ def precompute(composed: Composed) -> Path:
     dry_run=true it only prints an estimate of size and time, and writes no manifest. For a part of
     a job it writes no manifest either; with finish=true it writes that of all parts."""
     from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
+    from common.config.build import build
+    from common.distributed.ranks import Ranks
+    from common.environment import pick_device
     from common.errors import UserError
     from encoding.encoder import (
         PSNR_IMAGES,
@@ -61,9 +64,6 @@ def precompute(composed: Composed) -> Path:
     from encoding.shards import WHOLE, Part
     from encoding.sources import list_job_images
     from models.images import Autoencoder
-    from training.config.build import build
-    from training.distributed.ranks import Ranks
-    from training.environment import pick_device
 
     cfg = composed.cfg
     out = Path(cfg.out).expanduser()

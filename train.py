@@ -15,8 +15,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from training.config.compose import Composed, compose_from_hydra, report_user_errors
-from training.distributed.exit import run_app
+from common.config.compose import Composed, compose_from_hydra, report_user_errors
+from common.distributed.exit import run_app
 from training.sweeps import run_trial
 
 # Silence PyTorch's profiler: its messages about the profiled warm-up step do not help users.
@@ -26,12 +26,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 def train(composed: Composed) -> dict[str, Any]:
     """Trains with the composed configuration; returns the run's summary, metric name -> value,
     which is also written to `run_dir/summary.json`."""
+    from common.config.build import build  # imported here: importing torch slows down --help
+    from common.distributed.exit import Request, StopRequest
     from common.terminal import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
     from training.averages import prepare_snapshots, save_snapshot_if_due
-    from training.config.build import build  # imported here: importing torch slows down --help
-    from training.distributed.exit import Request, StopRequest
     from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
     from training.memory import refuse_large_step

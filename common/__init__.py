@@ -1,1 +1,2 @@
-"""Helpers that every other package may import; they import no other package."""
+"""The ground floor of all commands: configuration, ranks, machine, clock, files, and helpers. It
+imports no other package."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from common.config.build import build
 from common.encoded_text import TextEncoder
 from common.errors import UserError
 from common.terminal import Progress
@@ -32,7 +33,6 @@ from encoding.shards import (
     read_finished,
     write_sidecar,
 )
-from training.config.build import build
 
 MEAN_CAPTIONS = 1024
 """Number of captions over which the mean vector is computed; their order, by hashes, is random."""

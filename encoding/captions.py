@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from common.config.schema import CaptionLines, CaptionsMissing
 from common.errors import UserError
 from common.text import shorten_error, split_lines
 from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name
-from training.config.schema import CaptionLines, CaptionsMissing
 
 CAPTION_EXTENSIONS = (".txt", ".caption", ".json")
 """Extensions of the files with captions: the file of an image has the image's name."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal
+from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.terminal import Progress
 from encoding.caption_job import CaptionJob
@@ -36,7 +37,6 @@ from encoding.shards import (
     write_sidecar,
 )
 from models.images import Autoencoder, psnr
-from training.config.schema import PrecomputeConfig
 from training.memory import WORKER_BYTES, refuse_large_batch
 
 PSNR_IMAGES = 16

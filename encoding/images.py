@@ -25,10 +25,10 @@ from jaxtyping import UInt8
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 from torch import Tensor
 
+from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.libraries import silence_stderr
 from common.text import escape_unprintable, shorten_error
-from training.config.schema import PrecomputeConfig
 
 FORMATS = {
     "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from common.config.schema import PrecomputeConfig
+from common.environment import describe_environment
 from common.errors import UserError
 from common.files import (
     LOCK_FILE,
@@ -44,8 +46,6 @@ from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, hash_content, read_finished
 from models.images import Autoencoder
-from training.config.schema import PrecomputeConfig
-from training.environment import describe_environment
 
 JOB_FILE = "job.json"
 NOT_COMPARED = {"parts", "images", "shards", "manifest", "captions"}

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from common.config.schema import CaptionLines, CaptionsMissing, PrecomputeConfig
 from common.errors import UserError
 from encoding.captions import CaptionReader, add_captions, read_caption_column, settle_missing
 from encoding.images import (
@@ -29,7 +30,6 @@ from encoding.images import (
     open_dataset,
 )
 from encoding.tars import list_tars, name_classes
-from training.config.schema import CaptionLines, CaptionsMissing, PrecomputeConfig
 
 Classes = int | Literal["given", "none"]
 SPLIT_NAME = re.compile(

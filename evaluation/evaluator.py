@@ -22,6 +22,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from common.clock import CLOCK
+from common.config.schema import FdConfig
+from common.distributed.ranks import Ranks
 from common.errors import UserError
 from common.files import find_cache_folder, read_object, write_json
 from common.terminal import Progress
@@ -46,10 +49,7 @@ from sampling.load import SampleStream
 from training.assemble import Training
 from training.checkpoint.load import describe_difference
 from training.conditions import choose_conditions, open_data
-from training.config.schema import FdConfig
-from training.distributed.ranks import Ranks
 from training.evaluate import share_work
-from training.goodput import CLOCK
 
 PROTOCOL_FILE = "fd_protocol.json"
 CHUNK_IMAGES = 512

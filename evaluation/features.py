@@ -25,13 +25,13 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.config.build import is_admitted
+from common.config.schema import FdConfig
 from common.errors import UserError
 from common.files import hash_file, read_object
 from common.libraries import disable_tf32
 from models.autoencoders import find_folder
 from models.images import Autoencoder, to_uint8
-from training.config.build import is_admitted
-from training.config.schema import FdConfig
 
 MAX_ENCODER_FEATURES = 256
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"

@@ -20,8 +20,8 @@ from common.encoded_text import EncodedText
 from common.errors import UserError
 
 if TYPE_CHECKING:
+    from common.config.schema import SamplingConfig
     from data.loader import LatentSpec
-    from training.config.schema import SamplingConfig
 
 Velocity = Callable[[Tensor, float], Tensor]
 SOLVERS = ("euler", "heun", "ab2", "sde")

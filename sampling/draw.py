@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.config.schema import Positive, Solver, refuse_values
 from common.errors import UserError
 from common.files import (
     FolderLock,
@@ -27,13 +28,12 @@ from common.files import (
     sync_folder,
     write_json,
 )
-from training.config.schema import Positive, Solver, refuse_values
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from common.distributed.ranks import Ranks
     from training.conditions import Conditions
-    from training.distributed.ranks import Ranks
 
 SAMPLER_KEYS = (
     *("guidance", "guidance_interval", "solver", "steps", "shift"),
@@ -145,8 +145,8 @@ class SampleJob:
     """
 
     def __init__(self, cfg: DrawConfig, ranks: Ranks) -> None:
+        from common.environment import pick_device
         from sampling.load import SampleStream, load_run
-        from training.environment import pick_device
 
         # Connect the processes now: the first call of `wait_for_all` does so.
         ranks.wait_for_all()

@@ -21,7 +21,10 @@ from torch import Tensor
 
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
+from common.config.compose import apply_schema, read_config
+from common.config.schema import RuntimeConfig, SamplingConfig
 from common.encoded_text import TextEncoder
+from common.environment import pick_device
 from common.errors import UserError
 from data.loader import LatentSpec
 from models.conditions import find_class_numbers, pair_conditions
@@ -31,9 +34,6 @@ from models.sampler import add_text, check_guidance, check_internal_guidance, dr
 from training.checkpoint.load import find_weights_file, read_newest
 from training.components import find_text_level, prove_kernels, to_kwargs
 from training.conditions import Conditions
-from training.config.compose import apply_schema, read_config
-from training.config.schema import RuntimeConfig, SamplingConfig
-from training.environment import pick_device
 from training.memory import refuse_large_batch
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder

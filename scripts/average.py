@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from common.config.compose import parse_words, report_user_errors
 from common.errors import UserError
 from training.averages import LENGTHS, Snapshot, find_exponent, list_snapshots, write_average
 from training.checkpoint.files import METADATA_KEY
-from training.config.compose import parse_words, report_user_errors
 from training.weights.pretrained import read_description, read_tensors
 
 GRID_CELLS = 5000

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
+from common.config.compose import CONF_FOLDER, parse_words, parse_yaml
 from common.errors import UserError
-from training.config.compose import CONF_FOLDER, parse_words, parse_yaml
 
 Keys = TypeVar("Keys")
 NUMBER_CELL = re.compile(r"[+×-]*[\d–]")

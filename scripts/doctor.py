@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from common.config.compose import report_user_errors
 from common.errors import UserError
 from common.text import shorten_error
 from scripts.commands import format_table
-from training.config.compose import report_user_errors
 
 if TYPE_CHECKING:
     import torch
@@ -85,8 +85,8 @@ def examine(measure: bool = False) -> dict[str, Any]:
     """Returns the findings: facts about the machine, the versions and each technique; with
     `measure` also the measured rates."""
     # Import torch only inside functions, so that --help does not wait for torch.
+    from common.environment import describe_environment, pick_device
     from scripts.capabilities import find_capabilities, measure_rates
-    from training.environment import describe_environment, pick_device
 
     device = pick_device("auto")
     findings: dict[str, Any] = {
@@ -110,8 +110,8 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
     import torch
 
     from accel.machine import pretend_gpu
+    from common.environment import CARDS
     from scripts.capabilities import list_ways
-    from training.environment import CARDS
 
     for name in names:
         if name not in CARDS:
@@ -136,8 +136,8 @@ def try_kernels(words: list[str]) -> list[dict[str, Any]]:
     machine, and why. Trains nothing, and writes nothing but the cache of tested kernels."""
     from accel.proof import Proof
     from accel.techniques.fused_kernels import FusedKernel
+    from common.environment import pick_device
     from training.assemble import assemble
-    from training.environment import pick_device
     from training.weights.adapter_base import compose_pretrained
 
     cfg = compose_pretrained(words).cfg

@@ -30,19 +30,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
+from common.config.compose import parse_words, refuse_drawing, refuse_missing
+from common.config.schema import EnoughSamples, FdConfig, Positive
+from common.distributed.exit import resumable_command
 from common.errors import UserError
 from sampling.draw import DrawConfig, SampleJob
 from scripts.commands import format_table
-from training.config.compose import parse_words, refuse_drawing, refuse_missing
-from training.config.schema import EnoughSamples, FdConfig, Positive
-from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from common.distributed.ranks import Ranks
     from evaluation.evaluator import Evaluator
     from sampling.draw import ResumableChunks
-    from training.distributed.ranks import Ranks
 
 CLIP = "clip_score"
 
@@ -69,12 +69,12 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_drawing(cfg)
     refuse_missing("reference", cfg.reference, "name a folder of images")
     refuse_missing("inception", cfg.inception, "name the file of its weights")
+    from common.distributed.ranks import Ranks
+    from common.environment import describe_environment
     from common.files import write_json
     from evaluation.clip import ClipScore
     from evaluation.evaluator import Evaluator
     from sampling.load import find_run_folder
-    from training.distributed.ranks import Ranks
-    from training.environment import describe_environment
 
     ranks = Ranks.from_environment()
     job = SampleJob(cfg, ranks)

@@ -27,11 +27,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.config.compose import parse_words, refuse_missing, report_user_errors
+from common.config.schema import Positive, refuse_values
 from common.errors import UserError
 from common.text import split_lines
 from scripts.commands import find_encoder_node
-from training.config.compose import parse_words, refuse_missing, report_user_errors
-from training.config.schema import Positive, refuse_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,11 +160,11 @@ def read_class_names(file: str) -> list[str]:
 def import_latents(cfg: ImportConfig) -> Path:
     """Writes shards and manifest, and returns the path of the manifest."""
     refuse_missing("source", cfg.source, "name a file or folder of latents")
+    from common.config.build import build
+    from common.environment import pick_device
     from common.files import rename
     from encoding.foreign import ForeignOptions, open_foreign
     from models.images import Autoencoder
-    from training.config.build import build
-    from training.environment import pick_device
 
     out = Path(str(cfg.out)).expanduser()
     if out.is_file() or any(out.glob("*")):
@@ -217,9 +217,9 @@ def plan_captions(cfg: ImportConfig, total: int) -> CaptionJob | None:
     none."""
     if cfg.captions is None:
         return None
+    from common.environment import pick_device
     from encoding.caption_job import CaptionJob, TextSettings
     from encoding.captions import read_caption_list
-    from training.environment import pick_device
 
     settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
     node = find_encoder_node("text_encoder", str(cfg.text_encoder))

@@ -25,8 +25,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.config.compose import parse_words, refuse_missing, report_user_errors
 from common.errors import UserError
-from training.config.compose import parse_words, refuse_missing, report_user_errors
 
 if TYPE_CHECKING:
     from data.loader import LatentSpec
@@ -217,9 +217,9 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
 def find_encoder(name: str) -> tuple[dict[str, Any], str | None]:
     """Returns the configuration of the encoder, and the hash of its weights, or None if the weights
     are not on this disk."""
+    from common.config.build import build
     from models.images import Autoencoder
     from scripts.commands import find_encoder_node
-    from training.config.build import build
 
     node = find_encoder_node("encoder", name)
     if not os.path.isdir(os.path.expanduser(str(node["path"]))):

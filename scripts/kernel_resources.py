@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.config.compose import parse_words, report_user_errors
 from common.errors import UserError
 from common.files import write_json
 from scripts.commands import format_table
 from tests.harness.kernel_cases import Case, cases
-from training.config.compose import parse_words, report_user_errors
 
 SHARED_MEMORY_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Compute capability -> KiB of shared memory that a thread block may have (CUDA C++ Programming

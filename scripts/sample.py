@@ -31,11 +31,11 @@ import numpy as np
 from annotated_types import Ge, Le
 from PIL import Image
 
+from common.config.compose import parse_words, refuse_drawing
+from common.distributed.exit import resumable_command
 from common.errors import UserError
 from common.files import replace_file, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
-from training.config.compose import parse_words, refuse_drawing
-from training.distributed.exit import resumable_command
 
 if TYPE_CHECKING:
     import torch
@@ -74,9 +74,9 @@ def sample_run(cfg: SampleConfig) -> Path:
     refuse_drawing(cfg)
     import torch
 
+    from common.distributed.ranks import Ranks
     from models.images import to_uint8
     from sampling.load import find_run_folder
-    from training.distributed.ranks import Ranks
 
     ranks = Ranks.from_environment()
     job = SampleJob(cfg, ranks)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.config.compose import apply_schema, parse_words, refuse_no_set, report_user_errors
+from common.config.schema import CaptionsMissing, PrecomputeConfig
 from common.errors import UserError
-from training.config.compose import apply_schema, parse_words, refuse_no_set, report_user_errors
-from training.config.schema import CaptionsMissing, PrecomputeConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,9 +151,9 @@ def write_decoded_grid(cfg: VerifyConfig, source: Source, manifest: Manifest) ->
     import numpy as np
     import torch
 
+    from common.environment import pick_device
     from data.manifest import make_spec
     from models.images import psnr, to_uint8, write_grid
-    from training.environment import pick_device
     from training.weights.pretrained import build_autoencoder
 
     device = pick_device(cfg.device)

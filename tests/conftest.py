@@ -13,6 +13,9 @@ from accel.stack import TECHNIQUES
 from accel.techniques import float8
 from accel.techniques.compilation import Compile
 from accel.techniques.fused_kernels import FusedKernel
+from common.config import build
+from common.config.compose import compose
+from common.distributed.exit import SIGNALS
 from common.files import ROOT
 from precompute_latents import precompute
 from tests.harness.adapters import save_base
@@ -22,9 +25,6 @@ from tests.harness.steps import allow_any_precision
 from tests.harness.words import TINY_JOB, TINY_RUN
 from tests.harness.zygote import Zygote
 from train import train
-from training.config import build
-from training.config.compose import compose
-from training.distributed.exit import SIGNALS
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,2 +1,2 @@
-"""Trains models: configuration, objective, state, step, checkpoints and metrics. This package may
+"""Trains models: objective, optimizers, state, step, checkpoints and records. This package may
 import data, models and accel."""

@@ -20,6 +20,12 @@ from accel.ledger import Ledger
 from accel.sharding import get_world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
+from common.clock import CLOCK
+from common.config.build import build, resolve_target
+from common.config.compose import Composed
+from common.config.schema import TrainConfig
+from common.distributed.ranks import SINGLE, Ranks
+from common.environment import find_peak_flops
 from common.errors import UserError
 from data.loader import Batch, LatentLoader, LatentSpec
 from models.adapters import count_passes
@@ -37,13 +43,7 @@ from training.checkpoint.load import (
 from training.checkpoint.save import Checkpoints
 from training.components import build_loader, find_text_level, prove_kernels, to_kwargs
 from training.conditions import Conditions, choose_conditions, list_samples, open_data
-from training.config.build import build, resolve_target
-from training.config.compose import Composed
-from training.config.schema import TrainConfig
-from training.distributed.ranks import SINGLE, Ranks
 from training.ema import EMA
-from training.environment import find_peak_flops
-from training.goodput import CLOCK
 from training.metrics import Meter
 from training.optimizers import Schedule, make_parameter_groups
 from training.state import TrainState, load_weights

@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from common.clock import CLOCK
+from common.config.schema import TrainConfig
+from common.environment import GIB
 from common.errors import UserError
 from common.files import make_folder, replace_file
 from models.adapters import find_trained_parameters
@@ -34,10 +37,7 @@ from training.checkpoint.files import (
     stage,
     write_tensors,
 )
-from training.config.schema import TrainConfig
 from training.ema import MovingAverage
-from training.environment import GIB
-from training.goodput import CLOCK
 
 if TYPE_CHECKING:
     from training.assemble import Training

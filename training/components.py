@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from accel.stack import AccelerationStack
+from common.clock import CLOCK
+from common.config.build import build, check_arguments, resolve_target
+from common.distributed.ranks import SINGLE, Ranks
 from data.loader import LatentLoader, LatentSpec, LoaderArgs
 from models.denoiser import Denoiser
-from training.config.build import build, check_arguments, resolve_target
-from training.distributed.ranks import SINGLE, Ranks
-from training.goodput import CLOCK
 
 
 def to_kwargs(node: Any) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from common.clock import CLOCK
+from common.distributed.ranks import Ranks
 from common.terminal import show_progress
 from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
 from models.sampler import draw_latents
 from training.assemble import Training
-from training.distributed.ranks import Ranks
-from training.goodput import CLOCK
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

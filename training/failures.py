@@ -15,14 +15,14 @@ from torch import Tensor
 
 from accel.composite_optimizer import collect_state, count_bytes
 from accel.sharding import to_local, total_norm
+from common.distributed.exit import Request
+from common.environment import GIB, memory_of
 from common.errors import DISK_ERRNOS, UserError, is_out_of_memory
 from common.files import make_folder, write_json
 from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.load import describe_resume
 from training.checkpoint.save import Checkpoints
-from training.distributed.exit import Request
-from training.environment import GIB, memory_of
 from training.run import RUNNING_FILE
 
 

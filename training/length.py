@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
+from common.config.schema import TrainConfig
+from common.environment import memory_of
 from common.errors import UserError
 from common.files import read_object
 from data.loader import LatentLoader
 from training.assemble import Training, to_json_types
 from training.components import find_text_level, foresee_latents
-from training.config.schema import TrainConfig
-from training.environment import memory_of
 from training.evaluate import draw_sample_grid, evaluate
 from training.tune import measure_choice
 from training.weights.pretrained import build_autoencoder

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from common.config.secrets import redact_words
 from common.text import shorten_error
-from training.config.secrets import redact_words
 
 FINISH_SECONDS = 60.0
 """Seconds that W&B may take to upload the remaining data at the end of a run."""

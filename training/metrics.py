@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from accel.evidence import count_graphs, explain_last_graph
+from common.clock import CLOCK
+from common.distributed.ranks import SINGLE, Ranks
 from common.files import rename, write_atomically
 from common.text import is_figure, replace_non_finite, shorten_error, to_json
-from training.distributed.ranks import SINGLE, Ranks
-from training.goodput import CLOCK
 from training.step import StepOutput
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ WINDOW_SUMS = ("skipped", "backed_off", "in_row")
 """Attributes of `Meter`, scalars on the device, that a checkpoint stores with `Meter.losses`, so
 that a resumed run continues the log window in which the checkpoint was saved."""
 TRAINING_KINDS = ("steps", "data_wait")
-"""Kinds of time (see training/goodput.py) that make up the training time, from which rates are
+"""Kinds of time (see common/clock.py) that make up the training time, from which rates are
 computed."""
 Arguments = ParamSpec("Arguments")
 

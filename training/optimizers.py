@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from accel.composite_optimizer import Groups, Members
+from common.config.build import resolve_target
+from common.config.schema import ScheduleKind
 from common.libraries import import_optional
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
 from models.layers import Ranges
-from training.config.build import resolve_target
-from training.config.schema import ScheduleKind
 
 
 def make_parameter_groups(model: Denoiser, optim: Mapping[str, Any]) -> Groups:

@@ -13,6 +13,12 @@ import torch
 from accel.ledger import Ledger, LedgerRow
 from accel.proof import KERNELS_FILE
 from accel.stack import AccelerationStack
+from common.clock import CLOCK, MAINTENANCE_KINDS, READ_ERRORS, TIME_FILE, explain_bound
+from common.config.build import fill_defaults
+from common.config.compose import Composed, parse_yaml, read_config, to_yaml
+from common.config.schema import TrainConfig
+from common.distributed.exit import RESUMABLE_EXIT_CODE
+from common.environment import choose_folder, connect, describe_environment, set_deterministic
 from common.errors import UserError
 from common.files import (
     FolderLock,
@@ -33,12 +39,6 @@ from training.checkpoint.load import (
     select_identity,
 )
 from training.checkpoint.save import Checkpoints
-from training.config.build import fill_defaults
-from training.config.compose import Composed, parse_yaml, read_config, to_yaml
-from training.config.schema import TrainConfig
-from training.distributed.exit import RESUMABLE_EXIT_CODE
-from training.environment import choose_folder, connect, describe_environment, set_deterministic
-from training.goodput import CLOCK, MAINTENANCE_KINDS, READ_ERRORS, TIME_FILE, explain_bound
 from training.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
 from training.metrics import METRICS_FILE, MetricsFile, SafeLogger, find_best, read_metrics
 from training.state import TrainState

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 
 from accel.composite_optimizer import is_fused
 from accel.sharding import replicate_like, to_local, total_norm
+from common.config.schema import TrainConfig
 from data.loader import Batch
-from training.config.schema import TrainConfig
 from training.objective import Losses
 from training.optimizers import Schedule
 

@@ -20,10 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from common import require_python
-from common.errors import UserError
-from common.files import read_object
-from common.text import escape_unprintable
-from training.config.compose import (
+from common.config.compose import (
     Composed,
     compose_from_hydra,
     describe_failure,
@@ -31,8 +28,11 @@ from training.config.compose import (
     read_config,
     to_yaml,
 )
-from training.config.secrets import redact_text, redact_words
-from training.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest
+from common.config.secrets import redact_text, redact_words
+from common.distributed.exit import RESUMABLE_EXIT_CODE, StopRequest
+from common.errors import UserError
+from common.files import read_object
+from common.text import escape_unprintable
 
 ENDED: list[tuple[int, list[str], str, float]] = []
 """Trials of this sweep that ended: number, overrides, name and value of the metric."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from training.goodput import format_shares
+from common.clock import format_shares
 
 
 def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:

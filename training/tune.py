@@ -28,16 +28,16 @@ import torch
 from accel.ledger import AUTO, LedgerRow
 from accel.stack import AccelerationStack
 from common import workers
+from common.clock import READ_ERRORS
+from common.config.compose import apply_schema
+from common.config.schema import RuntimeConfig, TrainConfig
+from common.distributed.ranks import Ranks
+from common.environment import get_device_name, memory_of
 from common.errors import UserError
 from common.files import ROOT, find_cache_folder, read_object, write_to_cache
 from common.text import replace_non_finite
 from training.assemble import to_json_types
 from training.components import find_text_level, foresee_latents
-from training.config.compose import apply_schema
-from training.config.schema import RuntimeConfig, TrainConfig
-from training.distributed.ranks import Ranks
-from training.environment import get_device_name, memory_of
-from training.goodput import READ_ERRORS
 
 TUNING_FILE = "tuning.json"
 """Name of the file in a run folder that holds the choice of techniques."""

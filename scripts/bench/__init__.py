@@ -35,8 +35,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from training.config.compose import read_config
-from training.config.schema import Natural, Positive
+from common.config.compose import read_config
+from common.config.schema import Natural, Positive
 
 Figures: TypeAlias = dict[str, Any]
 """Result of a measurement: name of a figure with its unit, such as step_ms -> number or text."""

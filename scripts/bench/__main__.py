@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import scripts.bench
+from common.config.compose import read_config, report_user_errors
 from common.errors import UserError
 from common.files import ROOT
 from scripts.bench import TABLES, Words
-from training.config.compose import read_config, report_user_errors
 
 
 def measure(command: str, words: Words) -> None:

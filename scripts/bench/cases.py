@@ -10,6 +10,8 @@ import torch
 
 from accel.stack import TECHNIQUES
 from accel.technique import Technique
+from common.config.compose import CONF_FOLDER, compose
+from common.config.schema import refuse_values
 from common.errors import UserError
 from common.files import ROOT
 from scripts.bench import (
@@ -30,8 +32,6 @@ from scripts.bench import (
     step,
 )
 from scripts.commands import split_words
-from training.config.compose import CONF_FOLDER, compose
-from training.config.schema import refuse_values
 
 SETTINGS = TABLES["settings"]
 ATTENTION_FAMILY = "dit"

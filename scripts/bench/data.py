@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.environment import pick_device
 from data.resident import GIB, ResidentLatents
 from data.streamed import StreamedLatents
 from scripts.bench import Case, DataConfig, Figures
 from scripts.timing import measure_seconds, summarise
-from training.environment import pick_device
 
 SETTING_SIZES = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
 """Name of a setting -> (number of samples, batch size, height and width of the latents); the

@@ -32,15 +32,15 @@ from torch.utils._pytree import tree_leaves
 
 from accel.kernels.operator import OPERATORS
 from accel.saved_tensors import count_saved
+from common.config.compose import compose
+from common.config.schema import KERNEL_KEYS, TrainConfig
+from common.environment import CARDS
 from common.errors import UserError
 from models.denoiser import Denoiser
 from scripts.bench import TABLES, Words
 from scripts.commands import format_table, split_words
 from scripts.plan.counting import CPU, build_blank_model
 from training.components import foresee_latents
-from training.config.compose import compose
-from training.config.schema import KERNEL_KEYS, TrainConfig
-from training.environment import CARDS
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 SUMS = ("everything else", "products")

@@ -24,11 +24,11 @@ from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, loca
 from accel.kernels.qk_rope import fused_qk_rope, qk_rope
 from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
 from accel.kernels.swiglu import fused_swiglu, silu_product
+from common.environment import pick_device
 from models.mixers.attention import axial_rotations
 from scripts.bench import BenchConfig, Case, Figures
 from scripts.capabilities import measure_rates
 from scripts.timing import compute_ratios, measure_device_seconds, summarise, time_in_turn
-from training.environment import pick_device
 
 SHAPES = {
     "tiny": (2, 64, 64, 32, 16),

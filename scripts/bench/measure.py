@@ -20,6 +20,9 @@ from typing import NamedTuple
 import torch
 
 from accel.stack import TECHNIQUES
+from common.config.compose import compose
+from common.config.schema import OnUnavailable
+from common.environment import CARDS, memory_of, pick_device
 from common.files import ROOT
 from common.text import shorten_error
 from scripts import doctor
@@ -37,9 +40,6 @@ from scripts.timing import (
 )
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
-from training.config.compose import compose
-from training.config.schema import OnUnavailable
-from training.environment import CARDS, memory_of, pick_device
 from training.evaluate import evaluate
 from training.failures import count_lasting_bytes
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accel.ledger import Ledger
+from common.config.build import build
 from common.errors import UserError
 from data.loader import Batch
 from data.order import EpochOrder
@@ -31,7 +32,6 @@ from scripts.bench.step import Loop
 from scripts.timing import MemoryPeak
 from training.assemble import build_stack
 from training.components import build_loader
-from training.config.build import build
 from training.weights.pretrained import build_model
 
 

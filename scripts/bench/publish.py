@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader
 
 from accel.stack import TECHNIQUES
+from common.config.compose import CONF_FOLDER, read_config
+from common.environment import read_git_state
 from common.errors import UserError
 from common.files import ROOT, write_atomically, write_json
 from scripts.bench import TABLES, Case, Figures, Words
@@ -34,8 +36,6 @@ from scripts.bench.reach import find_reach, hash_case
 from scripts.commands import format_table, replace_between
 from scripts.doctor import compare_cards
 from scripts.timing import shows_no_difference
-from training.config.compose import CONF_FOLDER, read_config
-from training.environment import read_git_state
 
 DOCS = ROOT / "docs" / "benchmarks"
 MARKS = "<!-- {}: made by `python -m scripts.bench publish` -->\n", "<!-- end of {} -->"

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import scripts.bench
+from common.config.compose import parse_words
 from common.errors import UserError
 from scripts.bench import TABLES, Words
 from scripts.bench.cases import Job, plan_job
 from scripts.bench.publish import DOCS, format_entries, identify, read_pages
 from scripts.bench.runner import open_runner
-from training.config.compose import parse_words
 
 LIMIT_SECONDS = 480.0
 """Time limit of a case, from the start of its measurement."""

@@ -15,9 +15,9 @@ import re
 from functools import cache
 from pathlib import Path
 
+from common.config.compose import compose
 from common.files import ROOT
 from scripts.bench import Case, Words
-from training.config.compose import compose
 
 DOTTED = re.compile(r"\w+(?:\.\w+)+")
 

@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 import torch
 
 from common import workers
+from common.environment import describe_environment
 from common.errors import UserError
 from common.files import find_cache_folder, lock_folder, make_folder, replace_file, write_json
 from scripts.bench import Case, Figures, Words
@@ -37,7 +38,6 @@ from scripts.bench.cases import Job
 from scripts.bench.measure import device_of, measure_case
 from scripts.bench.publish import identify
 from scripts.bench.reach import hash_case
-from training.environment import describe_environment
 
 START_SECONDS = 300.0
 """Seconds that the parent process waits until a child process is ready to measure, begins a case,

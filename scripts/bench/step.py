@@ -16,15 +16,15 @@ from torch.autograd import DeviceType
 
 from accel.ledger import AUTO, Ledger
 from accel.stack import TECHNIQUES, AccelerationStack
+from common.clock import explain_bound
+from common.config.schema import KERNEL_KEYS
+from common.environment import pick_device
 from common.files import make_folder
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
 from scripts.capabilities import find_capabilities, measure_rates
 from scripts.commands import format_table
 from scripts.timing import MemoryPeak, measure_seconds, summarise, synchronise, time_in_turn
 from training.assemble import assemble
-from training.config.schema import KERNEL_KEYS
-from training.environment import pick_device
-from training.goodput import explain_bound
 from training.weights.adapter_base import compose_pretrained
 
 NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]

@@ -21,10 +21,10 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.config.compose import parse_words, refuse_no_weights, report_user_errors
+from common.config.schema import RuntimeConfig
 from common.errors import UserError
 from sampling.draw import ModelConfig
-from training.config.compose import parse_words, refuse_no_weights, report_user_errors
-from training.config.schema import RuntimeConfig
 
 if TYPE_CHECKING:
     from sampling.load import TrainedModel

@@ -12,13 +12,13 @@ from typing import Any
 import diffusers
 from torch import nn
 
+from common.config.build import resolve_target
 from common.errors import UserError
 from models.autoencoders import PixelAutoencoder
 from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
 from scripts.export.source import join_sources
 from training.checkpoint.files import write_tensors
-from training.config.build import resolve_target
 from training.weights.pretrained import list_targets
 
 MODELLING = "modeling_fastlatent"

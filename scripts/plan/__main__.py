@@ -10,7 +10,7 @@
                                         measures the fastest runtime keys here, and writes them
                                         to conf/runtime/tuned.yaml, for runtime=tuned
 
-`hardware` is a GPU model from training/environment.py, or `here` for this machine's GPU, or for its
+`hardware` is a GPU model from common/environment.py, or `here` for this machine's GPU, or for its
 CPU if it has no GPU. If the run does not fit, the plan names the cheapest change that makes it fit
 and counts what each change saves by itself. Hours and cost need a rate: that of an earlier run
 (`rate_of`), one that you give (`samples_per_s`), or a share of the GPU's peak (`mfu`). Any word
@@ -23,9 +23,9 @@ from __future__ import annotations
 import json
 import sys
 
+from common.config.compose import report_user_errors
 from common.errors import UserError
 from scripts.commands import split_words
-from training.config.compose import report_user_errors
 
 
 def main(words: list[str]) -> None:

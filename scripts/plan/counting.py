@@ -26,11 +26,11 @@ from accel.ledger import AUTO
 from accel.live_bytes import LiveBytes
 from accel.stack import AccelerationStack
 from accel.technique import Technique, find_switches
+from common.config.schema import ParallelConfig, TrainConfig
 from data.loader import LatentSpec
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
-from training.config.schema import ParallelConfig, TrainConfig
 from training.failures import count_lasting_bytes
 from training.memory import make_blank_batch
 from training.optimizers import make_parameter_groups

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from common.config.schema import Positive, refuse_values
+from common.environment import GIB, Card, find_card
 from common.errors import UserError
 from common.text import shorten_error
 from scripts.commands import format_table
 from scripts.plan.memory import Forecast, forecast, make_question
-from training.config.schema import Positive, refuse_values
-from training.environment import GIB, Card, find_card
 from training.weights.adapter_base import compose_pretrained
 
 SHARDED_WORDS = "runtime=lowmem runtime.parallel.mode=fsdp"

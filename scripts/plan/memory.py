@@ -17,6 +17,9 @@ import torch
 
 from accel.composite_optimizer import count_largest_part
 from accel.technique import Technique
+from common.config.build import build
+from common.config.schema import TrainConfig
+from common.environment import GIB
 from common.errors import UserError
 from common.text import shorten_error
 from data.loader import LatentSpec
@@ -31,10 +34,7 @@ from scripts.plan.counting import (
     with_few_blocks,
 )
 from training.components import find_text_level, foresee_latents
-from training.config.build import build
-from training.config.schema import TrainConfig
 from training.ema import EMA
-from training.environment import GIB
 from training.optimizers import make_parameter_groups
 from training.weights.adapter_base import add_adapter, find_base
 from training.weights.pretrained import build_on_meta

@@ -13,6 +13,20 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from accel.stack import TECHNIQUES
+from common.config.compose import to_yaml
+from common.config.schema import Positive, TrainConfig, refuse_values
+from common.config.words import CONF_FOLDER
+from common.distributed.ranks import SINGLE
+from common.environment import (
+    GIB,
+    Card,
+    describe_environment,
+    find_card,
+    get_device_name,
+    match_card,
+    memory_of,
+    pick_device,
+)
 from common.errors import UserError
 from common.files import read_object
 from common.text import is_figure
@@ -27,20 +41,6 @@ from scripts.plan.savings import (
     merge_values,
 )
 from training.averages import count_snapshot_bytes
-from training.config.compose import to_yaml
-from training.config.schema import Positive, TrainConfig, refuse_values
-from training.config.words import CONF_FOLDER
-from training.distributed.ranks import SINGLE
-from training.environment import (
-    GIB,
-    Card,
-    describe_environment,
-    find_card,
-    get_device_name,
-    match_card,
-    memory_of,
-    pick_device,
-)
 from training.tune import STEPS_KEY, tune_config
 from training.weights.adapter_base import compose_pretrained
 

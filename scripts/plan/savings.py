@@ -11,9 +11,9 @@ from typing import Any
 
 from accel.stack import TECHNIQUES
 from accel.technique import Saving
+from common.config.compose import compose
+from common.config.schema import TrainConfig
 from scripts.plan.memory import Forecast, Question, forecast
-from training.config.compose import compose
-from training.config.schema import TrainConfig
 from training.tune import STEPS_KEY, apply_changes
 
 USEFUL_SHARE = 0.99

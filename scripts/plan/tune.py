@@ -32,6 +32,10 @@ from accel.ledger import UNUSED
 from accel.stack import AccelerationStack
 from accel.techniques.fused_kernels import FusedKernel
 from common import workers
+from common.config import build
+from common.config.compose import apply_schema
+from common.config.schema import ParallelConfig, TrainConfig
+from common.environment import GIB, memory_of, set_deterministic
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.text import shorten_error
@@ -48,10 +52,6 @@ from scripts.plan.savings import (
 )
 from training.assemble import Parts, Training, assemble, to_json_types
 from training.components import find_text_level
-from training.config import build
-from training.config.compose import apply_schema
-from training.config.schema import ParallelConfig, TrainConfig
-from training.environment import GIB, memory_of, set_deterministic
 from training.length import measure_pauses
 from training.memory import refuse_large_step
 from training.tune import STEPS_KEY, apply_changes, is_available, run_apart

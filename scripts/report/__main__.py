@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from common.config.compose import parse_words, refuse_missing, report_user_errors
 from common.errors import UserError
-from training.config.compose import parse_words, refuse_missing, report_user_errors
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel.ledger import LedgerRow, format_value
+from common.clock import format_shares
+from common.config.compose import read_config
 from common.errors import UserError
 from common.files import hash_file, read_object
 from common.text import is_figure
 from training.checkpoint.files import flatten
 from training.checkpoint.load import list_complete, read_newest, read_state_file
-from training.config.compose import read_config
-from training.goodput import format_shares
 from training.metrics import read_metrics
 from training.weights.pretrained import read_tensors
 

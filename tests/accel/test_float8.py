@@ -16,6 +16,8 @@ from accel.evidence import EIGHT_BIT, Evidence
 from accel.stack import AccelerationStack
 from accel.techniques import float8
 from accel.techniques.precision import Precision
+from common.config.build import build
+from common.config.compose import compose
 from sampling.load import load_run
 from tests.harness.outcomes import read_columns, read_outcome
 from tests.harness.steps import (
@@ -31,8 +33,6 @@ from tests.harness.steps import (
 from tests.harness.words import CPU, TINY_RUN
 from tests.harness.zygote import read_output
 from train import train
-from training.config.build import build
-from training.config.compose import compose
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "any_precision")
 EIGHT = {"precision": "fp8"}

@@ -17,12 +17,12 @@ from accel.techniques import offload_optimizer
 from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.offload_optimizer import HostState, OffloadOptimizer
+from common.config.compose import compose
 from tests.harness.outcomes import read_outcome
 from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import read_ledger, tiny_training
 from tests.harness.words import CPU, TINY_RUN
 from train import train
-from training.config.compose import compose
 from training.failures import count_lasting_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -13,6 +13,7 @@ from accel import proof
 from accel.proof import judge, merge_findings
 from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.fused_kernels import FusedKernel
+from common.config.compose import compose
 from scripts import doctor
 from tests.harness.planted_models import PlantedModel
 from tests.harness.proofs import GOOD, REFUSED, make_stack, plant_findings, prove_scan
@@ -20,7 +21,6 @@ from tests.harness.steps import EAGER
 from tests.harness.words import TINY_MODEL, TINY_RUN
 from train import train
 from training.assemble import Training
-from training.config.compose import compose
 
 pytestmark = pytest.mark.usefixtures("kernels_on_a_cpu")
 SCAN = ["fused_scan"]

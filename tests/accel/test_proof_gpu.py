@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from accel import proof
+from common.config.schema import KERNEL_KEYS
 from tests.harness.steps import read_ledger, tiny_training
-from training.config.schema import KERNEL_KEYS
 
 pytestmark = pytest.mark.gpu
 SCAN = ("fused_add_norm", "fused_scan", "fused_conv")

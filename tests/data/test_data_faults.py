@@ -11,6 +11,8 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
+from common.config.build import build
+from common.config.compose import compose, refuse_no_weights
 from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.streamed import StreamDataset
@@ -20,8 +22,6 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, flip_byte, save_latent_set, save_random_set
 from tests.harness.words import CPU
 from training.assemble import assemble
-from training.config.build import build
-from training.config.compose import compose, refuse_no_weights
 
 KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
 SHARD = "train-00001.tar"

@@ -7,6 +7,8 @@ import threading
 import pytest
 import torch
 
+from common.config.build import build
+from common.config.compose import compose
 from data.digits import DigitLatents
 from data.loader import LatentSpec, LatentTensors, draw_samples
 from data.order import EpochOrder
@@ -26,8 +28,6 @@ from tests.harness.captions import save_captioned_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, save_random_set
 from tests.harness.words import CPU
-from training.config.build import build
-from training.config.compose import compose
 
 SIDES = {"channels": 2, "height": 4, "width": 6, "num_classes": 5}
 LOADERS = {

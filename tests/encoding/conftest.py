@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.config.compose import compose
 from precompute_latents import precompute
 from scripts.import_latents import ImportConfig, check_config, import_latents
 from tests.harness.foreign import COUNT, npy
 from tests.harness.words import TINY_JOB
-from training.config.compose import compose
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.config.build import build
 from data.blocks import BlockReader
 from data.captions import CaptionTable
 from data.manifest import read_manifest
@@ -21,7 +22,6 @@ from tests.harness.captions import save_bert, save_text
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import PNG, flip_byte, read_contents, save_files
 from tests.harness.words import CPU
-from training.config.build import build
 
 
 def list_captions(source, **options):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.config.compose import parse_words
 from data.manifest import read_manifest
 from scripts.import_latents import ImportConfig, check_config, main
 from scripts.verify_latents import VerifyConfig, verify
@@ -25,7 +26,6 @@ from tests.harness.foreign import (
 )
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import match
-from training.config.compose import parse_words
 
 SCALE = 0.5
 """The scaling_factor of the tiny autoencoder."""

@@ -15,6 +15,8 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 
+from common.config.compose import compose
+from common.distributed import exit
 from common.files import LOCK_PARTS, ROOT, write_json
 from data.manifest import read_manifest
 from encoding import images
@@ -27,8 +29,6 @@ from tests.harness.captions import plan_captions
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, read_contents
 from tests.harness.words import TINY_JOB
-from training.config.compose import compose
-from training.distributed import exit
 
 SECOND = "train-00001.tar"
 

@@ -9,6 +9,7 @@ import torch
 
 from accel.techniques.compilation import Compile
 from accel.techniques.cudnn_benchmark import CudnnBenchmark
+from common.config.compose import compose
 from common.files import hash_file
 from data.manifest import read_manifest
 from encoding.images import decode_image
@@ -17,7 +18,6 @@ from models.images import psnr
 from tests.harness.foreign import read_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte, match
-from training.config.compose import compose
 
 EXACT = "dtype=float32"
 

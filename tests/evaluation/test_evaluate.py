@@ -12,6 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from common.config.compose import compose
+from common.config.schema import FdConfig
+from common.distributed.ranks import SINGLE
 from common.files import ROOT
 from evaluation import evaluator as comparing
 from evaluation.distances import collect_stats, compute_figures
@@ -25,9 +28,6 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
 from training.components import build_loader
-from training.config.compose import compose
-from training.config.schema import FdConfig
-from training.distributed.ranks import SINGLE
 
 DIGITS = {"_target_": "data.digits.DigitLatents"}
 RUN = [

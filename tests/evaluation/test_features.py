@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate
 
+from common.config import build
+from common.config.schema import FdConfig
 from common.files import hash_file
 from evaluation import features
 from evaluation.features import (
@@ -20,8 +22,6 @@ from evaluation.features import (
 from models.autoencoders import DiffusersAutoencoder, PixelAutoencoder
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder
-from training.config import build
-from training.config.schema import FdConfig
 
 
 def build_spaces(*names):

@@ -17,12 +17,12 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
+from common.config.compose import report_user_errors
+from common.distributed.exit import StopRequest
+from common.distributed.ranks import SINGLE, JointWork, Ranks
 from tests.harness.limits import start_fork
 from tests.harness.outcomes import list_checkpoints, seal_checkpoint
 from tests.harness.zygote import HANG, read_output
-from training.config.compose import report_user_errors
-from training.distributed.exit import StopRequest
-from training.distributed.ranks import SINGLE, JointWork, Ranks
 from training.failures import explain_failures
 
 PATIENCE = 3.0

@@ -19,6 +19,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from common.config.compose import compose
+from common.config.explain import flatten_tree
+from common.config.schema import PrecomputeConfig
+from common.distributed.exit import run_app
 from data.loader import LatentTensors, draw_samples
 from data.manifest import make_spec, read_manifest
 from data.resident import ResidentLatents
@@ -38,10 +42,6 @@ from tests.harness.sets import draw_random_samples, save_images, save_latent_set
 from tests.harness.words import CPU, TINY_RUN
 from tests.harness.zygote import read_output
 from training.assemble import assemble
-from training.config.compose import compose
-from training.config.explain import flatten_tree
-from training.config.schema import PrecomputeConfig
-from training.distributed.exit import run_app
 from training.weights.pretrained import fit_weights, load_pretrained
 from training.weights.pretrained import read_description as read_node
 

@@ -7,11 +7,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from common.config.compose import report_user_errors
 from data.digits import DigitLatents
 from tests.harness.outcomes import are_equal, list_checkpoints, read_columns, read_lines
 from tests.harness.refusals import expect_refusal
 from training.checkpoint.files import flatten
-from training.config.compose import report_user_errors
 from training.state import TrainState
 from training.step import SpikeGuard, TrainStep
 

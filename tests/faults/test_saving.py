@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.config.compose import compose
 from common.files import ROOT, rename, write_atomically
 from tests.harness.outcomes import (
     TWELVE_STEPS,
@@ -31,7 +32,6 @@ from training.checkpoint import save
 from training.checkpoint.files import DTYPE_NAMES, write_tensors
 from training.checkpoint.load import hash_from_disk
 from training.checkpoint.save import Checkpoints, Save
-from training.config.compose import compose
 from training.state import TrainState
 
 BACKGROUND = pytest.mark.parametrize(

@@ -15,6 +15,9 @@ import pytest
 import torch
 import yaml
 
+from common.config.build import build
+from common.config.compose import CONF_FOLDER, compose
+from common.config.contradictions import check_nccl
 from common.files import ROOT
 from data.loader import LatentSpec
 from encoding.sources import list_images
@@ -27,9 +30,6 @@ from tests.harness.sets import PNG, write_tar
 from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training.checkpoint.load import find_weights_file, verify
-from training.config.build import build
-from training.config.compose import CONF_FOLDER, compose
-from training.config.contradictions import check_nccl
 from training.run import choose_folder
 from training.weights.pretrained import build_autoencoder, build_model, fit_weights, load_pretrained
 
@@ -52,7 +52,7 @@ TARGETS = [
     "hydra.utils.get_method",
     "models.denoiser.torch.load",
     "models.denoiser.inspect.os.system",
-    "training.config.compose.report_user_errors",
+    "common.config.compose.report_user_errors",
     "models",
     "",
     ".system",

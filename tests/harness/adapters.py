@@ -5,12 +5,12 @@ import json
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from common.config.compose import compose
 from tests.harness.denoisers import fill_zero_layers
 from tests.harness.words import CPU
 from train import train
 from training.assemble import assemble
 from training.checkpoint.files import make_header
-from training.config.compose import compose
 from training.weights.adapter_base import compose_pretrained
 
 FAMILIES = ("mamba", "zigzag", "mamba1", "ssd_mlp", "conv", "dit")

@@ -1,6 +1,6 @@
 """The choices of conf/ that tests combine with each other."""
 
-from training.config.compose import CONF_FOLDER
+from common.config.compose import CONF_FOLDER
 
 DATA = {
     "digits": [],

@@ -1,9 +1,9 @@
 """Samples of a tiny run, drawn by the command or as a job."""
 
+from common.config.compose import parse_words
+from common.distributed.ranks import SINGLE
 from sampling.draw import DrawConfig, SampleJob
 from scripts.sample import SampleConfig, sample_run
-from training.config.compose import parse_words
-from training.distributed.ranks import SINGLE
 
 
 def make_job(run, *words, ranks=SINGLE):

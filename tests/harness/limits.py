@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from training.config.compose import report_user_errors
+from common.config.compose import report_user_errors
 
 GIB = 2**30
 CPU_SECONDS = 5

@@ -5,10 +5,10 @@ import json
 import sys
 from pathlib import Path
 
+from common.config.compose import compose
 from common.memory import give_back_freed_memory, read_kib
 from train import train
 from training import memory
-from training.config.compose import compose
 from training.run import Run
 
 

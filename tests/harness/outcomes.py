@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from common.distributed.ranks import Ranks
 from training.checkpoint.files import assemble_state, flatten
 from training.checkpoint.load import find_damage, list_complete, read_state_file
-from training.distributed.ranks import Ranks
 from training.state import LAYOUTS
 
 FOUR_STEPS = [

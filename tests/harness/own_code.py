@@ -2,7 +2,7 @@
 
 import sys
 
-from training.config import build
+from common.config import build
 
 
 def forget_package():

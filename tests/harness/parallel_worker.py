@@ -21,11 +21,11 @@ from accel import saved_tensors
 from accel.techniques.compilation import Compile
 from accel.techniques.fused_kernels import FusedKernel
 from accel.techniques.offload_activations import OffloadActivations
+from common.config.compose import compose, report_user_errors
+from common.distributed.exit import exit_cleanly
 from tests.harness.limits import set_limits
 from tests.harness.words import TINY_RUN
 from train import train
-from training.config.compose import compose, report_user_errors
-from training.distributed.exit import exit_cleanly
 from training.step import TrainStep
 
 Compile.backend = "aot_eager"

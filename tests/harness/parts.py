@@ -11,9 +11,9 @@ import signal
 import sys
 import traceback
 
+from common.config.compose import compose
 from precompute_latents import precompute
 from tests.harness.zygote import die_at
-from training.config.compose import compose
 
 IMPORTED_ONCE = [
     "accel.stack",

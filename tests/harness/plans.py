@@ -6,8 +6,8 @@ from functools import cache
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common.environment import CARDS
 from scripts.plan.report import PlanConfig, forecast_run
-from training.environment import CARDS
 
 PLANNED = [
     "model=ssd_mlp_xs",

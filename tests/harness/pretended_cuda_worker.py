@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import is_fused
 from accel.techniques.fused_kernels import FusedKernel
+from common.config.compose import compose
 from common.encoded_text import EncodedText
 from common.files import ROOT
 from data.loader import Batch, LatentSpec, TextSpec
 from tests.harness.pretended_cuda import always, pretend_compiler, pretend_device, pretend_launches
 from tests.harness.steps import HEADS
 from training.assemble import Parts, assemble, build_stack
-from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
 
 CUDA = torch.device("cuda")

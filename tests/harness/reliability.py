@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.environment import read_cpu_name
 from common.files import ROOT
 from scripts.commands import replace_between
-from training.environment import read_cpu_name
 
 PAGE = ROOT / "docs" / "benchmarks" / "faults.md"
 START = "<!-- faults: made by `make reliability` -->\n"

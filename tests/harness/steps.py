@@ -11,11 +11,11 @@ from accel.evidence import BlockEvidence
 from accel.stack import TECHNIQUES
 from accel.techniques import float8
 from accel.techniques.precision import Precision
+from common.config.compose import compose
+from common.config.schema import RuntimeConfig
 from tests.harness.denoisers import fill_zero_layers
 from tests.harness.words import CPU
 from training.assemble import assemble as assemble_run
-from training.config.compose import compose
-from training.config.schema import RuntimeConfig
 
 EAGER = RuntimeConfig().values()
 VARIANTS = [dict(way) for kind in TECHNIQUES for way in kind.list_ways()]

@@ -3,11 +3,11 @@ each, pairwise."""
 
 import pytest
 
+from common.config.compose import compose
 from tests.harness.combinations import DATA, FAMILIES, choose_model, list_choices
 from tests.harness.sets import cover_pairs, draw_random_samples, save_latent_set
 from tests.harness.words import CPU, TINY_MODEL, TINY_RUN
 from training.assemble import assemble
-from training.config.compose import compose
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "latents")
 # runtime=auto tries candidates for seconds: test_slow.py combines it, tests/scripts/test_tuning.py

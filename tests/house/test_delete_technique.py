@@ -24,7 +24,7 @@ import train
 from scripts import doctor
 from scripts.plan.__main__ import main as plan
 from training.assemble import assemble
-from training.config.compose import compose
+from common.config.compose import compose
 
 warnings.simplefilter("ignore")
 TINY = ["model.dim=32", "model.depth=1", "model.head_dim=16", "batch_size=4", "total_samples=8"]
@@ -55,7 +55,7 @@ def remove_technique(tree, key, file, name):
         path.write_text("".join(lines[: node.lineno - 1] + lines[node.end_lineno :]))
 
     stack = tree / "accel" / "stack.py"
-    schema = tree / "training" / "config" / "schema.py"
+    schema = tree / "common" / "config" / "schema.py"
     pattern = re.compile(rf"\s*({name},|{key}:.*|from .* import {name})\n")
     for place in (stack, schema, *(tree / "conf" / "runtime").glob("*.yaml")):
         lines = place.read_text().splitlines(keepends=True)

@@ -5,12 +5,12 @@ import re
 import numpy as np
 import pytest
 
+from common.config.compose import compose
+from common.config.schema import Solver
 from scripts.evaluate import EvaluateConfig, evaluate_run
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.captions import DIGITS, UNSEEN, save_digits
 from train import train
-from training.config.compose import compose
-from training.config.schema import Solver
 
 
 def train_run(folder, *words):

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
+from common.config import build
+from common.config.compose import compose, parse_words, parse_yaml
 from common.files import ROOT
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.own_code import forget_package
 from tests.harness.words import CPU, TINY_RUN
 from train import train
-from training.config import build
-from training.config.compose import compose, parse_words, parse_yaml
 from training.weights.pretrained import load_pretrained
 
 MIXER = '''

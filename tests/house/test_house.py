@@ -172,8 +172,8 @@ HOMONYMS = {"weights", "precision", "parallel"}
 AS_OTHER_THINGS = {"models/block.py", "scripts/capabilities.py", "scripts/kernel_cases.py"}
 AS_OTHER_THINGS |= {"scripts/export/classes.py", "scripts/export/folder.py"}
 """An operator's argument of the same name, a way in which a GPU multiplies, a layer of a hybrid."""
-KNOW_TECHNIQUES = ("accel/", "scripts/bench/", "training/config/schema.py")
-KNOW_TECHNIQUES += ("training/config/contradictions.py",)
+KNOW_TECHNIQUES = ("accel/", "scripts/bench/", "common/config/schema.py")
+KNOW_TECHNIQUES += ("common/config/contradictions.py",)
 
 
 @pytest.mark.parametrize("key", sorted({kind.key for kind in TECHNIQUES} - HOMONYMS))

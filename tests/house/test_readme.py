@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from accel.techniques.compilation import Compile
+from common.config.compose import compose, parse_words
 from common.files import ROOT
 from precompute_latents import precompute
 from scripts.average import AverageConfig
@@ -31,7 +32,6 @@ from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.published_models import Shape, draw_weights
 from tests.harness.sets import save_images, save_tiny_autoencoder
 from train import train
-from training.config.compose import compose, parse_words
 
 PUBLISHED = Shape(lightning=False, channels=2, rows=8, classes=4, sigma=True)
 """A SiT of the tiny autoencoder's latents."""

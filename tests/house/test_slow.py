@@ -4,11 +4,11 @@ from itertools import product
 
 import pytest
 
+from common.config.compose import compose
 from precompute_latents import precompute
 from tests.harness.combinations import DATA, FAMILIES, choose_model, list_choices
 from tests.harness.words import TINY_MODEL
 from train import train
-from training.config.compose import compose
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from accel.sharding import total_norm
+from common.distributed.ranks import SINGLE
 from encoding.shards import ChannelSums, compute_channel_statistics
 from evaluation.distances import Moments, frechet_distance
-from training.distributed.ranks import SINGLE
 from training.ema import EMA
 from training.evaluate import evaluate
 from training.metrics import Meter

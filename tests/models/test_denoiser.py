@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from accel.kernels import bidirectional_ssd
+from common.config.build import build
+from common.config.compose import compose
 from models.denoiser import drop_aux_heads
 from models.layers import Layer, sincos_positions
 from models.mixers.attention import Attention
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.denoisers import FAMILIES, LATENTS, fill_zero_layers, make_denoiser, make_inputs
-from training.config.build import build
-from training.config.compose import compose
 from training.objective import LatentHead
 
 # Parameters with 4×32×32 latents and 1,000 classes. A change here changes every checkpoint and

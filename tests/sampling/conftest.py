@@ -2,8 +2,8 @@
 
 import pytest
 
+from common.config.compose import compose
 from train import train
-from training.config.compose import compose
 
 RUN = [
     "model.dim=32",

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from common.distributed.ranks import SINGLE, Ranks
 from sampling.draw import ResumableChunks
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.harness.draws import draw_samples, make_job
-from training.distributed.ranks import SINGLE, Ranks
 
 
 def read_pixels(file):

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.config.compose import compose, parse_words
+from common.distributed.ranks import SINGLE
 from models.text import TextEmbedding
 from sampling.draw import DrawConfig, SampleJob
 from sampling.load import TrainedModel, load_run
@@ -18,8 +20,6 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
 from training.components import build_loader
-from training.config.compose import compose, parse_words
-from training.distributed.ranks import SINGLE
 
 PROMPTS = [
     "red: apple",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.distributed.ranks import SINGLE
 from data.loader import LatentSpec
 from data.resident import ChunkedLatents
 from models.conditions import find_class_numbers, pair_conditions
@@ -22,7 +23,6 @@ from tests.harness.words import CPU
 from training.checkpoint.load import list_complete
 from training.components import build_loader
 from training.conditions import open_data, read_conditions
-from training.distributed.ranks import SINGLE
 from training.weights.adapter_file import load_model
 
 

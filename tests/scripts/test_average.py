@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.utils import parameters_to_vector
 
+from common.config.compose import compose
 from sampling.load import load_run
 from scripts.average import MAX_RESIDUAL, AverageConfig, average, fit_profile
 from scripts.plan.report import PlanConfig, format_plan, plan_run
@@ -18,7 +19,6 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte
 from train import train
 from training.averages import Snapshot, find_exponent, write_average
-from training.config.compose import compose
 
 LENGTHS = (0.03, 0.04, 0.05, 0.07, 0.10, 0.13, 0.16, 0.20)
 RUN = [

@@ -5,12 +5,12 @@ from multiprocessing import get_context
 import pytest
 
 from accel.stack import TECHNIQUES
+from common.config.compose import compose
 from common.files import ROOT
 from scripts.bench import TABLES, kernels, runner
 from scripts.bench.__main__ import main as bench
 from scripts.bench.cases import COMMANDS, SETTINGS, plan_job
 from training.components import foresee_latents
-from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
 
 QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from accel.stack import TECHNIQUES
+from common.config.compose import compose
 from scripts.bench import TABLES, data, kernels, measure
 from scripts.bench.cases import SETTINGS, Case, plan_job
 from scripts.bench.measure import measure_case
 from scripts.bench.publish import format_entries
-from training.config.compose import compose
 
 TINY = [*SETTINGS["tiny"]["words"].split(), "runtime.device=cpu"]
 QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]

@@ -6,6 +6,7 @@ from math import isnan, nan
 import pytest
 import torch
 
+from common.config.compose import compose
 from scripts.bench import TABLES, Case, speedrun
 from scripts.bench.cases import plan_job
 from scripts.bench.measure import measure_case
@@ -14,7 +15,6 @@ from scripts.bench.runner import Runner
 from scripts.bench.speedrun import FIGURES, climb, count_samples
 from scripts.timing import measure_seconds, summarise
 from training.components import foresee_latents
-from training.config.compose import compose
 from training.weights.pretrained import build_on_meta
 
 SPEEDUPS = [3.0, 1.0, 2.0, 1.5]

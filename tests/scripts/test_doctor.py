@@ -11,10 +11,10 @@ from triton.runtime import driver
 
 from accel.stack import TECHNIQUES
 from accel.techniques.precision import Precision
+from common.config.schema import RuntimeConfig
 from scripts import doctor
 from scripts.capabilities import find_capabilities, measure_rates
 from tests.harness.words import CPU
-from training.config.schema import RuntimeConfig
 
 
 def test_every_technique_is_examined_in_every_way(capsys):

@@ -17,6 +17,7 @@ import torch
 from diffusers import AutoencoderTiny
 from safetensors.torch import save_file
 
+from common.config.compose import compose
 from common.files import ROOT
 from models.autoencoders import DiffusersAutoencoder
 from sampling.load import load_run
@@ -29,7 +30,6 @@ from tests.harness.sets import save_tiny_autoencoder, save_tiny_taef2
 from tests.harness.words import CPU
 from training.assemble import assemble
 from training.checkpoint.files import make_header
-from training.config.compose import compose
 from training.weights.pretrained import load_pretrained
 
 

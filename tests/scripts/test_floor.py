@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from accel.kernels.qk_rope import fused_qk_rope
+from common.config.compose import compose
 from scripts.bench.__main__ import main as bench
 from scripts.bench.floor import SETTING, Traffic, find_floor
-from training.config.compose import compose
 
 
 def test_floors_of_size_b():

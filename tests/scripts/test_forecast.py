@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import collect_state
 from accel.techniques.compilation import PARTITION_BACKEND, Compile
+from common.config.compose import compose
 from data.loader import Batch
 from scripts.plan.memory import Question, forecast
 from tests.harness.words import CPU
 from training.assemble import assemble
-from training.config.compose import compose
 from training.failures import count_lasting_bytes
 
 LATENTS = [

@@ -7,9 +7,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from common.config.compose import read_config
 from common.files import ROOT
 from scripts.bench.__main__ import main as bench
-from training.config.compose import read_config
 
 HOST = read_config(ROOT / "scripts/bench/host.yaml")
 IMPORT = r"(?m)^\s*(?:from|import) (\w+)"

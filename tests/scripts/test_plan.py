@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from common.environment import CARDS, GIB, match_card
 from scripts.plan.__main__ import main
 from scripts.plan.report import (
     PlanConfig,
@@ -15,7 +16,6 @@ from scripts.plan.report import (
 )
 from scripts.plan.savings import list_savings
 from tests.harness.plans import PLANNED, PLANNED_RUN, forecast_words
-from training.environment import CARDS, GIB, match_card
 
 H200 = CARDS["h200"]
 

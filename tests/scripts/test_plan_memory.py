@@ -11,13 +11,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from accel.techniques.gradient_checkpointing import CheckpointBlocks
 from accel.techniques.offload_activations import OffloadActivations
 from accel.techniques.parallel import DataParallel
+from common.config.compose import compose
+from common.environment import CARDS
 from scripts.plan import memory
 from scripts.plan.memory import Question
 from scripts.plan.report import PlanConfig, forecast_run
 from scripts.plan.savings import count_savings, list_savings
 from tests.harness.plans import PLANNED_RUN, forecast_words, pretend_processes
-from training.config.compose import compose
-from training.environment import CARDS
 from training.weights.pretrained import build_on_meta
 
 H200 = CARDS["h200"]

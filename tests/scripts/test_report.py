@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from common.config.compose import compose, to_yaml
 from common.files import hash_file
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
@@ -22,7 +23,6 @@ from scripts.report.pages import (
     render_card,
     render_page,
 )
-from training.config.compose import compose, to_yaml
 from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"

@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from common import workers
+from common.config.compose import compose
+from common.distributed.ranks import SINGLE
 from common.files import ROOT
 from scripts.plan import tune as tuner
 from scripts.plan.__main__ import main
@@ -20,8 +22,6 @@ from train import train
 from training import tune
 from training.assemble import to_json_types
 from training.components import foresee_latents
-from training.config.compose import compose
-from training.distributed.ranks import SINGLE
 
 PLANTED = [
     "extensions=[tests]",

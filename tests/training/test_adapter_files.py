@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.config.compose import compose
 from sampling.load import load_run
 from scripts.sample import Format, SampleConfig, sample_run
 from tests.harness.adapters import (
@@ -23,7 +24,6 @@ from tests.harness.words import CPU
 from train import train
 from training.assemble import assemble
 from training.checkpoint.load import find_weights_file
-from training.config.compose import compose
 from training.weights.adapter_base import compose_pretrained
 from training.weights.adapter_file import TENSORS_FILE, load_model, write_peft
 from training.weights.pretrained import load_pretrained

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from common.clock import CLOCK
+from common.config.compose import compose
 from tests.harness.outcomes import FOUR_STEPS, TWELVE_STEPS, are_equal, read_outcome
 from tests.harness.refusals import expect_refusal
 from tests.harness.steps import tiny_training
@@ -16,8 +18,6 @@ from tests.harness.words import TINY_RUN
 from train import train
 from training.averages import PowerAverage, find_exponent, list_snapshots
 from training.checkpoint.files import write_tensors
-from training.config.compose import compose
-from training.goodput import CLOCK
 from training.weights.pretrained import read_description
 
 WORDS = [*TINY_RUN, *TWELVE_STEPS, "keep_checkpoints=9", "ema.snapshots=5"]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from common.distributed.ranks import Ranks
 from models.autoencoders import PixelAutoencoder
 from models.images import LINE_HEIGHT
 from tests.harness.steps import tiny_training
-from training.distributed.ranks import Ranks
 from training.evaluate import draw_sample_grid, evaluate, share_work
 
 

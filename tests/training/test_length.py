@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from common.config.compose import compose
 from common.files import read_object, write_json
 from tests.harness.outcomes import list_checkpoints, read_lines
 from tests.harness.refusals import expect_refusal
@@ -12,7 +13,6 @@ from tests.harness.words import CPU, TINY_RUN
 from train import train
 from training import length
 from training.checkpoint.load import choose_checkpoint
-from training.config.compose import compose
 from training.length import LENGTH_FILE, spend_budget
 
 EXACT = ("runtime=eager", "deterministic=true", "sampling.steps=1", "sampling.per_class=1")

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from common.config.compose import compose
 from common.files import ROOT
 from common.memory import Room
 from precompute_latents import precompute
@@ -27,7 +28,6 @@ from tests.harness.steps import tiny_training
 from tests.harness.words import CPU, TINY_JOB
 from training import memory
 from training.assemble import assemble
-from training.config.compose import compose
 from training.failures import count_lasting_bytes
 from training.memory import count_step
 from training.run import RUNNING_FILE

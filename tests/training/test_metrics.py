@@ -5,9 +5,9 @@ from collections import defaultdict
 import pytest
 import torch
 
+from common.clock import CLOCK
 from data.loader import Batch
 from tests.harness.steps import tiny_training
-from training.goodput import CLOCK
 from training.metrics import Meter
 from training.step import StepOutput
 

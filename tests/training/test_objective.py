@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel.kernels.counter_noise import Purpose, counter_normal
+from common.config.compose import compose
 from data.loader import Batch
 from models.denoiser import drop_aux_heads, select_aux_heads
 from models.sampler import shift_times
@@ -15,7 +16,6 @@ from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.steps import assemble_run, compose_words, tiny_training
 from tests.harness.words import CPU, TINY_RUN
 from train import train
-from training.config.compose import compose
 from training.evaluate import evaluate
 from training.objective import FlowMatching, LatentHead, compute_held_out_times
 

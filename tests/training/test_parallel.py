@@ -146,7 +146,7 @@ PAIRS = """
 import os, sys, tempfile, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from training.distributed import exit
+from common.distributed import exit
 torch.set_num_threads(1)
 def run_rank(file, rank):
     dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=rank, world_size=2)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.config.build import resolve_target
+from common.config.compose import compose, read_config
 from tests.harness.outcomes import are_equal
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_named_set
@@ -21,8 +23,6 @@ from training.assemble import restore
 from training.checkpoint.files import make_header
 from training.checkpoint.load import read_state_file
 from training.checkpoint.save import Checkpoints
-from training.config.build import resolve_target
-from training.config.compose import compose, read_config
 from training.weights.adapter_base import insert_pretrained
 from training.weights.pretrained import load_pretrained, read_description, refuse_other_function
 

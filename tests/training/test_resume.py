@@ -8,13 +8,13 @@ import shutil
 
 import pytest
 
+from common.config.compose import compose
 from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_random_set
 from tests.harness.words import TINY_RUN
 from train import train
 from training.checkpoint.load import find_checkpoints
-from training.config.compose import compose
 
 WORDS = [
     *TINY_RUN,

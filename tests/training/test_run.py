@@ -6,13 +6,13 @@ from pathlib import Path
 
 from PIL import Image
 
+from common.config.compose import compose
 from sampling.load import load_run
 from tests.harness.outcomes import read_columns
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_named_set
 from tests.harness.words import TINY_RUN
 from train import train
-from training.config.compose import compose
 
 
 def test_a_run_leaves_all_that_it_promises(run, tmp_path):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.distributed.ranks import Ranks
 from tests.harness.outcomes import are_equal
 from tests.harness.steps import allow_any_precision, tiny_training
 from training.checkpoint.files import flatten
-from training.distributed.ranks import Ranks
 
 
 def copy_tensors(state):

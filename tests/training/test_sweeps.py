@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.config.compose import compose, to_yaml
+from common.distributed.exit import RESUMABLE_EXIT_CODE, run_app
 from common.errors import UserError
 from common.files import read_object, write_json
 from common.text import replace_non_finite
@@ -20,8 +22,6 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.words import TINY_RUN, TINY_SYNTHETIC
 from train import train
 from training import sweeps
-from training.config.compose import compose, to_yaml
-from training.distributed.exit import RESUMABLE_EXIT_CODE, run_app
 from training.sweeps import refuse_other_run, refuse_trial
 from training.weights.adapter_base import compose_pretrained
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.config.compose import compose
 from data.manifest import read_manifest
 from models.adapters import find_trained_parameters
 from models.sampler import check_guidance
@@ -21,7 +22,6 @@ from training import objective
 from training.checkpoint.load import list_complete
 from training.components import build_loader
 from training.conditions import choose_conditions
-from training.config.compose import compose
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import unicodedata
 
 import pytest
 
+from common.config.schema import CaptionLines, CaptionsMissing
 from data.manifest import read_manifest
 from encoding.captions import CaptionReader, add_captions, settle_missing
 from encoding.job import JOB_FILE, read_job
@@ -15,7 +16,6 @@ from tests.harness.captions import save_bert, save_text
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import PNG, read_contents, save_files, save_images
 from training.conditions import read_prompts
-from training.config.schema import CaptionLines, CaptionsMissing
 
 TEXT_JOB = ["text_encoder=wordllama", "classes=none"]
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accel.sharding import find_first_row, to_full, to_local
+from common.distributed.ranks import SINGLE, Ranks
 from common.errors import UserError
 from common.text import shorten_error
-from training.distributed.ranks import SINGLE, Ranks
 
 WEIGHTS_FILES = ("model.safetensors", "ema.safetensors")
 RANK_FILE = "rank-{rank}-of-{world_size}.safetensors"

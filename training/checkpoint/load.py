@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from safetensors import SafetensorError
 
+from common.clock import READ_ERRORS
+from common.config.build import fill_defaults
+from common.config.schema import EmaConfig, RuntimeConfig, TrainConfig
+from common.distributed.ranks import SINGLE, Ranks
 from common.errors import UserError
 from common.files import read_object, rename
 from common.text import shorten_error
 from training.checkpoint.files import CHUNK_BYTES, RANK_FILE, WEIGHTS_FILES, assemble_state, flatten
-from training.config.build import fill_defaults
-from training.config.schema import EmaConfig, RuntimeConfig, TrainConfig
-from training.distributed.ranks import SINGLE, Ranks
-from training.goodput import READ_ERRORS
 from training.optimizers import Schedule
 
 if TYPE_CHECKING:

@@ -23,6 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.clock import CLOCK
+from common.distributed.ranks import SINGLE, JointWork, Ranks
 from common.errors import UserError
 from common.files import hash_file, make_folder, rename, sync_folder, write_json
 from common.terminal import Progress
@@ -35,8 +37,6 @@ from training.checkpoint.load import (
     read_score,
     step_of,
 )
-from training.distributed.ranks import SINGLE, JointWork, Ranks
-from training.goodput import CLOCK
 
 if TYPE_CHECKING:
     from training.state import TrainState

@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import nn
 
+from common.config.build import build, fill_defaults
+from common.config.compose import Composed, compose
+from common.config.schema import TrainConfig
+from common.config.words import find_given_word
+from common.distributed.ranks import SINGLE, Ranks
 from common.errors import UserError
 from common.files import hash_file
 from data.loader import LatentLoader, LatentSpec, TextSpec
 from models.adapters import Adapter, attach
 from training.checkpoint.files import flatten
 from training.checkpoint.load import find_checkpoints, find_weights_file
-from training.config.build import build, fill_defaults
-from training.config.compose import Composed, compose
-from training.config.schema import TrainConfig
-from training.config.words import find_given_word
-from training.distributed.ranks import SINGLE, Ranks
 from training.weights.pretrained import (
     Description,
     build_described,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel.sharding import to_full
+from common.config.build import build, fill_defaults, is_admitted
 from common.encoded_text import TextEncoder
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
@@ -31,7 +32,6 @@ from models.denoiser import Denoiser, drop_aux_heads
 from models.images import Autoencoder
 from models.layers import LabelEmbedding
 from training.checkpoint.files import HASH_KEY, METADATA_KEY, hash_tensors
-from training.config.build import build, fill_defaults, is_admitted
 
 MAX_DESCRIPTION_CHARS = 2**24
 """Largest number of characters that a description may have: parsing a longer description could use

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from common.config.build import build
+from common.config.compose import compose
 from common.files import ROOT
 from scripts.bench.floor import Traffic, count_block, run_block, switch_kernels
 from tests.harness.denoisers import LATENTS, make_denoiser
-from training.config.build import build
-from training.config.compose import compose
 
 USABLE_BYTES = 72e9
 """Bytes that a run may take of a GPU of 80 GB."""

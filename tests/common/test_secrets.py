@@ -7,16 +7,16 @@ import sys
 import pytest
 import yaml
 
+from common.config import secrets
+from common.config.compose import compose, report_user_errors
+from common.config.explain import flatten_tree
+from common.config.secrets import SHAPES, redact, redact_text, redact_words
+from common.config.words import describe_unreadable
 from common.errors import UserError
 from common.files import ROOT
 from scripts.import_latents import ImportConfig
 from tests.harness.words import TINY_RUN
 from train import train
-from training.config import secrets
-from training.config.compose import compose, report_user_errors
-from training.config.explain import flatten_tree
-from training.config.secrets import SHAPES, redact, redact_text, redact_words
-from training.config.words import describe_unreadable
 
 
 @pytest.mark.fault(

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from common.config.schema import TrainConfig
+from common.config.secrets import redact_words
+from common.distributed.ranks import Ranks
 from common.errors import UserError
 from common.files import ROOT
 from common.memory import GIB, count_host_bytes
-from training.config.schema import TrainConfig
-from training.config.secrets import redact_words
-from training.distributed.ranks import Ranks
 
 REPORTED_PACKAGES = (
     "torch",

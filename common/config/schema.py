@@ -17,13 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
+from common.config.contradictions import check_contradictions, check_momentum, check_nccl, is_colour
 from common.errors import UserError
-from training.config.contradictions import (
-    check_contradictions,
-    check_momentum,
-    check_nccl,
-    is_colour,
-)
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

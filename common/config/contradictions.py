@@ -1,7 +1,7 @@
 """Refuses runtime keys that contradict each other on every machine. This file must not import
 torch, so that `--help` stays quick.
 
-`runtime` is the `RuntimeConfig` of training/config/schema.py, which calls this file. A rule about a
+`runtime` is the `RuntimeConfig` of common/config/schema.py, which calls this file. A rule about a
 key that `RuntimeConfig` lacks never applies, so removing a technique needs no change here.
 """
 

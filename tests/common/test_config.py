@@ -14,17 +14,17 @@ import pytest
 import torch
 import yaml
 
+from common.config.build import build, resolve_target
+from common.config.compose import CONF_FOLDER, compose, parse_words, report_user_errors
+from common.config.explain import flatten_tree
+from common.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
+from common.config.words import FOREIGN_KEYS
+from common.distributed.exit import run_app
 from common.files import ROOT
 from scripts.import_latents import ImportConfig
 from tests.harness.commands import run_command
 from tests.harness.refusals import expect_refusal
 from train import train
-from training.config.build import build, resolve_target
-from training.config.compose import CONF_FOLDER, compose, parse_words, report_user_errors
-from training.config.explain import flatten_tree
-from training.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
-from training.config.words import FOREIGN_KEYS
-from training.distributed.exit import run_app
 
 
 def list_choices(group):

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.config.schema import describe_bound
 from common.errors import UserError
-from training.config.schema import describe_bound
 
 EXTENSIONS_KEY = "extensions"
 EXTENSIONS_VARIABLE = "FASTLATENT_EXTENSIONS"

@@ -2,9 +2,9 @@
 
 import pytest
 
+from common.config.compose import compose
+from common.environment import refuse_contradictions
 from tests.harness.refusals import expect_refusal
-from training.config.compose import compose
-from training.environment import refuse_contradictions
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from training.config.schema import PrecomputeConfig, TrainConfig
-from training.config.words import (
+from common.config.schema import PrecomputeConfig, TrainConfig
+from common.config.words import (
     CONF_FOLDER,
     describe_type,
     describe_unreadable,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.distributed import exit
 from common.errors import UserError
 from common.text import shorten_error
-from training.distributed import exit
 
 ENCODING_TIMEOUT = timedelta(days=7)
 """Timeout of collectives in commands that encode images or draw samples: so long, because the ranks

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.environment import find_peak_flops
+from common.environment import find_peak_flops
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+import common.clock
+from common.clock import Clock, explain_bound
+from common.config.compose import compose
 from data.synthetic import SyntheticLatents
 from tests.harness.words import TINY_SYNTHETIC
 from train import train
-from training import goodput
-from training.config.compose import compose
-from training.goodput import Clock, explain_bound
 from training.step import TrainStep
 
 RUN = [
@@ -26,13 +26,13 @@ RUN = [
 ]
 
 
-SLOW = ["extensions=[tests]", "data._target_=tests.training.test_goodput.Slow"]
-NO_NUMBERS = dict.fromkeys(goodput.KINDS, float("nan"))
+SLOW = ["extensions=[tests]", "data._target_=tests.common.test_clock.Slow"]
+NO_NUMBERS = dict.fromkeys(common.clock.KINDS, float("nan"))
 
 
 def test_every_second_has_one_kind(monkeypatch):
     now = iter([0.0, 3.0, 5.0, 6.0, 8.0, 9.0, 10.0, 15.0])
-    monkeypatch.setattr(goodput.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(common.clock.time, "perf_counter", lambda: next(now))
     clock = Clock()
     clock.switch("steps")
     with clock.count_as("evaluation"), clock.count_as("saving"):
@@ -74,7 +74,7 @@ def fake_time(monkeypatch):
         return step(self, *arguments)
 
     monkeypatch.setattr(TrainStep, "__call__", timed)
-    monkeypatch.setattr(goodput, "time", FAKE_TIME)
+    monkeypatch.setattr(common.clock, "time", FAKE_TIME)
     return FAKE_TIME
 
 
@@ -92,7 +92,7 @@ def run(folder, *words):
 
 def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path, monkeypatch, fake_time):
     """40 steps, of which the last 20 are lost; a pause; 25 steps from the twentieth on."""
-    monkeypatch.setattr(goodput, "WRITE_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(common.clock, "WRITE_INTERVAL_SECONDS", 0.0)
     folder = tmp_path / "run"
     began = fake_time.now
     summary = run(folder, "total_samples=320", *SLOW)
@@ -100,7 +100,7 @@ def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path, monkeypatch, fake_t
     total = sum(before.values())
     assert total == pytest.approx(fake_time.now - began, abs=5.0)
     assert summary["goodput"] == pytest.approx(before["steps"] / total, abs=1e-4)
-    reached = json.loads((folder / goodput.TIME_FILE).read_text())["reached"]
+    reached = json.loads((folder / common.clock.TIME_FILE).read_text())["reached"]
     shutil.rmtree(folder / "checkpoints" / "step-40")
     (folder / "summary.json").unlink()
     fake_time.now += 5000.0
@@ -121,15 +121,15 @@ def test_a_run_and_its_restart_add_up_to_the_clock(tmp_path, monkeypatch, fake_t
     ],
 )
 def test_a_damaged_account_starts_again(tmp_path, content):
-    (tmp_path / goodput.TIME_FILE).write_text(content)
+    (tmp_path / common.clock.TIME_FILE).write_text(content)
     clock = Clock()
     with pytest.warns(UserWarning, match="the account of the run's time starts again"):
-        clock.resume(tmp_path / goodput.TIME_FILE, 5)
+        clock.resume(tmp_path / common.clock.TIME_FILE, 5)
     assert clock.account["idle"] == clock.account["redone"] == 0.0
 
 
 def test_a_clock_that_was_set_back_costs_no_time(tmp_path):
-    file = tmp_path / goodput.TIME_FILE
+    file = tmp_path / common.clock.TIME_FILE
     Clock().write(file, 3)
     later = json.loads(file.read_text()) | {"last": time.time() + 3600.0}
     file.write_text(json.dumps(later))

@@ -18,13 +18,13 @@ from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from common.config.build import admit_extensions
+from common.config.compose import report_user_errors
+from common.config.words import quote, refuse_words, select_overrides
 from common.terminal import tolerate_broken_output
-from training.config.build import admit_extensions
-from training.config.compose import report_user_errors
-from training.config.words import quote, refuse_words, select_overrides
 
 if TYPE_CHECKING:
-    from training.distributed.ranks import Ranks
+    from common.distributed.ranks import Ranks
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that ask a run to stop. Slurm can send SIGUSR1 before the time limit

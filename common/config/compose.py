@@ -27,15 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from common.errors import UserError, describe_machine_fault
-from common.files import read_object
-from common.terminal import tolerate_broken_output
-from common.text import escape_unprintable
-from training.config import build
-from training.config.explain import explain, flatten_tree
-from training.config.schema import PrecomputeConfig, SamplingConfig, TrainConfig
-from training.config.secrets import redact, redact_text, redact_words
-from training.config.words import (
+from common.config import build
+from common.config.explain import explain, flatten_tree
+from common.config.schema import PrecomputeConfig, SamplingConfig, TrainConfig
+from common.config.secrets import redact, redact_text, redact_words
+from common.config.words import (
     CONF_FOLDER,
     FOREIGN_DRAWING_KEYS,
     describe_unreadable,
@@ -46,6 +42,10 @@ from training.config.words import (
     refuse_form,
     refuse_words,
 )
+from common.errors import UserError, describe_machine_fault
+from common.files import read_object
+from common.terminal import tolerate_broken_output
+from common.text import escape_unprintable
 
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
 """Name of a primary configuration file in conf/, without .yaml -> the dataclass that defines its
