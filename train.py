@@ -28,17 +28,17 @@ def train(composed: Composed) -> dict[str, Any]:
     which is also written to `run_dir/summary.json`."""
     from common.config.build import build  # imported here: importing torch slows down --help
     from common.distributed.exit import Request, StopRequest
-    from common.terminal import Progress
+    from common.output import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
-    from training.averages import prepare_snapshots, save_snapshot_if_due
+    from training.checkpoint.snapshots import prepare_snapshots, save_snapshot_if_due
     from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
     from training.memory import refuse_large_step
-    from training.metrics import SafeLogger
+    from training.records.log_lines import format_log_line, format_summary
+    from training.records.metrics import SafeLogger
     from training.run import Run
-    from training.terminal import format_log_line, format_summary
-    from training.weights.adapter_base import insert_pretrained
+    from training.weights.initial import insert_pretrained
     from training.weights.pretrained import build_autoencoder
 
     # 1. Set up the run: device, processes, folder, logger.
@@ -68,7 +68,7 @@ def train(composed: Composed) -> dict[str, Any]:
     checkpoints = run.open_checkpoints()
     described = describe_run(run.composed, spec, ledger, training.base)
     origin = restore(cfg, state, checkpoints, described)
-    origin += ranks.broadcast_result(lambda: prepare_snapshots(training, run.folder))
+    origin += ranks.broadcast_result(lambda: prepare_snapshots(cfg, training.state, run.folder))
     progress = Progress(
         cfg.total_samples, "samples", state.samples, plain=False, silent=not ranks.first
     )
@@ -131,7 +131,7 @@ def train(composed: Composed) -> dict[str, Any]:
                 draw()
             # Write the snapshot before the checkpoint, because a run that resumes from the
             # checkpoint does not write earlier snapshots again.
-            save_snapshot_if_due(training, run.folder, described)
+            save_snapshot_if_due(cfg, training.state, ranks, run.folder, described)
             if save_due:
                 save(scores)
             run.write_time(state, saved=save_due)

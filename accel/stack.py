@@ -6,7 +6,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from accel.composite_optimizer import MakeOptimizer
 from accel.evidence import observe_ops, observe_step
 from accel.ledger import AUTO, Ledger, LedgerRow
-from accel.proof import Question, prove
 from accel.sharding import get_world_size, is_true_on_any_rank
 from accel.technique import AnyStep, Model, Technique
 from accel.techniques.attention_backend import AttentionBackend
@@ -27,7 +25,6 @@ from accel.techniques.fused_adamw import FusedAdamW
 from accel.techniques.fused_kernels import (
     FusedAddNorm,
     FusedConv,
-    FusedKernel,
     FusedRope,
     FusedScan,
     FusedSwiglu,
@@ -202,53 +199,6 @@ class AccelerationStack:
             return None
         alone = "Each would train a model of its own; use auto, or start one process."
         return self.reasons.get(DataParallel.key, alone)
-
-    def prove_kernels(
-        self,
-        model: nn.Module,
-        forward: Callable[[], object],
-        samples: int,
-        folder: Path | None = None,
-    ) -> dict[str, Any]:
-        """Decides which fused kernels this run uses on its device (accel/proof.py). Returns the
-        dict to write to kernels.json in the run's `folder`; {} if no kernel was requested.
-
-        `forward()` runs the unchanged model on two samples; `samples` is the number of samples in a
-        micro-batch. Call this before `on_model`. If a kernel was requested with `true` and fails
-        its parity test, the method raises ValueError under on_unavailable=error; otherwise the
-        kernel stays off.
-        """
-        kernels = [
-            t for t in self.techniques if isinstance(t, FusedKernel) and t.asks_for_proof(model)
-        ]
-        if not kernels:
-            return {}
-
-        acting = [t for t in self.techniques if t.changes_kernels]
-        question = Question(
-            requested={t.key: t.value for t in kernels},
-            runtime={name: value for t in acting for name, value in t.settings.items()},
-            samples=samples,
-            device=self.device,
-            deterministic=self.deterministic,
-            captured=bool(self.values.get(CudaGraph.key)),
-            change_times_only={
-                name for t in acting if t.changes_kernels == "time" for name in t.settings
-            },
-        )
-        with self.autocast(), torch.no_grad():
-            proofs, record = prove(question, model, forward, folder)
-
-        for technique in kernels:
-            technique.settle(proofs[technique.key])
-        self.refuse(
-            [
-                f"runtime.{key}=true ({proof.why})"
-                for key, proof in proofs.items()
-                if self.requested[key] is True and not proof.on
-            ]
-        )
-        return record
 
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context for a forward pass; if the stack has no `Precision`, a

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from common.config.build import build
 from common.encoded_text import TextEncoder
 from common.errors import UserError
-from common.terminal import Progress
+from common.output import Progress
 from data.captions import CaptionTable, count_caption_bytes, join_text, quantise
 from data.loader import TextSpec
 from data.manifest import Shard

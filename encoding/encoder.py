@@ -21,7 +21,7 @@ from torch import Tensor
 from accel.kernels.counter_noise import Purpose, counter_normal
 from common.config.schema import PrecomputeConfig
 from common.errors import UserError
-from common.terminal import Progress
+from common.output import Progress
 from encoding.caption_job import CaptionJob
 from encoding.decoding import BATCHES_AHEAD, Decoded, DecodedImages, collate, make_decoding_loader
 from encoding.images import ImageEntry, ImageList

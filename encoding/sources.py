@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from common.config.schema import CaptionLines, CaptionsMissing, PrecomputeConfig
 from common.errors import UserError
-from encoding.captions import CaptionReader, add_captions, read_caption_column, settle_missing
+from encoding.caption_files import CaptionReader, add_captions, read_caption_column, settle_missing
 from encoding.images import (
     EXTENSIONS,
     ImageEntry,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-from encoding.captions import CAPTION_EXTENSIONS, CaptionReader, tidy
+from encoding.caption_files import CAPTION_EXTENSIONS, CaptionReader, tidy
 from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name, is_image
 
 BLOCK_BYTES = tarfile.BLOCKSIZE

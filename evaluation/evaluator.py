@@ -27,7 +27,7 @@ from common.config.schema import FdConfig
 from common.distributed.ranks import Ranks
 from common.errors import UserError
 from common.files import find_cache_folder, read_object, write_json
-from common.terminal import Progress
+from common.output import Progress
 from common.text import replace_non_finite
 from data.loader import LatentSpec
 from encoding.decoding import DecodedImages, make_decoding_loader
@@ -48,8 +48,8 @@ from sampling.draw import ResumableChunks
 from sampling.load import SampleStream
 from training.assemble import Training
 from training.checkpoint.load import describe_difference
-from training.conditions import choose_conditions, open_data
 from training.evaluate import share_work
+from training.sample_conditions import open_data
 
 PROTOCOL_FILE = "fd_protocol.json"
 CHUNK_IMAGES = 512
@@ -314,7 +314,7 @@ class TrainingDistances:
         # Guidance doubles the batch: with half a micro-batch, sampling needs no more memory than a
         # training step.
         batch_size = max(1, training.micro_batch // 2)
-        conditions = choose_conditions(training, "train", self.count)
+        conditions = training.choose_conditions("train", self.count)
         forward = training.step.forward
         self.stream = SampleStream(forward, spec, cfg.sampling, conditions, 0, batch_size, device)
 

@@ -73,8 +73,8 @@ class Layer(nn.Module):
 
     def list_matrices(self) -> dict[Tensor, Ranges]:
         """Returns a mapping: weight -> ranges of its rows. The rows of each range are one matrix,
-        which the optimizer Muon orthogonalises by itself (training/muon.py). AdamW updates the rows
-        in no range, and the parameters that the mapping lacks.
+        which the optimizer Muon orthogonalises by itself (training/optim/muon.py). AdamW updates
+        the rows in no range, and the parameters that the mapping lacks.
 
         By default the weight of each linear child is one matrix. A subclass overrides this method
         if one of its linear layers computes several projections in one product.

@@ -27,14 +27,14 @@ from common.encoded_text import TextEncoder
 from common.environment import pick_device
 from common.errors import UserError
 from data.loader import LatentSpec
-from models.conditions import find_class_numbers, pair_conditions
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
+from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import add_text, check_guidance, check_internal_guidance, draw_latents
 from training.checkpoint.load import find_weights_file, read_newest
-from training.components import find_text_level, prove_kernels, to_kwargs
-from training.conditions import Conditions
+from training.inputs import find_text_level, prove_kernels, to_kwargs
 from training.memory import refuse_large_batch
+from training.sample_conditions import Conditions
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder
 

@@ -134,11 +134,10 @@ def compare_cards(names: Sequence[str]) -> list[list[str]]:
 def try_kernels(words: list[str]) -> list[dict[str, Any]]:
     """Returns a row for each fused kernel: whether `python train.py <words>` would use it on this
     machine, and why. Trains nothing, and writes nothing but the cache of tested kernels."""
-    from accel.proof import Proof
-    from accel.techniques.fused_kernels import FusedKernel
+    from accel.techniques.fused_kernels import FusedKernel, Proof
     from common.environment import pick_device
     from training.assemble import assemble
-    from training.weights.adapter_base import compose_pretrained
+    from training.weights.initial import compose_pretrained
 
     cfg = compose_pretrained(words).cfg
     stack = assemble(cfg, pick_device(cfg.runtime.device.value)).stack

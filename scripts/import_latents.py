@@ -218,8 +218,8 @@ def plan_captions(cfg: ImportConfig, total: int) -> CaptionJob | None:
     if cfg.captions is None:
         return None
     from common.environment import pick_device
+    from encoding.caption_files import read_caption_list
     from encoding.caption_job import CaptionJob, TextSettings
-    from encoding.captions import read_caption_list
 
     settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
     node = find_encoder_node("text_encoder", str(cfg.text_encoder))

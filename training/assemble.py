@@ -31,7 +31,6 @@ from data.loader import Batch, LatentLoader, LatentSpec
 from models.adapters import count_passes
 from models.denoiser import Denoiser
 from models.sampler import check_guidance, check_internal_guidance
-from training.averages import LENGTHS, PowerAverage
 from training.checkpoint.load import (
     find_branch,
     find_newest_verified,
@@ -41,14 +40,17 @@ from training.checkpoint.load import (
     verify,
 )
 from training.checkpoint.save import Checkpoints
-from training.components import build_loader, find_text_level, prove_kernels, to_kwargs
-from training.conditions import Conditions, choose_conditions, list_samples, open_data
-from training.ema import EMA
-from training.metrics import Meter
-from training.optimizers import Schedule, make_parameter_groups
+from training.inputs import build_loader, find_text_level, prove_kernels, to_kwargs
+from training.optim.averages import LENGTHS, PowerAverage
+from training.optim.ema import EMA
+from training.optim.groups import make_parameter_groups
+from training.optim.schedule import Schedule
+from training.optim.spikes import SpikeGuard
+from training.records.metrics import Meter, StepOutput
+from training.sample_conditions import Conditions, list_samples, open_data
 from training.state import TrainState, load_weights
-from training.step import SpikeGuard, StepOutput, TrainStep
-from training.weights.adapter_base import Base, add_adapter, load_base, open_base
+from training.step import TrainStep
+from training.weights.initial import Base, add_adapter, load_base, open_base
 from training.weights.pretrained import build_model, fit_weights
 
 CHANGEABLE_KEYS = (
@@ -155,7 +157,23 @@ class Training:
     def shown(self) -> Conditions:
         """Conditions of the rows of a sample grid; all ranks must read it together."""
         source = "held_out" if self.loader.held_out_count else "train"
-        return choose_conditions(self, source, GRID_ROWS)
+        return self.choose_conditions(source, GRID_ROWS)
+
+    def choose_conditions(self, source: str, count: int) -> Conditions:
+        """Returns the conditions of `count` samples of the model: all classes in turn or, for a
+        model of captions, labels and captions of the data's first samples: held-out ones if
+        `source` is "held_out", and else `first_samples`. All ranks must call it together."""
+        loader = self.loader
+        captions = loader.captions
+        if captions is None:
+            labels = loader.spec.labels[:count]
+            return Conditions.of_classes(loader.spec, labels, "balanced", self.device)
+        if source == "held_out":
+            labels, numbers = list_samples(loader, source, count)
+        else:
+            labels, numbers = (column[:count] for column in self.first_samples)
+        rows = numbers.to(captions.device)
+        return Conditions(source, labels.to(self.device), rows, captions.texts, captions.columns)
 
     def take_batches(self) -> list[Batch]:
         """Takes the micro-batches of one step from the loader."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.clock import CLOCK
 from common.distributed.ranks import Ranks
-from common.terminal import show_progress
+from common.output import show_progress
 from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
 from models.sampler import draw_latents

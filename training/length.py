@@ -21,8 +21,8 @@ from common.errors import UserError
 from common.files import read_object
 from data.loader import LatentLoader
 from training.assemble import Training, to_json_types
-from training.components import find_text_level, foresee_latents
 from training.evaluate import draw_sample_grid, evaluate
+from training.inputs import find_text_level, foresee_latents
 from training.tune import measure_choice
 from training.weights.pretrained import build_autoencoder
 

@@ -15,8 +15,8 @@ from common.memory import Need, Room, find_room, refuse_excess
 from data.captions import make_blank_table
 from data.loader import Batch
 from training.assemble import Training
-from training.components import find_text_level
 from training.failures import count_lasting_bytes
+from training.inputs import find_text_level
 
 WORKER_BYTES = 40 * 2**20
 """Bytes of a process that reads data ahead, beyond those that it shares with its parent (20 MiB for

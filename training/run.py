@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from accel.ledger import Ledger, LedgerRow
-from accel.proof import KERNELS_FILE
 from accel.stack import AccelerationStack
+from accel.trial.proof import KERNELS_FILE
 from common.clock import CLOCK, MAINTENANCE_KINDS, READ_ERRORS, TIME_FILE, explain_bound
 from common.config.build import fill_defaults
 from common.config.compose import Composed, parse_yaml, read_config, to_yaml
@@ -40,9 +40,9 @@ from training.checkpoint.load import (
 )
 from training.checkpoint.save import Checkpoints
 from training.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
-from training.metrics import METRICS_FILE, MetricsFile, SafeLogger, find_best, read_metrics
+from training.records.log_lines import format_summary
+from training.records.metrics import METRICS_FILE, MetricsFile, SafeLogger, find_best, read_metrics
 from training.state import TrainState
-from training.terminal import format_summary
 from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
 RUNNING_FILE = "running"

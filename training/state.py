@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -15,14 +16,38 @@ from accel.composite_optimizer import Members, parameters_of
 from accel.sharding import shard_like
 from accel.stack import AccelerationStack
 from common.errors import UserError
+from common.trees import flatten, nest
 from data.loader import LatentLoader
 from models.adapters import find_adapted_layers, find_trained_parameters
 from models.denoiser import Denoiser, drop_aux_heads, select_aux_heads
-from training.averages import PowerAverage
-from training.checkpoint.files import Layout, flatten, nest
-from training.ema import EMA
-from training.metrics import Meter
-from training.step import SpikeGuard
+from training.optim.averages import PowerAverage
+from training.optim.ema import EMA
+from training.optim.spikes import SpikeGuard
+from training.records.metrics import Meter
+
+
+class Layout(Enum):
+    """The ways in which a checkpoint can store a piece of the state."""
+
+    whole = auto()
+    """Unsharded tensors in a separate file that other tools can read; rank 0 gathers and writes
+    them."""
+    shared = auto()
+    """Tensors that are sharded or equal on all ranks, and numbers that are equal on all ranks."""
+    values = auto()
+    """Numbers that are equal on all ranks."""
+    sums = auto()
+    """Tensors that differ between ranks, and numbers that do not. If another number of ranks loads
+    the checkpoint, each rank gets the mean of each tensor over the ranks that saved it."""
+    each = auto()
+    """Tensors that differ between ranks. If another number of ranks loads the checkpoint, rank r
+    gets the tensors of the old rank r mod the old number of ranks."""
+
+
+LAYOUTS_WITH_NUMBERS = (Layout.values, Layout.sums)
+"""Layouts of pieces whose numbers have an entry of their own in `state.json`; the numbers of all
+other pieces are in the entry `leaves` of that file."""
+
 
 COUNTERS = ("step", "samples", "skipped_steps", "skipped_data")
 LAYOUTS = {

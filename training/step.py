@@ -4,10 +4,10 @@ for the device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -17,77 +17,13 @@ from accel.composite_optimizer import is_fused
 from accel.sharding import replicate_like, to_local, total_norm
 from common.config.schema import TrainConfig
 from data.loader import Batch
-from training.objective import Losses
-from training.optimizers import Schedule
+from training.objective import FlowMatching, Losses
+from training.optim.schedule import Schedule
+from training.records.metrics import StepOutput
+from training.state import TrainState
 
 if TYPE_CHECKING:
     from accel.techniques.precision import LossScaler
-    from training.objective import FlowMatching
-    from training.state import TrainState
-
-
-class StepOutput(NamedTuple):
-    """Results of one training step, as scalar tensors on the device."""
-
-    losses: Mapping[str, Tensor]
-    """Mean over this rank's samples of the step of each term that training minimises: `loss`, and
-    `loss_<name>` for each extra term of the objective."""
-    grad_norm: Tensor
-    """Norm of the gradient before clipping."""
-    skipped: Tensor
-    """1.0 if the gradient norm was not finite or a spike, so that parameters, moments and averages
-    did not change; otherwise 0.0, also if `backed_off` is 1.0."""
-    backed_off: Tensor
-    """1.0 if nothing changed because fp16's loss scale was too large, which is normal while the
-    scale is being searched; otherwise 0.0."""
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss without extra terms."""
-        return self.losses["loss"]
-
-
-class SpikeGuard:
-    """Detects spikes, which are gradient norms more than `sigmas` standard deviations above the
-    mean of the last `window` norms.
-
-    The window holds finite norms only, because with one NaN in it every comparison is false. A
-    spike enters the window as the limit, the highest norm that is no spike: so a single spike does
-    not hide the next one, and the window still follows a lasting rise of the norms. Until the
-    window is full, no finite norm is a spike. (OLMo's SkipStep uses 6 standard deviations and the
-    last 128 steps.)
-    """
-
-    def __init__(self, sigmas: float, window: int, device: torch.device) -> None:
-        self.sigmas = sigmas
-        self.norms = torch.zeros(window, device=device)
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
-
-    @torch.no_grad()
-    def admit(self, norm: Tensor) -> Tensor:
-        """Returns a bool tensor on the device, without waiting for the device: true if `norm` is
-        finite and no spike. Adds a finite norm to the window of recent norms; instead of a spike
-        adds the limit, the highest norm that is no spike."""
-        std, mean = torch.std_mean(self.norms)
-        full = self.count >= len(self.norms)
-        finite = torch.isfinite(norm)
-        limit = torch.where(full, mean + self.sigmas * std, torch.inf)
-        place = (self.count % len(self.norms)).view(1)
-        entry = torch.where(finite, torch.minimum(norm, limit), self.norms[place])
-        self.norms.index_copy_(0, place, entry)
-        self.count.add_(finite)
-        return finite & (norm <= limit)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"norms": self.norms, "count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies the saved gradient norms into the existing tensors, because a captured CUDA graph
-        reads these tensors. If the saved window has another size, or `state` is empty, starts with
-        an empty window."""
-        fits = state.keys() == {"norms", "count"} and state["norms"].shape == self.norms.shape
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name]) if fits else tensor.zero_()
 
 
 class TrainStep:

@@ -37,7 +37,7 @@ from common.errors import UserError
 from common.files import ROOT, find_cache_folder, read_object, write_to_cache
 from common.text import replace_non_finite
 from training.assemble import to_json_types
-from training.components import find_text_level, foresee_latents
+from training.inputs import find_text_level, foresee_latents
 
 TUNING_FILE = "tuning.json"
 """Name of the file in a run folder that holds the choice of techniques."""

@@ -32,7 +32,7 @@ MAX_SAMPLES_PER_LAUNCH = 65_535
 """Largest number of samples, or of chunks of samples, in one launch: CUDA's limit for the second
 and third dimension of a grid."""
 OPERATORS: dict[str, Operator] = {}
-"""Name of each registered operator -> its definition and kernel; accel/parity.py compares the
+"""Name of each registered operator -> its definition and kernel; accel/trial/parity.py compares the
 results of the two."""
 
 

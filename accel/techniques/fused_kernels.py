@@ -2,9 +2,9 @@
 
 If a key is off, the model calls the definition directly, so that a compiler can fuse it with
 neighbouring operations. If the key is on, the model calls one operator that has a backward pass of
-its own. `true` and `auto` use a kernel only after a trial on the run's own device (accel/proof.py):
-with `true` the kernel's results must agree with the definition's; with `auto`, besides, the block
-must be at most 3 % slower with the kernel than without it.
+its own. `true` and `auto` use a kernel only after a trial on the run's own device
+(accel/trial/proof.py): with `true` the kernel's results must agree with the definition's; with
+`auto`, besides, the block must be at most 3 % slower with the kernel than without it.
 
 The trial takes about half a minute on an H100 for each new model, GPU or version, and with `auto`
 for each new batch too. A kernel saves time, which the trial measures, and memory, because it saves
@@ -15,14 +15,22 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
 from accel.machine import capability_of, is_available
-from accel.proof import Proof
 from accel.technique import Model, Observation, Saving, Technique, blocks_of, find_switches
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The decision whether to use a kernel (`on`), and the reason as a phrase (`why`)."""
+
+    on: bool
+    why: str
 
 
 class FusedKernel(Technique):

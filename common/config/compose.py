@@ -44,7 +44,7 @@ from common.config.words import (
 )
 from common.errors import UserError, describe_machine_fault
 from common.files import read_object
-from common.terminal import tolerate_broken_output
+from common.output import tolerate_broken_output
 from common.text import escape_unprintable
 
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}

@@ -111,7 +111,9 @@ def check_contradictions(
         "accumulates": accumulation_steps > 1,
         "deterministic": deterministic,
         "optimizer": optimizer,
-        "needs_whole": str(optimizer).startswith(("torch.optim.Adafactor", "training.optimizers.")),
+        "needs_whole": str(optimizer).startswith(
+            ("torch.optim.Adafactor", "training.optim.small_adamw.")
+        ),
         "decides_on_device": optimizer in DEVICE_OPTIMIZERS,
     }
     for conditions, sentence in CONTRADICTIONS:

@@ -289,7 +289,7 @@ KERNEL_KEYS = tuple(node.name for node in fields(RuntimeConfig) if node.type == 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Learning-rate schedule. The learning rate depends on the number of samples that training has
-    seen, not on the number of steps (training/optimizers.py)."""
+    seen, not on the number of steps (training/optim/schedule.py)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup_samples: Natural = 1280

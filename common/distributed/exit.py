@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from common.config.build import admit_extensions
 from common.config.compose import report_user_errors
 from common.config.words import quote, refuse_words, select_overrides
-from common.terminal import tolerate_broken_output
+from common.output import tolerate_broken_output
 
 if TYPE_CHECKING:
     from common.distributed.ranks import Ranks

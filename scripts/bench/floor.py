@@ -40,7 +40,7 @@ from models.denoiser import Denoiser
 from scripts.bench import TABLES, Words
 from scripts.commands import format_table, split_words
 from scripts.plan.counting import CPU, build_blank_model
-from training.components import foresee_latents
+from training.inputs import foresee_latents
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 SUMS = ("everything else", "products")
@@ -54,7 +54,7 @@ PARAMETER_BYTES = 78
 """Bytes that a step moves for each parameter. AdamW reads weight, gradient and two moments, and
 writes all but the gradient (28); the norm reads the gradient (4); a bf16 gradient is cast, and
 added to the fp32 one (8); a weight is cast to bf16 (6). The average takes three ops
-(training/ema.py): a difference (12), its product with a number (8), and a sum (12)."""
+(training/optim/ema.py): a difference (12), its product with a number (8), and a sum (12)."""
 PRODUCT_SHARE = 0.85
 COPY_SHARE = 0.8
 """Shares of the measured rates that a good step is likely to reach: assumptions."""

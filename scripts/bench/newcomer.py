@@ -31,7 +31,7 @@ from scripts.bench import Words
 from scripts.bench.step import Loop
 from scripts.timing import MemoryPeak
 from training.assemble import build_stack
-from training.components import build_loader
+from training.inputs import build_loader
 from training.weights.pretrained import build_model
 
 

@@ -21,9 +21,9 @@ from common.encoded_text import EncodedText
 from common.errors import UserError
 from models.autoencoders import add_global_branch
 from models.block import Norm
-from models.conditions import find_class_numbers, pair_conditions
 from models.denoiser import Denoiser
 from models.images import select_rgb, to_uint8
+from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import (
     STEP_STRIDE,
     add_text,

@@ -33,7 +33,7 @@ from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
 from training.failures import count_lasting_bytes
 from training.memory import make_blank_batch
-from training.optimizers import make_parameter_groups
+from training.optim.groups import make_parameter_groups
 from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.text import shorten_error
 from scripts.commands import format_table
 from scripts.plan.memory import Forecast, forecast, make_question
-from training.weights.adapter_base import compose_pretrained
+from training.weights.initial import compose_pretrained
 
 SHARDED_WORDS = "runtime=lowmem runtime.parallel.mode=fsdp"
 WAYS = (

@@ -33,10 +33,10 @@ from scripts.plan.counting import (
     count_update,
     with_few_blocks,
 )
-from training.components import find_text_level, foresee_latents
-from training.ema import EMA
-from training.optimizers import make_parameter_groups
-from training.weights.adapter_base import add_adapter, find_base
+from training.inputs import find_text_level, foresee_latents
+from training.optim.ema import EMA
+from training.optim.groups import make_parameter_groups
+from training.weights.initial import add_adapter, find_base
 from training.weights.pretrained import build_on_meta
 
 CONTEXT_BYTES = 0.6 * GIB

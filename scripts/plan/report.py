@@ -40,9 +40,9 @@ from scripts.plan.savings import (
     make_apply,
     merge_values,
 )
-from training.averages import count_snapshot_bytes
+from training.checkpoint.snapshots import count_snapshot_bytes
 from training.tune import STEPS_KEY, tune_config
-from training.weights.adapter_base import compose_pretrained
+from training.weights.initial import compose_pretrained
 
 HERE = "here"
 RATE_KEYS = ("samples_per_s", "rate_of", "mfu")

@@ -51,7 +51,7 @@ from scripts.plan.savings import (
     merge_values,
 )
 from training.assemble import Parts, Training, assemble, to_json_types
-from training.components import find_text_level
+from training.inputs import find_text_level
 from training.length import measure_pauses
 from training.memory import refuse_large_step
 from training.tune import STEPS_KEY, apply_changes, is_available, run_apart

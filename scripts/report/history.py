@@ -15,9 +15,9 @@ from common.config.compose import read_config
 from common.errors import UserError
 from common.files import hash_file, read_object
 from common.text import is_figure
-from training.checkpoint.files import flatten
+from common.trees import flatten
 from training.checkpoint.load import list_complete, read_newest, read_state_file
-from training.metrics import read_metrics
+from training.records.metrics import read_metrics
 from training.weights.pretrained import read_tensors
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied", "why")

@@ -26,10 +26,10 @@ from PIL import Image
 from accel.ledger import COLUMNS
 from common.config.compose import compose, parse_yaml, to_yaml
 from common.text import is_figure
+from common.trees import flatten
 from sampling.draw import SAMPLER_KEYS
 from scripts.report import history
 from scripts.report.history import HEADS, History, format_cell
-from training.checkpoint.files import flatten
 
 MAX_GRIDS = 6
 GRID_WIDTH = 960

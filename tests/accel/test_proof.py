@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from accel import proof
-from accel.proof import judge, merge_findings
 from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.fused_kernels import FusedKernel
+from accel.trial import proof
+from accel.trial.choice import choose_kernels
+from accel.trial.proof import judge, merge_findings
 from common.config.compose import compose
 from scripts import doctor
 from tests.harness.planted_models import PlantedModel
@@ -54,7 +55,7 @@ def test_true_and_deterministic_skip_the_time_and_never_the_parity(value, determ
 def test_a_model_without_the_operator_asks_nothing(trials):
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(1, 1)])
-    assert make_stack().prove_kernels(model, lambda: None, 8) == {}
+    assert choose_kernels(make_stack(), model, lambda: None, 8) == {}
     assert trials == []
 
 

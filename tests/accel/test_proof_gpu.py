@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from accel import proof
+from accel.trial import proof
 from common.config.schema import KERNEL_KEYS
 from tests.harness.steps import read_ledger, tiny_training
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from accel import proof
-from accel.proof import Question
+from accel.trial import proof
+from accel.trial.proof import Question
 from tests.harness.outcomes import FOUR_STEPS, read_columns
 from tests.harness.planted_models import PlantedModel
 from tests.harness.proofs import GOOD, plant_findings, prove_scan

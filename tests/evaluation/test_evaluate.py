@@ -27,7 +27,7 @@ from scripts.evaluate import EvaluateConfig, evaluate_run
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
-from training.components import build_loader
+from training.inputs import build_loader
 
 DIGITS = {"_target_": "data.digits.DigitLatents"}
 RUN = [

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from common.config.compose import report_user_errors
+from common.trees import flatten
 from data.digits import DigitLatents
 from tests.harness.outcomes import are_equal, list_checkpoints, read_columns, read_lines
 from tests.harness.refusals import expect_refusal
-from training.checkpoint.files import flatten
+from training.optim.spikes import SpikeGuard
 from training.state import TrainState
-from training.step import SpikeGuard, TrainStep
+from training.step import TrainStep
 
 TWENTY_STEPS = ["total_samples=160", "runtime=eager", "log_every=1", "save_every=5"]
 BURST = pytest.mark.fault(

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from common.terminal import Progress
+from common.output import Progress
 from scripts.report.history import History
 from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
 from tests.harness.zygote import read_output
-from training.metrics import MetricsFile, read_metrics
+from training.records.metrics import MetricsFile, read_metrics
 
 DAMAGES = {
     "a line without its end": lambda text: text[:-9],

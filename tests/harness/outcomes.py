@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from common.distributed.ranks import Ranks
-from training.checkpoint.files import assemble_state, flatten
+from common.trees import flatten
+from training.checkpoint.files import assemble_state
 from training.checkpoint.load import find_damage, list_complete, read_state_file
 from training.state import LAYOUTS
 

@@ -1,7 +1,8 @@
 """Proofs of the planted model's kernel (tests/harness/planted_models.py) on a CPU."""
 
-from accel import proof
 from accel.stack import AccelerationStack
+from accel.trial import proof
+from accel.trial.choice import choose_kernels
 from tests.harness.planted_models import PlantedModel
 from tests.harness.steps import EAGER
 from tests.harness.words import CPU
@@ -32,7 +33,7 @@ def prove_scan(value="auto", folder=None, samples=8, model=None, **more):
     keeps."""
     stack = make_stack(value, **more)
     model = model or PlantedModel()
-    kept = stack.prove_kernels(model, model, samples, folder)
+    kept = choose_kernels(stack, model, model, samples, folder)
     stack.on_model(model)
     assert all(block.fused_scan is stack.values["fused_scan"] for block in model.blocks)
     outcome = next(t for t in stack.techniques if t.key == "fused_scan").proof

@@ -13,11 +13,12 @@ from accel.sharding import total_norm
 from common.distributed.ranks import SINGLE
 from encoding.shards import ChannelSums, compute_channel_statistics
 from evaluation.distances import Moments, frechet_distance
-from training.ema import EMA
 from training.evaluate import evaluate
-from training.metrics import Meter
 from training.objective import Losses
-from training.step import SpikeGuard, StepOutput, TrainStep
+from training.optim.ema import EMA
+from training.optim.spikes import SpikeGuard
+from training.records.metrics import Meter, StepOutput
+from training.step import TrainStep
 
 CPU = torch.device("cpu")
 BF16 = 2.0**-9

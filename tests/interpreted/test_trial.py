@@ -1,14 +1,14 @@
-"""The trial of accel/trial.py with the real kernels, on real blocks: all of them pass, with room to
-spare."""
+"""The trial of accel/trial/child.py with the real kernels, on real blocks: all of them pass, with
+room to spare."""
 
 import pytest
 import torch
 
-from accel.parity import ComparingMode
-from accel.proof import record_uses
 from accel.technique import find_switches
 from accel.techniques.precision import Precision
-from accel.trial import draw_inputs, run_both_passes, switch
+from accel.trial.child import draw_inputs, run_both_passes, switch
+from accel.trial.parity import ComparingMode
+from accel.trial.proof import record_uses
 from tests.harness.steps import tiny_training
 from tests.harness.words import CPU
 

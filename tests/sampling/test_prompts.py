@@ -19,7 +19,7 @@ from tests.harness.captions import DIGITS, save_bert, save_digits
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
-from training.components import build_loader
+from training.inputs import build_loader
 
 PROMPTS = [
     "red: apple",

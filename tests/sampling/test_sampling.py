@@ -12,7 +12,7 @@ import torch
 from common.distributed.ranks import SINGLE
 from data.loader import LatentSpec
 from data.resident import ChunkedLatents
-from models.conditions import find_class_numbers, pair_conditions
+from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import sample
 from sampling import load as sampling
 from sampling.draw import DrawConfig, SampleJob
@@ -21,8 +21,8 @@ from tests.harness.draws import draw_samples, make_job
 from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU
 from training.checkpoint.load import list_complete
-from training.components import build_loader
-from training.conditions import open_data, read_conditions
+from training.inputs import build_loader
+from training.sample_conditions import open_data, read_conditions
 from training.weights.adapter_file import load_model
 
 

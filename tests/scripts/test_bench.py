@@ -10,7 +10,7 @@ from common.files import ROOT
 from scripts.bench import TABLES, kernels, runner
 from scripts.bench.__main__ import main as bench
 from scripts.bench.cases import COMMANDS, SETTINGS, plan_job
-from training.components import foresee_latents
+from training.inputs import foresee_latents
 from training.weights.pretrained import build_on_meta
 
 QUICK = ["setting=tiny", "steps=1", "repeats=1", "runtime.device=cpu"]

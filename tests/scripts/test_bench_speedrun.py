@@ -14,7 +14,7 @@ from scripts.bench.publish import Page, Result, format_entries, make_tables
 from scripts.bench.runner import Runner
 from scripts.bench.speedrun import FIGURES, climb, count_samples
 from scripts.timing import measure_seconds, summarise
-from training.components import foresee_latents
+from training.inputs import foresee_latents
 from training.weights.pretrained import build_on_meta
 
 SPEEDUPS = [3.0, 1.0, 2.0, 1.5]

@@ -21,7 +21,7 @@ from tests.harness.words import CPU, TINY_RUN, TINY_SYNTHETIC
 from train import train
 from training import tune
 from training.assemble import to_json_types
-from training.components import foresee_latents
+from training.inputs import foresee_latents
 
 PLANTED = [
     "extensions=[tests]",

@@ -24,8 +24,8 @@ from tests.harness.words import CPU
 from train import train
 from training.assemble import assemble
 from training.checkpoint.load import find_weights_file
-from training.weights.adapter_base import compose_pretrained
 from training.weights.adapter_file import TENSORS_FILE, load_model, write_peft
+from training.weights.initial import compose_pretrained
 from training.weights.pretrained import load_pretrained
 
 SAVING = [

@@ -16,8 +16,9 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.steps import tiny_training
 from tests.harness.words import TINY_RUN
 from train import train
-from training.averages import PowerAverage, find_exponent, list_snapshots
 from training.checkpoint.files import write_tensors
+from training.checkpoint.snapshots import list_snapshots
+from training.optim.averages import PowerAverage, find_exponent
 from training.weights.pretrained import read_description
 
 WORDS = [*TINY_RUN, *TWELVE_STEPS, "keep_checkpoints=9", "ema.snapshots=5"]
@@ -88,7 +89,9 @@ def test_a_run_that_goes_on_keeps_its_snapshots(whole, tmp_path):
 
 def test_a_snapshot_takes_no_time_of_training(run, monkeypatch):
     kinds = []
-    monkeypatch.setattr("training.averages.write_average", lambda *_: kinds.append(CLOCK.kind))
+    monkeypatch.setattr(
+        "training.checkpoint.snapshots.write_average", lambda *_: kinds.append(CLOCK.kind)
+    )
     run("ema.snapshots=2")
     assert kinds == ["saving"] * 4
 
@@ -115,7 +118,7 @@ def test_a_full_disk_loses_no_snapshot(whole, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("training.averages.write_tensors", refuse)
+        patch.setattr("training.checkpoint.snapshots.write_tensors", refuse)
         with expect_refusal(r"samples-64-0\.10\.safetensors cannot be written .*from step-6"):
             start_run(folder, "async_checkpoints=false")
     assert {file.suffix for file in (folder / "averages").iterdir()} == {".safetensors"}

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.harness.outcomes import read_columns
-from training.loggers import NoLogger, WandbLogger
+from training.records.loggers import NoLogger, WandbLogger
 from training.state import TrainState
 
 TWENTY_STEPS = ["total_samples=160", "runtime=eager", "log_every=1"]
@@ -77,7 +77,7 @@ class Wandb:
 def test_wandb_down(down, warning, lines, run, tmp_path, monkeypatch):
     fake = Wandb(down)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr("training.loggers.FINISH_SECONDS", 0.5)
+    monkeypatch.setattr("training.records.loggers.FINISH_SECONDS", 0.5)
     with pytest.warns(UserWarning, match=warning):
         run(*TWENTY_STEPS, "logger=wandb")
     assert read_columns(tmp_path / "run", "step") == [[step] for step in range(1, 21)]

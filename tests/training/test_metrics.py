@@ -8,8 +8,7 @@ import torch
 from common.clock import CLOCK
 from data.loader import Batch
 from tests.harness.steps import tiny_training
-from training.metrics import Meter
-from training.step import StepOutput
+from training.records.metrics import Meter, StepOutput
 
 
 @pytest.mark.usefixtures("quick_compiler")
@@ -37,7 +36,7 @@ def test_graphs_compiled_after_warm_up_are_logged_and_warned_of_with_their_reaso
 @pytest.fixture
 def meter(monkeypatch):
     """A meter on a pretended GPU, at the start of a run."""
-    monkeypatch.setattr("training.metrics.uses_gpu", lambda: True)
+    monkeypatch.setattr("training.records.metrics.uses_gpu", lambda: True)
     monkeypatch.setattr(CLOCK, "kind", "start")
     monkeypatch.setattr(CLOCK, "seconds", defaultdict(float))
     return Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)

@@ -15,8 +15,8 @@ from tests.harness.denoisers import make_denoiser
 from tests.harness.outcomes import FOUR_STEPS, are_equal, read_columns
 from tests.harness.steps import read_ledger, tiny_training
 from tests.harness.zygote import read_output
-from training.muon import Muon
-from training.optimizers import make_parameter_groups
+from training.optim.groups import make_parameter_groups
+from training.optim.muon import Muon
 
 IN_PROJ = [(0, 64), (64, 128), (128, 144), (144, 160), (160, 176), (176, 192)]
 MLP = {"1.w13": [(0, 160), (160, 320)], "1.w2": [(0, 64)]}
@@ -39,7 +39,7 @@ RULES = {
 RULES["hybrid"] = (RULES["ssd_mlp"], RULES["dit"])
 """Family -> linear layer of a block -> the ranges of its rows that are matrices. AdamW has all
 other rows, such as those of dt, and all other parameters. A tuple has the rules of each block."""
-NODE = {"_target_": "training.muon.Muon", "weight_decay": 0.1}
+NODE = {"_target_": "training.optim.muon.Muon", "weight_decay": 0.1}
 SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.optimizers import Schedule
+from training.optim.schedule import Schedule
 
 
 def test_warm_up_and_cosine_in_samples():

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from common.distributed.ranks import Ranks
+from common.trees import flatten
 from tests.harness.outcomes import are_equal
 from tests.harness.steps import allow_any_precision, tiny_training
-from training.checkpoint.files import flatten
 
 
 def copy_tensors(state):

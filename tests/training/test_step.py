@@ -19,8 +19,8 @@ from tests.harness.steps import (
     tiny_training,
 )
 from tests.harness.words import CPU
-from training.ema import EMA
 from training.objective import Losses
+from training.optim.ema import EMA
 from training.state import load_weights
 
 CUDA = torch.device("cuda")

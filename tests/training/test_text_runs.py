@@ -20,8 +20,7 @@ from tests.harness.words import CPU
 from train import train
 from training import objective
 from training.checkpoint.load import list_complete
-from training.components import build_loader
-from training.conditions import choose_conditions
+from training.inputs import build_loader
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +114,7 @@ def test_distances_and_grids_are_drawn_of_pairs_of_the_data(source, digits):
     """Label and caption of a sample of a model of both belong together, in the order of seed 0."""
     words = [*text_words(digits), "model.conditioning=class_and_text", "seed=3"]
     training = tiny_training("dit", *words)
-    conditions = choose_conditions(training, source, 40)
+    conditions = training.choose_conditions(source, 40)
     labels, text = conditions(torch.arange(50))
     for label, number in zip(labels.tolist(), text.numbers.tolist(), strict=True):
         assert DIGITS[label] in conditions.names[number]

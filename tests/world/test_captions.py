@@ -7,7 +7,7 @@ import pytest
 
 from common.config.schema import CaptionLines, CaptionsMissing
 from data.manifest import read_manifest
-from encoding.captions import CaptionReader, add_captions, settle_missing
+from encoding.caption_files import CaptionReader, add_captions, settle_missing
 from encoding.job import JOB_FILE, read_job
 from encoding.shards import hash_content
 from encoding.sources import list_images
@@ -15,7 +15,7 @@ from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.captions import save_bert, save_text
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import PNG, read_contents, save_files, save_images
-from training.conditions import read_prompts
+from training.sample_conditions import read_prompts
 
 TEXT_JOB = ["text_encoder=wordllama", "classes=none"]
 

@@ -16,7 +16,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,8 @@ from accel.sharding import find_first_row, to_full, to_local
 from common.distributed.ranks import SINGLE, Ranks
 from common.errors import UserError
 from common.text import shorten_error
+from common.trees import flatten, nest
+from training.state import LAYOUTS_WITH_NUMBERS, Layout
 
 WEIGHTS_FILES = ("model.safetensors", "ema.safetensors")
 RANK_FILE = "rank-{rank}-of-{world_size}.safetensors"
@@ -65,29 +66,6 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-class Layout(Enum):
-    """The ways in which a checkpoint can store a piece of the state."""
-
-    whole = auto()
-    """Unsharded tensors in a separate file that other tools can read; rank 0 gathers and writes
-    them."""
-    shared = auto()
-    """Tensors that are sharded or equal on all ranks, and numbers that are equal on all ranks."""
-    values = auto()
-    """Numbers that are equal on all ranks."""
-    sums = auto()
-    """Tensors that differ between ranks, and numbers that do not. If another number of ranks loads
-    the checkpoint, each rank gets the mean of each tensor over the ranks that saved it."""
-    each = auto()
-    """Tensors that differ between ranks. If another number of ranks loads the checkpoint, rank r
-    gets the tensors of the old rank r mod the old number of ranks."""
-
-
-LAYOUTS_WITH_NUMBERS = (Layout.values, Layout.sums)
-"""Layouts of pieces whose numbers have an entry of their own in `state.json`; the numbers of all
-other pieces are in the entry `leaves` of that file."""
 
 
 class Staged(NamedTuple):
@@ -232,26 +210,6 @@ def join_parts(parts: list[tuple[int, Tensor]], layout: Layout, ranks: Ranks) ->
     if layout is Layout.sums:
         return torch.stack(tensors).mean(0)
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) for every value in nested mappings that is not itself a
-    mapping."""
-    for key, value in node.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            yield from flatten(value, name)
-        else:
-            yield name, value
-
-
-def nest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Turns a mapping with names `key.entry` into nested dicts: key -> entry -> leaf."""
-    tree: dict[str, dict[str, Any]] = {}
-    for name, leaf in leaves.items():
-        key, _, entry = name.partition(".")
-        tree.setdefault(key, {})[entry] = leaf
-    return tree
 
 
 def write_tensors(

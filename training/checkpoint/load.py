@@ -17,7 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -29,11 +29,10 @@ from common.distributed.ranks import SINGLE, Ranks
 from common.errors import UserError
 from common.files import read_object, rename
 from common.text import shorten_error
-from training.checkpoint.files import CHUNK_BYTES, RANK_FILE, WEIGHTS_FILES, assemble_state, flatten
-from training.optimizers import Schedule
-
-if TYPE_CHECKING:
-    from training.state import TrainState
+from common.trees import flatten
+from training.checkpoint.files import CHUNK_BYTES, RANK_FILE, WEIGHTS_FILES, assemble_state
+from training.optim.schedule import Schedule
+from training.state import TrainState
 
 DAMAGE_ERRNOS = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR)
 """Error numbers that, when a file of a checkpoint is read, mean that the checkpoint is damaged. Any

@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.clock import CLOCK
 from common.distributed.ranks import SINGLE, JointWork, Ranks
 from common.errors import UserError
 from common.files import hash_file, make_folder, rename, sync_folder, write_json
-from common.terminal import Progress
+from common.output import Progress
 from common.text import replace_non_finite
 from training.checkpoint.files import RANK_FILE, Staged, make_header, stage, write_tensors
 from training.checkpoint.load import (
@@ -37,9 +37,7 @@ from training.checkpoint.load import (
     read_score,
     step_of,
 )
-
-if TYPE_CHECKING:
-    from training.state import TrainState
+from training.state import TrainState
 
 FORMAT_VERSION = 2
 FREE_SPACE_FACTOR = 1.1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel.kernels.counter_noise import counter_normal, counter_uniform, draw
-from accel.parity import ComparingMode, compare_output
+from accel.trial.parity import ComparingMode, compare_output
 from common.files import ROOT
 from common.libraries import disable_tf32
 from models.mixers.attention import Attention

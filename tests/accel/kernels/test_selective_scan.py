@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from accel.evidence import Evidence
 from accel.kernels import selective_scan_cuda
 from accel.kernels.selective_scan import fused_selective_scan, selective_scan
-from accel.parity import ComparingMode
-from accel.proof import Proof
 from accel.saved_tensors import count_saved
 from accel.techniques.compilation import PARTITION_BACKEND
 from accel.techniques.fused_kernels import FusedScan
+from accel.trial.parity import ComparingMode
+from accel.trial.proof import Proof
 from common.errors import UserError
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.operators import Sizes, assert_all_close, make_selective_scan, run_both_ways

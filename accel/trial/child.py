@@ -1,9 +1,9 @@
 """Tries fused kernels on one block of a model, in a separate process that may crash or hang.
 
-    python -m accel.trial <folder>
+    python -m accel.trial.child <folder>
 
-accel/proof.py writes job.json and blocks.pt into the folder, starts this program and reads the
-findings from found.json. The parity test runs a block forward and backward by the operators'
+accel/trial/proof.py writes job.json and blocks.pt into the folder, starts this program and reads
+the findings from found.json. The parity test runs a block forward and backward by the operators'
 definitions in PyTorch, and calls each operator's kernel on the same tensors. A time is that of the
 whole block as the run computes it, measured with the kernel and without it.
 """
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from accel.evidence import BlockEvidence, BlockProbe
 from accel.machine import time_on_gpu
-from accel.parity import ComparingMode
-from accel.proof import TIME_KEYS, make_outcome
 from accel.stack import AccelerationStack
 from accel.technique import blocks_of, find_switches
+from accel.trial.parity import ComparingMode
+from accel.trial.proof import TIME_KEYS, make_outcome
 from common.files import write_atomically
 from common.text import shorten_error
 
@@ -51,7 +51,8 @@ def switch(block: nn.Module, key: str, on: bool) -> None:
 
 def draw_inputs(metas: Sequence[Any], samples: int, device: torch.device, seed: int) -> Inputs:
     """Draws inputs of a block from the normal distribution. `metas` are the shapes, strides and
-    dtypes that accel/proof.py recorded; `samples` replaces the size of the first dimension."""
+    dtypes that accel/trial/proof.py recorded; `samples` replaces the size of the first
+    dimension."""
     generator = torch.Generator(device).manual_seed(seed)
     inputs = []
     for (_, *shape), stride, dtype in metas:

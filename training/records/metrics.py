@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -26,10 +26,6 @@ from common.clock import CLOCK
 from common.distributed.ranks import SINGLE, Ranks
 from common.files import rename, write_atomically
 from common.text import is_figure, replace_non_finite, shorten_error, to_json
-from training.step import StepOutput
-
-if TYPE_CHECKING:
-    from training.loggers import NoLogger
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the metrics file in a run folder."""
@@ -40,6 +36,27 @@ TRAINING_KINDS = ("steps", "data_wait")
 """Kinds of time (see common/clock.py) that make up the training time, from which rates are
 computed."""
 Arguments = ParamSpec("Arguments")
+
+
+class StepOutput(NamedTuple):
+    """Results of one training step, as scalar tensors on the device."""
+
+    losses: Mapping[str, Tensor]
+    """Mean over this rank's samples of the step of each term that training minimises: `loss`, and
+    `loss_<name>` for each extra term of the objective."""
+    grad_norm: Tensor
+    """Norm of the gradient before clipping."""
+    skipped: Tensor
+    """1.0 if the gradient norm was not finite or a spike, so that parameters, moments and averages
+    did not change; otherwise 0.0, also if `backed_off` is 1.0."""
+    backed_off: Tensor
+    """1.0 if nothing changed because fp16's loss scale was too large, which is normal while the
+    scale is being searched; otherwise 0.0."""
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss without extra terms."""
+        return self.losses["loss"]
 
 
 @dataclass
@@ -363,7 +380,7 @@ class MetricsFile:
 class SafeLogger:
     """Wraps a logger and switches it off, with a warning, at its first exception."""
 
-    def __init__(self, logger: NoLogger, silent: bool = False) -> None:
+    def __init__(self, logger: Any, silent: bool = False) -> None:
         self.name = type(logger).__name__
         self.off = silent
         self.known: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from data.blocks import BlockReader
 from data.captions import CaptionTable
 from data.manifest import read_manifest
 from data.source import open_source
-from encoding.captions import CaptionReader, fill_templates
+from encoding.caption_files import CaptionReader, fill_templates
 from encoding.sources import list_images
 from models.text_encoders import HubTextEncoder, WordLlama
 from scripts.import_latents import ImportConfig, check_config, import_latents

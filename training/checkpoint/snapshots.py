@@ -1,10 +1,5 @@
-"""Keeps two power-function averages of the parameters and writes snapshots of them, from which
-`scripts.average` makes averages of other lengths after the run (Karras et al. 2024, EDM2, arXiv
-2312.02696).
-
-A power-function average over N samples gives the parameters after n samples a weight proportional
-to n^γ. Its length σ is the standard deviation of n under this weight, as a fraction of N:
-σ = √(γ + 1) / ((γ + 2)·√(γ + 3)).
+"""Writes snapshots of a run's power-function averages, from which `scripts.average` makes averages
+of other lengths after the run (training/optim/averages.py).
 
 If `ema.snapshots` is S, a run writes a snapshot after each step at which the number of samples seen
 reaches or passes a multiple of total_samples / S. A snapshot is a file for each of `LENGTHS`, with
@@ -17,67 +12,21 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor, nn
 
 from common.clock import CLOCK
 from common.config.schema import TrainConfig
+from common.distributed.ranks import Ranks
 from common.environment import GIB
 from common.errors import UserError
 from common.files import make_folder, replace_file
 from models.adapters import find_trained_parameters
 from models.denoiser import drop_aux_heads
-from training.checkpoint.files import (
-    HASH_KEY,
-    Layout,
-    hash_tensors,
-    make_header,
-    stage,
-    write_tensors,
-)
-from training.ema import MovingAverage
-
-if TYPE_CHECKING:
-    from training.assemble import Training
-
-LENGTHS = (0.05, 0.10)
-"""Lengths σ of the averages that a run keeps."""
-
-
-def find_exponent(length: float) -> float:
-    """Returns the exponent γ of the power-function average of length σ = `length`, which must be
-    above 0 and below 0.28."""
-    # The definition of σ, squared, is (γ + 2)²·(γ + 3) = (γ + 1) / σ². This cubic equation has one
-    # root above -1, which is the largest.
-    roots = np.roots([1.0, 7.0, 16.0 - length**-2, 12.0 - length**-2])
-    return float(roots.real.max())
-
-
-class PowerAverage(MovingAverage):
-    """Power-function average of the parameters in fp32, over all samples of the run so far.
-
-    With n samples seen, the weight of the new parameters is w = 1 - (1 - batch / n)^(γ + 1).
-    """
-
-    def __init__(self, model: nn.Module, length: float) -> None:
-        super().__init__(model)
-        self.length = length
-        self.exponent = find_exponent(length)
-
-    def compute_weight(self, samples: int, batch_size: int) -> float:
-        return 1.0 - (1.0 - batch_size / samples) ** (self.exponent + 1.0)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the average. Raises ValueError if `state` is empty, because an average of the whole
-        run cannot begin in its middle."""
-        if not state:
-            raise UserError(
-                "it has no averages for ema.snapshots, and they begin with the first sample of a "
-                "run; use ema.snapshots=0, or a new run."
-            )
-        super().load_state_dict(state)
+from training.checkpoint.files import HASH_KEY, hash_tensors, make_header, stage, write_tensors
+from training.optim.averages import LENGTHS
+from training.state import Layout, TrainState
 
 
 class Snapshot(NamedTuple):
@@ -108,12 +57,10 @@ def count_due(cfg: TrainConfig, samples: int) -> int:
     return samples * cfg.ema.snapshots // cfg.total_samples
 
 
-def prepare_snapshots(training: Training, run: Path) -> str:
+def prepare_snapshots(cfg: TrainConfig, state: TrainState, run: Path) -> str:
     """Prepares the run folder `run` for the snapshots after the step at which this process starts.
     Returns a line about the space that they will need at most, or "" if the run writes none. Raises
     ValueError if the disk has less space. Only the first rank may call the function."""
-    cfg = training.cfg
-    state = training.state
     if not cfg.ema.snapshots:
         return ""
 
@@ -126,7 +73,7 @@ def prepare_snapshots(training: Training, run: Path) -> str:
     folder = run / "averages"
     make_folder(folder)
     count = cfg.ema.snapshots - count_due(cfg, state.samples)
-    size = count * count_snapshot_bytes(training.model)
+    size = count * count_snapshot_bytes(state.model)
     free = shutil.disk_usage(folder).free
     sentence = f"{count} snapshots of {len(LENGTHS)} averages: {size / GIB:.3g} GiB in {folder}"
     if free < size:
@@ -137,7 +84,9 @@ def prepare_snapshots(training: Training, run: Path) -> str:
     return f"\n{sentence}"
 
 
-def save_snapshot_if_due(training: Training, run: Path, described: Mapping[str, Any]) -> None:
+def save_snapshot_if_due(
+    cfg: TrainConfig, state: TrainState, ranks: Ranks, run: Path, described: Mapping[str, Any]
+) -> None:
     """Writes a snapshot to the run folder `run` if one is due after the last step. `described` is
     the description of the run that `describe_run` returns.
 
@@ -145,9 +94,6 @@ def save_snapshot_if_due(training: Training, run: Path, described: Mapping[str, 
     call the function, because it gathers sharded averages. Raises OSError if a file cannot be
     written.
     """
-    cfg = training.cfg
-    state = training.state
-    ranks = training.ranks
     before = state.samples - cfg.batch_size
     if not state.moved or count_due(cfg, state.samples) == count_due(cfg, before):
         return

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -19,10 +19,7 @@ from common.encoded_text import EncodedText
 from common.errors import UserError
 from common.text import split_lines
 from data.loader import LatentLoader, LatentSpec
-from training.components import build_loader
-
-if TYPE_CHECKING:
-    from training.assemble import Training
+from training.inputs import build_loader
 
 
 @dataclass(frozen=True)
@@ -120,24 +117,6 @@ def read_conditions(
     # Keep those rows of the table that are needed.
     used, rows = numbers.unique(return_inverse=True)
     return Conditions(source, labels.to(device), rows, table.texts, table.columns.select(used))
-
-
-def choose_conditions(training: Training, source: str, count: int) -> Conditions:
-    """Returns the conditions of `count` samples of a model in training: all classes in turn or, for
-    a model of captions, labels and captions of the data's first samples: held-out ones if `source`
-    is "held_out", and else `training.first_samples`. All ranks must call it together."""
-    loader = training.loader
-    device = training.device
-    captions = loader.captions
-    if captions is None:
-        return Conditions.of_classes(loader.spec, loader.spec.labels[:count], "balanced", device)
-    if source == "held_out":
-        labels, numbers = list_samples(loader, source, count)
-    else:
-        labels, numbers = (column[:count] for column in training.first_samples)
-    return Conditions(
-        source, labels.to(device), numbers.to(captions.device), captions.texts, captions.columns
-    )
 
 
 def read_prompts(file: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accel.stack import AccelerationStack
+from accel.trial.choice import choose_kernels
 from common.clock import CLOCK
 from common.config.build import build, check_arguments, resolve_target
 from common.distributed.ranks import SINGLE, Ranks
@@ -78,4 +79,4 @@ def prove_kernels(
     latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
     t = torch.full((2,), 0.5, device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)
-    return stack.prove_kernels(model, lambda: model(latents, t, labels), samples, folder)
+    return choose_kernels(stack, model, lambda: model(latents, t, labels), samples, folder)

@@ -1,8 +1,8 @@
 """Tests fused kernels on the run's own device before the run launches them, and chooses between
 each kernel and its definition, the same computation in PyTorch.
 
-A separate process (accel/trial.py) tries each kernel on the model's blocks: first it compares the
-kernel's results with the definition's (parity), then it times both. A cache keeps the results,
+A separate process (accel/trial/child.py) tries each kernel on the model's blocks: first it compares
+the kernel's results with the definition's (parity), then it times both. A cache keeps the results,
 called findings, and the run folder keeps the choice, so that a resumed run computes with the same
 kernels.
 """
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from accel.ledger import AUTO
 from accel.sharding import gather_objects, is_first_rank
 from accel.technique import blocks_of
-from common.files import find_cache_folder, write_to_cache
+from accel.techniques.fused_kernels import Proof
+from common.files import ROOT, find_cache_folder, write_to_cache
 from common.text import shorten_error
 from common.workers import run_watched
 
@@ -44,14 +45,6 @@ TIME_KEYS = {False: "times", True: "replayed"}
 in such a run: "times" with the host's launches of kernels, "replayed" without them."""
 KERNELS_FILE = "kernels.json"
 """Name of the file in a run folder that holds the run's choice between kernels and definitions."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """The decision whether to use a kernel (`on`), and the reason as a phrase (`why`)."""
-
-    on: bool
-    why: str
 
 
 class Use(NamedTuple):
@@ -194,7 +187,7 @@ def collect_facts(question: Question, uses: list[Use]) -> dict[str, Any]:
     because a trial measures times both with a CUDA graph and without."""
     from torch.utils import collect_env
 
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    sources = sorted((ROOT / "accel").rglob("*.py"))
     timed = question.timed_keys
     left_out = () if timed else question.change_times_only
     facts: dict[str, Any] = {
@@ -337,15 +330,15 @@ def make_failure(why: str) -> dict[str, Any]:
 
 
 def watch_trial(folder: Path) -> tuple[dict[str, Any], str]:
-    """Runs one process of accel/trial.py. Returns the last content of found.json that the process
-    wrote, and how the process ended, as the end of a sentence.
+    """Runs one process of accel/trial/child.py. Returns the last content of found.json that the
+    process wrote, and how the process ended, as the end of a sentence.
 
     Kills the process if it writes nothing for `TRIAL_TIMEOUT_SECONDS`, or for the longer time that
     the process has requested in found.json.
     """
     file = folder / "found.json"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "accel.trial", str(folder)]
+    command = [sys.executable, "-m", "accel.trial.child", str(folder)]
     end = run_watched(
         command,
         file,

@@ -1,0 +1,26 @@
+"""Dotted names of the values in nested mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def flatten(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted name, value) for every value in nested mappings that is not itself a
+    mapping."""
+    for key, value in node.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            yield from flatten(value, name)
+        else:
+            yield name, value
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Turns a mapping with names `key.entry` into nested dicts: key -> entry -> leaf."""
+    tree: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        key, _, entry = name.partition(".")
+        tree.setdefault(key, {})[entry] = leaf
+    return tree
