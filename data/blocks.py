@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from jaxtyping import UInt8
@@ -23,12 +23,12 @@ from torch import Tensor
 from common.errors import UserError
 from common.text import escape_unprintable, shorten_error
 from common.workers import Prefetcher, Readers
-from data.loader import Batch, LatentLoader, LatentSpec, LatentTensors, LoaderArgs, choose_captions
+from data.caption_table import CaptionTable
+from data.loader import Batch, LatentLoader, LatentTensors, LoaderArgs, choose_captions
 from data.manifest import Block, Manifest, Normalisation, Shard, make_spec, read_manifest
+from data.rows import join_rows, split_rows
 from data.source import Source, describe_failed_read, open_source
-
-if TYPE_CHECKING:
-    from data.captions import CaptionTable
+from data.spec import LatentSpec
 
 OnCorrupt = Literal["error", "skip"]
 MAX_UNREACHABLE_BLOCKS = 3
@@ -257,33 +257,6 @@ class BlockReader:
 def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
     """Returns dtype and shape as text, e.g. "float16[64, 4, 32, 32]"."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def join_rows(columns: list[Tensor]) -> UInt8[Tensor, "n bytes"]:
-    """Joins tensors with n rows each to the bytes of these rows."""
-    flat = [column.reshape(len(column), math.prod(column.shape[1:])) for column in columns]
-    return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
-
-
-def split_rows(
-    rows: UInt8[Tensor, "n bytes"],
-    template: Mapping[str, Tensor],
-    names: Collection[str] | None = None,
-) -> dict[str, Tensor]:
-    """Splits rows that `join_rows` joined; `template` maps the names of the columns to one row of
-    each. Returns name -> column for the columns `names` (None: all). The rows may have further
-    bytes."""
-    columns = {}
-    end = 0
-    for name, row in template.items():
-        start = end
-        end += row.nbytes
-        if names is None or name in names:
-            # Copy the part, also if it is contiguous, as a single row is: a view in a larger dtype
-            # must begin at a multiple of its size.
-            part = rows[:, start:end].clone(memory_format=torch.contiguous_format)
-            columns[name] = part.flatten().view(row.dtype).view(len(rows), *row.shape[1:])
-    return columns
 
 
 REMOTE_SETTINGS = ("cache", "timeout", "retries")

@@ -12,8 +12,9 @@ from typing import Unpack
 import torch
 
 from common.errors import UserError
-from data.loader import LatentSpec, LatentTensors, LoaderArgs
+from data.loader import LatentTensors, LoaderArgs
 from data.resident import InMemoryLatents
+from data.spec import LatentSpec
 
 PIXEL_ENCODER = {"_target_": "models.autoencoders.PixelAutoencoder"}
 HELD_OUT_IMAGES = 180

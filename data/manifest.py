@@ -5,7 +5,7 @@ latents, how to normalise them, and what each shard contains. A shard is a WebDa
 members are *blocks*: safetensors files with a few hundred samples each, as raw `latents` (n, C, H,
 W) and `labels` (n,), in some sets also `std`, `mirrored`, `mirrored_std` and `captions`. A tar with
 one member per sample takes 26 times as long to read. Shards of the split "captions" hold the
-encoded captions (data/captions.py).
+encoded captions (data/caption_blocks.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.errors import UserError, describe_first_fault
 from common.files import write_json
-from data.loader import Above0, Count, Finite, LatentSpec, Size, TextSpec, find_wrong_lengths
 from data.source import Source, describe_failed_read, open_source
+from data.spec import Above0, Count, Finite, LatentSpec, Size, TextSpec, find_wrong_lengths
 
 FORMAT = 2
 MANIFEST_NAME = "manifest.json"

@@ -16,18 +16,12 @@ from common.errors import UserError
 from common.memory import GIB, count_host_bytes
 from common.workers import Prefetcher, Readers
 from data.blocks import BlockLoader, BlockReader, OnCorrupt, add_skipped, append_captions, open_set
-from data.captions import CaptionTable, count_caption_bytes
-from data.loader import (
-    Above0,
-    Batch,
-    Int8Latents,
-    LatentLoader,
-    LatentSpec,
-    LatentTensors,
-    LoaderArgs,
-)
+from data.caption_blocks import read_captions
+from data.caption_table import count_caption_bytes
+from data.loader import Batch, Int8Latents, LatentLoader, LatentTensors, LoaderArgs
 from data.manifest import Normalisation
 from data.order import Chunk, ChunkOrder, EpochOrder
+from data.spec import Above0, LatentSpec
 
 Storage = Literal["native", "int8"]
 
@@ -273,7 +267,7 @@ class ResidentLatents(LatentLoader):
         if self.text != "none":
             whole_set = isinstance(self.loader, InMemoryLatents)
             place = device if whole_set else torch.device("cpu")
-            self.loader.captions = CaptionTable.read(train, self.text, place)
+            self.loader.captions = read_captions(train, self.text, place)
         self.captions = self.loader.captions
         self.skipped = self.loader.skipped
         self.held_out_count = held_out.count

@@ -36,10 +36,12 @@ from data.blocks import (
     append_captions,
     open_set,
 )
-from data.captions import CaptionTable
-from data.loader import Batch, Count, LatentSpec, LoaderArgs, Size
+from data.caption_blocks import read_captions
+from data.caption_table import CaptionTable
+from data.loader import Batch, LoaderArgs
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
+from data.spec import Count, LatentSpec, Size
 
 MAX_STREAMS = 64
 READERS_PER_WORKER = 8
@@ -237,7 +239,7 @@ class StreamedLatents(BlockLoader):
         spec = spec.with_order(str(window))
         super().__init__(spec, train, held_out, **args)
         if self.text != "none":
-            self.captions = CaptionTable.read(train, self.text, torch.device("cpu"))
+            self.captions = read_captions(train, self.text, torch.device("cpu"))
 
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor

@@ -9,8 +9,9 @@ import torch
 
 from accel.kernels.counter_noise import Purpose, counter_normal
 from data.digits import PIXEL_ENCODER
-from data.loader import LatentSpec, LatentTensors, LoaderArgs, Size
+from data.loader import LatentTensors, LoaderArgs
 from data.resident import InMemoryLatents
+from data.spec import LatentSpec, Size
 
 
 class SyntheticLatents(InMemoryLatents):

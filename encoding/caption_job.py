@@ -22,9 +22,10 @@ from common.config.build import build
 from common.encoded_text import TextEncoder
 from common.errors import UserError
 from common.output import Progress
-from data.captions import CaptionTable, count_caption_bytes, join_text, quantise
-from data.loader import TextSpec
+from data.caption_blocks import join_text
+from data.caption_table import CaptionTable, count_caption_bytes, quantise
 from data.manifest import Shard
+from data.spec import TextSpec
 from encoding.shards import (
     WHOLE,
     Part,
@@ -196,7 +197,7 @@ class CaptionJob:
         return written
 
     def encode(self, texts: list[str]) -> dict[str, Tensor]:
-        """Encodes the captions of a block; returns its tensors (data/captions.py)."""
+        """Encodes the captions of a block; returns its tensors (data/caption_blocks.py)."""
         new = [text for text in texts if text not in self.known]
         parts = []
         if self.earlier and len(new) < len(texts):

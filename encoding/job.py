@@ -39,9 +39,9 @@ from common.files import (
     refuse_changes,
     write_json,
 )
-from data.captions import CaptionTable
-from data.loader import TextSpec
+from data.caption_table import CaptionTable
 from data.manifest import Manifest, Shard
+from data.spec import TextSpec
 from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
 from encoding.shards import WHOLE, Part, compute_channel_statistics, hash_content, read_finished

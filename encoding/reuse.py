@@ -19,7 +19,8 @@ from torch import Tensor
 
 from common.files import refuse_changes
 from data.blocks import BlockReader
-from data.captions import CaptionTable
+from data.caption_blocks import read_captions
+from data.caption_table import CaptionTable
 from data.manifest import read_manifest
 from data.source import open_source
 from encoding.decoding import Decoded
@@ -58,7 +59,7 @@ class EarlierSet:
         if any(self.job.get(key) != settings[key] for key in ("text_tokens", "text_dtype")):
             return None
         blocks = BlockReader(open_source(str(self.folder)), read_manifest(self.folder), "train")
-        return CaptionTable.read(blocks, "tokens", torch.device("cpu"))
+        return read_captions(blocks, "tokens", torch.device("cpu"))
 
     def load_block(self, shard: str, offset: int, size: int) -> dict[str, Tensor]:
         with (self.folder / shard).open("rb") as stream:

@@ -29,7 +29,7 @@ from common.errors import UserError
 from common.files import find_cache_folder, read_object, write_json
 from common.output import Progress
 from common.text import replace_non_finite
-from data.loader import LatentSpec
+from data.spec import LatentSpec
 from encoding.decoding import DecodedImages, make_decoding_loader
 from encoding.images import RESIZE, read_with_retries
 from encoding.sources import list_images

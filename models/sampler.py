@@ -21,7 +21,7 @@ from common.errors import UserError
 
 if TYPE_CHECKING:
     from common.config.schema import SamplingConfig
-    from data.loader import LatentSpec
+    from data.spec import LatentSpec
 
 Velocity = Callable[[Tensor, float], Tensor]
 SOLVERS = ("euler", "heun", "ab2", "sde")

@@ -32,7 +32,7 @@ class TextEmbedding(nn.Module):
     before, because their common part is large (Mu & Viswanath 2018,
     https://arxiv.org/abs/1702.01417).
 
-    `text` describes the captions: a `TextSpec` of data/loader.py as a dict. The mean and the empty
+    `text` describes the captions: a `TextSpec` of data/spec.py as a dict. The mean and the empty
     caption are buffers, which files of weights do not contain.
     """
 

@@ -26,7 +26,7 @@ from common.config.schema import RuntimeConfig, SamplingConfig
 from common.encoded_text import TextEncoder
 from common.environment import pick_device
 from common.errors import UserError
-from data.loader import LatentSpec
+from data.spec import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions

@@ -29,7 +29,7 @@ from common.config.compose import parse_words, refuse_missing, report_user_error
 from common.errors import UserError
 
 if TYPE_CHECKING:
-    from data.loader import LatentSpec
+    from data.spec import LatentSpec
     from encoding.published import Published
 
 SD_SCALE = 0.18215
@@ -185,7 +185,7 @@ def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]
 
 def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
     """Returns the description of the model's latents: shape, classes, encoder and normalisation."""
-    from data.loader import LatentSpec
+    from data.spec import LatentSpec
     from scripts.import_latents import read_class_names
 
     mean = [0.0] * published.channels

@@ -110,12 +110,12 @@ def check_captions(source: Source, manifest: Manifest) -> list[str]:
     import torch
 
     from data.blocks import BlockReader, DamagedBlockError
-    from data.captions import CaptionTable
+    from data.caption_blocks import read_captions
 
     try:
         if manifest.text is not None:
             blocks = BlockReader(source, manifest, "train")
-            CaptionTable.read(blocks, "tokens", torch.device("cpu"))
+            read_captions(blocks, "tokens", torch.device("cpu"))
     except DamagedBlockError as error:
         return [str(error).partition(";")[0]]
     return []

@@ -27,7 +27,8 @@ from common.config.schema import TrainConfig
 from common.distributed.ranks import SINGLE, Ranks
 from common.environment import find_peak_flops
 from common.errors import UserError
-from data.loader import Batch, LatentLoader, LatentSpec
+from data.loader import Batch, LatentLoader
+from data.spec import LatentSpec
 from models.adapters import count_passes
 from models.denoiser import Denoiser
 from models.sampler import check_guidance, check_internal_guidance

@@ -15,7 +15,8 @@ from accel.trial.choice import choose_kernels
 from common.clock import CLOCK
 from common.config.build import build, check_arguments, resolve_target
 from common.distributed.ranks import SINGLE, Ranks
-from data.loader import LatentLoader, LatentSpec, LoaderArgs
+from data.loader import LatentLoader, LoaderArgs
+from data.spec import LatentSpec
 from models.denoiser import Denoiser
 
 

@@ -12,7 +12,7 @@ import torch
 from accel.counted_rows import OptimizerState
 from accel.live_bytes import measure_peak
 from common.memory import Need, Room, find_room, refuse_excess
-from data.captions import make_blank_table
+from data.caption_table import make_blank_table
 from data.loader import Batch
 from training.assemble import Training
 from training.failures import count_lasting_bytes

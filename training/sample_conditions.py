@@ -18,7 +18,8 @@ from torch import Tensor
 from common.encoded_text import EncodedText
 from common.errors import UserError
 from common.text import split_lines
-from data.loader import LatentLoader, LatentSpec
+from data.loader import LatentLoader
+from data.spec import LatentSpec
 from training.inputs import build_loader
 
 

@@ -27,7 +27,7 @@ from accel.live_bytes import LiveBytes
 from accel.stack import AccelerationStack
 from accel.technique import Technique, find_switches
 from common.config.schema import ParallelConfig, TrainConfig
-from data.loader import LatentSpec
+from data.spec import LatentSpec
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack

@@ -22,7 +22,7 @@ from common.config.schema import TrainConfig
 from common.environment import GIB
 from common.errors import UserError
 from common.text import shorten_error
-from data.loader import LatentSpec
+from data.spec import LatentSpec
 from models.denoiser import Denoiser
 from scripts.plan.counting import (
     PassBytes,

@@ -39,8 +39,8 @@ from common.environment import GIB, memory_of, set_deterministic
 from common.errors import UserError
 from common.files import read_object, write_atomically
 from common.text import shorten_error
-from data.captions import make_blank_table
-from data.loader import LatentSpec
+from data.caption_table import make_blank_table
+from data.spec import LatentSpec
 from data.synthetic import SyntheticLatents
 from scripts import timing
 from scripts.plan.memory import Question, forecast

@@ -8,7 +8,8 @@ import torch
 
 from common.encoded_text import EncodedText
 from data.blocks import BlockReader, DamagedBlockError
-from data.captions import CaptionTable, quantise
+from data.caption_blocks import read_captions
+from data.caption_table import quantise
 from data.loader import choose_captions
 from data.manifest import read_manifest
 from data.source import open_source
@@ -28,7 +29,7 @@ def folder(tmp_path):
 
 def read_table(folder, level="tokens"):
     manifest = read_manifest(folder)
-    return CaptionTable.read(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
+    return read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])

@@ -10,9 +10,10 @@ import torch
 from common.config.build import build
 from common.config.compose import compose
 from data.digits import DigitLatents
-from data.loader import LatentSpec, LatentTensors, draw_samples
+from data.loader import LatentTensors, draw_samples
 from data.order import EpochOrder
 from data.resident import InMemoryLatents
+from data.spec import LatentSpec
 from data.synthetic import SyntheticLatents
 from tests.harness import batches
 from tests.harness.batches import (

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from common.config.build import build
 from data.blocks import BlockReader
-from data.captions import CaptionTable
+from data.caption_blocks import read_captions
 from data.manifest import read_manifest
 from data.source import open_source
 from encoding.caption_files import CaptionReader, fill_templates
@@ -115,7 +115,7 @@ def test_a_job_with_captions(captioned, job, tmp_path, capsys):
     assert said.rstrip().endswith("model.conditioning=text")
     manifest = read_manifest(out)
     blocks = BlockReader(open_source(str(out)), manifest, "train")
-    table = CaptionTable.read(blocks, "tokens", CPU)
+    table = read_captions(blocks, "tokens", CPU)
     assert "left out" not in table.texts
     content = torch.cat([blocks.read(i)["captions"] for i in range(len(blocks.places))])
     labels = torch.cat([blocks.read(i)["labels"] for i in range(len(blocks.places))])
@@ -163,7 +163,7 @@ def test_an_import_takes_captions(vae, tmp_path):
     import_latents(ImportConfig(**cfg, text_encoder="wordllama", held_out=0.0))
     manifest = read_manifest(tmp_path / "set")
     blocks = BlockReader(open_source(str(tmp_path / "set")), manifest, "train")
-    texts = [*CaptionTable.read(blocks, "pooled", CPU).texts]
+    texts = [*read_captions(blocks, "pooled", CPU).texts]
     own = sorted([texts[n] for n in row if n >= 0] for row in blocks.read(0)["captions"].tolist())
     assert own == sorted([["one"], ["two", "three"], [], ["one"], ["x"], ["x"]])
     (tmp_path / "captions.json").write_text('["one"]')

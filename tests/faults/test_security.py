@@ -19,7 +19,7 @@ from common.config.build import build
 from common.config.compose import CONF_FOLDER, compose
 from common.config.contradictions import check_nccl
 from common.files import ROOT
-from data.loader import LatentSpec
+from data.spec import LatentSpec
 from encoding.sources import list_images
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.captions import save_bert

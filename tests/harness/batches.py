@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from data.captions import count_caption_bytes
+from data.caption_table import count_caption_bytes
 from data.loader import Batch
 from data.manifest import read_manifest
 from data.resident import ResidentLatents

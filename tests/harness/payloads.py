@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import save
 
-from data.loader import LatentSpec
+from data.spec import LatentSpec
 from tests.harness.words import CPU
 from training.checkpoint.files import METADATA_KEY, make_header
 from training.weights.pretrained import build_model

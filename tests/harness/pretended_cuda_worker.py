@@ -27,7 +27,8 @@ from accel.techniques.fused_kernels import FusedKernel
 from common.config.compose import compose
 from common.encoded_text import EncodedText
 from common.files import ROOT
-from data.loader import Batch, LatentSpec, TextSpec
+from data.loader import Batch
+from data.spec import LatentSpec, TextSpec
 from tests.harness.pretended_cuda import always, pretend_compiler, pretend_device, pretend_launches
 from tests.harness.steps import HEADS
 from training.assemble import Parts, assemble, build_stack

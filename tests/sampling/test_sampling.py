@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common.distributed.ranks import SINGLE
-from data.loader import LatentSpec
 from data.resident import ChunkedLatents
+from data.spec import LatentSpec
 from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import sample
 from sampling import load as sampling

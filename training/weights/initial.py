@@ -20,7 +20,8 @@ from common.distributed.ranks import SINGLE, Ranks
 from common.errors import UserError
 from common.files import hash_file
 from common.trees import flatten
-from data.loader import LatentLoader, LatentSpec, TextSpec
+from data.loader import LatentLoader
+from data.spec import LatentSpec, TextSpec
 from models.adapters import Adapter, attach
 from training.checkpoint.load import find_checkpoints, find_weights_file
 from training.weights.pretrained import (

@@ -27,7 +27,7 @@ from common.config.build import build, fill_defaults, is_admitted
 from common.encoded_text import TextEncoder
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
-from data.loader import Count, LatentSpec, TextSpec, find_wrong_lengths
+from data.spec import Count, LatentSpec, TextSpec, find_wrong_lengths
 from models.denoiser import Denoiser, drop_aux_heads
 from models.images import Autoencoder
 from models.layers import LabelEmbedding

@@ -1,0 +1,80 @@
+"""Reads the captions of a latent set.
+
+Their table (data/caption_table.py) is stored in shards of the split "captions", in verified blocks
+like latents. A block has `pooled` (n, E), `tokens` (n, T, E), `lengths` (n,) and `text`, a JSON
+list of the texts as bytes. The manifest has the empty caption too, because models need it.
+
+Letters: N captions, T tokens, E width.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from data.blocks import BlockReader, DamagedBlockError, describe_tensor
+from data.caption_table import CaptionTable
+from data.manifest import Manifest
+from data.source import Source
+from data.spec import TextSpec
+
+
+class CaptionReader(BlockReader):
+    """Reads the blocks of the captions, and checks them as those of latents are checked. A damaged
+    block is always an error, because no other captions can replace it."""
+
+    remedy = "run precompute_latents.py again to rebuild it"
+
+    def __init__(self, source: Source, manifest: Manifest, spec: TextSpec) -> None:
+        super().__init__(source, manifest, "captions")
+        self.spec = spec
+        self.allowed_names = [{"pooled", "tokens", "lengths", "text"}]
+
+    def check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
+        spec = self.spec
+        token_dtype = getattr(torch, spec.dtype)
+        expected = {
+            "pooled": describe_tensor((samples, spec.width), torch.float16),
+            "tokens": describe_tensor((samples, spec.max_tokens, spec.width), token_dtype),
+            "lengths": describe_tensor((samples,), torch.int32),
+            "text": describe_tensor((len(tensor),), torch.uint8),
+        }[name]
+        actual = describe_tensor(tensor.shape, tensor.dtype)
+        if actual != expected:
+            raise DamagedBlockError(f"holds {name} {actual}, the manifest says {expected}")
+        if name == "lengths" and not 0 <= int(tensor.min()) <= int(tensor.max()) <= spec.max_tokens:
+            raise DamagedBlockError(f"holds captions of more than {spec.max_tokens} tokens")
+        if name == "pooled" and not bool((tensor.isfinite() & (tensor != 0)).any(1).all()):
+            raise DamagedBlockError("holds a caption whose vector is zero or not finite")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise DamagedBlockError(f"holds {name} that are not finite")
+
+
+def split_text(content: Tensor) -> list[str]:
+    """Returns the texts of a block of captions."""
+    return json.loads(content.numpy().tobytes())
+
+
+def join_text(texts: list[str]) -> UInt8[Tensor, "bytes"]:
+    """Returns texts as bytes; the inverse of `split_text`."""
+    return torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8)
+
+
+def read_captions(blocks: BlockReader, level: str, device: torch.device) -> CaptionTable:
+    """Reads the captions of the set of `blocks`. Raises DamagedBlockError if a block differs
+    from the manifest."""
+    spec = blocks.manifest.text
+    assert spec is not None
+    reader = CaptionReader(blocks.source, blocks.manifest, spec)
+    table = CaptionTable(spec, level, device)
+    names = ("pooled", "tokens", "lengths") if level == "tokens" else ("pooled",)
+    for number, place in enumerate(reader.places):
+        block = reader.read_verified(number)
+        rows = slice(place.first, place.first + place.block.samples)
+        table.texts[rows] = split_text(block["text"])
+        for name in names:
+            getattr(table.columns, name)[rows] = block[name].to(device)
+    return table

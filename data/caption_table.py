@@ -1,0 +1,88 @@
+"""The captions of a latent set in memory, encoded: a table in which each different caption stands
+once.
+
+A sample has the numbers of its captions in this table, filled up with -1, which names the last one,
+the empty caption.
+
+Letters: B samples of a batch, E width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+from common.encoded_text import EncodedText
+from data.rows import join_rows, split_rows
+from data.spec import TextSpec
+
+
+class CaptionTable:
+    """All captions of a set, encoded, in the memory of one device. Row i is caption i; the last
+    row, which the number -1 also names, is the empty caption."""
+
+    def __init__(self, spec: TextSpec, level: str, device: torch.device) -> None:
+        """Makes a table of zeros with the shapes and dtypes that `level` needs (see
+        `LoaderArgs`)."""
+        kept = spec.max_tokens if level == "tokens" else 0
+        dtype = getattr(torch, spec.dtype)
+        self.spec = spec
+        self.device = device
+        self.texts = [""] * spec.count
+        self.columns = EncodedText(
+            torch.zeros(spec.count, spec.width, dtype=torch.float16, device=device),
+            torch.zeros(spec.count, kept, spec.width, dtype=dtype, device=device),
+            torch.zeros(spec.count, dtype=torch.int32, device=device),
+            torch.arange(spec.count, device=device),
+        )
+
+    @property
+    def template(self) -> EncodedText:
+        """The first row of each column."""
+        return self.columns.select(slice(1))
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(row.nbytes for row in self.template)
+
+    def gather(self, numbers: Int[Tensor, "B"]) -> EncodedText:
+        """Returns the captions of these numbers, on the device of `numbers`; if that is not the
+        table's, the call waits for a copy."""
+        return self.columns.select(numbers.to(self.device)).to(numbers.device)
+
+    def gather_rows(self, numbers: Int[Tensor, "B"]) -> UInt8[Tensor, "B bytes"]:
+        """Returns the captions of these numbers as bytes, with one caption in each row."""
+        return join_rows(list(self.columns.select(numbers)))
+
+    def unpack_rows(self, rows: UInt8[Tensor, "B bytes"]) -> EncodedText:
+        """Converts rows of bytes, as `gather_rows` returns them, to captions."""
+        return EncodedText(**split_rows(rows, self.template._asdict()))
+
+
+def make_blank_table(
+    spec: TextSpec | None, level: str, device: torch.device
+) -> CaptionTable | None:
+    """Makes a table of one caption of zeros, with the shapes and dtypes of the set's captions, for
+    forecasts; None if `level` is "none" or the set has no captions."""
+    if spec is None or level == "none":
+        return None
+    return CaptionTable(replace(spec, count=1), level, device)
+
+
+def count_caption_bytes(spec: TextSpec | None, level: str) -> int:
+    """Counts the bytes of a table of captions; 0 if there is none."""
+    one = make_blank_table(spec, level, torch.device("meta"))
+    return spec.count * one.row_bytes if spec and one else 0
+
+
+def quantise(vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts the vectors of tokens (…, E) to `dtype`. For int8 it scales each vector to at most
+    127; no scale is stored, because a model normalises the vectors (`models/text.py`)."""
+    if dtype == torch.int8:
+        vectors = vectors.float()  # 1e-30 is 0 in fp16
+        largest = vectors.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        vectors = (vectors * (127.0 / largest)).round()
+    return vectors.to(dtype)
