@@ -31,10 +31,10 @@ def train(composed: Composed) -> dict[str, Any]:
     from common.output import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
-    from training.checkpoint.snapshots import prepare_snapshots, save_snapshot_if_due
+    from training.checkpoint.snapshots import save_snapshot_if_due
     from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
-    from training.memory import refuse_large_step
+    from training.preflight.memory import refuse_large_step
     from training.records.log_lines import format_log_line, format_summary
     from training.records.metrics import SafeLogger
     from training.run import Run
@@ -68,7 +68,7 @@ def train(composed: Composed) -> dict[str, Any]:
     checkpoints = run.open_checkpoints()
     described = describe_run(run.composed, spec, ledger, training.base)
     origin = restore(cfg, state, checkpoints, described)
-    origin += ranks.broadcast_result(lambda: prepare_snapshots(cfg, training.state, run.folder))
+    origin += run.prepare_snapshots(state)
     progress = Progress(
         cfg.total_samples, "samples", state.samples, plain=False, silent=not ranks.first
     )
@@ -131,7 +131,7 @@ def train(composed: Composed) -> dict[str, Any]:
                 draw()
             # Write the snapshot before the checkpoint, because a run that resumes from the
             # checkpoint does not write earlier snapshots again.
-            save_snapshot_if_due(cfg, training.state, ranks, run.folder, described)
+            save_snapshot_if_due(cfg, state, ranks, run.folder, described)
             if save_due:
                 save(scores)
             run.write_time(state, saved=save_due)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from accel.kernels.counter_noise import Purpose, counter_normal
+from accel.live_bytes import WORKER_BYTES, refuse_large_batch
 from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.output import Progress
@@ -37,7 +38,6 @@ from encoding.shards import (
     write_sidecar,
 )
 from models.images import Autoencoder, psnr
-from training.memory import WORKER_BYTES, refuse_large_batch
 
 PSNR_IMAGES = 16
 """Number of images that the job encodes and decodes to measure the PSNR, before it encodes the

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from accel.ledger import Ledger, LedgerRow
+from accel.live_bytes import refuse_large_batch
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
 from common.config.compose import apply_schema, read_config
 from common.config.schema import RuntimeConfig, SamplingConfig
@@ -33,7 +34,6 @@ from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import add_text, check_guidance, check_internal_guidance, draw_latents
 from training.checkpoint.load import find_weights_file, read_newest
 from training.inputs import find_text_level, prove_kernels, to_kwargs
-from training.memory import refuse_large_batch
 from training.sample_conditions import Conditions
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder

@@ -8,13 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from accel.composite_optimizer import collect_state, count_bytes
-from accel.sharding import to_local, total_norm
+from accel.sharding import total_norm
 from common.distributed.exit import Request
 from common.environment import GIB, memory_of
 from common.errors import DISK_ERRNOS, UserError, is_out_of_memory
@@ -23,6 +21,7 @@ from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.load import describe_resume
 from training.checkpoint.save import Checkpoints
+from training.preflight.memory import count_lasting_bytes
 from training.run import RUNNING_FILE
 
 
@@ -178,47 +177,4 @@ def describe_out_of_memory(training: Training) -> str:
         f"weights, averages and the optimizer's state. What helps, the cheapest first: "
         f"{', '.join(['a larger accumulation_steps', *savings])}, a smaller model; `python -m "
         "scripts.plan` with the words of this run counts what each saves"
-    )
-
-
-class LastingBytes(NamedTuple):
-    """Bytes of tensors that this process keeps for the whole run, apart from the gradients."""
-
-    weights: int
-    gradients: int
-    """Bytes of gradients, which are held from the first micro-batch of a step until its update."""
-    averages: int
-    optimizer: int
-    """Bytes of the optimizer's state on the device."""
-    on_host: int
-    """Bytes of the optimizer's state in host memory."""
-
-    @property
-    def on_device(self) -> int:
-        return self.weights + self.gradients + self.averages + self.optimizer
-
-
-def count_lasting_bytes(training: Training) -> LastingBytes:
-    """Counts this process's bytes of weights, gradients, averages and optimizer state. The run must
-    have taken a step (one of warm-up suffices), because the first step creates the optimizer's
-    state."""
-    step = training.step
-    sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
-    kept = (training.state.ema, *training.state.power_averages)
-    averages = sum(to_local(tensor).nbytes for average in kept for tensor in average.averages)
-
-    # Count the bytes of the optimizer's state, and separately the bytes of tensors that techniques
-    # keep in host memory.
-    entries = [
-        value for p in step.parameters for value in collect_state(step.optimizer, p).values()
-    ]
-    state = sum(to_local(value).nbytes for value in entries if isinstance(value, Tensor))
-    away = [t for technique in training.stack.techniques for t in technique.list_host_tensors()]
-    on_host = sum(count_bytes(tensor) for tensor in away)
-    return LastingBytes(
-        weights=sum(size for size, _ in sizes),
-        gradients=sum(size for size, trains in sizes if trains),
-        averages=averages,
-        optimizer=state - on_host,
-        on_host=on_host,
     )

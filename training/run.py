@@ -39,11 +39,12 @@ from training.checkpoint.load import (
     select_identity,
 )
 from training.checkpoint.save import Checkpoints
-from training.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
+from training.checkpoint.snapshots import prepare_snapshots
+from training.preflight.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
+from training.preflight.tune import TUNING_FILE, make_ledger_row, tune_config
 from training.records.log_lines import format_summary
 from training.records.metrics import METRICS_FILE, MetricsFile, SafeLogger, find_best, read_metrics
 from training.state import TrainState
-from training.tune import TUNING_FILE, make_ledger_row, tune_config
 
 RUNNING_FILE = "running"
 """Name of a file in a run folder that is there while a process trains."""
@@ -168,6 +169,11 @@ class Run:
             self.write_file(LENGTH_FILE, measured)
             self.settle_length()
         return self.cfg
+
+    def prepare_snapshots(self, state: TrainState) -> str:
+        """Prepares the folder for snapshots of averages; returns a line about their space, or
+        ""."""
+        return self.ranks.broadcast_result(lambda: prepare_snapshots(self.cfg, state, self.folder))
 
     def open_checkpoints(self) -> Checkpoints:
         """Returns the object that saves, lists and deletes the checkpoints in the run folder."""

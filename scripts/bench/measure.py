@@ -41,7 +41,7 @@ from scripts.timing import (
 from training.assemble import describe_run
 from training.checkpoint.save import Checkpoints
 from training.evaluate import evaluate
-from training.failures import count_lasting_bytes
+from training.preflight.memory import count_lasting_bytes
 
 NEEDS_GPU = "needs an NVIDIA GPU"
 PRODUCT_SUFFIX = "_product_tflops"

@@ -31,9 +31,8 @@ from data.spec import LatentSpec
 from models.adapters import find_trained_parameters
 from models.denoiser import Denoiser
 from training.assemble import Parts, Training, assemble, build_stack
-from training.failures import count_lasting_bytes
-from training.memory import make_blank_batch
 from training.optim.groups import make_parameter_groups
+from training.preflight.memory import count_lasting_bytes, make_blank_batch
 from training.weights.pretrained import build_on_meta
 
 CPU = torch.device("cpu")

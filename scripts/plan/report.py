@@ -41,7 +41,7 @@ from scripts.plan.savings import (
     merge_values,
 )
 from training.checkpoint.snapshots import count_snapshot_bytes
-from training.tune import STEPS_KEY, tune_config
+from training.preflight.tune import STEPS_KEY, tune_config
 from training.weights.initial import compose_pretrained
 
 HERE = "here"

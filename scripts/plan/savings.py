@@ -14,7 +14,7 @@ from accel.technique import Saving
 from common.config.compose import compose
 from common.config.schema import TrainConfig
 from scripts.plan.memory import Forecast, Question, forecast
-from training.tune import STEPS_KEY, apply_changes
+from training.preflight.tune import STEPS_KEY, apply_changes
 
 USEFUL_SHARE = 0.99
 """`forecast_change` drops a change unless it lowers the peak memory to less than this share of the

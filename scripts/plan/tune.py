@@ -1,6 +1,6 @@
 """Measures which techniques make a run's step fastest on this machine. Before training with
-`runtime=auto`, training/tune.py starts this file with a job file that describes the run. For a run
-with `budget_minutes`, this file measures the seconds of its steps and pauses instead.
+`runtime=auto`, training/preflight/tune.py starts this file with a job file that describes the run.
+For a run with `budget_minutes`, this file measures the seconds of its steps and pauses instead.
 
 A candidate is a combination of runtime keys. The search goes through the techniques and tries each
 technique's values on top of the best candidate so far. Each candidate builds and warms up the whole
@@ -52,9 +52,9 @@ from scripts.plan.savings import (
 )
 from training.assemble import Parts, Training, assemble, to_json_types
 from training.inputs import find_text_level
-from training.length import measure_pauses
-from training.memory import refuse_large_step
-from training.tune import STEPS_KEY, apply_changes, is_available, run_apart
+from training.preflight.length import measure_pauses
+from training.preflight.memory import refuse_large_step
+from training.preflight.tune import STEPS_KEY, apply_changes, is_available, run_apart
 
 NEEDED_SHARE = 0.98
 """A candidate replaces the best one so far only if its step takes less than this share of the best
@@ -82,9 +82,9 @@ has."""
 
 
 class Search:
-    """Finds the fastest settings for the run that `job`, written by training/tune.py, describes.
-    The run has `processes` devices of the same kind; the search uses one of them, until `deadline`,
-    a time of time.monotonic() in seconds."""
+    """Finds the fastest settings for the run that `job`, written by training/preflight/tune.py,
+    describes. The run has `processes` devices of the same kind; the search uses one of them, until
+    `deadline`, a time of time.monotonic() in seconds."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self.job = job
@@ -330,7 +330,7 @@ def time_steps(training: Training, until: float) -> list[float]:
 
 
 def measure_run(job: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Measures the seconds of a run's step and pauses, for training/length.py."""
+    """Measures the seconds of a run's step and pauses, for training/preflight/length.py."""
     training = prepare_candidate(job)
     refuse_large_step(training)
     training.warm_up()

@@ -23,7 +23,7 @@ from tests.harness.sets import measure_kept_bytes
 from tests.harness.steps import read_ledger, tiny_training
 from tests.harness.words import CPU, TINY_RUN
 from train import train
-from training.failures import count_lasting_bytes
+from training.preflight.memory import count_lasting_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 FORMS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.config.compose import compose
 from common.memory import give_back_freed_memory, read_kib
 from train import train
-from training import memory
+from training.preflight import memory
 from training.run import Run
 
 

@@ -20,7 +20,7 @@ from scripts.plan.memory import Question, forecast
 from tests.harness.adapters import FAMILIES, assemble_on, save_base
 from tests.harness.denoisers import make_denoiser, make_inputs
 from tests.harness.words import CPU
-from training.failures import count_lasting_bytes
+from training.preflight.memory import count_lasting_bytes
 from training.weights.pretrained import load_pretrained
 
 ADAPTERS = {"lora": Lora(rank=3, alpha=5.0), "prompt": Prompt(), "mlp": Prompt(hidden=8)}

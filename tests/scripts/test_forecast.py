@@ -15,7 +15,7 @@ from data.loader import Batch
 from scripts.plan.memory import Question, forecast
 from tests.harness.words import CPU
 from training.assemble import assemble
-from training.failures import count_lasting_bytes
+from training.preflight.memory import count_lasting_bytes
 
 LATENTS = [
     "data=synthetic",

@@ -19,9 +19,9 @@ from scripts.plan.memory import Question, forecast
 from tests.harness.sets import wait_until_dead
 from tests.harness.words import CPU, TINY_RUN, TINY_SYNTHETIC
 from train import train
-from training import tune
 from training.assemble import to_json_types
 from training.inputs import foresee_latents
+from training.preflight import tune
 
 PLANTED = [
     "extensions=[tests]",
@@ -273,7 +273,7 @@ def test_tune_writes_a_runtime_file(tmp_path, monkeypatch, capsys):
     changes = {"compile": True, "compile_scope": "model"} | HALVES
     row = {"words": "", "step_ms": 5.0, "steps": 8, "refusal": None}
     choice = {"words": "", "changes": changes, "tried": [row]}
-    monkeypatch.setattr("training.tune.find_choice", lambda *_: choice)
+    monkeypatch.setattr("training.preflight.tune.find_choice", lambda *_: choice)
     out = tmp_path / "tuned.yaml"
     main(["tune", *TINY_SYNTHETIC, f"out={out}"])
     assert f"written to {out}" in capsys.readouterr().out

@@ -11,9 +11,9 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_named_set, save_random_set
 from tests.harness.words import CPU, TINY_RUN
 from train import train
-from training import length
 from training.checkpoint.load import choose_checkpoint
-from training.length import LENGTH_FILE, spend_budget
+from training.preflight import length
+from training.preflight.length import LENGTH_FILE, spend_budget
 
 EXACT = ("runtime=eager", "deterministic=true", "sampling.steps=1", "sampling.per_class=1")
 SECONDS = {"step_s": 0.5, "evaluation_s": 2.0, "grid_s": 60.0}

@@ -26,10 +26,9 @@ from tests.harness.sets import (
 )
 from tests.harness.steps import tiny_training
 from tests.harness.words import CPU, TINY_JOB
-from training import memory
 from training.assemble import assemble
-from training.failures import count_lasting_bytes
-from training.memory import count_step
+from training.preflight import memory
+from training.preflight.memory import count_lasting_bytes, count_step
 from training.run import RUNNING_FILE
 from training.step import TrainStep
 

@@ -1,45 +1,21 @@
-"""Compares the memory that a command needs with the memory that is there, before its work
-begins."""
+"""Compares the memory that a step takes with the memory that is there, before the first step."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from accel.composite_optimizer import collect_state, count_bytes
 from accel.counted_rows import OptimizerState
-from accel.live_bytes import measure_peak
-from common.memory import Need, Room, find_room, refuse_excess
+from accel.live_bytes import WORKER_BYTES, count_each, find_device_room
+from accel.sharding import to_local
+from common.memory import Need, refuse_excess
 from data.caption_table import make_blank_table
 from data.loader import Batch
 from training.assemble import Training
-from training.failures import count_lasting_bytes
 from training.inputs import find_text_level
-
-WORKER_BYTES = 40 * 2**20
-"""Bytes of a process that reads data ahead, beyond those that it shares with its parent (20 MiB for
-tars of 256 samples) and the batches that wait; measured with PyTorch 2.14 on Linux."""
-
-
-def find_device_room(device: torch.device) -> Room:
-    """Finds the memory of a device that this process may take (see `find_room`)."""
-    if device.type != "cuda":
-        names = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # of torchrun and srun
-        return find_room(int(next(filter(None, map(os.environ.get, names)), 1)))
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return Room(free, "free memory of the GPU", torch.cuda.memory_allocated(device), False)
-
-
-def count_each(device: torch.device, run: Callable[[int], object]) -> tuple[float, float]:
-    """Counts the bytes that `run(samples)` takes at its peak, by running it with two and with three
-    samples, eagerly. Returns those that any number of samples takes, and those of each sample."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices):
-        two, three = (measure_peak(device, partial(run, samples)) for samples in (2, 3))
-    each = max(0.0, three - two)
-    return max(0.0, two - 2 * each), each
 
 
 def make_blank_batch(training: Training, samples: int) -> Batch:
@@ -50,6 +26,49 @@ def make_blank_batch(training: Training, samples: int) -> Batch:
     numbers = torch.zeros(samples, dtype=torch.int64, device=device)
     table = make_blank_table(spec.text, find_text_level(training.cfg.model), device)
     return Batch(latents, numbers, numbers, numbers, table and table.gather(numbers))
+
+
+class LastingBytes(NamedTuple):
+    """Bytes of tensors that this process keeps for the whole run, apart from the gradients."""
+
+    weights: int
+    gradients: int
+    """Bytes of gradients, which are held from the first micro-batch of a step until its update."""
+    averages: int
+    optimizer: int
+    """Bytes of the optimizer's state on the device."""
+    on_host: int
+    """Bytes of the optimizer's state in host memory."""
+
+    @property
+    def on_device(self) -> int:
+        return self.weights + self.gradients + self.averages + self.optimizer
+
+
+def count_lasting_bytes(training: Training) -> LastingBytes:
+    """Counts this process's bytes of weights, gradients, averages and optimizer state. The run must
+    have taken a step (one of warm-up suffices), because the first step creates the optimizer's
+    state."""
+    step = training.step
+    sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
+    kept = (training.state.ema, *training.state.power_averages)
+    averages = sum(to_local(tensor).nbytes for average in kept for tensor in average.averages)
+
+    # Count the bytes of the optimizer's state, and separately the bytes of tensors that techniques
+    # keep in host memory.
+    entries = [
+        value for p in step.parameters for value in collect_state(step.optimizer, p).values()
+    ]
+    state = sum(to_local(value).nbytes for value in entries if isinstance(value, Tensor))
+    away = [t for technique in training.stack.techniques for t in technique.list_host_tensors()]
+    on_host = sum(count_bytes(tensor) for tensor in away)
+    return LastingBytes(
+        weights=sum(size for size, _ in sizes),
+        gradients=sum(size for size, trains in sizes if trains),
+        averages=averages,
+        optimizer=state - on_host,
+        on_host=on_host,
+    )
 
 
 def count_step(training: Training) -> Need:
@@ -101,19 +120,3 @@ def refuse_large_step(training: Training) -> None:
 
     setting = f"batch_size={cfg.batch_size}: a step"
     training.ranks.broadcast_result(lambda: refuse_excess(setting, need, room, advise))
-
-
-def refuse_large_batch(
-    batch_size: int, device: torch.device, run: Callable[[int], object], ahead: float = 0.0
-) -> None:
-    """Raises a UserError if a batch of a command surely needs more memory than is there, and prints
-    a warning if it may. `run(n)` does the work of n samples; `ahead` is the number of bytes that
-    other processes take, which prepare samples."""
-    room = find_device_room(device)
-    always, each = count_each(device, run)
-    refuse_excess(
-        f"batch_size={batch_size}: a batch",
-        Need({"read ahead": ahead, "any batch": always}, each, batch_size),
-        room,
-        lambda fitting: f"batch_size={fitting} fits" if fitting else "no batch fits",
-    )

@@ -23,7 +23,7 @@ from data.loader import LatentLoader
 from training.assemble import Training, to_json_types
 from training.evaluate import draw_sample_grid, evaluate
 from training.inputs import find_text_level, foresee_latents
-from training.tune import measure_choice
+from training.preflight.tune import measure_choice
 from training.weights.pretrained import build_autoencoder
 
 LENGTH_FILE = "length.json"
