@@ -27,7 +27,7 @@ def train(composed: Composed) -> dict[str, Any]:
     """Trains with the composed configuration; returns the run's summary, metric name -> value,
     which is also written to `run_dir/summary.json`."""
     from common.config.build import build  # imported here: importing torch slows down --help
-    from common.distributed.exit import Request, StopRequest
+    from common.distributed.exit import Request
     from common.output import Progress
     from evaluation.evaluator import TrainingDistances
     from training.assemble import assemble, describe_run, restore
@@ -102,7 +102,7 @@ def train(composed: Composed) -> dict[str, Any]:
         checkpoints.save(state, described, scores)
 
     # 5. Loop: report, draw and save if due after the last step, then take the next step.
-    stop_request = StopRequest(ranks, checkpoints.has_failed, training.has_skipped_too_many)
+    stop_request = ranks.make_stop_request(checkpoints.has_failed, training.has_skipped_too_many)
     with stop_request, logger, explain_failures(training, run.folder), checkpoints:
         run.announce_start(training, ledger, logger, origin)
         if distances:

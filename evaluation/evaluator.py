@@ -49,7 +49,7 @@ from sampling.load import SampleStream
 from training.assemble import Training
 from training.checkpoint.load import describe_difference
 from training.evaluate import share_work
-from training.sample_conditions import open_data
+from training.samples import open_data
 
 PROTOCOL_FILE = "fd_protocol.json"
 CHUNK_IMAGES = 512

@@ -9,19 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.counter_noise import Purpose, counter_normal
 from common.encoded_text import EncodedText
 from common.errors import UserError
-
-if TYPE_CHECKING:
-    from common.config.schema import SamplingConfig
-    from data.spec import LatentSpec
 
 Velocity = Callable[[Tensor, float], Tensor]
 SOLVERS = ("euler", "heun", "ab2", "sde")
@@ -137,18 +131,6 @@ def add_text(model: Callable[..., Tensor], text: EncodedText | None) -> Callable
     return lambda x, *inputs, **options: model(x, *inputs, text=text.repeat_to(len(x)), **options)
 
 
-def check_guidance(
-    spec: LatentSpec, text_level: str, guidance: float, key: str = "guidance"
-) -> None:
-    """Raises a ValueError if guidance is on (not 1) but the data has no classes and the model reads
-    no captions; its message names `key`, the configuration key of `guidance`."""
-    if guidance != 1.0 and not spec.num_classes and text_level == "none":
-        captions = "model.conditioning=text, for it has captions, or " if spec.text else ""
-        raise UserError(
-            f"{key}={guidance}: the data has no classes to guide to; set {captions}{key}=1."
-        )
-
-
 def check_internal_guidance(model: object, guidance: float, prefix: str = "") -> None:
     """Raises a UserError if internal guidance is on (not 1) but the model has no internal head;
     `prefix` stands before the key in the message."""
@@ -157,34 +139,3 @@ def check_internal_guidance(model: object, guidance: float, prefix: str = "") ->
             f"{prefix}internal_guidance={guidance} needs a model that was trained with "
             f"model.internal_block; set {prefix}internal_guidance=1."
         )
-
-
-def draw_latents(
-    model: Callable[..., Tensor],
-    spec: LatentSpec,
-    labels: Int[Tensor, "B"],
-    position: Int[Tensor, "B"],
-    seed: int,
-    sampling: SamplingConfig,
-    text: EncodedText | None = None,
-) -> Float[Tensor, "B C H W"]:
-    """Samples raw latents, which the autoencoder can decode. The noise of a sample depends only on
-    `seed` and the sample's entry of `position`. `text` has a caption for each sample."""
-    shape = (spec.channels, spec.height, spec.width)
-
-    def fresh(step: int) -> Tensor:
-        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, shape)
-
-    noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
-    velocity = make_guided_velocity(
-        add_text(model, text),
-        labels,
-        spec.null_label,
-        sampling.guidance,
-        (sampling.guidance_interval[0], sampling.guidance_interval[1]),
-        sampling.internal_guidance,
-        (sampling.internal_interval[0], sampling.internal_interval[1]),
-    )
-    return spec.denormalise(
-        sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)
-    )

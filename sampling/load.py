@@ -31,10 +31,10 @@ from data.spec import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions
-from models.sampler import add_text, check_guidance, check_internal_guidance, draw_latents
+from models.sampler import add_text, check_internal_guidance
 from training.checkpoint.load import find_weights_file, read_newest
 from training.inputs import find_text_level, prove_kernels, to_kwargs
-from training.sample_conditions import Conditions
+from training.samples import Conditions, check_guidance, draw_latents
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder
 

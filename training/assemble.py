@@ -31,7 +31,7 @@ from data.loader import Batch, LatentLoader
 from data.spec import LatentSpec
 from models.adapters import count_passes
 from models.denoiser import Denoiser
-from models.sampler import check_guidance, check_internal_guidance
+from models.sampler import check_internal_guidance
 from training.checkpoint.load import (
     find_branch,
     find_newest_verified,
@@ -48,7 +48,7 @@ from training.optim.groups import make_parameter_groups
 from training.optim.schedule import Schedule
 from training.optim.spikes import SpikeGuard
 from training.records.metrics import Meter, StepOutput
-from training.sample_conditions import Conditions, list_samples, open_data
+from training.samples import Conditions, check_guidance, list_samples, open_data
 from training.state import TrainState, load_weights
 from training.step import TrainStep
 from training.weights.initial import Base, add_adapter, load_base, open_base

@@ -16,8 +16,8 @@ from common.distributed.ranks import Ranks
 from common.output import show_progress
 from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
-from models.sampler import draw_latents
 from training.assemble import Training
+from training.samples import draw_latents
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

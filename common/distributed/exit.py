@@ -16,15 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.config.build import admit_extensions
 from common.config.compose import report_user_errors
 from common.config.words import quote, refuse_words, select_overrides
 from common.output import tolerate_broken_output
-
-if TYPE_CHECKING:
-    from common.distributed.ranks import Ranks
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that ask a run to stop. Slurm can send SIGUSR1 before the time limit
@@ -56,9 +53,14 @@ class StopRequest:
     Under nohup, which ignores SIGHUP, SIGHUP stays ignored.
     """
 
-    def __init__(self, ranks: Ranks | None = None, *failure_checks: Callable[[], bool]) -> None:
-        self.ranks = ranks
-        """The ranks of the run; None if there is only this process."""
+    def __init__(
+        self,
+        begin_max: Callable[[int], Callable[[], int]] | None = None,
+        *failure_checks: Callable[[], bool],
+    ) -> None:
+        self.begin_max = begin_max
+        """`Ranks.begin_max`, by which the ranks exchange requests; None if there is only this
+        process."""
         self.failure_checks = failure_checks
         self.name = ""
         """Name of the last signal that arrived, such as SIGTERM; empty before the first one."""
@@ -101,10 +103,10 @@ class StopRequest:
             request = Request.look
         if self.name:
             request = Request.stop
-        if self.ranks is None or self.ranks.world_size == 1:
+        if self.begin_max is None:
             return request
         highest = self.answer() if self.answer else Request.nothing
-        self.answer = self.ranks.begin_max(request)
+        self.answer = self.begin_max(request)
         return Request(highest)
 
 

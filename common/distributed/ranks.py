@@ -183,6 +183,10 @@ class Ranks:
         dist.all_reduce(values, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
         return values / self.world_size if reduction == "mean" else values
 
+    def make_stop_request(self, *failure_checks: Callable[[], bool]) -> exit.StopRequest:
+        """Makes a `StopRequest` of all ranks."""
+        return exit.StopRequest(None if self.world_size == 1 else self.begin_max, *failure_checks)
+
     def begin_max(self, value: int) -> Callable[[], int]:
         """Starts to compute the maximum of `value` over all ranks, and returns at once a function
         that waits for the maximum and returns it."""

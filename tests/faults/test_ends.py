@@ -113,7 +113,7 @@ def test_a_terminal_that_is_gone(monkeypatch):
     terminal, descriptor = pty.openpty()
     with os.fdopen(descriptor, "w") as stdout:
         monkeypatch.setattr("sys.stdout", stdout)
-        with report_user_errors(), StopRequest(Ranks()) as request:
+        with report_user_errors(), StopRequest() as request:
             os.close(terminal)
             os.kill(os.getpid(), signal.SIGHUP)
             print("nobody hears it", flush=True)
@@ -164,7 +164,7 @@ def test_signals_that_the_parent_ignores(name, heard):
     number = getattr(signal, name)
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with StopRequest(Ranks()) as request:
+        with StopRequest() as request:
             os.kill(os.getpid(), number)
             assert bool(request.poll()) is heard
     finally:

@@ -22,7 +22,7 @@ from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU
 from training.checkpoint.load import list_complete
 from training.inputs import build_loader
-from training.sample_conditions import open_data, read_conditions
+from training.samples import open_data, read_conditions
 from training.weights.adapter_file import load_model
 
 

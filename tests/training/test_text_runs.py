@@ -9,7 +9,6 @@ import torch
 from common.config.compose import compose
 from data.manifest import read_manifest
 from models.adapters import find_trained_parameters
-from models.sampler import check_guidance
 from sampling.load import load_run
 from scripts.plan.memory import forecast, make_question
 from tests.harness.captions import DIGITS, save_bert, save_digits
@@ -21,6 +20,7 @@ from train import train
 from training import objective
 from training.checkpoint.load import list_complete
 from training.inputs import build_loader
+from training.samples import check_guidance
 
 
 @pytest.fixture(scope="module")

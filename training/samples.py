@@ -1,25 +1,29 @@
-"""Says what samples are drawn of: classes, the samples of the data, or prompts.
+"""Says what samples are drawn of (classes, the samples of the data, or prompts) and draws them.
 
-Letters: B samples, N entries of a list from which the samples take theirs in turn.
+Letters: B samples, C channels, H W latent height and width, N entries of a list from which the
+samples take theirs in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from accel.kernels.counter_noise import Purpose, counter_normal
+from common.config.schema import SamplingConfig
 from common.encoded_text import EncodedText
 from common.errors import UserError
 from common.text import split_lines
 from data.loader import LatentLoader
 from data.spec import LatentSpec
+from models.sampler import STEP_STRIDE, add_text, make_guided_velocity, sample
 from training.inputs import build_loader
 
 
@@ -133,3 +137,46 @@ def read_prompts(file: str) -> list[str]:
     if not prompts:
         raise UserError(f"prompts={file} has no prompt; write one on each line.")
     return prompts
+
+
+def check_guidance(
+    spec: LatentSpec, text_level: str, guidance: float, key: str = "guidance"
+) -> None:
+    """Raises a ValueError if guidance is on (not 1) but the data has no classes and the model reads
+    no captions; its message names `key`, the configuration key of `guidance`."""
+    if guidance != 1.0 and not spec.num_classes and text_level == "none":
+        captions = "model.conditioning=text, for it has captions, or " if spec.text else ""
+        raise UserError(
+            f"{key}={guidance}: the data has no classes to guide to; set {captions}{key}=1."
+        )
+
+
+def draw_latents(
+    model: Callable[..., Tensor],
+    spec: LatentSpec,
+    labels: Int[Tensor, "B"],
+    position: Int[Tensor, "B"],
+    seed: int,
+    sampling: SamplingConfig,
+    text: EncodedText | None = None,
+) -> Float[Tensor, "B C H W"]:
+    """Samples raw latents, which the autoencoder can decode. The noise of a sample depends only on
+    `seed` and the sample's entry of `position`. `text` has a caption for each sample."""
+    shape = (spec.channels, spec.height, spec.width)
+
+    def fresh(step: int) -> Tensor:
+        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, shape)
+
+    noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
+    velocity = make_guided_velocity(
+        add_text(model, text),
+        labels,
+        spec.null_label,
+        sampling.guidance,
+        (sampling.guidance_interval[0], sampling.guidance_interval[1]),
+        sampling.internal_guidance,
+        (sampling.internal_interval[0], sampling.internal_interval[1]),
+    )
+    return spec.denormalise(
+        sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)
+    )
