@@ -39,9 +39,9 @@ follows."""
 REGION_PREFIX = "Torch-Compiled Region"
 """Prefix of the profiler's name for a call of a compiled function."""
 FLEX_NAME = "fastlatent flex"
-"""Name under which accel/kernels/attend.py shows its calls of FlexAttention outside compiled code
-to the profiler. FlexAttention is compiled even if the model is not, so such a call is no sign of a
-compiled model."""
+"""Name under which accel/kernels/attention/attend.py shows its calls of FlexAttention outside
+compiled code to the profiler. FlexAttention is compiled even if the model is not, so such a call is
+no sign of a compiled model."""
 BLOCK_PREFIX = "fastlatent block"
 """Prefix of the profiler's name for a call of a block by its `BlockProbe`; the block's index
 follows."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform
+from accel.kernels.counter_noise.draws import Purpose, counter_normal, counter_uniform
 from common.encoded_text import EncodedText
 from common.errors import UserError
 from data.caption_table import CaptionTable

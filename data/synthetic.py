@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import torch
 
-from accel.kernels.counter_noise import Purpose, counter_normal
+from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from data.digits import PIXEL_ENCODER
 from data.loader import LatentTensors, LoaderArgs
 from data.resident import InMemoryLatents

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.kernels.counter_noise import Purpose, counter_normal
+from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from accel.live_bytes import WORKER_BYTES, refuse_large_batch
 from common.config.schema import PrecomputeConfig
 from common.errors import UserError

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from accel.kernels.add_norm import add_norm, fused_add_norm
-from accel.kernels.swiglu import fused_swiglu, silu_product
+from accel.kernels.add_norm.operator import add_norm, fused_add_norm
+from accel.kernels.swiglu.operator import fused_swiglu, silu_product
 from common.errors import UserError
 from models.layers import Layer, Ranges, cut_rows
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from accel.kernels.counter_noise import MASK, Purpose, counter_normal, counter_uniform
+from accel.kernels.counter_noise.draws import MASK, Purpose, counter_normal, counter_uniform
 from common.errors import UserError
 from models.layers import Layer
 from models.sampler import shift_times

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.counter_noise import Purpose, counter_normal
+from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.config.schema import SamplingConfig
 from common.encoded_text import EncodedText
 from common.errors import UserError

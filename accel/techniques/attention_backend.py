@@ -2,11 +2,11 @@
 
 `auto` leaves the choice to PyTorch, which takes the first of its backends flash, cuDNN, efficient
 and math that supports the inputs; but in bf16 on a CPU, `auto` computes short sequences by plain
-matrix products (accel/kernels/attend.py), which the ledger calls `products`. The name of a backend
-allows only that backend. `flex` is FlexAttention, which is compiled even if the model is not.
-`flash3` and `flash4` replace the kernels of PyTorch's backend `flash`, in the whole process, by
-those of the separate packages FlashAttention-3 and -4; PyTorch calls this replacement a prototype.
-Any other value restores PyTorch's kernels. The ledger shows the backend that ran.
+matrix products (accel/kernels/attention/attend.py), which the ledger calls `products`. The name of
+a backend allows only that backend. `flex` is FlexAttention, which is compiled even if the model is
+not. `flash3` and `flash4` replace the kernels of PyTorch's backend `flash`, in the whole process,
+by those of the separate packages FlashAttention-3 and -4; PyTorch calls this replacement a
+prototype. Any other value restores PyTorch's kernels. The ledger shows the backend that ran.
 
 The choice costs nothing, except that `math` and `products` store the scores of all L² pairs of L
 tokens. For 256 samples of 256 tokens and 12 heads of 64, both passes took 0.93 ms by cuDNN on an

@@ -37,7 +37,7 @@ from accel.composite_optimizer import (
     split_parts,
 )
 from accel.evidence import Evidence
-from accel.kernels.counter_noise import Purpose, draw
+from accel.kernels.counter_noise.draws import Purpose, draw
 from accel.technique import AnyStep, Model, Observation, Saving, Technique
 
 DRAW_BYTES = 19.0

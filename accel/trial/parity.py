@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.kernels.operator import OPERATORS, Operator
+from accel.kernels.registry import OPERATORS, Operator
 from common.libraries import disable_tf32
 
 ERROR_FLOOR = 2e-5

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from accel.kernels.attend import attend
-from accel.kernels.qk_rope import fused_qk_rope, qk_rope
+from accel.kernels.attention.attend import attend
+from accel.kernels.attention.qk_rope import fused_qk_rope, qk_rope
 from common.errors import UserError
 from models.layers import Layer, Ranges, axial_angles, count_heads, cut_rows, init_linear
 from models.text import TextKeys

@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.kernels.bidirectional_ssd import (
+from accel.kernels.local_mix.operator import count_local_mix_flops, fused_local_mix, local_mix
+from accel.kernels.ssd.definition import (
     MAX_QUADRATIC_TOKENS,
     bidirectional_ssd,
     count_bidirectional_ssd_flops,
 )
-from accel.kernels.fused_ssd import fused_bidirectional_ssd
-from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, local_mix
-from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
+from accel.kernels.ssd.mixed import fused_mixed_ssd, mixed_ssd
+from accel.kernels.ssd.operator import fused_bidirectional_ssd
 from models.layers import Layer, Ranges, count_heads, cut_rows, refuse_below_one
 
 

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, local_mix
-from accel.kernels.swiglu import silu_product
+from accel.kernels.local_mix.operator import count_local_mix_flops, fused_local_mix, local_mix
+from accel.kernels.swiglu.operator import silu_product
 from common.errors import UserError
 from models.layers import Layer, Ranges, cut_rows
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from accel.kernels.local_mix import with_contiguous_strides
-from accel.kernels.selective_scan import fused_selective_scan, selective_scan
-from accel.kernels.swiglu import silu_product
+from accel.kernels.local_mix.operator import with_contiguous_strides
+from accel.kernels.selective_scan.operator import fused_selective_scan, selective_scan
+from accel.kernels.swiglu.operator import silu_product
 from models.layers import Layer, Ranges, cut_rows, refuse_below_one
 from models.mixers.bidirectional_ssd import init_steps
 from models.mixers.zigzag_ssd import make_zigzag_path

@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel.kernels.operator import OPERATORS
+from accel.kernels.registry import OPERATORS
 from accel.saved_tensors import count_saved
 from common.config.compose import compose
 from common.config.schema import KERNEL_KEYS, TrainConfig

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from accel.kernels.add_norm import add_norm, fused_add_norm
-from accel.kernels.bidirectional_ssd import bidirectional_ssd, count_bidirectional_ssd_flops
-from accel.kernels.fused_ssd import fused_bidirectional_ssd
-from accel.kernels.local_mix import count_local_mix_flops, fused_local_mix, local_mix
-from accel.kernels.qk_rope import fused_qk_rope, qk_rope
-from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
-from accel.kernels.swiglu import fused_swiglu, silu_product
+from accel.kernels.add_norm.operator import add_norm, fused_add_norm
+from accel.kernels.attention.qk_rope import fused_qk_rope, qk_rope
+from accel.kernels.local_mix.operator import count_local_mix_flops, fused_local_mix, local_mix
+from accel.kernels.ssd.definition import bidirectional_ssd, count_bidirectional_ssd_flops
+from accel.kernels.ssd.mixed import fused_mixed_ssd, mixed_ssd
+from accel.kernels.ssd.operator import fused_bidirectional_ssd
+from accel.kernels.swiglu.operator import fused_swiglu, silu_product
 from common.environment import pick_device
 from models.mixers.attention import axial_rotations
 from scripts.bench import BenchConfig, Case, Figures

@@ -16,7 +16,7 @@ from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from PIL import Image
 from torch import Tensor, nn
 
-from accel.kernels.counter_noise import Purpose, counter_normal
+from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.encoded_text import EncodedText
 from common.errors import UserError
 from models.autoencoders import add_global_branch

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.evidence import BlockProbe, Evidence, observe_step
-from accel.kernels.attend import attend
+from accel.kernels.attention.attend import attend
 from accel.ledger import UNSEEN, UNUSED, LedgerRow
 from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.cuda_graph import CudaGraph

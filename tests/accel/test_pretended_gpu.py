@@ -9,8 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import accel.kernels
-from accel.kernels.counter_noise import Purpose
-from accel.kernels.operator import MAX_SAMPLES_PER_LAUNCH, OPERATORS
+from accel.kernels.counter_noise.draws import Purpose
+from accel.kernels.registry import MAX_SAMPLES_PER_LAUNCH, OPERATORS
 from accel.techniques.cuda_graph import CapturedUpdate
 from data.loader import Batch
 from tests.harness.captions import save_digits
@@ -125,9 +125,9 @@ def grids(monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments, **how: launches.append((self.name, grid))
 
-    for info in pkgutil.iter_modules(accel.kernels.__path__):
+    for info in pkgutil.walk_packages(accel.kernels.__path__, "accel.kernels."):
         if info.name.endswith("_triton"):
-            module = importlib.import_module(f"accel.kernels.{info.name}")
+            module = importlib.import_module(info.name)
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 monkeypatch.setattr(module, name, Kernel(name))
     return launches
@@ -148,7 +148,7 @@ def launch(names, samples, length):
     ("samples", "length"), [(MAX_SAMPLES_PER_LAUNCH, 4), (MAX_SAMPLES_PER_LAUNCH // 4, 1024)]
 )
 def test_the_largest_batch_can_be_launched(samples, length, grids):
-    from accel.kernels import counter_noise_triton
+    from accel.kernels.counter_noise import kernels_triton as counter_noise_triton
 
     launch(OPERATOR_CASES, samples, length)
     positions = torch.empty(200_000, dtype=torch.int64, device="meta")

@@ -79,7 +79,11 @@ def cases(architecture):
 def add_norm_cases():
     """Tokens in one order, as in most models; with both row maps, as where a layer has an order of
     its own; and with LayerNorm, as in SiT's weights."""
-    from accel.kernels.add_norm_triton import add_norm_backward_kernel, add_norm_kernel, choose_tile
+    from accel.kernels.add_norm.kernels_triton import (
+        add_norm_backward_kernel,
+        add_norm_kernel,
+        choose_tile,
+    )
 
     types = TYPES | {"Z": "*fp32", "DZ": "*fp32"}
     absent = {"BRANCH_ROWS": None, "H_ROWS": None}
@@ -108,10 +112,10 @@ def add_norm_cases():
 
 def ssd_cases(architecture):
     """24 heads; the flagship's head dim and state size, and the largest and smallest."""
-    from accel.kernels import bidirectional_ssd_backward_triton as backward
-    from accel.kernels import bidirectional_ssd_triton as ssd
-    from accel.kernels import ssd_decays_triton as prelude
-    from accel.kernels.fused_ssd import LN2
+    from accel.kernels.ssd import backward_triton as backward
+    from accel.kernels.ssd import decays_triton as prelude
+    from accel.kernels.ssd import forward_triton as ssd
+    from accel.kernels.ssd.operator import LN2
 
     kernels = {
         "forward": ssd.ssd_kernel,
@@ -161,7 +165,7 @@ def ssd_cases(architecture):
 
 def chunked_ssd_cases():
     """Chunks of 256 tokens; forward reads into y, backward takes products with its gradient."""
-    from accel.kernels import chunked_ssd_triton as between
+    from accel.kernels.ssd import chunks_triton as between
 
     read = between.ssd_read_kernel
     kernels = {
@@ -200,7 +204,7 @@ def choose_scan_sizes(length, head_dim, state_dim):
 
 def local_mix_cases():
     """3 × 3 taps on a 16 × 16 grid, and 7 taps along 1,024 tokens."""
-    from accel.kernels import local_mix_triton as mix
+    from accel.kernels.local_mix import kernels_triton as mix
 
     types = TYPES | {"D": "i32"}
     blocks = {"BLOCK_L": mix.BLOCK_L, "BLOCK_C": mix.BLOCK_C}
@@ -225,7 +229,7 @@ def local_mix_cases():
 
 
 def gated_norm_cases():
-    from accel.kernels import gated_norm_triton as norm
+    from accel.kernels.gated_norm import kernels_triton as norm
 
     strides = make_strides(256, z=1816, dz=1816)
     for head_dim in (32, 64, 128):
@@ -236,7 +240,7 @@ def gated_norm_cases():
 
 
 def swiglu_cases():
-    from accel.kernels import swiglu_triton as swiglu
+    from accel.kernels.swiglu import kernels_triton as swiglu
 
     sizes = {"H": 2048, "BLOCK_R": swiglu.BLOCK_R, "BLOCK_H": swiglu.BLOCK_H}
     case = Case("swiglu", swiglu.swiglu_kernel, TYPES, sizes, swiglu.WARPS, quick=True)
@@ -245,7 +249,7 @@ def swiglu_cases():
 
 def qk_rope_cases():
     """Gradients as attention returns them, each in its own tensor."""
-    from accel.kernels import qk_rope_triton as rope
+    from accel.kernels.attention import qk_rope_triton as rope
 
     for head_dim in (32, 64, 128):
         width = 12 * head_dim
@@ -265,7 +269,7 @@ def qk_rope_cases():
 
 
 def counter_noise_cases():
-    from accel.kernels import counter_noise_triton as noise
+    from accel.kernels.counter_noise import kernels_triton as noise
 
     integers = dict.fromkeys(("purpose", "key_low", "key_high", "words", "half"), "i32")
     for kind, number in noise.KINDS.items():

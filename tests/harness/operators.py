@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.kernels import bidirectional_ssd as ssd
-from accel.kernels.add_norm import add_norm, fused_add_norm
-from accel.kernels.fused_ssd import fused_bidirectional_ssd
-from accel.kernels.gated_norm import fused_gated_norm, gated_norm
-from accel.kernels.local_mix import fused_local_mix, local_mix
-from accel.kernels.qk_rope import fused_qk_rope, qk_rope
-from accel.kernels.selective_scan import fused_selective_scan, selective_scan
-from accel.kernels.ssd_decays import fused_ssd_decays, ssd_decays
-from accel.kernels.ssd_mixed import fused_mixed_ssd, mixed_ssd
-from accel.kernels.swiglu import fused_swiglu, silu_product
+from accel.kernels.add_norm.operator import add_norm, fused_add_norm
+from accel.kernels.attention.qk_rope import fused_qk_rope, qk_rope
+from accel.kernels.gated_norm.operator import fused_gated_norm, gated_norm
+from accel.kernels.local_mix.operator import fused_local_mix, local_mix
+from accel.kernels.selective_scan.operator import fused_selective_scan, selective_scan
+from accel.kernels.ssd import definition as ssd
+from accel.kernels.ssd.decays import fused_ssd_decays, ssd_decays
+from accel.kernels.ssd.mixed import fused_mixed_ssd, mixed_ssd
+from accel.kernels.ssd.operator import fused_bidirectional_ssd
+from accel.kernels.swiglu.operator import fused_swiglu, silu_product
 from models.mixers.attention import axial_rotations
 
 

@@ -11,7 +11,7 @@ import time
 import torch
 from torch import nn
 
-from accel.kernels.operator import OPERATORS, Operator, register
+from accel.kernels.registry import OPERATORS, Operator, register
 
 CALLS = []
 

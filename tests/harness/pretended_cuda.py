@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-import accel.kernels.attend
-import accel.kernels.counter_noise
+import accel.kernels.attention.attend
+import accel.kernels.counter_noise.draws
 import accel.techniques.offload_optimizer
 import accel.techniques.weights
 import models.mixers.attention
@@ -108,7 +108,7 @@ def pretend_device():
 def pretend_launches():
     """Replaces what fake tensors cannot do: launch Triton, choose an attention backend, page-lock
     memory."""
-    for module in (accel.kernels.counter_noise, accel.techniques.weights):
+    for module in (accel.kernels.counter_noise.draws, accel.techniques.weights):
         module.draw = draw
     accel.techniques.offload_optimizer.make_host_tensor = partial(torch.empty_like, device="cpu")
     models.mixers.attention.attend = attend
@@ -125,12 +125,12 @@ def attend(q, k, v, backend="auto", groups=None, prefix=None):
     or a mask."""
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     if backend == "flex":
-        return accel.kernels.attend.attend_by_flex(q, k, v, groups, prefix)
+        return accel.kernels.attention.attend.attend_by_flex(q, k, v, groups, prefix)
     assert groups is None
     ops = torch.ops.aten
     if prefix is not None:
         assert backend in ("auto", "efficient")
-        mask = accel.kernels.attend.make_mask(groups, prefix, q.shape[2])
+        mask = accel.kernels.attention.attend.make_mask(groups, prefix, q.shape[2])
         bias = torch.where(mask, 0.0, -torch.inf).to(q.dtype).expand(*q.shape[:3], -1)
         return ops._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
     if backend == "math":

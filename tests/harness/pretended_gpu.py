@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from accel.kernels.operator import OPERATORS
+from accel.kernels.registry import OPERATORS
 from accel.techniques.cuda_graph import CudaGraph
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal")

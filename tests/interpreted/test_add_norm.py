@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from accel.kernels.add_norm import add_norm, fused_add_norm
-from accel.kernels.add_norm_triton import choose_splits, launch_forward
+from accel.kernels.add_norm.kernels_triton import choose_splits, launch_forward
+from accel.kernels.add_norm.operator import add_norm, fused_add_norm
 from tests.harness.operators import Case, Sizes, make_add_norm
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from accel.kernels import bidirectional_ssd_triton as kernels
-from accel.kernels import ssd_decays_triton as decays
+from accel.kernels.ssd import decays_triton as decays
+from accel.kernels.ssd import forward_triton as kernels
 from tests.harness.operators import (
     TOLERANCE,
     Sizes,

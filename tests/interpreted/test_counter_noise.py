@@ -4,8 +4,8 @@ rounding."""
 import pytest
 import torch
 
-from accel.kernels.counter_noise import DEFINITIONS, Purpose
-from accel.kernels.counter_noise_triton import launch
+from accel.kernels.counter_noise.draws import DEFINITIONS, Purpose
+from accel.kernels.counter_noise.kernels_triton import launch
 
 POSITION = torch.tensor([0, 1, 5, 2**31 + 3, 2**33 + 5, 2**40])
 

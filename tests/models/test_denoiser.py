@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel.kernels import bidirectional_ssd
+from accel.kernels.ssd import definition as bidirectional_ssd
 from common.config.build import build
 from common.config.compose import compose
 from models.denoiser import drop_aux_heads

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from accel.kernels import attend as attention
-from accel.kernels.attend import attend, attend_by_products, attend_in_groups, make_mask
+from accel.kernels.attention import attend as attention
+from accel.kernels.attention.attend import attend, attend_by_products, attend_in_groups, make_mask
 from common.encoded_text import EncodedText
 from models.mixers.attention import Attention
 from models.text import TextEmbedding

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accel.kernels.qk_rope import fused_qk_rope
+from accel.kernels.attention.qk_rope import fused_qk_rope
 from common.config.compose import compose
 from scripts.bench.__main__ import main as bench
 from scripts.bench.floor import SETTING, Traffic, find_floor

@@ -17,9 +17,9 @@ CASES = {
     "tests": "tests setting=tiny rows=[tests/data/test_data_gpu.py]",
 }
 CHANGES = {
-    "accel/kernels/qk_rope_triton.py": ('"""', '"""A byte.', "kernels dit mamba data"),
+    "accel/kernels/attention/qk_rope_triton.py": ('"""', '"""A byte.', "kernels dit mamba data"),
     # Any model may have attention; the model of the setting, beside which loaders run, is ssd_mlp.
-    "accel/kernels/bidirectional_ssd_triton.py": ('"""', '"""A byte.', "kernels mamba data"),
+    "accel/kernels/ssd/forward_triton.py": ('"""', '"""A byte.', "kernels mamba data"),
     "models/mixers/convolution.py": ('"""', '"""A byte.', ""),
     "conf/model/mamba_xs.yaml": ("dim: 1", "dim: 2", "mamba"),
     "data/blocks.py": ('"""', '"""A byte.', "dit mamba data tests"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel.kernels.counter_noise import Purpose, counter_normal
+from accel.kernels.counter_noise.draws import Purpose, counter_normal
 from common.config.compose import compose
 from data.loader import Batch
 from models.denoiser import drop_aux_heads, select_aux_heads

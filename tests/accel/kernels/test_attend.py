@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accel.evidence import observe_step
-from accel.kernels.attend import MAX_PRODUCT_TOKENS, attend
+from accel.kernels.attention.attend import MAX_PRODUCT_TOKENS, attend
 from scripts.plan.counting import count_pass
 from tests.harness.steps import compile_values, ledger_of, tiny_training
 

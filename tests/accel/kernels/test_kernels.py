@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from accel.kernels import bidirectional_ssd as ssd
-from accel.kernels.add_norm import add_norm
-from accel.kernels.counter_noise import Purpose, counter_normal, counter_uniform, draw, philox
-from accel.kernels.fused_ssd import fused_bidirectional_ssd
-from accel.kernels.local_mix import local_mix
-from accel.kernels.ssd_decays import prefix_sums_by_doubling
+from accel.kernels.add_norm.operator import add_norm
+from accel.kernels.counter_noise.draws import Purpose, counter_normal, counter_uniform, draw, philox
+from accel.kernels.local_mix.operator import local_mix
+from accel.kernels.ssd import definition as ssd
+from accel.kernels.ssd.decays import prefix_sums_by_doubling
+from accel.kernels.ssd.operator import fused_bidirectional_ssd
 from tests.harness.operators import Sizes, assert_all_close, make_add_norm, make_ssd, run_both_ways
 
 # Known answers of Philox4x32-10 from the Random123 distribution's kat_vectors: counter, key,

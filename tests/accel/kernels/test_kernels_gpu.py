@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from accel.kernels.counter_noise import counter_normal, counter_uniform, draw
+from accel.kernels.counter_noise.draws import counter_normal, counter_uniform, draw
 from accel.trial.parity import ComparingMode, compare_output
 from common.files import ROOT
 from common.libraries import disable_tf32

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.kernels.add_norm import add_norm, fused_add_norm
-from accel.kernels.local_mix import fused_local_mix
-from accel.kernels.operator import OPERATORS
-from accel.kernels.qk_rope import fused_qk_rope
-from accel.kernels.swiglu import fused_swiglu
+from accel.kernels.add_norm.operator import add_norm, fused_add_norm
+from accel.kernels.attention.qk_rope import fused_qk_rope
+from accel.kernels.local_mix.operator import fused_local_mix
+from accel.kernels.registry import OPERATORS
+from accel.kernels.swiglu.operator import fused_swiglu
 from tests.harness.operators import (
     CASES,
     OF_TRITON,

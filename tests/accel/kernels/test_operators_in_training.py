@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accel.kernels.add_norm import fused_add_norm
-from accel.kernels.local_mix import fused_local_mix, local_mix
-from accel.kernels.selective_scan import selective_scan
+from accel.kernels.add_norm.operator import fused_add_norm
+from accel.kernels.local_mix.operator import fused_local_mix, local_mix
+from accel.kernels.selective_scan.operator import selective_scan
 from accel.saved_tensors import count_saved
 from accel.techniques import gradient_checkpointing
 from scripts.bench.floor import switch_kernels

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from accel.evidence import Evidence
-from accel.kernels import selective_scan_cuda
-from accel.kernels.selective_scan import fused_selective_scan, selective_scan
+from accel.kernels.selective_scan import kernels_cuda as selective_scan_cuda
+from accel.kernels.selective_scan.operator import fused_selective_scan, selective_scan
 from accel.saved_tensors import count_saved
 from accel.techniques.compilation import PARTITION_BACKEND
 from accel.techniques.fused_kernels import FusedScan

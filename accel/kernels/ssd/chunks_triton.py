@@ -1,4 +1,4 @@
-"""Triton kernels that pass states between the chunks of a long scan (chunked_ssd.py). They use no
+"""Triton kernels that pass states between the chunks of a long scan (chunks.py). They use no
 atomics, so equal runs give equal bits.
 
 Letters: S chunks of T tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.bidirectional_ssd_triton import precision_of
+from accel.kernels.ssd.forward_triton import precision_of
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def choose_constants(
 
 
 def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
-    """Launches the kernel of `ssd_states` (chunked_ssd.py); returns the states (S, 2, K, N, P)."""
+    """Launches the kernel of `ssd_states` (chunks.py); returns the states (S, 2, K, N, P)."""
     pieces, length, heads, head_dim = x.shape
     states = weights.new_empty(pieces, 2, heads, groups.shape[3], head_dim)
     constants = choose_constants(x, length, heads, groups.shape[3], head_dim)
@@ -204,7 +204,7 @@ def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
 def launch_read(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Launches the kernel of `ssd_read` (chunked_ssd.py); returns the output (S, T, K, P), and the
+    """Launches the kernel of `ssd_read` (chunks.py); returns the output (S, T, K, P), and the
     dot products with `other` (S, 2, K, T), or an empty tensor if `other` is None."""
     pieces, _, heads, state_dim, head_dim = states.shape
     length = groups.shape[1]
@@ -218,7 +218,7 @@ def launch_read(
 
 
 def launch_groups(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """Launches the kernel of `ssd_groups` (chunked_ssd.py); returns the gradient of B_in or C_out
+    """Launches the kernel of `ssd_groups` (chunks.py); returns the gradient of B_in or C_out
     (S, T, 2, N)."""
     pieces, length, heads, head_dim = x.shape
     out = x.new_empty(pieces, length, 2, states.shape[3])

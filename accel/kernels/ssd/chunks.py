@@ -1,11 +1,11 @@
 """Fused operators for the scan of long sequences, which is quadratic inside chunks and passes
 states from chunk to chunk.
 
-`scan_in_chunks` (bidirectional_ssd.py) is the definition. `ssd_states` computes the state that a
+`scan_in_chunks` (definition.py) is the definition. `ssd_states` computes the state that a
 chunk adds; `ssd_read` computes the values that a chunk's tokens read from a state. The backward
 pass of `ssd_states` calls `ssd_read`, and that of `ssd_read` calls `ssd_states`; the first calls
 `ssd_groups` for the gradient of B, the second for the gradient of C. The three operators run Triton
-on a GPU (chunked_ssd_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to chunk,
+on a GPU (chunks_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to chunk,
 in fp32.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a
@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.bidirectional_ssd import compute_chunk_decays, sum_arriving_states
-from accel.kernels.operator import keep_inputs, make_differentiable, register, upcast
+from accel.kernels.registry import keep_inputs, make_differentiable, register, upcast
+from accel.kernels.ssd.definition import compute_chunk_decays, sum_arriving_states
 
 
 def weight_by_direction(x: Tensor, weights: Tensor) -> Float[Tensor, "S 2 K T P"]:
@@ -64,18 +64,18 @@ def compute_group_gradients(states: Tensor, x: Tensor, weights: Tensor) -> Tenso
 ssd_states = register(
     "ssd_states(Tensor x, Tensor groups, Tensor weights) -> Tensor",
     compute_states,
-    "chunked_ssd_triton.launch_states",
+    "accel.kernels.ssd.chunks_triton.launch_states",
 )
 ssd_read = register(
     "ssd_read(Tensor states, Tensor groups, Tensor weights, Tensor? inside, Tensor? other) -> "
     "(Tensor, Tensor)",
     read_states,
-    "chunked_ssd_triton.launch_read",
+    "accel.kernels.ssd.chunks_triton.launch_read",
 )
 ssd_groups = register(
     "ssd_groups(Tensor states, Tensor x, Tensor weights) -> Tensor",
     compute_group_gradients,
-    "chunked_ssd_triton.launch_groups",
+    "accel.kernels.ssd.chunks_triton.launch_groups",
 )
 
 

@@ -1,7 +1,7 @@
 """Local mixing: a depthwise convolution over the token grid, then SiLU.
 
 `local_mix` is the definition in PyTorch. `fused_local_mix` computes it as one operator with its own
-backward pass: Triton on a GPU (local_mix_triton.py), PyTorch elsewhere.
+backward pass: Triton on a GPU (kernels_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L = rows · columns tokens in raster order, D width, R × C taps (both odd).
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import keep_inputs, make_differentiable, refuse_empty, register, upcast
+from accel.kernels.registry import keep_inputs, make_differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -97,13 +97,13 @@ def compute_backward(
 operator = register(
     "local_mix(Tensor x, Tensor weight, Tensor bias, int rows, int columns) -> Tensor",
     compute_forward,
-    "local_mix_triton.launch_forward",
+    "accel.kernels.local_mix.kernels_triton.launch_forward",
 )
 backward_operator = register(
     "local_mix_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, int rows, int columns, "
     "Tensor(a!) dx) -> (Tensor, Tensor)",
     compute_backward,
-    "local_mix_triton.launch_backward",
+    "accel.kernels.local_mix.kernels_triton.launch_backward",
 )
 
 

@@ -5,10 +5,10 @@ The scan of Mamba-2 (Dao & Gu 2024, https://arxiv.org/abs/2405.21060), h_i = exp
 step_i·B_i·x_i and y_i = C_i·h_i, has the closed form y_i = Σ_{j≤i} exp(a_{j+1} + … +
 a_i)·(C_i·B_j)·step_j·x_j. Here a forward scan adds to y_i the contributions of token i and the
 tokens before it, and a backward scan with its own step, A, B and C adds those of the tokens after
-it, so that each pair (i, j) counts once. ssd_decays.py computes the steps and the sums of a.
+it, so that each pair (i, j) counts once. decays.py computes the steps and the sums of a.
 
-`bidirectional_ssd` is the definition in PyTorch; `fused_bidirectional_ssd` (fused_ssd.py) computes
-it as one operator.
+`bidirectional_ssd` is the definition in PyTorch; `fused_bidirectional_ssd`
+(operator.py) computes it as one operator.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is
 backward. All heads share the scan's B and C, which the code calls `B_in` and `C_out`. In shapes, C
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.gated_norm import gated_norm
-from accel.kernels.operator import refuse_empty, upcast
-from accel.kernels.ssd_decays import ssd_decays
+from accel.kernels.gated_norm.operator import gated_norm
+from accel.kernels.registry import refuse_empty, upcast
+from accel.kernels.ssd.decays import ssd_decays
 from common.errors import UserError
 
 MIN_PIECE_TOKENS = 64

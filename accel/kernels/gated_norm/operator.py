@@ -1,7 +1,7 @@
 """Gate and norm after the scan: `rms_norm(y·silu(z))·weight`, with a separate norm for each head.
 
 `gated_norm` is the definition in PyTorch. `fused_gated_norm` computes it as one operator whose
-backward pass keeps only y and z: Triton on a GPU (gated_norm_triton.py), PyTorch elsewhere.
+backward pass keeps only y and z: Triton on a GPU (kernels_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, K heads, P head dim.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import (
+from accel.kernels.registry import (
     keep_inputs,
     make_differentiable,
     pack_heads,
@@ -60,13 +60,13 @@ def compute_backward(
 operator = register(
     "gated_norm(Tensor y, Tensor z, Tensor weight, float eps) -> Tensor",
     gated_norm,
-    "gated_norm_triton.launch_forward",
+    "accel.kernels.gated_norm.kernels_triton.launch_forward",
 )
 backward_operator = register(
     "gated_norm_backward(Tensor dh, Tensor y, Tensor z, Tensor weight, float eps, Tensor(a!) dz) "
     "-> (Tensor, Tensor)",
     compute_backward,
-    "gated_norm_triton.launch_backward",
+    "accel.kernels.gated_norm.kernels_triton.launch_backward",
 )
 
 

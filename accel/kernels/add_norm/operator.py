@@ -2,7 +2,7 @@
 the operation between two layers of a model.
 
 `add_norm` is the definition in PyTorch. `fused_add_norm` computes it as one operator with its own
-backward pass: Triton on a GPU (add_norm_triton.py), PyTorch elsewhere.
+backward pass: Triton on a GPU (kernels_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, D width.
 """
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from accel.kernels.operator import make_differentiable, refuse_empty, register, upcast
+from accel.kernels.registry import make_differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 MAX_CHANNELS = 8192
@@ -126,14 +126,14 @@ operator = register(
     "branch_rows, Tensor? h_rows, float eps, bool residual_in_fp32, bool centred) -> (Tensor, "
     "Tensor, Tensor)",
     compute_forward,
-    "add_norm_triton.launch_forward",
+    "accel.kernels.add_norm.kernels_triton.launch_forward",
 )
 backward_operator = register(
     "add_norm_backward(Tensor dh, Tensor? dz, Tensor z, Tensor branch, Tensor gate, Tensor "
     "scale, Tensor? branch_rows, Tensor? h_rows, Tensor rstd, ScalarType residual_dtype, bool "
     "centred) -> (Tensor, Tensor, Tensor)",
     compute_backward,
-    "add_norm_triton.launch_backward",
+    "accel.kernels.add_norm.kernels_triton.launch_backward",
 )
 
 

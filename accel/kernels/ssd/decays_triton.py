@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.ssd_decays import LOG2E, MIN_LOG2_DECAY
+from accel.kernels.ssd.decays import LOG2E, MIN_LOG2_DECAY
 
 TILE_ELEMENTS = 2048
 WARPS = 4

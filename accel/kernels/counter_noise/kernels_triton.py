@@ -1,4 +1,4 @@
-"""Triton kernel of the draws of counter_noise.py: the same integers, and normals within rounding.
+"""Triton kernel of the draws (draws.py): the same integers, and normals within rounding.
 
 For each number the kernel computes a Philox block of four 32-bit words and uses only one of the
 four, because arithmetic is cheap compared with the launch.

@@ -1,5 +1,5 @@
 """Triton kernels of `add_norm`: z = residual + gate·branch, h = norm(z)·(1 + scale) + shift
-(add_norm.py). Only code that launches or compiles the kernels imports this module, because it needs
+(operator.py). Only code that launches or compiles the kernels imports this module, because it needs
 Triton.
 
 The kernels read and write each element of the tensors (B, L, D) once. With a 16-bit branch and an

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import make_differentiable, pack_heads, refuse_empty, register, upcast
+from accel.kernels.registry import make_differentiable, pack_heads, refuse_empty, register, upcast
 from common.errors import UserError
 
 Heads = tuple[Float[Tensor, "B K L P"], Float[Tensor, "B K L P"], Float[Tensor, "B K L P"]]
@@ -115,12 +115,14 @@ def compute_backward(
 
 INPUTS = "Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? rotations, float eps"
 operator = register(
-    f"qk_rope({INPUTS}) -> (Tensor, Tensor)", compute_forward, "qk_rope_triton.launch_forward"
+    f"qk_rope({INPUTS}) -> (Tensor, Tensor)",
+    compute_forward,
+    "accel.kernels.attention.qk_rope_triton.launch_forward",
 )
 backward_operator = register(
     f"qk_rope_backward(Tensor dq, Tensor dk, Tensor dv, {INPUTS}) -> (Tensor, Tensor)",
     compute_backward,
-    "qk_rope_triton.launch_backward",
+    "accel.kernels.attention.qk_rope_triton.launch_backward",
 )
 
 

@@ -1,5 +1,5 @@
 """Triton kernels of the backward pass of `bidirectional_ssd`; the forward pass is in
-bidirectional_ssd_triton.py.
+forward_triton.py.
 
 S_ij = C_i·B_j are the scores of pairs of tokens, and E_ij their decays. One kernel computes dx, the
 gradient of x, as the product of dy with the transposed matrix M of the forward pass, y = M x.
@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel.kernels.bidirectional_ssd_triton import choose_constants, collect_strides, decay_of
-from accel.kernels.fused_ssd import LN2, count_channels, split_channels, write_group_gradients
+from accel.kernels.ssd.forward_triton import choose_constants, collect_strides, decay_of
+from accel.kernels.ssd.operator import LN2, count_channels, split_channels, write_group_gradients
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def ssd_dx_kernel(
 ):
     """Computes for one head a tile of the gradient of x, dx_j = Σ_i M_ij dy_i + D dy_j, and stores
     in DD (B, K, tiles) the tile's part of the gradient of D. M_ij is the weight of x_j in y_i
-    (formula in bidirectional_ssd_triton.py), and D is the head's weight of the skip term D·x. The
+    (formula in forward_triton.py), and D is the head's weight of the skip term D·x. The
     kernel computes the scores already transposed, as B·Cᵀ, because Triton before 3.7.1 transposes
     the result of a product wrongly."""
     tile = tl.program_id(0)
@@ -240,7 +240,7 @@ def ssd_ds_kernel(
         # The decay of a pair is exp2(s_i - s_j), where s are running sums of log decays. On a
         # diagonal tile, compute it for each element. On other tiles, split it into exp2(s_i -
         # pivot)·exp2(pivot - s_j), which takes only one exp2 per row and one per column
-        # (bidirectional_ssd_triton.py).
+        # (forward_triton.py).
         if DIAGONAL:
             behind = head_at + K * L
             other_i = tl.load(SUMS + behind + i, mask=i_in, other=0.0)

@@ -2,7 +2,7 @@
 
 The hash is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
 http://www.thesalmons.org/john/random123/). On a GPU one kernel computes a draw
-(counter_noise_triton.py): it gives the same integers as the definition here, and the same normals
+(kernels_triton.py): it gives the same integers as the definition here, and the same normals
 within rounding.
 
 The stream position of a sample is the number of samples before its batch plus its index in the
@@ -110,7 +110,7 @@ def draw(kind: str, seed: int, purpose: int, position: Tensor, words: int) -> Te
     position, high 32 bits).
     """
     if position.is_cuda and HAS_TRITON:
-        from accel.kernels.counter_noise_triton import launch
+        from accel.kernels.counter_noise.kernels_triton import launch
 
         with torch.cuda.device_of(position):
             return launch(kind, seed, purpose, position, words)

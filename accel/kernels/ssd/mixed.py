@@ -1,10 +1,10 @@
 """Computes local mixing, the bidirectional scan, its gate and its norm per head as one operator,
 which saves only its inputs and y for the backward pass.
 
-It launches the kernels of local_mix.py, ssd_decays.py and fused_ssd.py one after the other, and in
-the backward pass launches the first two again: their results (mixed x, B and C; steps and sums) are
-cheaper to compute again than to keep. The whole is one operator, so that torch.compile cannot
-decide to save more tensors.
+It launches the kernels of accel/kernels/local_mix/operator.py, decays.py and operator.py one after
+the other, and in the backward pass launches the first two again: their results (mixed x, B and C;
+steps and sums) are cheaper to compute again than to keep. The whole is one operator, so that
+torch.compile cannot decide to save more tensors.
 
 Letters: B samples, L = rows · columns tokens, K heads, P head dim, N state size, E = K·P + 4·N
 mixed channels, W channels of the projection.
@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.bidirectional_ssd import MAX_QUADRATIC_TOKENS, bidirectional_ssd
-from accel.kernels.fused_ssd import check_sizes, split_channels
-from accel.kernels.local_mix import check_shape, local_mix
-from accel.kernels.operator import keep_inputs, make_differentiable, refuse_empty, register, upcast
+from accel.kernels.local_mix.operator import check_shape, local_mix
+from accel.kernels.registry import keep_inputs, make_differentiable, refuse_empty, register, upcast
+from accel.kernels.ssd.definition import MAX_QUADRATIC_TOKENS, bidirectional_ssd
+from accel.kernels.ssd.operator import check_sizes, split_channels
 from common.errors import UserError
 
 FASTLATENT_OPS = torch.ops.fastlatent

@@ -5,7 +5,7 @@ and into running sums of the tokens' log decays a.
     https://arxiv.org/abs/2405.21060)
 
 `ssd_decays` is the definition in PyTorch. `fused_ssd_decays` computes it as one operator with its
-own backward pass: Triton on a GPU (ssd_decays_triton.py), PyTorch elsewhere.
+own backward pass: Triton on a GPU (decays_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, K heads; T tokens a piece, S = B·ceil(L / T) pieces.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import (
+from accel.kernels.registry import (
     keep_inputs,
     make_differentiable,
     pack_heads,
@@ -107,13 +107,13 @@ def compute_backward(
 operator = register(
     "ssd_decays(Tensor dt, Tensor dt_bias, Tensor A_log, int piece) -> (Tensor, Tensor)",
     ssd_decays,
-    "ssd_decays_triton.launch_forward",
+    "accel.kernels.ssd.decays_triton.launch_forward",
 )
 backward_operator = register(
     "ssd_decays_backward(Tensor dsteps, Tensor dsums, Tensor dt, Tensor dt_bias, Tensor A_log, "
     "Tensor(a!) ddt) -> (Tensor, Tensor)",
     compute_backward,
-    "ssd_decays_triton.launch_backward",
+    "accel.kernels.ssd.decays_triton.launch_backward",
 )
 
 

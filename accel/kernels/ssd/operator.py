@@ -1,5 +1,5 @@
 """Computes `bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU
-(bidirectional_ssd_triton.py), PyTorch elsewhere.
+(forward_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size. The samples together are cut into
 S pieces of T tokens each. `B_in` and
@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.kernels import bidirectional_ssd as definition
-from accel.kernels.chunked_ssd import add_between_chunks
-from accel.kernels.gated_norm import compute_gradients as compute_norm_gradients
-from accel.kernels.gated_norm import fused_gated_norm, gated_norm
-from accel.kernels.operator import (
+from accel.kernels.gated_norm.operator import compute_gradients as compute_norm_gradients
+from accel.kernels.gated_norm.operator import fused_gated_norm, gated_norm
+from accel.kernels.registry import (
     keep_inputs,
     make_differentiable,
     pack_heads,
@@ -27,7 +25,9 @@ from accel.kernels.operator import (
     register,
     upcast,
 )
-from accel.kernels.ssd_decays import fused_ssd_decays
+from accel.kernels.ssd import definition
+from accel.kernels.ssd.chunks import add_between_chunks
+from accel.kernels.ssd.decays import fused_ssd_decays
 from common.errors import UserError
 
 LN2 = math.log(2.0)
@@ -115,16 +115,18 @@ def write_group_gradients(dS: Tensor, B_in: Tensor, C_out: Tensor, dB: Tensor, d
 
 
 INPUTS = "Tensor x, Tensor steps, Tensor sums, Tensor B_in, Tensor C_out, Tensor D"
-ssd = register(f"ssd({INPUTS}) -> Tensor", compute_plain, "bidirectional_ssd_triton.launch_forward")
+ssd = register(
+    f"ssd({INPUTS}) -> Tensor", compute_plain, "accel.kernels.ssd.forward_triton.launch_forward"
+)
 ssd_gated = register(
     f"ssd_gated({INPUTS}, Tensor z, Tensor norm_weight, float eps) -> (Tensor, Tensor)",
     compute_gated,
-    "bidirectional_ssd_triton.launch_gated",
+    "accel.kernels.ssd.forward_triton.launch_gated",
 )
 ssd_backward = register(
     f"ssd_backward(Tensor dy, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     compute_backward,
-    "bidirectional_ssd_backward_triton.launch_backward",
+    "accel.kernels.ssd.backward_triton.launch_backward",
 )
 
 

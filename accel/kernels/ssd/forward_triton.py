@@ -2,7 +2,7 @@
 tokens covers both directions.
 
 s⁺ are the running sums of log decays from the start (direction 0), s⁻ those from the end (direction
-1), all as base-2 logarithms (ssd_decays.py):
+1), all as base-2 logarithms (decays.py):
 
     y = M x + D x,   M_ij = exp2(s⁺_i - s⁺_j)·(C⁺_i·B⁺_j)·step⁺_j  for i ≥ j,
                             exp2(s⁻_i - s⁻_j)·(C⁻_i·B⁻_j)·step⁻_j  for i < j
@@ -14,7 +14,7 @@ one per column. A tile on the diagonal has no pivot and needs one exp2 per eleme
 All tiles of a row add their products with x to one accumulator, because two accumulators, one per
 direction, take a quarter more registers.
 
-The backward pass is in bidirectional_ssd_backward_triton.py.
+The backward pass is in backward_triton.py.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
 """

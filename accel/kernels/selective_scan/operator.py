@@ -4,10 +4,10 @@ recurrence with a separate decay for each channel and each element of its state.
     step = softplus(dt + dt_bias),   h_t = exp(step_t·A)·h_{t-1} + step_t·x_t·B_t,
     y_t = C_t·h_t + D·x_t,   with A = -exp(A_log) below zero.
 
-Mamba-2 has one decay per head, so its scan consists of matrix products (bidirectional_ssd.py). The
-selective scan is elementwise work on N numbers per token and channel. `selective_scan` is the
-definition in PyTorch. `fused_selective_scan` computes it as one operator: mamba-ssm's CUDA kernel
-on a GPU (selective_scan_cuda.py), PyTorch elsewhere.
+Mamba-2 has one decay per head, so its scan consists of matrix products
+(accel/kernels/ssd/definition.py). The selective scan is elementwise work on N numbers per token and
+channel. `selective_scan` is the definition in PyTorch. `fused_selective_scan` computes it as one
+operator: mamba-ssm's CUDA kernel on a GPU (kernels_cuda.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, E channels, N state size.
 """
@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from accel.kernels.operator import keep_inputs, make_differentiable, register, upcast
+from accel.kernels.registry import keep_inputs, make_differentiable, register, upcast
 
 
 def solve_recurrence(decay: Tensor, added: Tensor) -> Tensor:
@@ -107,12 +107,14 @@ def compute_gradients(dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 INPUTS = "Tensor x, Tensor dt, Tensor dt_bias, Tensor A_log, Tensor B_in, Tensor C_out, Tensor D"
 operator = register(
-    f"selective_scan({INPUTS}) -> Tensor", scan_forward, "selective_scan_cuda.launch_forward"
+    f"selective_scan({INPUTS}) -> Tensor",
+    scan_forward,
+    "accel.kernels.selective_scan.kernels_cuda.launch_forward",
 )
 backward_operator = register(
     f"selective_scan_backward(Tensor dy, {INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
     compute_gradients,
-    "selective_scan_cuda.launch_backward",
+    "accel.kernels.selective_scan.kernels_cuda.launch_backward",
     repeatable=False,
 )
 scan_keeping_inputs = make_differentiable(keep_inputs(scan_forward), compute_gradients)

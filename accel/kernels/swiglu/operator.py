@@ -2,7 +2,7 @@
 
 `silu_product` is the definition in PyTorch. `fused_swiglu` computes the same for the two halves of
 one projection, as one operator whose backward pass writes one gradient for both halves: Triton on a
-GPU (swiglu_triton.py), PyTorch elsewhere.
+GPU (kernels_triton.py), PyTorch elsewhere.
 
 Letters: B samples, L tokens, H hidden channels.
 """
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from accel.kernels.operator import keep_inputs, make_differentiable, refuse_empty, register, upcast
+from accel.kernels.registry import keep_inputs, make_differentiable, refuse_empty, register, upcast
 from common.errors import UserError
 
 
@@ -63,12 +63,14 @@ def compute_backward(dh: Tensor, joined: Tensor) -> Tensor:
 
 
 operator = register(
-    "swiglu(Tensor joined) -> Tensor", compute_forward, "swiglu_triton.launch_forward"
+    "swiglu(Tensor joined) -> Tensor",
+    compute_forward,
+    "accel.kernels.swiglu.kernels_triton.launch_forward",
 )
 backward_operator = register(
     "swiglu_backward(Tensor dh, Tensor joined) -> Tensor",
     compute_backward,
-    "swiglu_triton.launch_backward",
+    "accel.kernels.swiglu.kernels_triton.launch_backward",
 )
 
 

@@ -46,13 +46,13 @@ def register(
     runs `definition`, on a GPU `launcher`. All outputs must be contiguous; their shapes for fake
     tensors come from `definition`.
 
-    `launcher` is "<module of accel.kernels>.<function>", imported at the first launch because it
+    `launcher` is "<module>.<function>", imported at the first launch because it
     needs Triton or another package; None: `definition` also runs on a GPU. `repeatable` is False if
     the kernel adds in an order that varies from call to call, so that its results differ in the
     last bits.
     """
     name = schema.partition("(")[0]
-    module, _, function = (launcher or "").partition(".")
+    module, _, function = (launcher or "").rpartition(".")
 
     def launch_on_gpu(*arguments: Any) -> Any:
         if arguments[0].shape[0] > MAX_SAMPLES_PER_LAUNCH:
@@ -61,7 +61,7 @@ def register(
                 f"kernel takes at most {MAX_SAMPLES_PER_LAUNCH:,} in a launch; use a smaller "
                 "batch_size, or more accumulation_steps."
             )
-        launch = getattr(importlib.import_module(f"accel.kernels.{module}"), function)
+        launch = getattr(importlib.import_module(module), function)
 
         # Triton launches on the current device, so make the tensors' device the current one.
         with torch.cuda.device_of(arguments[0]):

@@ -1,0 +1,1 @@
+"""Random draws that are functions of (seed, purpose, position)."""

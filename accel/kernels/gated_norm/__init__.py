@@ -1,0 +1,1 @@
+"""The norm of a gated scan, per head."""

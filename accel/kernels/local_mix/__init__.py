@@ -1,0 +1,1 @@
+"""The depthwise convolution over neighbouring tokens, with SiLU."""

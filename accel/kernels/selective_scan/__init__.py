@@ -1,0 +1,1 @@
+"""Mamba-1's selective scan."""

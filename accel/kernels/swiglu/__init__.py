@@ -1,0 +1,1 @@
+"""SwiGLU, the gated activation of an MLP."""
