@@ -30,7 +30,7 @@ from common.errors import UserError
 
 if TYPE_CHECKING:
     from data.spec import LatentSpec
-    from encoding.published import Published
+    from scripts.published_weights import Published
 
 SD_SCALE = 0.18215
 """The factor by which SiT multiplies the latents of Stable Diffusion's VAE."""
@@ -110,7 +110,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     import torch
 
     from common.files import make_folder, replace_file
-    from encoding.published import DIT_NAME, DIT_REFUSAL, convert_published, read_checkpoint
+    from scripts.published_weights import DIT_NAME, DIT_REFUSAL, convert_published, read_checkpoint
     from training.checkpoint.files import make_header, write_tensors
     from training.weights.pretrained import load_pretrained
 

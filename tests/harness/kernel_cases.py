@@ -1,4 +1,4 @@
-"""The Triton kernels in the configurations that are shipped, as scripts/kernel_resources.py
+"""The Triton kernels in the configurations that are shipped, as tests/harness/kernel_resources.py
 compiles them."""
 
 from itertools import product

@@ -169,7 +169,7 @@ def test_nothing_from_outside_is_unpickled():
 
 HOMONYMS = {"weights", "precision", "parallel"}
 """Keys that are also words for other things."""
-AS_OTHER_THINGS = {"models/block.py", "scripts/capabilities.py", "scripts/kernel_cases.py"}
+AS_OTHER_THINGS = {"models/block.py", "scripts/capabilities.py"}
 AS_OTHER_THINGS |= {"scripts/export/classes.py", "scripts/export/folder.py"}
 """An operator's argument of the same name, a way in which a GPU multiplies, a layer of a hybrid."""
 KNOW_TECHNIQUES = ("accel/", "scripts/bench/", "common/config/schema.py")

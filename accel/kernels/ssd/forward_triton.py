@@ -182,9 +182,9 @@ def choose_configuration(
     for compute capability 9.0.
 
     The choice lets as many programs as possible share a multiprocessor of that capability without
-    spilling (scripts/kernel_resources.py). For 9.0 and sizes up to 64 it is the fastest of those
-    tried on an H100 (docs/LOG.md, 2026-11-27); the others are not tuned for speed. If `fp32`, tiles
-    are smaller, because fp32 products take far more registers.
+    spilling (tests/harness/kernel_resources.py). For 9.0 and sizes up to 64 it is the fastest of
+    those tried on an H100 (docs/LOG.md, 2026-11-27); the others are not tuned for speed. If `fp32`,
+    tiles are smaller, because fp32 products take far more registers.
     """
     small_shared_memory = capability < 90 or capability >= 120
     large = max(head_dim, state_dim) > 64

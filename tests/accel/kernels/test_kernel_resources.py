@@ -6,7 +6,7 @@ import os
 import pytest
 
 from common.files import ROOT
-from scripts.kernel_resources import (
+from tests.harness.kernel_resources import (
     ARCHITECTURES,
     SHARED_MEMORY_KIB,
     cases,

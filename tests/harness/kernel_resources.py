@@ -1,11 +1,11 @@
 """Finds the GPU resources of each Triton kernel without a GPU: compiles ahead of time and reads the
 compiler's report.
 
-    python -m scripts.kernel_resources                    all kernels and shipped configurations for
-    all architectures
-    python -m scripts.kernel_resources arch=90 like=ssd   some of them
-    python -m scripts.kernel_resources out=docs/benchmarks/kernel_resources.json    the table that
-    tests compare with
+    python -m tests.harness.kernel_resources                    all kernels, for all architectures
+    python -m tests.harness.kernel_resources arch=90 like=ssd   some of them
+    python -m tests.harness.kernel_resources out=docs/benchmarks/kernel_resources.json
+
+The last writes the table with which tests compare.
 
 With `arch=` or `like=` the command replaces only those rows of the table. It keeps the rows of
 other versions of Triton.
