@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,11 +16,12 @@ from accel.trial import proof
 from accel.trial.choice import choose_kernels
 from accel.trial.proof import judge, merge_findings
 from common.config.compose import compose
+from common.files import ROOT
 from scripts import doctor
 from tests.harness.planted_models import PlantedModel
 from tests.harness.proofs import GOOD, REFUSED, make_stack, plant_findings, prove_scan
 from tests.harness.steps import EAGER
-from tests.harness.words import TINY_MODEL, TINY_RUN
+from tests.harness.words import CPU, TINY_MODEL, TINY_RUN
 from train import train
 from training.assemble import Training
 
@@ -57,6 +59,21 @@ def test_a_model_without_the_operator_asks_nothing(trials):
     model.blocks = nn.ModuleList([nn.Linear(1, 1)])
     assert choose_kernels(make_stack(), model, lambda: None, 8) == {}
     assert trials == []
+
+
+def test_findings_are_those_of_every_file_of_kernels(monkeypatch, tmp_path):
+    shutil.copytree(ROOT / "accel", tmp_path / "accel")
+    monkeypatch.setattr(proof, "ROOT", tmp_path)
+    question = proof.Question({}, {}, 8, CPU)
+    before = proof.collect_facts(question, [])
+    files = [file for file in (tmp_path / "accel" / "kernels").rglob("*.py") if file.stat().st_size]
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content + b"#")
+        assert proof.collect_facts(question, []) != before, file
+        file.write_bytes(content)
+    assert proof.collect_facts(question, []) == before
+    assert len(files) > 30
 
 
 def test_nothing_is_launched_that_was_not_proved():
