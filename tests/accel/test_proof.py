@@ -64,16 +64,11 @@ def test_a_model_without_the_operator_asks_nothing(trials):
 def test_findings_are_those_of_every_file_of_kernels(monkeypatch, tmp_path):
     shutil.copytree(ROOT / "accel", tmp_path / "accel")
     monkeypatch.setattr(proof, "ROOT", tmp_path)
-    question = proof.Question({}, {}, 8, CPU)
-    before = proof.collect_facts(question, [])
-    files = [file for file in (tmp_path / "accel" / "kernels").rglob("*.py") if file.stat().st_size]
-    for file in files:
-        content = file.read_bytes()
-        file.write_bytes(content + b"#")
-        assert proof.collect_facts(question, []) != before, file
-        file.write_bytes(content)
-    assert proof.collect_facts(question, []) == before
-    assert len(files) > 30
+    facts = []
+    for file in (tmp_path / "accel" / "kernels").rglob("*.py"):
+        facts.append(proof.collect_facts(proof.Question({}, {}, 8, CPU), [])["kernels"])
+        file.write_bytes(file.read_bytes() + b"#")
+    assert len(set(facts)) == len(facts) > 30
 
 
 def test_nothing_is_launched_that_was_not_proved():
