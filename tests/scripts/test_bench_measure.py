@@ -190,6 +190,13 @@ def test_absent(): skip('no such card')
 """Tests as a file; the bench takes a file for one of GPU tests that spells the mark in full."""
 
 
+def test_an_image_without_tests_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    entry = measure.run_gpu_tests(Case("smoke", measure.run_gpu_tests), None)
+    assert "the folder tests/ is not here" in entry["reason"]
+
+
 @pytest.mark.slow
 def test_the_outcomes_of_gpu_tests_are_counted(tmp_path, monkeypatch):
     file = tmp_path / "test_planted.py"

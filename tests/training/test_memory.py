@@ -27,7 +27,6 @@ from tests.harness.sets import (
 from tests.harness.steps import tiny_training
 from tests.harness.words import CPU, TINY_JOB
 from training.assemble import assemble
-from training.preflight import memory
 from training.preflight.memory import count_lasting_bytes, count_step
 from training.run import RUNNING_FILE
 from training.step import TrainStep
@@ -38,7 +37,7 @@ SHAPE = ["data=synthetic", "data.height=16", "data.width=16", "runtime=eager"]
 def limit_memory(monkeypatch, free):
     """Makes all later checks find this many bytes of memory."""
     room = Room(free, "memory.max")
-    monkeypatch.setattr(memory, "find_device_room", lambda device: room)
+    monkeypatch.setattr("accel.live_bytes.find_room", lambda processes: room)
 
 
 @pytest.mark.fault(
