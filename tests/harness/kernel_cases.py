@@ -218,11 +218,10 @@ def local_mix_cases():
         case = Case(name, kernel, types, constants, mix.WARPS, quick=rows == 16)
         turned = sizes | {"BACKWARDS": True}
         yield case._replace(name=f"{name}, turned", constants=turned, quick=False)
-        summing = {k: n for k, n in mix.SUMMING.items() if k != "num_warps"}
         yield from add_backward(
             case,
             mix.local_mix_backward_kernel,
-            constants=sizes | summing,
+            constants=sizes | mix.SUMMING,
             warps=mix.SUMMING["num_warps"],
             narrow_loads=True,
         )

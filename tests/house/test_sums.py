@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from accel.sharding import total_norm
 from common.distributed.ranks import SINGLE
 from encoding.shards import ChannelSums, compute_channel_statistics
 from evaluation.distances import Moments, frechet_distance
@@ -18,7 +17,6 @@ from training.objective import Losses
 from training.optim.ema import EMA
 from training.optim.spikes import SpikeGuard
 from training.records.metrics import Meter, StepOutput
-from training.step import TrainStep
 
 CPU = torch.device("cpu")
 BF16 = 2.0**-9
@@ -49,34 +47,6 @@ def test_the_loss_of_a_long_window():
     for loss in losses:
         meter.update(StepOutput({"loss": loss}, zero, zero, zero))
     assert relative_error(meter.report(lr=0.1)["loss"], exact_mean(losses)) < 1e-14
-
-
-def test_gradients_and_loss_of_many_micro_batches():
-    """fp32: 5e-6 over 512 micro-batches whose gradients scarcely differ."""
-    parameter = nn.Parameter(torch.ones(1000))
-    slopes = draw_normal(512, 1000, mean=1.0, std=0.01).float()
-    step = SimpleNamespace(
-        compute_losses=lambda slope: Losses((parameter * slope).sum().reshape(1), slope),
-        ema_weight=torch.zeros(()),
-        synchronise=lambda last: nullcontext(),
-        mark=lambda phase: None,
-        scaler=None,
-    )
-    loss = TrainStep.accumulate(step, list(slopes))["loss"]
-    exact = slopes.double().mean(0)
-    assert relative_error(parameter.grad, exact) < 5e-6
-    assert relative_error(loss, math.fsum(exact.tolist())) < 5e-6
-
-
-@pytest.mark.parametrize(("kind", "bound"), [("normal", 1e-5), ("equal", 1e-4)])
-def test_the_gradient_norm_of_a_large_matrix(kind, bound):
-    """fp32 over the 11 million values of the modulation of `mamba_s`."""
-    gradient = torch.full((384 * 74, 384), 1e-3)
-    if kind == "normal":
-        gradient.normal_(0.0, 1e-3, generator=torch.Generator().manual_seed(0))
-    exact = gradient.double().square().sum().sqrt()
-    assert relative_error(total_norm([gradient]), exact) < bound
-    assert relative_error(total_norm([gradient.T, torch.zeros(3)]), exact) < bound
 
 
 def test_the_limit_for_spikes():
