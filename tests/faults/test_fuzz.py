@@ -342,7 +342,7 @@ RUN_FILES = (
 @pytest.mark.fault(
     "a mutant of a finished run at random", "goes on, or refused in one sentence, within 1 GiB"
 )
-@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_mutants_of_a_finished_run(count, zygote, run_whole, tmp_path, record_property):
     """The same command goes on from them, or says why not; a report reads them."""
     record_property("struck", count)

@@ -63,16 +63,12 @@ def remove_technique(tree, key, file, name):
     assert name not in stack.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "file", "name"),
     [
         ("offload_activations", "accel/techniques/offload_activations.py", "OffloadActivations"),
-        pytest.param(
-            "fused_swiglu",
-            "accel/techniques/fused_kernels.py",
-            "FusedSwiglu",
-            marks=pytest.mark.slow,
-        ),
+        ("fused_swiglu", "accel/techniques/fused_kernels.py", "FusedSwiglu"),
     ],
 )
 def test_without_its_file_key_and_line_a_technique_is_gone(key, file, name, tmp_path):
