@@ -15,8 +15,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from common.config.build import build
 from common.config.compose import Composed, compose_from_hydra, report_user_errors
-from common.distributed.exit import run_app
+from common.distributed.exit import Request, run_app
+from common.output import Progress
 from training.sweeps import run_trial
 
 # Silence PyTorch's profiler: its messages about the profiled warm-up step do not help users.
@@ -26,10 +28,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 def train(composed: Composed) -> dict[str, Any]:
     """Trains with the composed configuration; returns the run's summary, metric name -> value,
     which is also written to `run_dir/summary.json`."""
-    from common.config.build import build  # imported here: importing torch slows down --help
-    from common.distributed.exit import Request
-    from common.output import Progress
-    from evaluation.evaluator import TrainingDistances
+    from evaluation.evaluator import TrainingDistances  # imported here: torch slows down --help
     from training.assemble import assemble, describe_run, restore
     from training.checkpoint.snapshots import save_snapshot_if_due
     from training.evaluate import draw_sample_grid, evaluate
@@ -38,7 +37,7 @@ def train(composed: Composed) -> dict[str, Any]:
     from training.records.log_lines import format_log_line, format_summary
     from training.records.metrics import SafeLogger
     from training.run import Run
-    from training.weights.initial import insert_pretrained
+    from training.weights.first_weights import insert_pretrained
     from training.weights.pretrained import build_autoencoder
 
     # 1. Set up the run: device, processes, folder, logger.

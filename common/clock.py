@@ -25,17 +25,6 @@ from common.files import write_atomically
 from common.require_python import PROCESS_START
 from common.text import is_figure, to_json
 
-READ_ERRORS = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
-"""Errors that reading a file of a run raises if the file is absent, damaged or holds values of
-other types."""
 TIME_FILE = "time.json"
 """Name of the file in a run folder that holds the seconds of each of `KINDS`."""
 MAINTENANCE_KINDS = ("evaluation", "sampling", "saving", "logging")

@@ -1,4 +1,5 @@
-"""Describes the machine of a run: its device, rates of its GPU, versions, and the code's commit.
+"""Describes the machine of a run (its device, rates of its GPU, versions, the code's commit), and
+prepares the process and the folder of a run.
 
 The rates of GPUs are from the vendors' data sheets: FLOP/s of dense 16-bit matrix products (no
 sparsity), memory, links. Sources: nvidia.com/en-us/data-center/{hgx,h200,h100,a100,l40s,a40},

@@ -4,6 +4,8 @@ each: length, hash, names, dtypes, shapes, labels, finite values.
 `BlockReader` reads a block by its offset in the manifest; it parses no tar and unpickles nothing.
 The samples of a split are numbered in the manifest's order; a sample's number is its id in a
 `Batch`. `BlockLoader` is the base of the loaders that read blocks during training.
+
+Letters: n samples of a block, B samples of a batch.
 """
 
 from __future__ import annotations

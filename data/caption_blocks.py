@@ -1,10 +1,10 @@
-"""Reads the captions of a latent set.
+"""Reads the captions of a latent set, and packs their texts.
 
 Their table (data/caption_table.py) is stored in shards of the split "captions", in verified blocks
 like latents. A block has `pooled` (n, E), `tokens` (n, T, E), `lengths` (n,) and `text`, a JSON
 list of the texts as bytes. The manifest has the empty caption too, because models need it.
 
-Letters: N captions, T tokens, E width.
+Letters: n captions of a block, T tokens, E width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from data.source import Source
 from data.spec import TextSpec
 
 
-class CaptionReader(BlockReader):
+class CaptionBlockReader(BlockReader):
     """Reads the blocks of the captions, and checks them as those of latents are checked. A damaged
     block is always an error, because no other captions can replace it."""
 
@@ -64,11 +64,11 @@ def join_text(texts: list[str]) -> UInt8[Tensor, "bytes"]:
 
 
 def read_captions(blocks: BlockReader, level: str, device: torch.device) -> CaptionTable:
-    """Reads the captions of the set of `blocks`. Raises DamagedBlockError if a block differs
-    from the manifest."""
+    """Reads the captions of the set of `blocks`. Raises DamagedBlockError if a block differs from
+    the manifest."""
     spec = blocks.manifest.text
     assert spec is not None
-    reader = CaptionReader(blocks.source, blocks.manifest, spec)
+    reader = CaptionBlockReader(blocks.source, blocks.manifest, spec)
     table = CaptionTable(spec, level, device)
     names = ("pooled", "tokens", "lengths") if level == "tokens" else ("pooled",)
     for number, place in enumerate(reader.places):

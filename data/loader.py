@@ -1,6 +1,7 @@
 """The interface of data loaders: the class of a batch, and the base class of all loaders.
 
-Letters: N samples of the set, B samples of a batch, C channels, H W latent height and width.
+Letters: N samples of the set, B samples of a batch, M captions of a sample, C channels, H W latent
+height and width.
 """
 
 from __future__ import annotations

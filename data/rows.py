@@ -1,4 +1,4 @@
-"""Packs the columns of samples to rows of bytes, and unpacks them."""
+"""Packs the columns of n samples to rows of bytes, and unpacks them."""
 
 from __future__ import annotations
 

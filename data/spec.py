@@ -1,4 +1,7 @@
-"""The description of a latent set and of its captions."""
+"""The description of a latent set and of its captions.
+
+Letters: B samples of a batch, C channels, H W latent height and width.
+"""
 
 from __future__ import annotations
 

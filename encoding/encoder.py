@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.device_memory import WORKER_BYTES, refuse_large_batch
 from accel.kernels.counter_noise.draws import Purpose, counter_normal
-from accel.live_bytes import WORKER_BYTES, refuse_large_batch
 from common.config.schema import PrecomputeConfig
 from common.errors import UserError
 from common.output import Progress

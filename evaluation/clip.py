@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import UserError
 from models.images import to_uint8
 from models.text_encoders import open_transformers
-from training.samples import Conditions
+from training.drawing import Conditions
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

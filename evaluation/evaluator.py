@@ -48,8 +48,8 @@ from sampling.draw import ResumableChunks
 from sampling.load import SampleStream
 from training.assemble import Training
 from training.checkpoint.load import describe_difference
+from training.drawing import open_data
 from training.evaluate import share_work
-from training.samples import open_data
 
 PROTOCOL_FILE = "fd_protocol.json"
 CHUNK_IMAGES = 512

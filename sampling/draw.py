@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from common.distributed.ranks import Ranks
-    from training.samples import Conditions
+    from training.drawing import Conditions
 
 SAMPLER_KEYS = (
     *("guidance", "guidance_interval", "solver", "steps", "shift"),
@@ -178,7 +178,7 @@ class SampleJob:
         Raises ValueError for a label that the model or the data does not have, and for labels or
         prompts that the model does not take.
         """
-        from training.samples import Conditions, open_data, read_conditions, read_prompts
+        from training.drawing import Conditions, open_data, read_conditions, read_prompts
 
         cfg = self.cfg
         trained = self.trained

@@ -19,9 +19,10 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from accel.device_memory import refuse_large_batch
 from accel.ledger import Ledger, LedgerRow
-from accel.live_bytes import refuse_large_batch
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
+from common.config.build import to_kwargs
 from common.config.compose import apply_schema, read_config
 from common.config.schema import RuntimeConfig, SamplingConfig
 from common.encoded_text import TextEncoder
@@ -33,8 +34,8 @@ from models.images import Autoencoder, to_uint8
 from models.requested_conditions import find_class_numbers, pair_conditions
 from models.sampler import add_text, check_internal_guidance
 from training.checkpoint.load import find_weights_file, read_newest
-from training.inputs import find_text_level, prove_kernels, to_kwargs
-from training.samples import Conditions, check_guidance, draw_latents
+from training.drawing import Conditions, check_guidance, draw_latents
+from training.inputs import find_text_level, prove_kernels
 from training.weights.adapter_file import OpenedModel, load_model
 from training.weights.pretrained import build_autoencoder, build_text_encoder
 

@@ -26,7 +26,7 @@ from common.config.compose import parse_words, report_user_errors
 from common.errors import UserError
 from training.checkpoint.files import METADATA_KEY
 from training.checkpoint.snapshots import Snapshot, list_snapshots, write_average
-from training.optim.averages import LENGTHS, find_exponent
+from training.optim.power_averages import LENGTHS, find_exponent
 from training.weights.pretrained import read_description, read_tensors
 
 GRID_CELLS = 5000

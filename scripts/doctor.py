@@ -137,7 +137,7 @@ def try_kernels(words: list[str]) -> list[dict[str, Any]]:
     from accel.techniques.fused_kernels import FusedKernel, Proof
     from common.environment import pick_device
     from training.assemble import assemble
-    from training.weights.initial import compose_pretrained
+    from training.weights.first_weights import compose_pretrained
 
     cfg = compose_pretrained(words).cfg
     stack = assemble(cfg, pick_device(cfg.runtime.device.value)).stack

@@ -1,2 +1,2 @@
-"""Trains models: objective, optimizers, state, step, checkpoints and records. This package may
-import data, models and accel."""
+"""Trains models: what is settled before the first step, objective, optimizers, state, step,
+checkpoints, weights, samples and records. This package may import data, models and accel."""

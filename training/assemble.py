@@ -21,7 +21,7 @@ from accel.sharding import get_world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from common.clock import CLOCK
-from common.config.build import build, resolve_target
+from common.config.build import build, resolve_target, to_kwargs
 from common.config.compose import Composed
 from common.config.schema import TrainConfig
 from common.distributed.ranks import SINGLE, Ranks
@@ -41,17 +41,17 @@ from training.checkpoint.load import (
     verify,
 )
 from training.checkpoint.save import Checkpoints
-from training.inputs import build_loader, find_text_level, prove_kernels, to_kwargs
-from training.optim.averages import LENGTHS, PowerAverage
+from training.drawing import Conditions, check_guidance, list_samples, open_data
+from training.inputs import build_loader, find_text_level, prove_kernels
 from training.optim.ema import EMA
 from training.optim.groups import make_parameter_groups
+from training.optim.power_averages import LENGTHS, PowerAverage
 from training.optim.schedule import Schedule
 from training.optim.spikes import SpikeGuard
 from training.records.metrics import Meter, StepOutput
-from training.samples import Conditions, check_guidance, list_samples, open_data
 from training.state import TrainState, load_weights
 from training.step import TrainStep
-from training.weights.initial import Base, add_adapter, load_base, open_base
+from training.weights.first_weights import Base, add_adapter, load_base, open_base
 from training.weights.pretrained import build_model, fit_weights
 
 CHANGEABLE_KEYS = (

@@ -17,7 +17,7 @@ from common.output import show_progress
 from data.loader import Batch
 from models.images import Autoencoder, to_uint8, write_grid
 from training.assemble import Training
-from training.samples import draw_latents
+from training.drawing import draw_latents
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

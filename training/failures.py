@@ -14,9 +14,10 @@ import torch
 
 from accel.sharding import total_norm
 from common.distributed.exit import Request
-from common.environment import GIB, memory_of
+from common.environment import memory_of
 from common.errors import DISK_ERRNOS, UserError, is_out_of_memory
 from common.files import make_folder, write_json
+from common.memory import GIB
 from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.load import describe_resume

@@ -1,10 +1,10 @@
-"""Builds parts that training and sampling share: the data loader, a forecast of the memory that its
-latents take, and the choice of fused kernels."""
+"""What training and sampling feed a model with: the loader of its data, what of the captions it
+reads, a forecast of the memory that its latents take, and the inputs on which its kernels are
+tried."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,6 @@ from common.distributed.ranks import SINGLE, Ranks
 from data.loader import LatentLoader, LoaderArgs
 from data.spec import LatentSpec
 from models.denoiser import Denoiser
-
-
-def to_kwargs(node: Any) -> dict[str, Any]:
-    """Returns the fields of a configuration object as keyword arguments, enum members as
-    strings."""
-    return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}
 
 
 def build_loader(
@@ -74,7 +68,8 @@ def prove_kernels(
     samples: int,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Lets the stack test and time fused kernels on micro-batches of `samples` samples. Returns the
+    """Tests and times the fused kernels that the stack requests on micro-batches of `samples`
+    samples. Returns the
     chosen kernels and their measurements, which the run writes to kernels.json in its folder."""
     device = model.pos_embed.device
     latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)

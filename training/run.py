@@ -13,13 +13,13 @@ import torch
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import AccelerationStack
 from accel.trial.proof import KERNELS_FILE
-from common.clock import CLOCK, MAINTENANCE_KINDS, READ_ERRORS, TIME_FILE, explain_bound
+from common.clock import CLOCK, MAINTENANCE_KINDS, TIME_FILE, explain_bound
 from common.config.build import fill_defaults
 from common.config.compose import Composed, parse_yaml, read_config, to_yaml
 from common.config.schema import TrainConfig
 from common.distributed.exit import RESUMABLE_EXIT_CODE
 from common.environment import choose_folder, connect, describe_environment, set_deterministic
-from common.errors import UserError
+from common.errors import READ_ERRORS, UserError
 from common.files import (
     FolderLock,
     lock_folder,
@@ -171,8 +171,8 @@ class Run:
         return self.cfg
 
     def prepare_snapshots(self, state: TrainState) -> str:
-        """Prepares the folder for snapshots of averages; returns a line about their space, or
-        ""."""
+        """Prepares the folder for snapshots of averages; returns a line about their space, empty
+        without snapshots."""
         return self.ranks.broadcast_result(lambda: prepare_snapshots(self.cfg, state, self.folder))
 
     def open_checkpoints(self) -> Checkpoints:

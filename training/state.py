@@ -20,8 +20,8 @@ from common.trees import flatten, nest
 from data.loader import LatentLoader
 from models.adapters import find_adapted_layers, find_trained_parameters
 from models.denoiser import Denoiser, drop_aux_heads, select_aux_heads
-from training.optim.averages import PowerAverage
 from training.optim.ema import EMA
+from training.optim.power_averages import PowerAverage
 from training.optim.spikes import SpikeGuard
 from training.records.metrics import Meter
 

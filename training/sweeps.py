@@ -104,7 +104,7 @@ def refuse_other_run(composed: Composed) -> None:
     file = Path(composed.cfg.run_dir) / "config.yaml"
     if not file.exists():
         return
-    from training.weights.initial import insert_pretrained  # imports torch
+    from training.weights.first_weights import insert_pretrained  # imports torch
 
     # The file names the model that replaced model=pretrained.
     settings = parse_yaml(to_yaml(insert_pretrained(composed).source))

@@ -46,10 +46,9 @@ def register(
     runs `definition`, on a GPU `launcher`. All outputs must be contiguous; their shapes for fake
     tensors come from `definition`.
 
-    `launcher` is "<module>.<function>", imported at the first launch because it
-    needs Triton or another package; None: `definition` also runs on a GPU. `repeatable` is False if
-    the kernel adds in an order that varies from call to call, so that its results differ in the
-    last bits.
+    `launcher` is "<module>.<function>", imported at the first launch because it needs Triton or
+    another package; None: `definition` also runs on a GPU. `repeatable` is False if the kernel adds
+    in an order that varies from call to call, so that its results differ in the last bits.
     """
     name = schema.partition("(")[0]
     module, _, function = (launcher or "").rpartition(".")

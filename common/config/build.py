@@ -17,6 +17,7 @@ import json
 import os
 import typing
 from collections.abc import Collection, Iterable, Mapping
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,9 @@ def admit_extensions(words: Iterable[str]) -> list[str]:
 def is_admitted(target: object) -> bool:
     """Says whether `target`, the dotted path of a class, lies in an admitted extension."""
     return str(target).partition(".")[0] in admitted_packages
+
+
+def to_kwargs(node: Any) -> dict[str, Any]:
+    """Returns the fields of a configuration object as keyword arguments, enum members as
+    strings."""
+    return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}

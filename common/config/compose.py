@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from common.config import build
-from common.config.explain import explain, flatten_tree
+from common.config.explain import explain, list_nodes
 from common.config.schema import PrecomputeConfig, SamplingConfig, TrainConfig
 from common.config.secrets import redact, redact_text, redact_words
 from common.config.words import (
@@ -199,7 +199,7 @@ def choose_length(source: DictConfig, overrides: list[str]) -> None:
 def refuse_strange_numbers(node: Any) -> None:
     """Raises ValueError if nested dicts and lists contain NaN or infinity, which a later check of a
     range may let pass, or an integer beyond 64 bits."""
-    for key, value in flatten_tree(node):
+    for key, value in list_nodes(node):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{key}={value} is not finite; give a finite number.")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -123,7 +123,7 @@ def suggest_fix(key: str, schema: type) -> str:
     if list_choices(key):
         return f"it is a group of {other}.py."
     tree = OmegaConf.to_container(OmegaConf.structured(schema))
-    known = [name for name, _ in flatten_tree(tree)]
+    known = [name for name, _ in list_nodes(tree)]
     known += [name for name in choices_by_key if name.partition(".")[0] in groups]
     return suggest_key(key, known)
 
@@ -137,17 +137,17 @@ def map_keys_to_choices() -> dict[str, list[str]]:
         group = file.parent.name
         if group == "experiment":
             continue
-        keys = flatten_tree(OmegaConf.to_container(OmegaConf.load(file)), f"{group}.")
+        keys = list_nodes(OmegaConf.to_container(OmegaConf.load(file)), f"{group}.")
         for key in dict(keys):
             choices_by_key[key].append(f"{group}={file.stem}")
     return choices_by_key
 
 
-def flatten_tree(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def list_nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) for every entry of nested mappings and lists; an entry that is
     itself a mapping or list is yielded before its entries. The key of a list entry is its index."""
     entries = dict(enumerate(node)) if isinstance(node, list) else node
     if isinstance(entries, dict):
         for name, value in entries.items():
             yield f"{prefix}{name}", value
-            yield from flatten_tree(value, f"{prefix}{name}.")
+            yield from list_nodes(value, f"{prefix}{name}.")

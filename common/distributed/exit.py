@@ -55,8 +55,8 @@ class StopRequest:
 
     def __init__(
         self,
-        begin_max: Callable[[int], Callable[[], int]] | None = None,
         *failure_checks: Callable[[], bool],
+        begin_max: Callable[[int], Callable[[], int]] | None = None,
     ) -> None:
         self.begin_max = begin_max
         """`Ranks.begin_max`, by which the ranks exchange requests; None if there is only this

@@ -185,7 +185,8 @@ class Ranks:
 
     def make_stop_request(self, *failure_checks: Callable[[], bool]) -> exit.StopRequest:
         """Makes a `StopRequest` of all ranks."""
-        return exit.StopRequest(None if self.world_size == 1 else self.begin_max, *failure_checks)
+        begin_max = None if self.world_size == 1 else self.begin_max
+        return exit.StopRequest(*failure_checks, begin_max=begin_max)
 
     def begin_max(self, value: int) -> Callable[[], int]:
         """Starts to compute the maximum of `value` over all ranks, and returns at once a function

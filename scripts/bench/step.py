@@ -25,7 +25,7 @@ from scripts.capabilities import find_capabilities, measure_rates
 from scripts.commands import format_table
 from scripts.timing import MemoryPeak, measure_seconds, summarise, synchronise, time_in_turn
 from training.assemble import assemble
-from training.weights.initial import compose_pretrained
+from training.weights.first_weights import compose_pretrained
 
 NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from accel.composite_optimizer import collect_state, count_largest_part, iterate_innermost
+from accel.device_memory import LiveBytes
 from accel.ledger import AUTO
-from accel.live_bytes import LiveBytes
 from accel.stack import AccelerationStack
 from accel.technique import Technique, find_switches
 from common.config.schema import ParallelConfig, TrainConfig

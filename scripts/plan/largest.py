@@ -18,12 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from common.config.schema import Positive, refuse_values
-from common.environment import GIB, Card, find_card
+from common.environment import Card, find_card
 from common.errors import UserError
+from common.memory import GIB
 from common.text import shorten_error
 from scripts.commands import format_table
 from scripts.plan.memory import Forecast, forecast, make_question
-from training.weights.initial import compose_pretrained
+from training.weights.first_weights import compose_pretrained
 
 SHARDED_WORDS = "runtime=lowmem runtime.parallel.mode=fsdp"
 WAYS = (

@@ -19,8 +19,8 @@ from accel.composite_optimizer import count_largest_part
 from accel.technique import Technique
 from common.config.build import build
 from common.config.schema import TrainConfig
-from common.environment import GIB
 from common.errors import UserError
+from common.memory import GIB
 from common.text import shorten_error
 from data.spec import LatentSpec
 from models.denoiser import Denoiser
@@ -36,7 +36,7 @@ from scripts.plan.counting import (
 from training.inputs import find_text_level, foresee_latents
 from training.optim.ema import EMA
 from training.optim.groups import make_parameter_groups
-from training.weights.initial import add_adapter, find_base
+from training.weights.first_weights import add_adapter, find_base
 from training.weights.pretrained import build_on_meta
 
 CONTEXT_BYTES = 0.6 * GIB

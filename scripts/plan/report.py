@@ -18,7 +18,6 @@ from common.config.schema import Positive, TrainConfig, refuse_values
 from common.config.words import CONF_FOLDER
 from common.distributed.ranks import SINGLE
 from common.environment import (
-    GIB,
     Card,
     describe_environment,
     find_card,
@@ -29,6 +28,7 @@ from common.environment import (
 )
 from common.errors import UserError
 from common.files import read_object
+from common.memory import GIB
 from common.text import is_figure
 from models.adapters import count_passes
 from scripts.commands import format_table
@@ -42,7 +42,7 @@ from scripts.plan.savings import (
 )
 from training.checkpoint.snapshots import count_snapshot_bytes
 from training.preflight.tune import STEPS_KEY, tune_config
-from training.weights.initial import compose_pretrained
+from training.weights.first_weights import compose_pretrained
 
 HERE = "here"
 RATE_KEYS = ("samples_per_s", "rate_of", "mfu")

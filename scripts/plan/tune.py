@@ -35,9 +35,10 @@ from common import workers
 from common.config import build
 from common.config.compose import apply_schema
 from common.config.schema import ParallelConfig, TrainConfig
-from common.environment import GIB, memory_of, set_deterministic
+from common.environment import memory_of, set_deterministic
 from common.errors import UserError
 from common.files import read_object, write_atomically
+from common.memory import GIB
 from common.text import shorten_error
 from data.caption_table import make_blank_table
 from data.spec import LatentSpec

@@ -12,8 +12,7 @@ from accel.ledger import UNSEEN, UNUSED, LedgerRow
 from accel.techniques.attention_backend import AttentionBackend
 from accel.techniques.cuda_graph import CudaGraph
 from accel.techniques.cudnn_benchmark import CONVOLUTION, CudnnBenchmark
-from accel.techniques.fused_kernels import FusedScan
-from accel.trial.proof import Proof
+from accel.techniques.fused_kernels import FusedScan, Proof
 from tests.harness.pretended_gpu import make_profiler_event
 from tests.harness.steps import checkpoint_values, make_call, tiny_training
 from tests.harness.words import CPU

@@ -148,11 +148,11 @@ def launch(names, samples, length):
     ("samples", "length"), [(MAX_SAMPLES_PER_LAUNCH, 4), (MAX_SAMPLES_PER_LAUNCH // 4, 1024)]
 )
 def test_the_largest_batch_can_be_launched(samples, length, grids):
-    from accel.kernels.counter_noise import kernels_triton as counter_noise_triton
+    from accel.kernels.counter_noise import kernels_triton
 
     launch(OPERATOR_CASES, samples, length)
     positions = torch.empty(200_000, dtype=torch.int64, device="meta")
-    counter_noise_triton.launch("normal", 0, Purpose.NOISE, positions, 4096)
+    kernels_triton.launch("normal", 0, Purpose.NOISE, positions, 4096)
     wide = [(name, grid) for name, grid in grids if max([1, *grid[1:]]) > MAX_SAMPLES_PER_LAUNCH]
     assert not wide
     assert ("ssd_read_kernel" in {name for name, _ in grids}) is (length == 1024)

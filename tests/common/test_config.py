@@ -16,7 +16,7 @@ import yaml
 
 from common.config.build import build, resolve_target
 from common.config.compose import CONF_FOLDER, compose, parse_words, report_user_errors
-from common.config.explain import flatten_tree
+from common.config.explain import list_nodes
 from common.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from common.config.words import FOREIGN_KEYS
 from common.distributed.exit import run_app
@@ -174,7 +174,7 @@ def test_foreign_spellings_get_ours(key):
 
 def test_our_spellings_in_that_table_are_real():
     source = compose(["data=webdataset", "logger=wandb", "adapter=lora", "init_from=x"]).source
-    keys = [f"{key}." for key, _ in flatten_tree(source)]
+    keys = [f"{key}." for key, _ in list_nodes(source)]
     for spelling in FOREIGN_KEYS.values():
         name = spelling.partition("=")[0]
         assert any(key.startswith(f"{name}.") for key in keys), spelling

@@ -9,7 +9,7 @@ import yaml
 
 from common.config import secrets
 from common.config.compose import compose, report_user_errors
-from common.config.explain import flatten_tree
+from common.config.explain import list_nodes
 from common.config.secrets import SHAPES, redact, redact_text, redact_words
 from common.config.words import describe_unreadable
 from common.errors import UserError
@@ -94,7 +94,7 @@ def test_names_with_a_secret_lose_values_and_no_others():
     }
     assert redact(others) == others
     sources = [compose([]).source, compose(["source=x", "out=y"], "precompute_latents").source]
-    keys = [key for source in sources for key, _ in flatten_tree(source)]
+    keys = [key for source in sources for key, _ in list_nodes(source)]
     keys += [field.name for field in dataclasses.fields(ImportConfig)]
     assert not [key for key in keys if secrets.is_secret(key, "x")]
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from common.config.compose import compose
-from common.config.explain import flatten_tree
+from common.config.explain import list_nodes
 from common.config.schema import PrecomputeConfig
 from common.distributed.exit import run_app
 from data.loader import LatentTensors, draw_samples
@@ -216,7 +216,7 @@ NUMBERS = st.sampled_from(("-1", "0", "1", "3", "7", "16", "0.5", "1.5"))
 @cache
 def list_keys():
     source = compose(["data=synthetic", "model=mamba_xs"]).source
-    return [key for key, _ in flatten_tree(source)]
+    return [key for key, _ in list_nodes(source)]
 
 
 def break_command(draw, folder):

@@ -11,7 +11,7 @@ from tests.harness.words import CPU
 from train import train
 from training.assemble import assemble
 from training.checkpoint.files import make_header
-from training.weights.initial import compose_pretrained
+from training.weights.first_weights import compose_pretrained
 
 FAMILIES = ("mamba", "zigzag", "mamba1", "ssd_mlp", "conv", "dit")
 EAGER_RUN = [

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     multiplies: bool = False
     """The kernel uses the matrix units."""
     narrow_loads: bool = False
-    """The kernel transposes a layout, so its loads cannot be wide."""
+    """The kernel transposes a layout or has small tiles, so its loads cannot be wide."""
     quick: bool = False
     """A common size, which every run of the tests checks."""
     most_registers: int | None = None
@@ -68,7 +68,7 @@ def cases(architecture):
     """Every kernel in every configuration that is shipped for an architecture."""
     yield from add_norm_cases()
     yield from ssd_cases(architecture)
-    yield from chunked_ssd_cases()
+    yield from ssd_chunks_cases()
     yield from local_mix_cases()
     yield from gated_norm_cases()
     yield from swiglu_cases()
@@ -113,7 +113,7 @@ def add_norm_cases():
 def ssd_cases(architecture):
     """24 heads; the flagship's head dim and state size, and the largest and smallest."""
     from accel.kernels.ssd import backward_triton as backward
-    from accel.kernels.ssd import decays_triton as prelude
+    from accel.kernels.ssd import decays_triton as decaying
     from accel.kernels.ssd import forward_triton as ssd
     from accel.kernels.ssd.operator import LN2
 
@@ -150,34 +150,34 @@ def ssd_cases(architecture):
                     )
     decays = Case(
         "ssd decays L=256",
-        prelude.ssd_decays_kernel,
+        decaying.ssd_decays_kernel,
         TYPES,
-        prelude.choose_constants(24, 256),
-        prelude.WARPS,
+        decaying.choose_constants(24, 256),
+        decaying.WARPS,
         narrow_loads=True,
         quick=True,
     )
-    yield from add_backward(decays, prelude.ssd_decays_backward_kernel)
+    yield from add_backward(decays, decaying.ssd_decays_backward_kernel)
     decay = {"K": 24, "BLOCK": 64, "TILES": 4, "BLOCK_L": 256, "LN2": LN2}
     kernel = backward.ssd_decay_kernel
     yield decays._replace(name="ssd decay L=256", kernel=kernel, constants=decay, warps=4)
 
 
-def chunked_ssd_cases():
+def ssd_chunks_cases():
     """Chunks of 256 tokens; forward reads into y, backward takes products with its gradient."""
-    from accel.kernels.ssd import chunks_triton as between
+    from accel.kernels.ssd import chunks_triton as chunks
 
-    read = between.ssd_read_kernel
+    read = chunks.ssd_read_kernel
     kernels = {
-        "states": (between.ssd_states_kernel, {}),
+        "states": (chunks.ssd_states_kernel, {}),
         "read": (read, {"OTHER": None, "DOTS": None}),
         "read, products": (read, {"INSIDE": None}),
-        "groups": (between.ssd_groups_kernel, {}),
+        "groups": (chunks.ssd_groups_kernel, {}),
     }
     for fp32, size in product((False, True), (64, 128)):
         sizes = choose_scan_sizes(256, size, size)
         sizes |= {"g_token": sizes["x_token"], "g_batch": sizes["x_batch"], "o_token": 24 * size}
-        block, block_n, warps = between.choose_configuration(size, size, fp32)
+        block, block_n, warps = chunks.choose_configuration(size, size, fp32)
         sizes |= {"o_batch": 256 * 24 * size, "T": 256, "BLOCK": block, "BLOCK_N": block_n}
         sizes["PRECISION"] = "ieee" if fp32 else "tf32"
         for part, (kernel, absent) in kernels.items():

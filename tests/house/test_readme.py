@@ -196,7 +196,7 @@ def test_the_path_from_images_to_samples(tmp_path, monkeypatch, capsys):
             continue  # test_the_package_of_ones_own and tests/training/test_parallel.py run these
         program, *words = words
         if {"--help", "--cfg"} & {*words} or "hydra/sweeper=search" in words:
-            continue  # test_config.py and test_sweeps.py in tests/training run these
+            continue  # tests/common/test_config.py and tests/training/test_sweeps.py run these
         if program == "precompute_latents.py":
             given = [word for word in words if not word.startswith("encoder=")]
             precompute(compose([*given, *local], "precompute_latents"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accel.kernels.ssd import decays_triton as decays
+from accel.kernels.ssd import decays_triton
 from accel.kernels.ssd import forward_triton as kernels
 from tests.harness.operators import (
     TOLERANCE,
@@ -108,5 +108,5 @@ def test_small_steps_keep_their_digits(poison):
     dt = torch.full((1, 4, 2, 1), -15.0)
     zero = torch.zeros(2, 1)
     poison()
-    steps, _ = decays.launch_forward(dt, zero, zero, 4)
+    steps, _ = decays_triton.launch_forward(dt, zero, zero, 4)
     torch.testing.assert_close(steps, torch.full_like(steps, 3.0590227e-7), rtol=1e-5, atol=0.0)

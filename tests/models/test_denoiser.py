@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from accel.kernels.ssd import definition as bidirectional_ssd
+from accel.kernels.ssd import definition
 from common.config.build import build
 from common.config.compose import compose
 from models.denoiser import drop_aux_heads
@@ -261,7 +261,7 @@ def test_flops_agree_with_a_counter(family, size, side, monkeypatch):
     """PyTorch's counter counts what runs; the closed form counts what is needed."""
     # The definition of the scan takes all tokens at once, as the kernels do and the closed form
     # counts.
-    monkeypatch.setattr(bidirectional_ssd, "MAX_PIECES", 1)
+    monkeypatch.setattr(definition, "MAX_PIECES", 1)
     model = make_on_meta(f"{family}_{size}", height=side, width=side).requires_grad_(False)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         model(torch.empty(1, 4, side, side), torch.empty(1), torch.zeros(1, dtype=torch.long))

@@ -5,8 +5,8 @@ import torch
 
 from common.config.schema import SamplingConfig
 from models.sampler import make_guided_velocity, sample
-from sampling.load import draw_latents
 from tests.harness.steps import tiny_training
+from training.drawing import draw_latents
 
 
 def test_the_shift_moves_the_times_at_which_a_sampler_calls_the_model():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from accel.kernels.attention import attend as attention
 from accel.kernels.attention.attend import attend, attend_by_products, attend_in_groups, make_mask
 from common.encoded_text import EncodedText
 from models.mixers.attention import Attention
@@ -86,7 +85,9 @@ def test_padding_is_ignored_and_tokens_are_not(family):
 
 
 def test_an_ignored_mask_is_found(monkeypatch):
-    monkeypatch.setattr(attention, "make_mask", lambda groups, prefix, tokens: None)
+    monkeypatch.setattr(
+        "accel.kernels.attention.attend.make_mask", lambda groups, prefix, tokens: None
+    )
     with pytest.raises(AssertionError):
         assert_padding_is_ignored("dit")
 

@@ -21,8 +21,8 @@ from tests.harness.draws import draw_samples, make_job
 from tests.harness.sets import draw_random_samples, save_latent_set
 from tests.harness.words import CPU
 from training.checkpoint.load import list_complete
+from training.drawing import open_data, read_conditions
 from training.inputs import build_loader
-from training.samples import open_data, read_conditions
 from training.weights.adapter_file import load_model
 
 

@@ -19,7 +19,7 @@ from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte
 from train import train
 from training.checkpoint.snapshots import Snapshot, write_average
-from training.optim.averages import find_exponent
+from training.optim.power_averages import find_exponent
 
 LENGTHS = (0.03, 0.04, 0.05, 0.07, 0.10, 0.13, 0.16, 0.20)
 RUN = [

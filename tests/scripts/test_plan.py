@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from common.environment import CARDS, GIB, match_card
+from common.environment import CARDS, match_card
+from common.memory import GIB
 from scripts.plan.__main__ import main
 from scripts.plan.report import (
     PlanConfig,

@@ -25,7 +25,7 @@ from train import train
 from training.assemble import assemble
 from training.checkpoint.load import find_weights_file
 from training.weights.adapter_file import TENSORS_FILE, load_model, write_peft
-from training.weights.initial import compose_pretrained
+from training.weights.first_weights import compose_pretrained
 from training.weights.pretrained import load_pretrained
 
 SAVING = [

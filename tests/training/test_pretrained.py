@@ -23,7 +23,7 @@ from training.assemble import restore
 from training.checkpoint.files import make_header
 from training.checkpoint.load import read_state_file
 from training.checkpoint.save import Checkpoints
-from training.weights.initial import insert_pretrained
+from training.weights.first_weights import insert_pretrained
 from training.weights.pretrained import load_pretrained, read_description, refuse_other_function
 
 

@@ -23,7 +23,7 @@ from tests.harness.words import TINY_RUN, TINY_SYNTHETIC
 from train import train
 from training import sweeps
 from training.sweeps import refuse_other_run, refuse_trial
-from training.weights.initial import compose_pretrained
+from training.weights.first_weights import compose_pretrained
 
 
 def learn(composed):

@@ -19,8 +19,8 @@ from tests.harness.words import CPU
 from train import train
 from training import objective
 from training.checkpoint.load import list_complete
+from training.drawing import check_guidance
 from training.inputs import build_loader
-from training.samples import check_guidance
 
 
 @pytest.fixture(scope="module")

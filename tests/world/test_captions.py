@@ -15,7 +15,7 @@ from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.captions import save_bert, save_text
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import PNG, read_contents, save_files, save_images
-from training.samples import read_prompts
+from training.drawing import read_prompts
 
 TEXT_JOB = ["text_encoder=wordllama", "classes=none"]
 

@@ -1,1 +1,2 @@
-"""Saves checkpoints atomically, and verifies a checkpoint before it loads one."""
+"""Saves checkpoints atomically, verifies a checkpoint before it loads one, and writes
+snapshots of averages."""

@@ -22,11 +22,10 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 
-from common.clock import READ_ERRORS
 from common.config.build import fill_defaults
 from common.config.schema import EmaConfig, RuntimeConfig, TrainConfig
 from common.distributed.ranks import SINGLE, Ranks
-from common.errors import UserError
+from common.errors import READ_ERRORS, UserError
 from common.files import read_object, rename
 from common.text import shorten_error
 from common.trees import flatten

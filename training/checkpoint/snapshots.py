@@ -1,5 +1,5 @@
 """Writes snapshots of a run's power-function averages, from which `scripts.average` makes averages
-of other lengths after the run (training/optim/averages.py).
+of other lengths after the run (training/optim/power_averages.py).
 
 If `ema.snapshots` is S, a run writes a snapshot after each step at which the number of samples seen
 reaches or passes a multiple of total_samples / S. A snapshot is a file for each of `LENGTHS`, with
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from common.clock import CLOCK
 from common.config.schema import TrainConfig
 from common.distributed.ranks import Ranks
-from common.environment import GIB
 from common.errors import UserError
 from common.files import make_folder, replace_file
+from common.memory import GIB
 from models.adapters import find_trained_parameters
 from models.denoiser import drop_aux_heads
 from training.checkpoint.files import HASH_KEY, hash_tensors, make_header, stage, write_tensors
-from training.optim.averages import LENGTHS
+from training.optim.power_averages import LENGTHS
 from training.state import Layout, TrainState
 
 

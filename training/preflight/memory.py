@@ -1,4 +1,5 @@
-"""Compares the memory that a step takes with the memory that is there, before the first step."""
+"""Counts the bytes that a run keeps, and compares the memory that a step takes with the memory that
+is there, before the first step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from accel.composite_optimizer import collect_state, count_bytes
 from accel.counted_rows import OptimizerState
-from accel.live_bytes import WORKER_BYTES, count_each, find_device_room
+from accel.device_memory import WORKER_BYTES, count_each, find_device_room
 from accel.sharding import to_local
 from common.memory import Need, refuse_excess
 from data.caption_table import make_blank_table

@@ -28,12 +28,11 @@ import torch
 from accel.ledger import AUTO, LedgerRow
 from accel.stack import AccelerationStack
 from common import workers
-from common.clock import READ_ERRORS
 from common.config.compose import apply_schema
 from common.config.schema import RuntimeConfig, TrainConfig
 from common.distributed.ranks import Ranks
 from common.environment import get_device_name, memory_of
-from common.errors import UserError
+from common.errors import READ_ERRORS, UserError
 from common.files import ROOT, find_cache_folder, read_object, write_to_cache
 from common.text import replace_non_finite
 from training.assemble import to_json_types

@@ -1,5 +1,5 @@
-"""Measures the metrics of a run, writes them to metrics.jsonl, and passes them to an optional
-logger.
+"""Holds the results of a step, measures the metrics of a run, writes them to metrics.jsonl, and
+passes them to an optional logger.
 
 metrics.jsonl has one line per logged step, a JSON object. If writing or logging fails, the run
 continues.

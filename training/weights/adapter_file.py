@@ -31,7 +31,7 @@ from models.denoiser import Denoiser
 from models.layers import LabelEmbedding
 from training.checkpoint.files import METADATA_KEY, write_tensors
 from training.checkpoint.load import find_weights_file
-from training.weights.initial import add_adapter
+from training.weights.first_weights import add_adapter
 from training.weights.pretrained import (
     AdapterNote,
     Description,

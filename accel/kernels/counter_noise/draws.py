@@ -1,9 +1,8 @@
 """Random numbers without state: every draw is a hash of (seed, purpose, stream position).
 
 The hash is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
-http://www.thesalmons.org/john/random123/). On a GPU one kernel computes a draw
-(kernels_triton.py): it gives the same integers as the definition here, and the same normals
-within rounding.
+http://www.thesalmons.org/john/random123/). On a GPU one kernel computes a draw (kernels_triton.py):
+it gives the same integers as the definition here, and the same normals within rounding.
 
 The stream position of a sample is the number of samples before its batch plus its index in the
 global batch, so draws do not depend on the world size, on resumes or on the order of evaluation.

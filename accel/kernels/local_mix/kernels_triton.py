@@ -7,7 +7,7 @@ SiLU), and the sums for the gradients of weight and bias; each program stores th
 tokens, so there are no atomics. The second convolves the gradient before SiLU with the reversed
 taps, which gives the gradient of x.
 
-Letters: B samples, L tokens, D width.
+Letters: B samples, D width, R × C taps.
 """
 
 # Switch the checks below off in this file. Pyright does not know that the launch of a kernel turns
@@ -29,8 +29,8 @@ BLOCK_C = 64
 WARPS = 2
 SUMMING = {"STRETCH": 64, "BLOCK_L": 2, "BLOCK_C": 64, "num_warps": 1}
 """Sizes of `local_mix_backward_kernel`: tokens a program, and its tiles, small enough for the sums
-of all taps to stay in registers. All sizes in this file were the fastest on an H100 (docs/LOG.md,
-2026-11-27)."""
+of all taps to stay in registers. All sizes in this file were the fastest on an H100, but for
+STRETCH, of which 256 took 603 µs and 64 610 µs (docs/LOG.md, 2026-11-27)."""
 
 
 @triton.jit
@@ -152,8 +152,8 @@ def local_mix_backward_kernel(
         dbias += du
 
         # The gradient of a tap is the sum over tokens of du times the neighbour that the tap reads.
-        # Keep tiles of it in registers: a sum over a tile's tokens would go through shared memory,
-        # so it is taken once, at the end.
+        # Keep tiles of it in registers: a sum over a tile's tokens exchanges values between
+        # threads, so it is taken once, at the end.
         totals = ()
         for tap in tl.static_range(R * C):
             x = load_tap(X, t, c, mask, x_token, tap, ROWS, COLUMNS, R, C)
@@ -167,13 +167,13 @@ def local_mix_backward_kernel(
 
 
 def choose_grid(x: Tensor) -> tuple[int, int, int]:
-    """Returns the grid of a launch: (tiles of tokens, tiles of channels, samples)."""
+    """Returns the grid of `local_mix_kernel`: (tiles of tokens, tiles of channels, samples)."""
     return triton.cdiv(x.shape[1], BLOCK_L), triton.cdiv(x.shape[2], BLOCK_C), x.shape[0]
 
 
 def choose_constants(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
-    """Returns the compile-time constants of the kernels, together with the launch options such as
-    num_warps."""
+    """Returns the compile-time constants of the kernels and launch options such as num_warps;
+    `SUMMING` replaces some of them in the backward kernel."""
     taps = {"R": weight.shape[2], "C": weight.shape[3]}
     return {
         "ROWS": rows,

@@ -58,9 +58,9 @@ def ssd_dx_kernel(
 ):
     """Computes for one head a tile of the gradient of x, dx_j = Σ_i M_ij dy_i + D dy_j, and stores
     in DD (B, K, tiles) the tile's part of the gradient of D. M_ij is the weight of x_j in y_i
-    (formula in forward_triton.py), and D is the head's weight of the skip term D·x. The
-    kernel computes the scores already transposed, as B·Cᵀ, because Triton before 3.7.1 transposes
-    the result of a product wrongly."""
+    (formula in forward_triton.py), and D is the head's weight of the skip term D·x. The kernel
+    computes the scores already transposed, as B·Cᵀ, because Triton before 3.7.1 transposes the
+    result of a product wrongly."""
     tile = tl.program_id(0)
     k = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)

@@ -1,12 +1,12 @@
 """Fused operators for the scan of long sequences, which is quadratic inside chunks and passes
 states from chunk to chunk.
 
-`scan_in_chunks` (definition.py) is the definition. `ssd_states` computes the state that a
-chunk adds; `ssd_read` computes the values that a chunk's tokens read from a state. The backward
-pass of `ssd_states` calls `ssd_read`, and that of `ssd_read` calls `ssd_states`; the first calls
+`scan_in_chunks` (definition.py) is the definition. `ssd_states` computes the state that a chunk
+adds; `ssd_read` computes the values that a chunk's tokens read from a state. The backward pass of
+`ssd_states` calls `ssd_read`, and that of `ssd_read` calls `ssd_states`; the first calls
 `ssd_groups` for the gradient of B, the second for the gradient of C. The three operators run Triton
-on a GPU (chunks_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to chunk,
-in fp32.
+on a GPU (chunks_triton.py) and PyTorch elsewhere. PyTorch sums the states from chunk to chunk, in
+fp32.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; T tokens a chunk, C chunks a
 sample, S = B·C. The scan's own B and C are called `B_in` and `C_out`, or `groups` where either may

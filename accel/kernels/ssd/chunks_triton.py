@@ -204,8 +204,8 @@ def launch_states(x: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
 def launch_read(
     states: Tensor, groups: Tensor, weights: Tensor, inside: Tensor | None, other: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Launches the kernel of `ssd_read` (chunks.py); returns the output (S, T, K, P), and the
-    dot products with `other` (S, 2, K, T), or an empty tensor if `other` is None."""
+    """Launches the kernel of `ssd_read` (chunks.py); returns the output (S, T, K, P), and the dot
+    products with `other` (S, 2, K, T), or an empty tensor if `other` is None."""
     pieces, _, heads, state_dim, head_dim = states.shape
     length = groups.shape[1]
     out = groups.new_empty(pieces, length, heads, head_dim)
@@ -218,8 +218,8 @@ def launch_read(
 
 
 def launch_groups(states: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """Launches the kernel of `ssd_groups` (chunks.py); returns the gradient of B_in or C_out
-    (S, T, 2, N)."""
+    """Launches the kernel of `ssd_groups` (chunks.py); returns the gradient of B_in or C_out (S, T,
+    2, N)."""
     pieces, length, heads, head_dim = x.shape
     out = x.new_empty(pieces, length, 2, states.shape[3])
     constants = choose_constants(x, length, heads, states.shape[3], head_dim)

@@ -7,8 +7,8 @@ a_i)·(C_i·B_j)·step_j·x_j. Here a forward scan adds to y_i the contributions
 tokens before it, and a backward scan with its own step, A, B and C adds those of the tokens after
 it, so that each pair (i, j) counts once. decays.py computes the steps and the sums of a.
 
-`bidirectional_ssd` is the definition in PyTorch; `fused_bidirectional_ssd`
-(operator.py) computes it as one operator.
+`bidirectional_ssd` is the definition in PyTorch; `fused_bidirectional_ssd` (operator.py) computes
+it as one operator.
 
 Letters: B samples, L tokens, K heads, P head dim, N state size; direction 0 is forward, 1 is
 backward. All heads share the scan's B and C, which the code calls `B_in` and `C_out`. In shapes, C

@@ -16,7 +16,7 @@ direction, take a quarter more registers.
 
 The backward pass is in backward_triton.py.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size; T tiles of BLOCK tokens.
+Letters: B samples, L tokens, K heads, P head dim, N state size.
 """
 
 # Switch the checks below off in this file. Pyright does not know that the launch of a kernel turns
@@ -182,9 +182,10 @@ def choose_configuration(
     for compute capability 9.0.
 
     The choice lets as many programs as possible share a multiprocessor of that capability without
-    spilling (tests/harness/kernel_resources.py). For 9.0 and sizes up to 64 it is the fastest of
-    those tried on an H100 (docs/LOG.md, 2026-11-27); the others are not tuned for speed. If `fp32`,
-    tiles are smaller, because fp32 products take far more registers.
+    spilling, but for the rows that tests/accel/kernels/test_kernel_resources.py lists. For 9.0 and
+    16 bits it is the fastest of those tried on an H100, at 256 tokens and 64 channels per head
+    (docs/LOG.md, 2026-11-27). If `fp32`, tiles are smaller, because fp32 products take far more
+    registers.
     """
     small_shared_memory = capability < 90 or capability >= 120
     large = max(head_dim, state_dim) > 64

@@ -1,10 +1,10 @@
 """Computes `bidirectional_ssd` as one operator with its own backward pass: Triton on a GPU
 (forward_triton.py), PyTorch elsewhere.
 
-Letters: B samples, L tokens, K heads, P head dim, N state size. The samples together are cut into
-S pieces of T tokens each. `B_in` and
-`C_out` are the matrices B and C of the SSD paper. E = K·P + 4·N is the number of channels of x,
-B_in and C_out side by side: x has K·P, B_in and C_out have 2·N each (N for each scan direction).
+Letters: B samples, L tokens, K heads, P head dim, N state size. The samples together are cut into S
+pieces of T tokens each. `B_in` and `C_out` are the matrices B and C of the SSD paper. E = K·P + 4·N
+is the number of channels of x, B_in and C_out side by side: x has K·P, B_in and C_out have 2·N each
+(N for each scan direction).
 """
 
 from __future__ import annotations

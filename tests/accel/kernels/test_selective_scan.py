@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from accel.evidence import Evidence
-from accel.kernels.selective_scan import kernels_cuda as selective_scan_cuda
+from accel.kernels.selective_scan import kernels_cuda
 from accel.kernels.selective_scan.operator import fused_selective_scan, selective_scan
 from accel.saved_tensors import count_saved
 from accel.techniques.compilation import PARTITION_BACKEND
-from accel.techniques.fused_kernels import FusedScan
+from accel.techniques.fused_kernels import FusedScan, Proof
 from accel.trial.parity import ComparingMode
-from accel.trial.proof import Proof
 from common.errors import UserError
 from models.mixers.selective_scan import SelectiveScan
 from tests.harness.operators import Sizes, assert_all_close, make_selective_scan, run_both_ways
@@ -121,10 +120,10 @@ def test_the_launchers_say_what_is_missing(package, monkeypatch):
     inputs = [t.detach() for t in make_inputs(3)]
     torch.use_deterministic_algorithms(True)
     with pytest.raises(UserError, match=r"deterministic=true .* runtime.fused_scan=false"):
-        selective_scan_cuda.launch_backward(inputs[0], *inputs)
+        kernels_cuda.launch_backward(inputs[0], *inputs)
     monkeypatch.setitem(sys.modules, INTERFACE, None)
     with pytest.raises(UserError, match=r"pip install mamba-ssm, or use runtime.fused_scan=false"):
-        selective_scan_cuda.launch_forward(*inputs)
+        kernels_cuda.launch_forward(*inputs)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.harness.words import TINY_RUN
 from train import train
 from training.checkpoint.files import write_tensors
 from training.checkpoint.snapshots import list_snapshots
-from training.optim.averages import PowerAverage, find_exponent
+from training.optim.power_averages import PowerAverage, find_exponent
 from training.weights.pretrained import read_description
 
 WORDS = [*TINY_RUN, *TWELVE_STEPS, "keep_checkpoints=9", "ema.snapshots=5"]

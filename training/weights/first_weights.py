@@ -1,4 +1,5 @@
-"""Finds the base model of an adapter, checks that it fits the data, and loads its weights."""
+"""Finds the weights with which a run starts (of model=pretrained, of a checkpoint, or of the base
+of an adapter), checks that they fit the data, and loads a base."""
 
 from __future__ import annotations
 

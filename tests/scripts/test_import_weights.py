@@ -13,7 +13,7 @@ from tests.harness.published_models import SHAPES, draw_weights, import_publishe
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_tiny_autoencoder
 from tests.harness.words import CPU
-from training.samples import Conditions
+from training.drawing import Conditions
 from training.weights.pretrained import load_pretrained
 
 SHAPE = SHAPES["sit"]
