@@ -14,7 +14,7 @@ from data.blocks import BlockReader
 from data.caption_blocks import read_captions
 from data.manifest import read_manifest
 from data.source import open_source
-from encoding.caption_files import CaptionBlockReader, fill_templates
+from encoding.caption_files import CaptionReader, fill_templates
 from encoding.sources import list_images
 from models.text_encoders import HubTextEncoder, WordLlama
 from scripts.import_latents import ImportConfig, check_config, import_latents
@@ -25,7 +25,7 @@ from tests.harness.words import CPU
 
 
 def list_captions(source, **options):
-    options = {"classes": "none", "reader": CaptionBlockReader()} | options
+    options = {"classes": "none", "reader": CaptionReader()} | options
     return [entry.captions for entry in list_images(source, **options).entries]
 
 
@@ -52,7 +52,7 @@ def test_a_text_beside_an_image_has_a_caption_on_each_line(tmp_path):
     ],
 )
 def test_json_of_many_forms(content, captions):
-    assert CaptionBlockReader().parse("a.json", content.encode()) == captions
+    assert CaptionReader().parse("a.json", content.encode()) == captions
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_json_of_many_forms(content, captions):
 )
 def test_json_without_captions(content):
     with expect_refusal(r"a\.json (must hold a caption|holds no captions in UTF-8)"):
-        CaptionBlockReader().parse("a.json", content)
+        CaptionReader().parse("a.json", content)
 
 
 def test_columns_of_datasets(tmp_path):
