@@ -21,6 +21,15 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch):
+    """The interpreter takes as long for a small tile as for a large one."""
+    from accel.kernels.local_mix.kernels_triton import SUMMING
+
+    for name, size in (("STRETCH", 32), ("BLOCK_L", 16)):
+        monkeypatch.setitem(SUMMING, name, size)
+
+
 @pytest.fixture
 def poison():
     """Call it to let PyTorch fill fresh memory with NaN from then on, as it does under
