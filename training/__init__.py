@@ -1,2 +1,3 @@
-"""Trains models: what is settled before the first step, objective, optimizers, state, step,
-checkpoints, weights, samples and records. This package may import data, models and accel."""
+"""Trains models: settles what a run needs before its first step, takes the steps, keeps their state
+in checkpoints, draws samples and records metrics. This package may import data, models and
+accel."""

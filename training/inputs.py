@@ -1,6 +1,6 @@
-"""What training and sampling feed a model with: the loader of its data, what of the captions it
-reads, a forecast of the memory that its latents take, and the inputs on which its kernels are
-tried."""
+"""Builds what training and sampling feed a model with: the loader of its data. Says what of the
+captions the model reads, forecasts the memory that latents take, and tries fused kernels on inputs
+of zeros."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def prove_kernels(
     folder: Path | None = None,
 ) -> dict[str, Any]:
     """Tests and times the fused kernels that the stack requests on micro-batches of `samples`
-    samples. Returns the
-    chosen kernels and their measurements, which the run writes to kernels.json in its folder."""
+    samples. Returns the chosen kernels and their measurements, which the run writes to kernels.json
+    in its folder."""
     device = model.pos_embed.device
     latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
     t = torch.full((2,), 0.5, device=device)

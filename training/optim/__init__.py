@@ -1,2 +1,2 @@
-"""What a step does with gradients: parameter groups, schedule, Muon, small optimizer states,
-averages of the weights, and the guard against spikes."""
+"""Turns gradients into updates: groups parameters, schedules the rate, holds Muon and optimizers
+with a small state, averages weights, and guards against spikes."""

@@ -1,2 +1,2 @@
-"""What a run settles before its first step: how long it is, the fastest keys, and whether a step
-fits the memory."""
+"""Settles before the first step of a run how long the run is, which keys are the fastest, and
+whether a step fits the memory."""

@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics, loggers, and lines for the terminal."""
+"""Records a run: measures metrics, passes them to loggers, and formats lines for the terminal."""

@@ -272,9 +272,9 @@ def choose_tile(dim: int, backward: bool = False) -> dict[str, int]:
     remaining columns rounded up to a power of two. So with 384, 768 or 1,152 columns (1,152 = 1,024
     + 128) no column is masked. BLOCK_L is the number of rows.
 
-    A forward tile has about 2,048 elements in its BLOCK_D columns. A backward tile
-    has 512 elements in its BLOCK_D columns, or one row if that is more, and two warps below 1,024
-    columns: at 768 columns larger tiles were slower on an H100 (docs/LOG.md, 2026-11-27).
+    A forward tile has about 2,048 elements in its BLOCK_D columns. A backward tile has 512
+    elements in its BLOCK_D columns, or one row if that is more, and two warps below 1,024 columns:
+    at 768 columns larger tiles were slower on an H100 (docs/LOG.md, 2026-11-27).
     """
     block_d = 1 << (dim.bit_length() - 1)
     rest = max(16, triton.next_power_of_2(dim - block_d)) if dim > block_d else 0

@@ -27,10 +27,10 @@ from torch import Tensor
 BLOCK_L = 16
 BLOCK_C = 64
 WARPS = 2
-SUMMING = {"STRETCH": 64, "BLOCK_L": 2, "BLOCK_C": 64, "num_warps": 1}
-"""Sizes of `local_mix_backward_kernel`: tokens a program, and its tiles, small enough for the sums
-of all taps to stay in registers. All sizes in this file were the fastest on an H100, but for
-STRETCH, of which 256 took 603 µs and 64 610 µs (docs/LOG.md, 2026-11-27)."""
+SUMMING = {"STRETCH": 64, "BLOCK_L": 2, "num_warps": 1}
+"""Sizes of `local_mix_backward_kernel`: tokens a program, and tokens a tile, so few that the sums
+of all taps stay in registers. All sizes in this file were the fastest on an H100, but for STRETCH,
+of which 256 took 603 µs and 64 610 µs (docs/LOG.md, 2026-11-27)."""
 
 
 @triton.jit
@@ -166,9 +166,10 @@ def local_mix_backward_kernel(
     tl.store(sums + R * C * D, tl.sum(dbias, 0), mask=channel)
 
 
-def choose_grid(x: Tensor) -> tuple[int, int, int]:
-    """Returns the grid of `local_mix_kernel`: (tiles of tokens, tiles of channels, samples)."""
-    return triton.cdiv(x.shape[1], BLOCK_L), triton.cdiv(x.shape[2], BLOCK_C), x.shape[0]
+def choose_grid(x: Tensor, tokens: int) -> tuple[int, int, int]:
+    """Returns the grid of a launch whose programs take `tokens` tokens each: (programs along the
+    tokens, tiles of channels, samples)."""
+    return triton.cdiv(x.shape[1], tokens), triton.cdiv(x.shape[2], BLOCK_C), x.shape[0]
 
 
 def choose_constants(weight: Tensor, rows: int, columns: int) -> dict[str, int]:
@@ -195,7 +196,7 @@ def launch(
     x: Tensor, weight: Tensor, bias: Tensor, y: Tensor, constants: dict[str, int], backwards: bool
 ) -> None:
     strides = (x.stride(0), x.stride(1), y.stride(0), y.stride(1))
-    local_mix_kernel[choose_grid(x)](
+    local_mix_kernel[choose_grid(x, BLOCK_L)](
         x, weight, bias, y, *strides, x.shape[2], BACKWARDS=backwards, **constants
     )
 
@@ -205,8 +206,8 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """Launches the backward kernels. Returns the gradients of weight and bias (fp32); writes the
     gradient of x to `dx`."""
-    batch, length, dim = x.shape
-    grid = (triton.cdiv(length, SUMMING["STRETCH"]), triton.cdiv(dim, SUMMING["BLOCK_C"]), batch)
+    batch, _, dim = x.shape
+    grid = choose_grid(x, SUMMING["STRETCH"])
     constants = choose_constants(weight, rows, columns)
     du = x.new_empty(x.shape)
     taps = weight.shape[2] * weight.shape[3]
