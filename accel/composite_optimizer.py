@@ -24,9 +24,6 @@ LIBRARY_TABLES = frozenset({"qmap", "qmap1", "qmap2"})
 """Names of the lookup tables that libraries of 8-bit and 4-bit optimizers keep beside each
 quantised moment, to convert its codes to numbers. The tables are constants, so checkpoints leave
 them out."""
-COMPENSATION = "compensation"
-"""Key in a parameter's optimizer state under which Kahan's rounding (accel/techniques/weights.py)
-keeps the rounding errors of the parameter's elements."""
 DEVICE_DECISIONS = ("grad_scale", "found_inf")
 """Names of two attributes of a fused optimizer, both scalars on the device: it divides gradients by
 `grad_scale`, and skips the step if `found_inf` is not 0."""
@@ -140,21 +137,18 @@ class Members(torch.optim.Optimizer):
         """Copies a `state_dict` into the tensors of the optimizer's state; if `state_dict` has an
         empty `state`, sets all of the optimizer's state to zero.
 
-        Raises ValueError if another kind of optimizer saved the state. A tensor that `Members`
-        objects keep besides their members' state, such as Kahan's rounding errors, becomes zero if
-        `state_dict` lacks it.
+        Raises UserError if another kind of optimizer saved the state.
         """
         saved = state_dict["state"]
-        owner, key, _ = locate_state(self, self.numbered_parameters[0])
+        owner, key = locate_state(self, self.numbered_parameters[0])
         if saved and not owner.state.get(key):
             self.make_state()
 
         for i, parameter in enumerate(self.numbered_parameters):
             entries = saved.get(i, {})
-            owner, key, outer_state = locate_state(self, parameter)
-            has_member_state = bool(entries.keys() - outer_state)
+            owner, key = locate_state(self, parameter)
             for name, current in collect_state(self, parameter).items():
-                if has_member_state and name not in entries and name not in outer_state:
+                if entries and name not in entries:
                     raise UserError(
                         f"the optimizer's state has no {name} for parameter {i}; another optimizer "
                         "saved it."
@@ -189,20 +183,16 @@ class Members(torch.optim.Optimizer):
 
 def locate_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor
-) -> tuple[torch.optim.Optimizer, Tensor, dict[str, Any]]:
+) -> tuple[torch.optim.Optimizer, Tensor]:
     """Finds the innermost optimizer that updates a parameter.
 
-    Returns that optimizer, the tensor under which its `state` holds the parameter's state, and the
-    entries that the `Members` objects around that optimizer keep for the parameter themselves, such
-    as Kahan's rounding errors.
+    Returns that optimizer, and the tensor under which its `state` holds the parameter's state.
     """
-    outer_state: dict[str, Any] = {}
     while isinstance(optimizer, Members):
         optimizer.wait()
-        outer_state |= optimizer.state.get(parameter, {})
         parameter = optimizer.stand_ins.get(parameter, parameter)
         optimizer = optimizer.owner[parameter]
-    return optimizer, parameter, outer_state
+    return optimizer, parameter
 
 
 def collect_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -210,8 +200,8 @@ def collect_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[s
     These are the optimizer's own tensors, not copies: `load_state_dict` writes into them. In place
     of a tensor of a library's class, such as an 8-bit moment, the mapping has the inner tensors of
     that tensor, each under a name of its own."""
-    owner, key, outer_state = locate_state(optimizer, parameter)
-    return dict(flatten_state(owner.state.get(key, {}))) | outer_state
+    owner, key = locate_state(optimizer, parameter)
+    return dict(flatten_state(owner.state.get(key, {})))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -19,13 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel.composite_optimizer import (
-    COMPENSATION,
-    collect_state,
-    is_fused,
-    iterate_innermost,
-    parameters_of,
-)
+from accel.composite_optimizer import collect_state, is_fused, iterate_innermost, parameters_of
 from accel.evidence import Evidence
 from accel.sharding import add_up, get_world_size, to_local
 from accel.technique import AnyStep, Model, Observation, Technique, find_switches
@@ -76,7 +70,7 @@ def find_promise(kind: type, momentum: float = 0.0) -> Promise:
 def name_form(state: Mapping[str, Any], size: int) -> str:
     """Names the form of `state`, the optimizer's state of one parameter with `size` elements, such
     as "fp32" or "8bit"."""
-    tensors = [t for name, t in state.items() if isinstance(t, Tensor) and name != COMPENSATION]
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
     for dtype, name in NARROW_DTYPES.items():
         if any(t.dtype is dtype for t in tensors):
             packed = sum(t.numel() for t in tensors if t.dtype is dtype) == size

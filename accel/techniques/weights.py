@@ -1,34 +1,31 @@
 """Stores weights of linear layers in bf16: half their bytes, and half the bytes of their gradients.
 
 A plain bf16 weight loses updates below 2⁻⁹ of its value, because they round away.
-`rounding=stochastic` rounds the updated weight up or down at random, so that it is right on
-average. The random bits are a hash of (seed, part of the weights, samples seen), so that a resumed
-run and any number of processes draw the same bits. `rounding=kahan` keeps the rounding error in a
-second bf16 tensor. Weights and errors together then take 4 bytes per weight, as in fp32; only
-gradients and casts get smaller. The update computes in fp32, a part of the weights at a time;
-averages (EMA) and all other parameters stay fp32.
+The update therefore rounds each new weight up or down at random, so that it is right on average.
+The random bits are a hash of (seed, part of the weights, samples seen), so that a resumed run and
+any number of processes draw the same bits. The update computes in fp32, a part of the weights at a
+time; averages (EMA) and all other parameters stay fp32.
 
 Weights in bf16 cost memory during the update, for an fp32 copy of one part's weights and gradients
 (64 MiB each, or the size of the largest parameter). They also cost quality, because weights round:
 a published model lost 3.7 FID points with weights in plain bf16. docs/memory.md shows losses of our
 models. Its speed on a GPU is not measured yet. References: stochastic rounding, Gupta et al. 2015,
-https://arxiv.org/abs/1502.02551; both for bf16 training, Zamirai et al. 2020,
+https://arxiv.org/abs/1502.02551; for bf16 training, Zamirai et al. 2020,
 https://arxiv.org/abs/2010.06192
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from accel.composite_optimizer import (
-    COMPENSATION,
     PART_ELEMENTS,
     Groups,
     MakeOptimizer,
@@ -67,11 +64,7 @@ class RoundedUpdate(Members):
     """
 
     def __init__(
-        self,
-        groups: Groups,
-        make: MakeOptimizer,
-        rounding: str,
-        elements_per_draw: int = PART_ELEMENTS,
+        self, groups: Groups, make: MakeOptimizer, elements_per_draw: int = PART_ELEMENTS
     ) -> None:
         narrow = [p for group in groups for p in group["params"] if p.dtype is torch.bfloat16]
         # Let the members update fp32 stand-ins. Never change the dtype of a parameter's own data,
@@ -89,31 +82,16 @@ class RoundedUpdate(Members):
         self.position = torch.zeros(1, dtype=torch.int64, device=self.numbered_parameters[0].device)
         self.counting = True
         """Whether each step fills `counts`: True during warm-up, which alone needs the counts."""
-        self.counts: Counter[str] = Counter()
-        """Name of a count, such as "inexact" (values that bf16 cannot represent) -> number of such
-        elements in the latest step, as a scalar on the device."""
+        self.counts: dict[str, Any] = defaultdict(int)
+        """Name of a count (`count_rounding`) -> its value in the latest step: a number, or a scalar
+        on the device."""
         self.draws = 0
-        if rounding == "kahan":
-            for parameter in narrow:
-                self.state[parameter][COMPENSATION] = torch.zeros_like(parameter)
 
     def step(self, closure: Any = None) -> None:
         self.draws = 0
         if self.counting:
             self.counts.clear()
         super().step(closure)
-
-    def get_compensation(self, parameter: Tensor) -> Tensor | None:
-        """Returns the rounding errors that Kahan's rounding keeps for a parameter, a bf16 tensor of
-        the parameter's shape; None if `rounding` is not "kahan"."""
-        return self.state[parameter].get(COMPENSATION)
-
-    def widen(self, parameter: Tensor) -> Tensor:
-        """Returns the values of a parameter in fp32. With Kahan's rounding, adds to them the
-        rounding errors that the last step kept."""
-        wide = parameter.detach().float()
-        error = self.get_compensation(parameter)
-        return wide if error is None else wide + error
 
     @contextmanager
     def surround_update(self, member: torch.optim.Optimizer) -> Iterator[None]:
@@ -122,64 +100,29 @@ class RoundedUpdate(Members):
         stand_ins = [p for p in parameters_of(member) if p in self.narrow]
         pairs = [(p, self.narrow[p]) for p in stand_ins if self.narrow[p].grad is not None]
         for stand_in, parameter in pairs:
-            stand_in.data = self.widen(parameter)
+            stand_in.data = parameter.detach().float()
             stand_in.grad = parameter.grad.float()
-            error = self.get_compensation(parameter)
-            if error is not None:
-                self.count("rests", error != 0.0)
-                self.count("used", stand_in.data != parameter)
         yield
 
         updated = [(parameter, stand_in.data) for stand_in, parameter in pairs]
         for stand_in, _ in pairs:
             stand_in.grad = None
             stand_in.data = stand_in.data.new_empty([0] * stand_in.ndim)
-        self.round_with_compensation(
-            [pair for pair in updated if self.get_compensation(pair[0]) is not None]
-        )
-        self.round_randomly([pair for pair in updated if self.get_compensation(pair[0]) is None])
-        for parameter, wide in updated:
-            self.count_rounding(parameter, wide)
-
-    def count(self, name: str, values: Tensor) -> None:
-        """Adds the sum of `values` to the count called `name`, on the device; does nothing after
-        warm-up."""
+        self.round_randomly(updated)
         if self.counting:
-            self.counts[name] += values.sum(dtype=torch.float64)  # pyright: ignore[reportArgumentType]
+            for parameter, wide in updated:
+                self.count_rounding(parameter, wide)
 
     def count_rounding(self, parameter: Tensor, wide: Tensor) -> None:
-        """Counts how the fp32 values `wide` were rounded into the bf16 parameter: number of values,
-        number that bf16 cannot represent, and number that were not rounded to the nearest bf16
-        value."""
-        if not self.counting:
-            return
-        nearest = wide.bfloat16()
+        """Counts, on the device, how the fp32 values `wide` were rounded into the bf16 parameter:
+        how many values, how many of them not to the nearest bf16 value, and how many of these are
+        expected of rounding at random."""
         # Place of each fp32 value between its two bf16 neighbours, in [0, 1): 0 is the neighbour
         # nearer to zero.
         fraction = (wide.view(torch.int32) & 0xFFFF) / 2.0**16
-        self.count("rounded", torch.ones_like(wide))
-        self.count("inexact", nearest.float() != wide)
-        self.count("unlike nearest", parameter.detach() != nearest)
-        self.count("expected", torch.minimum(fraction, 1.0 - fraction))
-        error = self.get_compensation(parameter)
-        if error is not None:
-            self.count("kept", error != 0.0)
-
-    def round_with_compensation(self, updated: list[tuple[Any, Tensor]]) -> None:
-        """Rounds fp32 values to the nearest bf16 value, stores the results in their parameters, and
-        keeps the rounding errors for the next step (Kahan's rounding)."""
-        skipped = getattr(self, "found_inf", None)
-        for parameter, wide in updated:
-            error = self.state[parameter][COMPENSATION]
-            rounded = wide.bfloat16()
-            new_error = (wide - rounded.float()).bfloat16()
-            # A skipped step must change nothing, so keep the old weight and the old error: their
-            # sum may have been rounded in fp32, and cannot be split into them again.
-            if skipped is not None:
-                rounded = torch.where(skipped > 0, parameter.data, rounded)
-                new_error = torch.where(skipped > 0, error, new_error)
-            parameter.data.copy_(rounded)
-            error.copy_(new_error)
+        self.counts["rounded"] += wide.numel()
+        self.counts["unlike nearest"] += (parameter.detach() != wide.bfloat16()).sum()
+        self.counts["expected"] += torch.minimum(fraction, 1.0 - fraction).sum(dtype=torch.float64)
 
     def round_randomly(self, updated: list[tuple[Any, Tensor]]) -> None:
         """Rounds fp32 values into their bf16 parameters at random. Several tensors share the random
@@ -221,16 +164,11 @@ def round_stochastically(wide: Tensor, bits: Tensor) -> Tensor:
 
 class Weights(Technique):
     key = "weights"
-    summary = "`bf16`: weights of linear layers in 2 bytes; `rounding`: `stochastic`, `kahan`"
-    options: ClassVar = {"rounding": "stochastic"}
-    examples = (
-        {"weights": "bf16", "rounding": "stochastic"},
-        {"weights": "bf16", "rounding": "kahan"},
-    )
+    summary = "`bf16`: weights of linear layers in 2 bytes, rounded at random"
+    examples = ({"weights": "bf16"},)
     off = "fp32"
     loss_rtol = 2e-2
     savings = (Saving({"weights": "bf16"}, "weights rounded at random", 70),)
-    rounding: str
     linears: Sequence[nn.Linear] = ()
     parameters: Sequence[Tensor] = ()
     elements_per_draw = PART_ELEMENTS
@@ -242,8 +180,6 @@ class Weights(Technique):
     def count_part_bytes(self, part: int) -> float | None:
         if not self.enabled:
             return None
-        if self.rounding != "stochastic":
-            return 0.0
         return 4.0 * part + DRAW_BYTES * min(part, PART_ELEMENTS)
 
     def on_model(self, model: Model) -> Model:
@@ -260,7 +196,7 @@ class Weights(Technique):
             return make
 
         def make_rounded(groups: Groups) -> torch.optim.Optimizer:
-            self.update = RoundedUpdate(groups, make, self.rounding, self.elements_per_draw)
+            self.update = RoundedUpdate(groups, make, self.elements_per_draw)
             return self.update
 
         return make_rounded
@@ -277,9 +213,8 @@ class Weights(Technique):
             self.update.counting = False
 
     # What would still say "on" if this did nothing? The dtype of the weights, and the number of
-    # elements that the update visits: neither shows how they are rounded. So for random rounding
-    # compare the number of elements that were not rounded to the nearest value with its
-    # expectation; for Kahan's rounding count the rounding errors that were kept and used.
+    # elements that the update visits: neither shows how they are rounded. So compare the number
+    # of elements that were not rounded to the nearest value with its expectation.
     def observe(self, evidence: Evidence) -> Observation:
         if not self.linears:
             return Observation(False, "the model has no linear layer")
@@ -295,21 +230,17 @@ class Weights(Technique):
         if self.update is None:
             return Observation(active, note)
 
-        counts = Counter({name: round(float(n)) for name, n in self.update.counts.items()})
-        if self.rounding == "stochastic":
-            other = counts["unlike nearest"]
-            expected = counts["expected"]
-            # Allow a difference of six standard deviations, because the count is random, plus 10
-            # elements, because small counts are not normally distributed.
-            right = abs(other - expected) <= 10 + 6 * math.sqrt(expected)
-            how = f"at random: {other} not to the nearest value, {expected} expected"
-        else:
-            kept = f"{counts['kept']} of {counts['inexact']} rests kept"
-            used = f"{counts['used']} of {counts['rests']} from before used"
-            how = f"with compensation: {kept}, {used}"
-            keeps = counts["kept"] >= 0.99 * counts["inexact"]
-            right = keeps and counts["used"] >= 0.99 * counts["rests"]
+        rounded, other, expected = (
+            round(float(self.update.counts[name]))
+            for name in ("rounded", "unlike nearest", "expected")
+        )
+        # Allow a difference of six standard deviations, because the count is random, plus 10
+        # elements, because small counts are not normally distributed.
+        right = abs(other - expected) <= 10 + 6 * math.sqrt(expected)
         trainable = sum(w.numel() for w in narrow if w.requires_grad)
-        if len(narrow) == len(self.linears) and counts["rounded"] == trainable and right:
+        if len(narrow) == len(self.linears) and rounded == trainable and right:
             active = "bf16"
-        return Observation(active, f"{note}; the update rounded {counts['rounded']} of them {how}")
+        note += (
+            f"; the update rounded {rounded} of them at random: {other} not to the nearest value"
+        )
+        return Observation(active, f"{note}, {expected} expected")

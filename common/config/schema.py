@@ -48,11 +48,6 @@ class WeightsName(str, Enum):
     bf16 = "bf16"
 
 
-class Rounding(str, Enum):
-    stochastic = "stochastic"
-    kahan = "kahan"
-
-
 class Solver(str, Enum):
     """Names of the solvers that `sample` in models/sampler.py implements."""
 
@@ -213,12 +208,9 @@ class RuntimeConfig:
     # for precision=fp8: tensorwise: one scale per tensor; rowwise: one scale per row;
     # rowwise_with_gw_hp: as rowwise, but compute the gradients of weights in bf16
     fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
-    # dtype in which the weight matrices of linear layers are stored; their averages (EMA) stay in
-    # fp32
+    # dtype in which the weight matrices of linear layers are stored; an optimizer step rounds bf16
+    # up or down at random, right on average; averages of the weights (EMA) stay in fp32
     weights: WeightsName = WeightsName.fp32
-    # how an optimizer step rounds bf16 weights; stochastic: up or down at random, right on average;
-    # kahan: to the nearest, and keep each weight's rounding error, in 2 more bytes per weight
-    rounding: Rounding = Rounding.stochastic
     residual_in_fp32: bool = True
     # for the next five keys: false: use the PyTorch code that defines the operation; true: use the
     # Triton kernel if its results agree with that code; auto: use the faster of the two on this

@@ -42,7 +42,7 @@ LIBRARIES = {
 WAYS = [
     *FORMS,
     "runtime.weights=bf16",
-    "runtime.weights=bf16 runtime.rounding=kahan runtime.fused_adamw=true",
+    "runtime.weights=bf16 runtime.fused_adamw=true",
     "runtime.offload_optimizer=true runtime.fused_adamw=true",
     "optim=muon runtime.weights=bf16 runtime.offload_optimizer=true accumulation_steps=2 "
     "runtime.gradient_checkpointing=true",
@@ -96,8 +96,8 @@ def test_a_measure_may_be_switched_on_and_off_from_one_start_to_the_next(tmp_pat
     """The state has the same names and numbers with and without a measure; what only one has starts
     at zero."""
     common = [*SHORT, "save_every=2", f"run_dir={tmp_path / 'run'}"]
-    kahan = ["runtime.weights=bf16", "runtime.rounding=kahan", "runtime.offload_optimizer=true"]
-    for start, words in enumerate(([], kahan, [], ["runtime.weights=bf16"]), start=1):
+    both = ["runtime.weights=bf16", "runtime.offload_optimizer=true"]
+    for start, words in enumerate(([], both, [], ["runtime.weights=bf16"]), start=1):
         summary = train(compose([*common, *words, f"total_samples={16 * start}"]))
         assert summary["samples"] == 16 * start
         output = capsys.readouterr().out

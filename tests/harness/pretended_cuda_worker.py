@@ -49,8 +49,7 @@ STEPS |= {
     "fp16, accumulation, spikes": (
         "ssd_mlp fast runtime.precision=fp16 accumulation_steps=2 guards.spike_sigmas=6"
     ),
-    "bf16 weights, stochastic": "ssd_mlp fast runtime.weights=bf16 runtime.rounding=stochastic",
-    "bf16 weights, Kahan": "ssd_mlp fast runtime.weights=bf16 runtime.rounding=kahan",
+    "bf16 weights": "ssd_mlp fast runtime.weights=bf16",
     "selective": (
         "ssd_mlp fast runtime.gradient_checkpointing=true runtime.checkpoint_policy=selective"
     ),
