@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from training.records.metrics import read_metrics
 from training.weights.pretrained import read_tensors
 
 FIGURES = ("fd", "floor_fd", "kd", "kd_std", "floor_kd", "precision", "recall", "copied", "why")
-HEADS = ("run", "file", "weights", "features", *FIGURES)
+HEADS = ("file", "weights", "features", *FIGURES)
 UNFINISHED = "no: there is no summary.json, and figures are the last logged ones"
 
 
@@ -35,15 +35,15 @@ class Evaluation(NamedTuple):
 
 class History:
     """The content of the folder of a run, finished or not. Mappings are flat, with dotted keys.
-    `name` is the run's name on the pages. Raises ValueError if `folder` is no run folder."""
+    Raises UserError if `folder` is no run folder."""
 
-    def __init__(self, folder: Path, name: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         if not (folder / "config.yaml").is_file():
             raise UserError(
                 f"{folder} is no run folder: it has no config.yaml; name the run_dir of a run."
             )
         self.folder = folder
-        self.name = name or folder.resolve().name
+        self.name = folder.resolve().name
         self.config = dict(flatten(read_config(folder / "config.yaml")))
         self.environment = dict(flatten(self.read("environment.json")))
         self.protocol = dict(flatten(self.read("fd_protocol.json")))
@@ -112,7 +112,7 @@ class History:
             settings = dict(flatten(content["protocol"]))
             weights = f"{settings['weights.kind']} step {format_cell(settings['weights.step'])}"
             rows = [
-                [self.name, file.name, weights, space, *(figures.get(key, "") for key in FIGURES)]
+                [file.name, weights, space, *(figures.get(key, "") for key in FIGURES)]
                 for space, figures in content["features"].items()
             ]
         except (KeyError, AttributeError):
@@ -150,17 +150,6 @@ class History:
             key.removeprefix(f"{name}."): value
             for key, value in self.environment.items()
             if key.startswith(f"{name}.")
-        }
-
-    def list_comparable(self) -> dict[str, dict[str, Any]]:
-        """Returns a dict: kind of settings (configuration, ledger, version) -> flat dict of these
-        settings. A difference in them may explain why two runs have different figures."""
-        return {
-            "configuration": self.config,
-            "ledger": {
-                r.key: f"{format_cell(r.requested)} → {format_cell(r.active)}" for r in self.ledger
-            },
-            "version": self.select_environment("versions") | self.select_environment("git"),
         }
 
     def collect_facts(self) -> dict[str, Any]:
@@ -201,65 +190,9 @@ def format_cell(value: Any) -> str:
     return f"{value:,}" if type(value) is int else format_value(value)
 
 
-def align_values(*trees: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Returns for every key a row: the key, and its value in each of the flat mappings `trees`."""
-    keys = dict.fromkeys(key for tree in trees for key in tree)
-    return [(key, *(tree.get(key) for tree in trees)) for key in keys]
-
-
 def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Returns a row (key, both values) for each key, except run_dir, in which two flat mappings
     differ."""
-    return [row for row in align_values(first, second) if row[1] != row[2] and row[0] != "run_dir"]
-
-
-def compare_figures(first: History, second: History) -> list[tuple[Any, ...]]:
-    """Returns a row (key, both figures, second / first) for each figure in which two runs
-    differ."""
-    rows = []
-    for row in find_differences(first.format_figures(), second.format_figures()):
-        figure = first.figures.get(row[0])
-        other = second.figures.get(row[0])
-        rows.append((*row, f"×{other / figure:.3f}" if figure and other else "–"))
-    return rows
-
-
-class Group(NamedTuple):
-    """Evaluations or runs with the same protocol, whose figures can therefore be compared."""
-
-    members: list[Any]
-    protocol: dict[str, Any]
-    apart: str
-    """Sentence that says why the figures of this group cannot be compared with those of the first
-    group; "" for the first group."""
-
-
-def group_by_protocol(members: Sequence[Evaluation] | Sequence[History]) -> list[Group]:
-    """Groups evaluations or runs by protocol. Two protocols are the same if they differ only in the
-    weights, in the floors (distances between the halves of the reference), or in the folder of the
-    reference. A member without a protocol forms a group alone."""
-    groups: list[Group] = []
-    for member in members:
-        protocol = {
-            key: value
-            for key, value in member.protocol.items()
-            if key.split(".")[0] not in ("weights", "floors") and key != "reference.name"
-        }
-        matches = [group for group in groups if protocol and group.protocol == protocol]
-        if matches:
-            matches[0].members.append(member)
-            continue
-
-        apart = ""
-        if groups:
-            rows = find_differences(groups[0].protocol, protocol)
-            words = [
-                f"{key} ({format_cell(first)} or {format_cell(other)})"
-                for key, first, other in rows
-            ]
-            apart = (
-                "Another protocol, not to be compared with the first: "
-                f"{', '.join(words) or 'neither is recorded'}."
-            )
-        groups.append(Group([member], protocol, apart))
-    return groups
+    keys = dict.fromkeys([*first, *second])
+    rows = [(key, first.get(key), second.get(key)) for key in keys if key != "run_dir"]
+    return [row for row in rows if row[1] != row[2]]

@@ -1,5 +1,4 @@
-"""Renders the two pages of a report: HTML of one or two runs with plots, and a model card in
-Markdown.
+"""Renders the two pages of a report: HTML with plots, and a model card in Markdown.
 
 The templates are page.html and card.md. Run folders are not trusted: the pages escape all their
 content. Equal runs give equal SVG plots.
@@ -34,11 +33,8 @@ from scripts.report.history import HEADS, History, format_cell
 MAX_GRIDS = 6
 GRID_WIDTH = 960
 MARKUP_ESCAPES = str.maketrans({c: f"\\{c}" for c in "\\`*_[]|"})
-RUN_STYLES = (
-    ("-", ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")),
-    ("--", ("#fbd0a4", "#f5a35c", "#e57a1f", "#b35309")),
-)
-"""For the first and for the second run: line style, and colours of the curves, light to dark."""
+SHADES = ("#b9d3ee", "#86b1e0", "#4f8bcb", "#1f5fa8")
+"""Colours of the curves of a plot, light to dark."""
 PLOT_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fastlatent",
     # Precision in pixels to which curves are simplified; a curve of 100,000 points then takes 65
@@ -67,20 +63,18 @@ def fill_template(template: str, format_content: Callable[[Any], Any], **content
     return environment.get_template(template).render(content, history=history)
 
 
-def render_page(runs: Sequence[History]) -> str:
-    """Returns the HTML of one run, or of two side by side."""
+def render_page(run: History) -> str:
+    """Returns the HTML page of a run."""
     return fill_template(
         "page.html",
         format_cell,
-        runs=runs,
-        facts=[run.collect_facts() for run in runs],
-        numbers=[run.format_figures() for run in runs],
+        run=run,
         defaults=dict(flatten(parse_yaml(to_yaml(compose([]).source)))),
         training=TRAINING_PLOTS,
-        distance_plots=list_distance_plots,
+        distances=list_distance_plots(run),
         draw=draw_plots,
         columns=COLUMNS,
-        grids=encode_grids,
+        grids=encode_grids(run),
     )
 
 
@@ -139,7 +133,7 @@ def escape_markdown(value: Any) -> Markup:
 
 
 class Plot(NamedTuple):
-    """A plot with a curve for each run and each key of metrics.jsonl that matches `keys`. `scale`
+    """A plot with a curve for each key of metrics.jsonl that matches `keys`. `scale`
     is a factor by which the plot multiplies the values. With `log` the vertical axis is logarithmic
     if the values span more than a factor of ten; without `log` it starts at 0."""
 
@@ -154,7 +148,7 @@ class Plot(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Points of one key of one run, at least one of them finite, and the style of the line."""
+    """Points of one key, at least one of them finite, and the style of the line."""
 
     label: str
     points: list[tuple[float, float]]
@@ -175,26 +169,26 @@ TRAINING_PLOTS = (
 )
 
 
-def list_distance_plots(runs: Sequence[History]) -> list[Plot]:
+def list_distance_plots(run: History) -> list[Plot]:
     """Lists two plots for each distance, over samples and over seconds of training, each with a
     horizontal line at the floor, the distance between the two halves of the reference."""
     plots = []
-    for key in dict.fromkeys(key for run in runs for key in run.distances):
+    for key in run.distances:
         kind, space = key.split("_", 1)
         title = f"{'Fréchet' if kind == 'fd' else 'Kernel'} distance, features {space}"
-        floor = runs[0].protocol.get(f"floors.{space}.floor_{kind}")
+        floor = run.protocol.get(f"floors.{space}.floor_{kind}")
         floor = floor if is_figure(floor) else None
         plot = Plot(title, kind.upper(), re.escape(key), log=True, floor=floor)
         plots += [plot, plot._replace(over="train_seconds")]
     return plots
 
 
-def draw_plots(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str, str]]:
+def draw_plots(plots: Sequence[Plot], run: History) -> list[tuple[str, str]]:
     """Returns for each plot (a text that describes it, the image as a data URI); the image is "" if
     there is nothing to draw."""
     drawn = []
     for plot in plots:
-        curves = collect_curves(plot, runs)
+        curves = collect_curves(plot, run)
         title = f"{plot.title} over {plot.over.replace('_', ' ')}"
         if any(any(curve.values) for curve in curves):
             ends = [
@@ -207,28 +201,20 @@ def draw_plots(plots: Sequence[Plot], runs: Sequence[History]) -> list[tuple[str
     return drawn
 
 
-def collect_curves(plot: Plot, runs: Sequence[History]) -> list[Curve]:
+def collect_curves(plot: Plot, run: History) -> list[Curve]:
     """Returns the curves of a plot that have at least one finite point."""
-    logged = dict.fromkeys(key for run in runs for key in run.latest)
-    keys = [key for key in logged if re.fullmatch(plot.keys, key)]
+    keys = [key for key in run.latest if re.fullmatch(plot.keys, key)]
     curves = []
-    for run, (line, shades) in zip(runs, RUN_STYLES, strict=False):
-        for i, key in enumerate(keys, start=1):
-            points = [(x, y * plot.scale) for x, y in run.list_points(key, plot.over)]
-            values = [y for _, y in points if math.isfinite(y)]
-            names = [run.name] * (len(runs) > 1)
-            names += [name_curve(key)] * (len(keys) > 1 or len(runs) == 1)
-            shade = shades[max(round(i * len(shades) / len(keys)), 1) - 1]
-            style = {"linestyle": line, "color": shade, "marker": "o" if len(points) <= 30 else ""}
-            if values:
-                curves.append(Curve(": ".join(names), points, values, style))
+    for i, key in enumerate(keys, start=1):
+        points = [(x, y * plot.scale) for x, y in run.list_points(key, plot.over)]
+        values = [y for _, y in points if math.isfinite(y)]
+        label = re.sub(r"^eval_loss_t([\d.]+)_([\d.]+)$", r"t \1 to \2", key).replace("_", " ")
+        label = {"eval_loss": "held-out loss", "loss": "training loss"}.get(key, label)
+        shade = SHADES[max(round(i * len(SHADES) / len(keys)), 1) - 1]
+        style = {"color": shade, "marker": "o" if len(points) <= 30 else ""}
+        if values:
+            curves.append(Curve(label, points, values, style))
     return curves
-
-
-def name_curve(key: str) -> str:
-    """Returns the label that a plot shows for a key of metrics.jsonl."""
-    part = re.sub(r"^eval_loss_t([\d.]+)_([\d.]+)$", r"t \1 to \2", key)
-    return {"eval_loss": "held-out loss", "loss": "training loss"}.get(key, part.replace("_", " "))
 
 
 def draw_svg(plot: Plot, curves: Sequence[Curve]) -> str:

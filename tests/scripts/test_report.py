@@ -16,13 +16,7 @@ from common.files import hash_file
 from scripts.report import history
 from scripts.report.__main__ import ReportConfig, report
 from scripts.report.history import History
-from scripts.report.pages import (
-    TRAINING_PLOTS,
-    draw_plots,
-    list_distance_plots,
-    render_card,
-    render_page,
-)
+from scripts.report.pages import TRAINING_PLOTS, draw_plots, list_distance_plots, render_card
 from training.weights.pretrained import read_tensors
 
 EVIL = "<script>alert(1)</script>"
@@ -83,14 +77,13 @@ def plant_metrics(folder):
 
 @pytest.fixture
 def plant(tmp_path):
-    """Writes a run folder with everything in it; `protocol` changes its protocol."""
+    """Writes a run folder with everything in it."""
 
-    def write(name, **protocol):
+    def write(name):
         folder = tmp_path / name
         for file, content in FILES.items():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(content)
-        edit_json(folder / "fd_protocol.json", protocol)
         weights = {"file": f"/x/{name}", "sha256": name, "kind": "ema", "step": 100}
         measured = json.loads((folder / "fd_protocol.json").read_text()) | {"weights": weights}
         edit_json(folder / "evaluation/final.json", {"protocol": measured})
@@ -215,12 +208,12 @@ def test_the_card_of_an_exported_folder_names_no_file_that_is_not_there(plant):
 
 def test_plots_show_the_floor_come_out_the_same_and_stay_small(plant):
     run = History(plant("mine"))
-    plots = list_distance_plots([run])[:1]
-    drawn = draw_plots(plots, [run])
-    assert draw_plots(plots, [run]) == drawn
-    assert draw_plots([plots[0]._replace(floor=None)], [run]) != drawn
+    plots = list_distance_plots(run)[:1]
+    drawn = draw_plots(plots, run)
+    assert draw_plots(plots, run) == drawn
+    assert draw_plots([plots[0]._replace(floor=None)], run) != drawn
     run.lines = [{"samples": i, "loss": i % 7} for i in range(20_000)]
-    assert len(draw_plots(TRAINING_PLOTS[:1], [run])[0][1]) < 200_000
+    assert len(draw_plots(TRAINING_PLOTS[:1], run)[0][1]) < 200_000
 
 
 TORN = """Lines of metrics.jsonl that cannot be read, and are left out: 1.
@@ -241,10 +234,10 @@ def test_torn_lines_and_losses_that_are_not_finite_are_said(plant):
 MISSING = """no environment.json
 no summary.json
 no logged step
-no distance
-no evaluation
-no grids
-no ledger."""
+No distance
+No evaluation
+No grids
+No ledger."""
 
 
 def test_missing_parts_are_a_sentence(plant):
@@ -260,40 +253,20 @@ def test_missing_parts_are_a_sentence(plant):
     assert "holds no checkpoint" in card
 
 
-DIFFERENCES = """<th scope="row">batch_size</th><td>32</td><td>48</td>
-<th scope="row">torch</th><td>2.13.0</td><td>2.14.0</td>
-<th scope="row">tf32</th><td>on → off</td><td>on → on</td>
-<th scope="row">loss</th><td>0.125</td><td>0.0625</td><td>×0.500</td>"""
-
-
-def test_two_runs_of_one_protocol_stand_side_by_side(plant, tmp_path):
-    """Weights, floors and the reference's place may differ."""
-    other = plant("theirs", reference={"name": "/elsewhere", "sha256": "abab"})
-    (other / "config.yaml").write_text(to_yaml(DEFAULTS | {"batch_size": 48}))
-    active = {"requested": True, "active": True, "evidence": "seen"}
-    edit_json(other / "fd_protocol.json", {"floors": {"random": {"floor_fd": 3.26}}})
-    edit_json(other / "environment.json", {"versions": {"torch": "2.14.0"}})
-    edit_json(other / "ledger.json", {"tf32": active})
-    edit_json(other / "summary.json", {"loss": 0.0625})
-    page, _ = read_report(run_dir=plant("mine"), other=other, out=tmp_path / "both.html")
-    for alt in find_alts(cut_section(page, "distance")):
-        assert "mine from" in alt
-        assert "theirs from" in alt
-    assert "Another protocol" not in page
-    between = cut_section(page, "configuration").partition("What differs between the two")[2]
-    for row in DIFFERENCES.splitlines():
-        assert row in between
-    assert "run_dir" not in between
-    assert "attention" not in between
-
-
-def test_figures_of_two_protocols_stand_apart(plant):
-    page = render_page([History(plant("mine")), History(plant("theirs", steps=50))])
-    sentence = "Another protocol, not to be compared with the first: steps (20 or 50)."
-    for name in ("distance", "evaluations"):
-        section = cut_section(page, name)
-        assert section.count(sentence) == 1
-        assert not any("mine" in alt and "theirs" in alt for alt in find_alts(section))
+def test_evaluations_by_two_protocols_stand_apart(plant):
+    folder = plant("mine")
+    again = json.loads((folder / "evaluation/final.json").read_text())
+    again["protocol"]["steps"] = 50
+    (folder / "evaluation/later.json").write_text(json.dumps(again))
+    page, card = read_report(run_dir=folder)
+    tables = cut_section(page, "evaluations").split("<summary>Protocol</summary>")
+    steps = ["<td>" + n + "</td>" for n in ("20", "50")]
+    for table, file in zip(tables, ("final.json", "later.json"), strict=False):
+        assert file in table
+    for table, own, other in zip(tables[1:], steps, steps[::-1], strict=True):
+        assert own in table
+        assert other not in table
+    assert card.count("Protocol: count 1,000") == 3
 
 
 @pytest.mark.parametrize(
@@ -301,7 +274,6 @@ def test_figures_of_two_protocols_stand_apart(plant):
     [
         ({}, "run_dir is not set"),
         ({"run_dir": "{tmp_path}"}, "run_dir=.* has no config.yaml; name the run_dir of a run"),
-        ({"run_dir": "{run}", "other": "{tmp_path}"}, "other=.* has no config.yaml"),
         ({"run_dir": "{run}", "out": "{run}/config.yaml/page.html"}, "cannot be written"),
     ],
 )
@@ -337,9 +309,7 @@ def test_a_browser_shows_it_on_a_telephone(plant, tmp_path):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium or google-chrome here")
-    other = plant("other/mine", steps=50)
-    page, _ = read_report(run_dir=plant("mine"), other=other)
-    assert f"{other}: training loss" in page, "folders tell two runs of one name apart"
+    page, _ = read_report(run_dir=plant("mine"))
     assert not re.search(r'(src|href|action)="(?!data:|#)|url\(|@import', page)
     probed = page.replace("<main>", f"{PROBE}<main>")
     probed = probed.replace("default-src 'none'", "script-src 'unsafe-inline'")
