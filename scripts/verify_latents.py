@@ -208,8 +208,7 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
         )
     try:
         job: dict[str, Any] = json.loads(source.read("job.json"))
-        # Take only the settings from job.json, which has other keys too. A job of an earlier
-        # version lacks some settings, which then get their defaults.
+        # Take only the settings from job.json, which has other keys too.
         keys = job.keys() & PrecomputeConfig.__dataclass_fields__.keys()
         cfg = apply_schema(PrecomputeConfig, {key: job[key] for key in keys}, [])
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
@@ -223,8 +222,7 @@ def read_originals(folder: str, source: Source, manifest: Manifest, count: int) 
     images, cfg = list_job_images(cfg, job, manifest.class_names)
     if images.sha256() != manifest.source_sha256:
         raise UserError(
-            f"source={folder} is not what {source} was made of ({manifest.source}), or an "
-            f"earlier version listed it, which knew fewer formats; leave it out."
+            f"source={folder} is not what {source} was made of ({manifest.source}); leave it out."
         )
 
     # List the images again in the order in which the job encoded them, without the images that the

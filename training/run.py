@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -31,6 +32,7 @@ from common.files import (
 from common.text import replace_non_finite
 from training.assemble import Training
 from training.checkpoint.load import (
+    FORMAT_VERSION,
     MUST_MATCH,
     describe_difference,
     find_branch,
@@ -279,6 +281,11 @@ class Run:
         this configuration."""
         assert self.finished is not None
         state = f"run_dir={self.folder} holds a finished run"
+        if self.finished.get("format") != FORMAT_VERSION:
+            raise UserError(
+                f"{state}, made by an earlier checkout; use a new run_dir, or "
+                f"init_from={self.folder} to start from its weights."
+            )
         try:
             old = read_config(self.folder / "config.yaml")
             new = parse_yaml(to_yaml(self.composed.source))
@@ -333,7 +340,7 @@ class Run:
         process_seconds = CLOCK.seconds
         account = CLOCK.account
         checkpoints = list_complete(self.folder / "checkpoints")
-        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=get_mtime)
+        grid = max((self.folder / "samples").glob("step-*.png"), default=None, key=os.path.getmtime)
         summary = {
             "loss": latest.get("loss"),
             "eval_loss": latest.get("eval_loss"),
@@ -358,6 +365,7 @@ class Run:
             "checkpoint": str(checkpoints[-1]) if checkpoints else None,
             "sample_grid": grid and str(grid),
             "run_dir": str(self.folder),
+            "format": FORMAT_VERSION,
         }
         self.write_file("summary.json", summary)
         return summary
@@ -374,7 +382,7 @@ class Run:
         chosen |= {key: choices.get(key) for key in ("model", "runtime")}
         folders = (self.folder.parent, Path("runs"))
         files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
-        for file in sorted(files, key=get_mtime, reverse=True):
+        for file in sorted(files, key=os.path.getmtime, reverse=True):
             try:
                 summary = read_object(file)
                 environment = read_object(file.with_name("environment.json"))
@@ -398,8 +406,3 @@ class Run:
             f"`experiment={experiment}` can save hours.",
             flush=True,
         )
-
-
-def get_mtime(file: Path) -> float:
-    """Returns a file's time of modification, in seconds of Unix time."""
-    return file.stat().st_mtime

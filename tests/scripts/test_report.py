@@ -225,7 +225,7 @@ summary.json is of an earlier end of the run"""
 def test_torn_lines_and_losses_that_are_not_finite_are_said(plant):
     run = plant("mine")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 110, "samples": 3520, "loss": NaN}\n{"step": 120, "sam')
+        file.write('{"step": 110, "samples": 3520, "loss": null}\n{"step": 120, "sam')
     page, _ = read_report(run_dir=run)
     for sentence in TORN.splitlines():
         assert sentence in page, sentence

@@ -4,15 +4,17 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from common.config.compose import compose
 from sampling.load import load_run
-from tests.harness.outcomes import read_columns
+from tests.harness.outcomes import read_columns, seal_checkpoint
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_named_set
 from tests.harness.words import TINY_RUN
 from train import train
+from training.checkpoint.load import FORMAT_VERSION, list_complete
 
 
 def test_a_run_leaves_all_that_it_promises(run, tmp_path):
@@ -30,6 +32,25 @@ def test_a_run_leaves_all_that_it_promises(run, tmp_path):
     assert {"config.yaml", "ledger.json"} <= {file.name for file in folder.iterdir()}
     environment = json.loads((folder / "environment.json").read_text())
     assert "total_samples=16" in environment["overrides"]
+
+
+@pytest.mark.parametrize("planted", [1, None])
+def test_a_folder_of_another_format_is_refused_and_its_weights_open(planted, run, tmp_path):
+    """A finished run, one that goes on, and a checkpoint to resume from."""
+    folder = tmp_path / "run"
+    run("save_every=1")
+    checkpoint = list_complete(folder / "checkpoints")[-1]
+    for file in (folder / "summary.json", checkpoint / "state.json"):
+        content = json.loads(file.read_text())
+        assert content.pop("format") == FORMAT_VERSION
+        file.write_text(json.dumps(content | ({"format": planted} if planted else {})))
+    seal_checkpoint(checkpoint)
+    with expect_refusal("holds a finished run, made by an earlier checkout; .*init_from="):
+        run()
+    for words in (["total_samples=32"], [f"resume={folder}", f"run_dir={tmp_path / 'branch'}"]):
+        with expect_refusal("step-2 was made by an earlier checkout. Use a new run_dir, or init_"):
+            run("save_every=1", *words)
+    assert run(f"init_from={folder}", f"run_dir={tmp_path / 'anew'}")["samples"] == 16
 
 
 def test_a_fullrun_shows_its_fastrun_or_warns(tmp_path, capsys):

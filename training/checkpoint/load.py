@@ -49,6 +49,9 @@ MALFORMED_ERRORS = (
 HASH_DIGITS = 64
 """Number of hexadecimal digits of the hash at the start of a latent set's fingerprint; after the
 hash follow the names of the latents' normalisation, order and storage."""
+FORMAT_VERSION = 3
+"""Number of the format of a run's state. It rises with a change that makes old state wrong, not
+with a new key that has a default."""
 Result = TypeVar("Result")
 
 
@@ -345,17 +348,16 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
     """Loads the verified checkpoint in `folder` into `state`. Returns text that lists the
     settings that have changed since the checkpoint was saved; "" if none has.
 
-    Raises ValueError if the checkpoint belongs to another run, or cannot be read. `run` is the
-    description of this run that `describe_run` returns.
+    Raises UserError if the checkpoint belongs to another run, has another format, or cannot be
+    read. `run` is the description of this run that `describe_run` returns.
     """
     try:
         described = read_state_file(folder)
         mismatch = find_mismatch(described, run)
         content = {} if mismatch else assemble_state(folder, described, state.layouts, ranks)
-        settings = described["settings"]
+        settings = {} if mismatch else described["settings"]
 
-        # A checkpoint of an earlier version lacks newer runtime and ema keys. That run behaved as a
-        # run with the defaults of these keys, so fill in the defaults for the comparison.
+        # A run that lacks a newer key behaved as with the key's default, so compare with that.
         for name, defaults in (("runtime", RuntimeConfig()), ("ema", EmaConfig())):
             settings = settings | {name: asdict(defaults) | settings.get(name, {})}
         changed = describe_difference(settings, run["settings"])
@@ -370,8 +372,8 @@ def load(folder: Path, state: TrainState, run: dict[str, Any], ranks: Ranks = SI
     if mismatch:
         alternative = f", or init_from={folder} to start from its weights"
         raise UserError(
-            f"{folder} was made with another {mismatch}. Use a new run_dir"
-            f"{'' if described['adapter'] else alternative}."
+            f"{folder} was made {mismatch}. Use a new run_dir"
+            f"{'' if described.get('adapter') else alternative}."
         )
     try:
         state.load_state_dict(content)
@@ -400,14 +402,17 @@ def describe_rates(then: dict[str, Any], now: dict[str, Any], samples: int) -> s
 
 
 def find_mismatch(described: dict[str, Any], run: dict[str, Any]) -> str | None:
-    """Returns text about the first part of `MUST_MATCH` in which the checkpoint, `described`, and
-    the run differ, such as "model: depth was 8, is 12"; None if they agree."""
+    """Returns text about the format, or else the first part of `MUST_MATCH`, in which the
+    checkpoint, `described`, and the run differ, such as "with another model: depth was 8, is 12";
+    None if they agree."""
+    if described.get("format") != FORMAT_VERSION:
+        return "by an earlier checkout"
     for name in MUST_MATCH:
         then = fill_defaults(described[name], name)
         now = fill_defaults(json.loads(json.dumps(run[name])), name)
         if then == now:
             continue
-        difference = f"{name}: {describe_difference(then, now)}"
+        difference = f"with another {name}: {describe_difference(then, now)}"
         return difference + describe_other_order(then, now) if name == "data" else difference
     return None
 

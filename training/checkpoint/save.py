@@ -31,6 +31,7 @@ from common.output import Progress
 from common.text import replace_non_finite
 from training.checkpoint.files import RANK_FILE, Staged, make_header, stage, write_tensors
 from training.checkpoint.load import (
+    FORMAT_VERSION,
     describe_resume,
     find_damage,
     list_complete,
@@ -39,7 +40,6 @@ from training.checkpoint.load import (
 )
 from training.state import TrainState
 
-FORMAT_VERSION = 2
 FREE_SPACE_FACTOR = 1.1
 """Free disk space required before saving, as a multiple of the checkpoint's size."""
 RETRY_PAUSES = (2.0, 10.0, 50.0)

@@ -43,8 +43,8 @@ def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
 
 def format_summary(summary: Mapping[str, Any]) -> str:
     """Formats the summary as one line per value, aligned; leaves out the ledger, which the run
-    printed at its start."""
-    shown = {k: v for k, v in summary.items() if k != "ledger" and v is not None}
+    printed at its start, and the number of the format."""
+    shown = {k: v for k, v in summary.items() if k not in ("ledger", "format") and v is not None}
     shown.setdefault("eval_loss", "none: no image is held out, or eval_every=0")
     if "time" in shown:
         shown["time"] = format_shares(shown["time"])

@@ -207,10 +207,9 @@ class Meter:
         self.begin_window()
         for name in WINDOW_SUMS:
             setattr(self, name, torch.as_tensor(state[name]).reshape(()).float())
-        # Convert the losses to fp64, because earlier versions saved the loss in fp32.
         for name in state:
             if name.startswith("loss"):
-                self.losses[name] = torch.as_tensor(state[name]).reshape(()).double()
+                self.losses[name] = torch.as_tensor(state[name]).reshape(())
         self.steps = int(state["steps"])
         self.carried = self.steps
 
@@ -306,8 +305,7 @@ def parse_metrics(line: bytes) -> dict[str, Any] | None:
     """Parses one line of the metrics file: a JSON object with an integer `step`, whose values are
     all numbers or null. Returns None for any other line."""
     try:
-        # Replace NaN, which earlier versions of fastlatent wrote, by None.
-        metrics = replace_non_finite(json.loads(line))
+        metrics = json.loads(line)
     except (ValueError, RecursionError):
         return None
     has_step = isinstance(metrics, dict) and type(metrics.get("step")) is int
