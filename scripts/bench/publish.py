@@ -1,9 +1,9 @@
 """Writes the benchmark pages and the tables of README and docs from results, by results.md.jinja.
 
-Results go into docs/benchmarks/<benchmark>_<card>_<yyyy-mm>.json, where <card> is the GPU model, or
-cpu. A newer result replaces the result of the same name and month; a result that stays keeps the
-commit that measured it. All such files of a GPU model make its page, docs/benchmarks/<card>.md. A
-table of the docs says "not measured" where there is no result; the README leaves such a row out.
+Results go into docs/benchmarks/<card>/<benchmark>.json, where <card> is the GPU model, or cpu. A
+newer result replaces the one of the same name; a result that stays keeps the commit that measured
+it. The files of a card make its page, docs/benchmarks/<card>.md. A table of the docs says "not
+measured" where there is no result; the README leaves such a row out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import string
-import subprocess
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,14 +24,14 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader
 
 from accel.stack import TECHNIQUES
-from common.config.compose import CONF_FOLDER, read_config
+from common.config.compose import read_config
 from common.environment import read_git_state
 from common.errors import UserError
 from common.files import ROOT, write_atomically, write_json
 from scripts.bench import TABLES, Case, Figures, Words
 from scripts.bench.cases import plan_job
 from scripts.bench.floor import RATES, describe_floor
-from scripts.bench.reach import find_reach, hash_case
+from scripts.bench.reach import hash_case
 from scripts.commands import format_table, replace_between
 from scripts.doctor import compare_cards
 from scripts.timing import shows_no_difference
@@ -143,8 +142,8 @@ def make_sort_key(result: Result) -> tuple[bool, str]:
 
 
 class Page:
-    """Results of one benchmark on one GPU model (or cpu) in one month: a section of the page of
-    that GPU model."""
+    """Results of one benchmark on one GPU model (or cpu): a section of the page of that GPU
+    model."""
 
     def __init__(self, name: str, results: list[Result]) -> None:
         self.name = name
@@ -153,10 +152,9 @@ class Page:
         self.newest = max(results, key=lambda result: result.environment["date"]).environment
         self.cuda = self.newest["device"] == "cuda"
         self.card = name_card(self.newest)
-        self.month = self.newest["date"][:7]
-        self.stem = f"{name}_{self.card}_{self.month}"
-        self.title = f"{name.replace('_', ' ')}, {self.month}"
-        self.link = f"{self.card}.md#{name.replace('_', '-')}-{self.month}"
+        self.file = f"{self.card}/{name}.json"
+        self.title = name.replace("_", " ")
+        self.link = f"{self.card}.md#{name.replace('_', '-')}"
         self.command = self.newest["command"].split()[3]
         self.shown = add_remarks(self.command, self.entries)
 
@@ -178,7 +176,7 @@ def read_page(file: Path) -> Page:
 
 def read_pages(docs: Path) -> list[Page]:
     """Reads all files of results that `write_figures` wrote."""
-    return [read_page(file) for file in sorted(docs.glob("*_????-??.json"))]
+    return [read_page(file) for file in sorted(docs.glob("*/*.json"))]
 
 
 @cache
@@ -189,18 +187,6 @@ def plan_cases(command: str) -> dict[str, Case]:
     with suppress(UserError):
         return {case.name: case for case in plan_job(words[0], words[1:]).cases}
     return {}
-
-
-def describe_age(page: Page) -> str:
-    """Says by which commit a page was measured, and how many commits since then touched what its
-    cases can reach."""
-    commit = (page.newest.get("git") or {}).get("commit", "unknown")
-    cases = plan_cases(page.newest["command"]).values()
-    paths = {file for case in cases for file in find_reach(case)[0]}
-    command = ["git", "-C", ROOT, "rev-list", "--count", f"{commit}..HEAD", "--", CONF_FOLDER]
-    counted = subprocess.run([*command, *paths], capture_output=True, text=True)
-    since = f"{counted.stdout.strip() or '?'} commits since touched its code"
-    return f"{page.stem}: measured at {commit[:10]}; {since}"
 
 
 def identify(name: str, run: Figures) -> str:
@@ -231,12 +217,12 @@ def open_results(path: Path) -> Iterator[Path]:
 
 
 def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
-    """Yields the pages that the results in a folder create or change; a page contains only results
-    of the same hardware."""
+    """Yields the sections that the results in a folder create or change; a section contains only
+    results of the same hardware."""
     records = [json.loads(file.read_text()) for file in sorted(folder.glob("*/*.json"))]
     if not records:
         raise UserError(f"{folder} has no results; name the `out` folder of a benchmark.")
-    groups: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    groups: dict[str, list[Result]] = defaultdict(list)
     for record in records:
         run = record["environment"]
         # A machine without git stores no commit with its results. If the case reaches the same code
@@ -251,20 +237,19 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
             with suppress(UserError):
                 floor = describe_floor(run["config"][0], card, entry["step_ms"])
                 entry["text"] = f"{entry['name']}: {floor}"
-        groups[record["benchmark"], card, run["date"][:7]].append(Result(entry, run))
+        groups[f"{card}/{record['benchmark']}.json"].append(Result(entry, run))
 
-    for key, results in groups.items():
-        file = docs / f"{'_'.join(key)}.json"
+    for name, results in groups.items():
+        file = docs / name
         every = [*results, *(read_page(file).results if file.is_file() else ())]
 
         # Keep only results of the hardware that gave the newest result, because the results of a
-        # page must be comparable.
-        page = Page(key[0], every)
-        hardware = page.newest["hardware"]
-        every = [result for result in every if result.environment["hardware"] == hardware]
+        # section must be comparable.
+        newest = Page(file.stem, every).newest
+        every = [x for x in every if x.environment["hardware"] == newest["hardware"]]
         best = {result.entry["name"]: result for result in sorted(every, key=make_sort_key)}
-        planned = [name for name in plan_cases(page.newest["command"]) if name in best]
-        page = Page(key[0], [best[name] for name in dict.fromkeys([*planned, *best])])
+        planned = [case for case in plan_cases(newest["command"]) if case in best]
+        page = Page(file.stem, [best[case] for case in dict.fromkeys([*planned, *best])])
         if any("reason" not in entry for entry in page.entries):
             yield page
 
@@ -278,7 +263,8 @@ def write_figures(page: Page, docs: Path) -> None:
         different = {key: value for key, value in run.items() if page.newest.get(key) != value}
         entries.append(entry | ({"measured": different} if different else {}))
     kind = TABLES["lists"].get(page.command, "cases")
-    file = docs / f"{page.stem}.json"
+    file = docs / page.file
+    file.parent.mkdir(exist_ok=True)
     write_json(file, {"benchmark": page.name, "environment": page.newest, kind: entries})
     print(file)
 
@@ -311,7 +297,6 @@ def publish(folders: Sequence[Path], root: Path) -> None:
         with open_results(path) as folder:
             for page in collect_pages(folder, docs):
                 write_figures(page, docs)
-                print(describe_age(page))
 
     pages = read_pages(docs)
     sections_by_card: dict[str, list[Page]] = defaultdict(list)

@@ -306,7 +306,7 @@ def test_a_killed_queue_goes_on_in_another_clone_two_commits_later(tmp_path):
         author = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", *author, "commit", "-qam", "x"], cwd=clone, check=True)
     done = subprocess.run([*bench, "publish", archive], cwd=clone, capture_output=True, text=True)
-    assert "; 0 commits since touched its code" in done.stdout
+    assert "/kernels_tiny.json" in done.stdout
     for expected in (": measured", "nothing remains"):
         again = subprocess.run(gpu, cwd=clone, capture_output=True, text=True).stdout
         assert expected in again
