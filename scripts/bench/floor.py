@@ -49,20 +49,16 @@ FREE = ("_unsafe_view", "device", "empty", "empty_like", "empty_strided", "new_e
 """Ops besides views that move no bytes."""
 
 RATES = TABLES["rates"]
-ARITHMETIC_NS = TABLES["arithmetic_ns"]
 PARAMETER_BYTES = 78
 """Bytes that a step moves for each parameter. AdamW reads weight, gradient and two moments, and
 writes all but the gradient (28); the norm reads the gradient (4); a bf16 gradient is cast, and
 added to the fp32 one (8); a weight is cast to bf16 (6). The average takes three ops
 (training/optim/ema.py): a difference (12), its product with a number (8), and a sum (12)."""
-PRODUCT_SHARE = 0.85
-COPY_SHARE = 0.8
-"""Shares of the measured rates that a good step is likely to reach: assumptions."""
 SETTING = ("data=synthetic", "batch_size=256")
 """Overrides that come before the user's: latents of 4 × 32 × 32, and a batch of 256."""
 HEADS = (
     "model, parameters (M), TFLOP a step, products ms, traffic ms, fixed ms, floor ms, "
-    "floor img/s, MFU at the floor, likely ms, likely img/s, ×first"
+    "floor img/s, MFU at the floor, ×first"
 )
 
 
@@ -89,7 +85,7 @@ class BlockTraffic(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """Size of a training step, and the milliseconds that it takes at best and is likely to take."""
+    """Size of a training step, and the milliseconds that it takes at best."""
 
     parameters: int
     flops: float
@@ -100,7 +96,6 @@ class Floor(NamedTuple):
     """Time that does not depend on the batch: casts, optimizer and average."""
     floor_ms: float
     """Sum of the three times."""
-    likely_ms: float
     traffic: BlockTraffic
 
 
@@ -215,13 +210,8 @@ def find_floor(cfg: TrainConfig, card: str) -> Floor:
     traffic_ms = moved / copied / 1e6
     fixed_ms = PARAMETER_BYTES * parameters / copied / 1e6
 
-    mixer: Any = model.blocks[0].get_submodule("layers.0")
-    widths = getattr(mixer, "inner", model.dim) / 768
-    nanoseconds = ARITHMETIC_NS.get(type(mixer).__name__, 0.0) * widths * tokens * model.depth
-    likely_ms = products_ms / PRODUCT_SHARE + (traffic_ms + fixed_ms) / COPY_SHARE
-    likely_ms += nanoseconds / 1e6
     floor_ms = products_ms + traffic_ms + fixed_ms
-    return Floor(parameters, flops, products_ms, traffic_ms, fixed_ms, floor_ms, likely_ms, traffic)
+    return Floor(parameters, flops, products_ms, traffic_ms, fixed_ms, floor_ms, traffic)
 
 
 def describe_floor(words: Words, card: str, step_ms: float) -> str:
@@ -260,8 +250,6 @@ def print_floors(words: Words) -> None:
                     *(f"{ms:.1f}" for ms in floor[2:6]),
                     f"{1e3 * cfg.batch_size / floor.floor_ms:.0f}",
                     f"{1e3 * floor.flops / floor.floor_ms / CARDS[keys.card].flops_16bit:.1%}",
-                    f"{floor.likely_ms:.1f}",
-                    f"{1e3 * cfg.batch_size / floor.likely_ms:.0f}",
                     f"{floor.floor_ms / first_ms:.2f}",
                 )
             )

@@ -1,14 +1,14 @@
 """Finds the largest model that fits a GPU, for each way to save memory.
 
     python -m scripts.plan largest model=dit_b data=synthetic hardware=h100 batch_size=64
-    python -m scripts.plan largest model=dit_b data=synthetic of=dim gpus=64 \\
+    python -m scripts.plan largest model=dit_b data=synthetic gpus=64 \\
         ways="[runtime=fast,runtime=lowmem runtime.parallel.mode=fsdp]"
 
 Each row is a way to save memory: overrides that the command adds to yours, and that win over yours.
-`of=depth` grows the number of blocks, `of=dim` the width, in steps of model.head_dim, until the
-next step no longer fits. In every way each GPU has the whole batch_size of the configuration; the
-ways that shard the model run on `gpus` GPUs. Bytes are counted as for any plan. The column × is the
-number of parameters divided by that of the first row. No figure has been checked on a GPU yet.
+The model gets more blocks (model.depth) until one more no longer fits. In every way each GPU has
+the whole batch_size of the configuration; the ways that shard the model run on `gpus` GPUs. Bytes
+are counted as for any plan. The column × is the number of parameters divided by that of the first
+row. No figure has been checked on a GPU yet.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ WAYS = (
     f"{SHARDED_WORDS} runtime.offload_activations=true runtime.parallel.cpu_offload=true",
 )
 HEADS = ("largest", "parameters", "×", "GPUs", "GiB a GPU", "GiB of state on the host", "way")
-MAX_SIZE = 4096
-"""Largest size that the search tries: number of blocks, or width in steps of model.head_dim."""
+MAX_DEPTH = 4096
+"""Largest number of blocks that the search tries."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,6 @@ class LargestConfig:
     """Keys of the command `largest`; any other argument is an override of the training
     configuration."""
 
-    of: str = "depth"
-    """Key of the model that grows: depth (number of blocks) or dim (width)."""
     hardware: str = "h100"
     gpus: Positive = 8
     """Number of GPUs in the ways that shard the model; all other ways have one GPU."""
@@ -60,80 +58,61 @@ class LargestConfig:
 
 
 def find_largest(
-    forecast_size: Callable[[int], Forecast], memory: float, start: int, power: int
-) -> int:
-    """Finds the largest n from 1 to `MAX_SIZE` for which `forecast_size(n)` needs at most `memory`
-    bytes; 0 if n = 1 does not fit. `start` is the second n to try, after 1.
+    forecast_depth: Callable[[int], Forecast], memory: float, start: int
+) -> Forecast | None:
+    """Finds the forecast of the deepest model, of 1 to `MAX_DEPTH` blocks, that needs at most
+    `memory` bytes by `forecast_depth(depth)`; None if one block does not fit. `start` is the second
+    depth to try, after 1.
 
-    Bytes are nearly linear in n ** power. The next n to try is the one at which a line through the
-    latest two points reaches `memory` bytes, so the search needs few forecasts.
+    Bytes are nearly linear in the depth. The next depth to try is the one at which a line through
+    the latest two points reaches `memory` bytes, so the search needs few forecasts.
     """
-    points: list[tuple[int, float]] = []
-    n = 1
+    plans: dict[int, Forecast] = {}
+    sizes: list[tuple[int, float]] = []
+    depth = 1
     while True:
-        points.append((n, forecast_size(n).needs.total))
-        largest = max((tried for tried, size in points if size <= memory), default=0)
-        too_large = min((tried for tried, size in points if size > memory), default=MAX_SIZE + 1)
+        plans[depth] = forecast_depth(depth)
+        sizes.append((depth, plans[depth].needs.total))
+        largest = max((n for n, size in sizes if size <= memory), default=0)
+        too_large = min((n for n, size in sizes if size > memory), default=MAX_DEPTH + 1)
         if too_large - largest == 1:
-            return largest
-        n = find_crossing(points[-2:], memory, power) if len(points) > 1 else start
-        n = min(max(n, largest + 1), too_large - 1)
+            return plans.get(largest)
+
+        depth = start
+        if len(sizes) > 1:
+            (n_before, size_before), (n, size) = sizes[-2:]
+            slope = (size - size_before) / (n - n_before)
+            depth = int(n + (memory - size) / slope) if slope > 0 else MAX_DEPTH
+        depth = min(max(depth, largest + 1), too_large - 1)
 
 
-def find_crossing(points: list[tuple[int, float]], memory: float, power: int) -> int:
-    """Draws a line through the two points (n ** power, bytes), and returns the n at which the line
-    reaches `memory` bytes; `MAX_SIZE` if the line does not rise."""
-    (n_before, size_before), (n, size) = points
-    slope = (size - size_before) / (n**power - n_before**power)
-    if slope <= 0:
-        return MAX_SIZE
-    return int(max(0.0, n**power + (memory - size) / slope) ** (1 / power))
-
-
-def forecast_largest(
-    cfg: LargestConfig, words: list[str], way: str, card: Card
-) -> tuple[int, Forecast]:
-    """Returns the largest value of the key `cfg.of` with which the run fits the memory of the GPU
-    model `card`, and the forecast of that run. `words` are the command's configuration overrides,
-    to which `way` adds more."""
+def forecast_largest(cfg: LargestConfig, words: list[str], way: str, card: Card) -> Forecast:
+    """Returns the forecast of the run with the most blocks that fits the memory of the GPU model
+    `card`. `words` are the command's configuration overrides, to which `way` adds more."""
     train = compose_pretrained([*words, *way.split()]).cfg
     sharded = train.runtime.parallel.mode.value in ("fsdp", "hsdp")
     gpus = cfg.gpus if sharded else 1
     train = replace(train, batch_size=train.batch_size * gpus)
     question = make_question(train, card.memory, gpus)
-    wider = cfg.of == "dim"
-    step = train.model["head_dim"] if wider else 1
 
-    # Models that differ only in depth share the counts that were made with few blocks. Models of
-    # different width share no counts, so scale the bytes of their updates from the forecast `like`
-    # of the given width.
-    like = forecast(question) if wider else None
-    forecasts: dict[int, Forecast] = {}
+    def forecast_depth(depth: int) -> Forecast:
+        model = train.model | {"depth": depth}
+        return forecast(replace(question, cfg=replace(train, model=model)))
 
-    def forecast_size(n: int) -> Forecast:
-        model = train.model | {cfg.of: n * step}
-        forecasts[n] = forecast(replace(question, cfg=replace(train, model=model)), like)
-        return forecasts[n]
-
-    n = find_largest(
-        forecast_size, card.memory, train.model[cfg.of] // step, power=2 if wider else 1
-    )
-    if n == 0:
-        raise UserError(f"{cfg.of}={step} does not fit.")
-    return n * step, forecasts[n]
+    plan = find_largest(forecast_depth, card.memory, train.model["depth"])
+    if plan is None:
+        raise UserError("one block does not fit.")
+    return plan
 
 
 def compare_ways(cfg: LargestConfig, words: list[str]) -> str:
-    """Returns a table with a row for each way to save memory. ValueError if the model does not have
-    the key `cfg.of`, or if `words` are no valid overrides."""
+    """Returns a table with a row for each way to save memory. UserError if the model does not have
+    the key `depth`, or if `words` are no valid overrides."""
     refuse_values(cfg)
     card = find_card(cfg.hardware)
     model = compose_pretrained(words).cfg.model
-    if cfg.of not in ("depth", "dim") or not {cfg.of, "head_dim"} <= model.keys():
-        raise UserError(
-            f"of={cfg.of} must be depth or dim, and the model of this run must have that key and "
-            "head_dim; choose another."
-        )
+    if "depth" not in model:
+        raise UserError(f"{model['_target_']} has no depth that could grow; choose another model.")
 
     # If this model or machine does not support a way to save memory, the row of that way shows the
     # reason, and the command continues with the next way.
@@ -142,13 +121,13 @@ def compare_ways(cfg: LargestConfig, words: list[str]) -> str:
     rows: list[tuple[object, ...]] = [HEADS]
     for way in cfg.ways:
         try:
-            size, plan = forecast_largest(cfg, words, way, card)
+            plan = forecast_largest(cfg, words, way, card)
         except (ValueError, ImportError) as error:
             rows.append((*[None] * 6, f"{way}: {shorten_error(error)}"))
             continue
         first = first or plan
         row = (
-            f"{cfg.of}={size}",
+            f"depth={plan.model.depth}",
             f"{plan.parameters / 1e6:.0f} M",
             f"{plan.parameters / first.parameters:.1f}",
             plan.question.gpus,

@@ -126,11 +126,6 @@ class Forecast:
     depths: list[int]
     passes: list[PassBytes]
     updates: list[dict[str, float]]
-    like: Forecast | None = None
-    """Forecast of a narrower model of the same depth, or None. If set, this forecast counts no
-    optimizer update: it multiplies the bytes of `like`'s updates (weights, gradients, state,
-    temporary tensors) by the ratio of the numbers of parameters. An update runs on real tensors,
-    and those of a wide model may not fit this machine."""
 
     def extrapolate(self, values: Sequence[float]) -> float:
         """Extrapolates bytes linearly to the model's depth. `values` has the bytes counted at each
@@ -173,8 +168,6 @@ class Forecast:
     def count_whole(self, name: str) -> float:
         """Returns bytes before sharding: those of the part `name` of the state that lasts between
         steps or, if `name` is "temporary", those of the tensors that an update frees again."""
-        if self.like is not None:
-            return self.like.count_whole(name) * self.parameters / self.like.parameters
         return self.extrapolate([counted[name] for counted in self.updates])
 
     @property
@@ -254,7 +247,7 @@ class Forecast:
         part_sizes = [size for size in sizes if size is not None]
         if not part_sizes:
             return self.count_whole("temporary") / self.question.shards
-        last = (self.like or self).updates[-1]
+        last = self.updates[-1]
         return max(*part_sizes, last["temporary"] * part / last["part"])
 
     def find_peaks(self) -> dict[str, Peak]:
@@ -295,9 +288,8 @@ def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = Tr
     return Question(cfg, spec, gpus, resident, gpu)
 
 
-def forecast(question: Question, like: Forecast | None = None) -> Forecast:
-    """Forecasts the memory of a run; takes seconds. `like` is None or the forecast of a narrower
-    model of the same depth, from which the bytes of updates are scaled.
+def forecast(question: Question) -> Forecast:
+    """Forecasts the memory of a run; takes seconds.
 
     Building the run changes process-wide flags of PyTorch, but no random number generator.
     ValueError for a batch that the GPUs cannot share, and for a model whose step fails on fake
@@ -312,7 +304,7 @@ def forecast(question: Question, like: Forecast | None = None) -> Forecast:
         )
     try:
         with torch.random.fork_rng([]):
-            return count_run(question, like)
+            return count_run(question)
     except (ValueError, ImportError):
         raise
     except Exception as error:
@@ -323,10 +315,9 @@ def forecast(question: Question, like: Forecast | None = None) -> Forecast:
         ) from error
 
 
-def count_run(question: Question, like: Forecast | None) -> Forecast:
-    """Counts the bytes of the forward and backward passes for models of two small depths; or only
-    for the model's own depth, if that is small or no key sets it. If `like` is None, it also counts
-    the bytes of updates for these depths."""
+def count_run(question: Question) -> Forecast:
+    """Counts the bytes of the forward and backward passes, and of updates, for models of two small
+    depths; or only for the model's own depth, if that is small or no key sets it."""
     cfg = question.cfg
     spec = question.spec
     model = build_on_meta(cfg.model, spec)
@@ -358,7 +349,5 @@ def count_run(question: Question, like: Forecast | None) -> Forecast:
         count_once(count_pass, with_few_blocks(pass_cfg, depth, question.samples, few_steps))
         for depth in depths
     ]
-    updates = []
-    if like is None:
-        updates = [count_once(count_update, with_few_blocks(cfg, depth, 1, 1)) for depth in depths]
-    return Forecast(question, model, techniques, period, depths, passes, updates, like)
+    updates = [count_once(count_update, with_few_blocks(cfg, depth, 1, 1)) for depth in depths]
+    return Forecast(question, model, techniques, period, depths, passes, updates)

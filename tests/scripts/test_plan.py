@@ -81,8 +81,6 @@ def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
         assert inside.needs.total <= card.memory < beyond.needs.total
     assert sizes[0] < sizes[1]
     assert "optim=nothing: there is no such file in conf/optim" in lines[3]
-    main(["largest", *words, "hardware=a10", "of=dim", "ways=[runtime=eager]"])
-    assert "dim=" in capsys.readouterr().out
 
 
 def test_hours_and_cost_follow_a_rate(tmp_path, capsys):
@@ -125,7 +123,6 @@ def test_a_card_is_known_by_its_whole_name(name, card):
         (["cost"], [], "plan cost: there is no such command; give overrides to plan a run, or"),
         ([], ["gpus=3"], "batch_size=64 is not a multiple of accumulation_steps=1 × gpus=3"),
         ([], ["hardware=abacus"], "hardware=abacus is not known; choose one of h200"),
-        (["largest"], ["of=mlp"], "of=mlp must be depth or dim"),
         ([], ["mfu=0.4", "samples_per_s=9"], "samples_per_s and mfu each say how fast"),
         ([], ["hardware=here", "mfu=0.4"], "mfu=0.4 is a share of a peak, and that of cpu"),
         ([], ["rate_of=nowhere"], "rate_of=nowhere: nowhere/summary.json does not say"),
