@@ -78,7 +78,7 @@ def precompute(composed: Composed) -> Path:
         return out / "manifest.json"
 
     # 1. List the images, plan the shards, and load the encoder.
-    device = ranks.device(pick_device(cfg.runtime.device.value))
+    device = ranks.device(pick_device(cfg.runtime.device))
     earlier = read_job(out)
     order = earlier.get("manifest", {}).get("class_names", ())
     images, cfg = list_job_images(cfg, earlier, order)
@@ -95,7 +95,7 @@ def precompute(composed: Composed) -> Path:
         ranks.say(plan.captions.describe())
 
     # 2. Accelerate the encoder, and encode one batch to check which techniques were active.
-    on_unavailable = cfg.runtime.on_unavailable.value
+    on_unavailable = cfg.runtime.on_unavailable
     stack = AccelerationStack(
         cfg.runtime.values(),
         device,

@@ -232,7 +232,7 @@ class ShardEncoder:
             tensors = self.encode_latents(images, numbers, "latents", "std")
             if self.cfg.flips:
                 tensors |= self.encode_latents(images.flip(3), numbers, "mirrored", "mirrored_std")
-            tensors = cast_tensors(tensors, self.cfg.dtype.value, [entry.key for entry in new])
+            tensors = cast_tensors(tensors, self.cfg.dtype, [entry.key for entry in new])
         if self.earlier is not None:
             tensors = self.earlier.add_latents(tensors, decoded)
 
@@ -252,7 +252,7 @@ class ShardEncoder:
         mean, std = self.step(images)
         if std is None:
             return {name: mean}
-        if self.cfg.kind.value == "mean_std":
+        if self.cfg.kind == "mean_std":
             return {name: mean, std_name: std}
         position = torch.tensor(numbers, device=mean.device)
         noise = counter_normal(self.cfg.seed, Purpose.POSTERIOR, position, mean.shape[1:])

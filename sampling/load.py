@@ -315,7 +315,7 @@ def load_run(
     stack = AccelerationStack(
         settings.values(),
         chosen,
-        on_unavailable=settings.on_unavailable.value,
+        on_unavailable=settings.on_unavailable,
         only=[kind.key for kind in TECHNIQUES if kind.in_sampling],
         same_bytes=SAME_BYTES,
     )

@@ -140,7 +140,7 @@ def try_kernels(words: list[str]) -> list[dict[str, Any]]:
     from training.weights.first_weights import compose_pretrained
 
     cfg = compose_pretrained(words).cfg
-    stack = assemble(cfg, pick_device(cfg.runtime.device.value)).stack
+    stack = assemble(cfg, pick_device(cfg.runtime.device)).stack
     rows = []
     for technique in stack.techniques:
         if isinstance(technique, FusedKernel):

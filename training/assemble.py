@@ -109,13 +109,13 @@ def build_stack(
     stack = kind(
         cfg.runtime.values(),
         device,
-        on_unavailable=cfg.runtime.on_unavailable.value,
+        on_unavailable=cfg.runtime.on_unavailable,
         deterministic=cfg.deterministic,
         extra_rows=extra_rows,
     )
     reason = stack.explain_separate_training()
     if reason and not alone:
-        mode = cfg.runtime.parallel.mode.value
+        mode = cfg.runtime.parallel.mode
         raise UserError(f"runtime.parallel.mode={mode} with {get_world_size()} processes: {reason}")
     return stack
 
@@ -334,7 +334,7 @@ def describe_run(
 def to_json_types(node: Any) -> Any:
     """Converts nested dicts and lists to JSON types, by writing and reading them as JSON: a tuple
     becomes a list, an enum member its value."""
-    return json.loads(json.dumps(node, default=lambda choice: choice.value))
+    return json.loads(json.dumps(node))
 
 
 def restore(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,59 +23,16 @@ from common.errors import UserError
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-
-class Device(str, Enum):
-    auto = "auto"
-    cuda = "cuda"
-    cpu = "cpu"
-
-
-class PrecisionName(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp8 = "fp8"
-
-
-class Fp8Recipe(str, Enum):
-    tensorwise = "tensorwise"
-    rowwise = "rowwise"
-    rowwise_with_gw_hp = "rowwise_with_gw_hp"
-
-
-class WeightsName(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class Solver(str, Enum):
-    """Names of the solvers that `sample` in models/sampler.py implements."""
-
-    euler = "euler"
-    heun = "heun"
-    ab2 = "ab2"
-    sde = "sde"
-
-
-class AttentionName(str, Enum):
-    auto = "auto"
-    flash = "flash"
-    cudnn = "cudnn"
-    efficient = "efficient"
-    math = "math"
-    flex = "flex"
-    flash3 = "flash3"
-    flash4 = "flash4"
-
-
-class CompileScope(str, Enum):
-    blocks = "blocks"
-    model = "model"
-
-
-# Use Enum's functional form, because names of torch.compile's modes, such as reduce-overhead,
-# contain hyphens and so are no Python identifiers.
-CompileMode = Enum(
+Device = StrEnum("Device", "auto cuda cpu")
+PrecisionName = StrEnum("PrecisionName", "fp32 bf16 fp16 fp8")
+Fp8Recipe = StrEnum("Fp8Recipe", "tensorwise rowwise rowwise_with_gw_hp")
+WeightsName = StrEnum("WeightsName", "fp32 bf16")
+Solver = StrEnum("Solver", "euler heun ab2 sde")
+"""Names of the solvers that `sample` in models/sampler.py implements."""
+AttentionName = StrEnum("AttentionName", "auto flash cudnn efficient math flex flash3 flash4")
+CompileScope = StrEnum("CompileScope", "blocks model")
+# The names of torch.compile's modes have hyphens, which are no letters of a Python name.
+CompileMode = StrEnum(
     "CompileMode",
     {
         "default": "default",
@@ -85,57 +42,15 @@ CompileMode = Enum(
 )
 
 
-class OnUnavailable(str, Enum):
-    degrade = "degrade"
-    error = "error"
-    emulate = "emulate"
-
-
-class ScheduleKind(str, Enum):
-    constant = "constant"
-    cosine = "cosine"
-
-
-class ParallelMode(str, Enum):
-    auto = "auto"
-    none = "none"
-    ddp = "ddp"
-    fsdp = "fsdp"
-    hsdp = "hsdp"
-
-
-class ReduceDtype(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class LatentKind(str, Enum):
-    mean_std = "mean_std"
-    sample = "sample"
-
-
-class CaptionLines(str, Enum):
-    each = "each"
-    whole = "whole"
-
-
-class CaptionsMissing(str, Enum):
-    empty = "empty"
-    drop = "drop"
-    refuse = "refuse"
-
-
-class LatentDtype(str, Enum):
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class TextDtype(str, Enum):
-    float16 = "float16"
-    int8 = "int8"
-
-
+OnUnavailable = StrEnum("OnUnavailable", "degrade error emulate")
+ScheduleKind = StrEnum("ScheduleKind", "constant cosine")
+ParallelMode = StrEnum("ParallelMode", "auto none ddp fsdp hsdp")
+ReduceDtype = StrEnum("ReduceDtype", "fp32 bf16")
+LatentKind = StrEnum("LatentKind", "mean_std sample")
+CaptionLines = StrEnum("CaptionLines", "each whole")
+CaptionsMissing = StrEnum("CaptionsMissing", "empty drop refuse")
+LatentDtype = StrEnum("LatentDtype", "float16 bfloat16 float32")
+TextDtype = StrEnum("TextDtype", "float16 int8")
 Positive = Annotated[int, Ge(1)]
 Above0 = Annotated[float, Gt(0)]
 Natural = Annotated[int, Ge(0)]
@@ -178,12 +93,12 @@ class ParallelConfig:
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
             raise UserError(
                 f"runtime.parallel.shard_degree={self.shard_degree} is for mode=hsdp; leave it out "
-                f"with mode={self.mode.value}."
+                f"with mode={self.mode}."
             )
         if self.cpu_offload and self.mode not in (ParallelMode.fsdp, ParallelMode.hsdp):
             raise UserError(
                 "runtime.parallel.cpu_offload=true is for fsdp and hsdp; leave it out with "
-                f"mode={self.mode.value}."
+                f"mode={self.mode}."
             )
         check_nccl(self.nccl)
 

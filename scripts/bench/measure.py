@@ -47,7 +47,7 @@ NEEDS_GPU = "needs an NVIDIA GPU"
 PRODUCT_SUFFIX = "_product_tflops"
 """Suffix of the names of measured rates of matrix products, after the precision, as in
 bf16_product_tflops."""
-EMULATE_OVERRIDE = f"runtime.on_unavailable={OnUnavailable.emulate.value}"
+EMULATE_OVERRIDE = f"runtime.on_unavailable={OnUnavailable.emulate}"
 PYTEST_COMMAND = [
     *(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfs", "--tb=short", "-Wdefault"),
     *("-p", "no:cacheprovider", "-o", "addopts=-p tests.harness.reliability"),

@@ -51,7 +51,7 @@ class Loop:
     def __init__(self, overrides: Words) -> None:
         self.composed = compose_pretrained(overrides)
         self.cfg = self.composed.cfg
-        self.device = pick_device(self.cfg.runtime.device.value)
+        self.device = pick_device(self.cfg.runtime.device)
 
     def prepare(self) -> None:
         """Sets PyTorch's process-wide flags for this loop. The timer calls this before the loop
@@ -129,7 +129,7 @@ class Workload(Loop):
         flops_a_second = figures["samples_per_s"] * meter.train_flops
         model = self.training.model
         rates = measure_rates(self.device) if meter.peak_flops else {}
-        rate = 1e12 * rates.get(f"{self.cfg.runtime.precision.value}_product_tflops", 0.0)
+        rate = 1e12 * rates.get(f"{self.cfg.runtime.precision}_product_tflops", 0.0)
         return figures | {
             "mfu": flops_a_second / meter.peak_flops if meter.peak_flops else None,
             "product_share": flops_a_second / rate if rate else None,

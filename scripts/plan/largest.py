@@ -90,7 +90,7 @@ def forecast_largest(cfg: LargestConfig, words: list[str], way: str, card: Card)
     """Returns the forecast of the run with the most blocks that fits the memory of the GPU model
     `card`. `words` are the command's configuration overrides, to which `way` adds more."""
     train = compose_pretrained([*words, *way.split()]).cfg
-    sharded = train.runtime.parallel.mode.value in ("fsdp", "hsdp")
+    sharded = train.runtime.parallel.mode in ("fsdp", "hsdp")
     gpus = cfg.gpus if sharded else 1
     train = replace(train, batch_size=train.batch_size * gpus)
     question = make_question(train, card.memory, gpus)

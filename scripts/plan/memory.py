@@ -100,7 +100,7 @@ class Question:
         """Parallelism of the GPUs: none, ddp, fsdp or hsdp."""
         if self.gpus == 1:
             return "none"
-        mode = self.cfg.runtime.parallel.mode.value
+        mode = self.cfg.runtime.parallel.mode
         return "ddp" if mode in ("auto", "none") else mode
 
     @property

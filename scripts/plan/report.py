@@ -293,7 +293,7 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
             "runtime=fast."
         )
 
-    device = pick_device(composed.cfg.runtime.device.value)
+    device = pick_device(composed.cfg.runtime.device)
     _, choice = tune_config(composed.cfg, device, SINGLE)
     tried = choice["tried"]
     if not any(row["step_ms"] for row in tried):
