@@ -197,8 +197,13 @@ class AdapterGradients(Technique):
         update = self.step.update_parameters
 
         def record_and_update(grads: list[Tensor], norm: Tensor, taken: Tensor) -> None:
+            grads_by_name = {name: p.grad for name, p, _ in self.iterate_parameters()}
+            # The host does not wait for these flags.
             self.steps.append(
-                {name: flag_nonzero(p.grad) for name, p, _ in self.iterate_parameters()}
+                {
+                    name: None if grad is None else (to_local(grad) != 0).any().float()
+                    for name, grad in grads_by_name.items()
+                }
             )
             self.taken.append(taken)
             update(grads, norm, taken)
@@ -271,9 +276,3 @@ class AdapterGradients(Technique):
                 dist.all_reduce(flags, dist.ReduceOp.MAX)
             reduced.append(flags)
         return reduced
-
-
-def flag_nonzero(gradient: Tensor | None) -> Tensor | None:
-    """Returns a scalar on the device, for which the host does not wait: 1.0 if a value of the
-    gradient is not zero, else 0.0; None if `gradient` is None."""
-    return None if gradient is None else (to_local(gradient) != 0).any().float()

@@ -120,6 +120,11 @@ class Evidence:
     """Profiler event name -> how often it ran in a step after the end of warm-up
     (`Technique.on_warm`)."""
 
+    @property
+    def block_calls(self) -> list[BlockEvidence]:
+        """The evidence of all calls of all blocks."""
+        return [call for calls in self.blocks for call in calls]
+
     def count_dtypes(self, ops: Iterable[str] = PRODUCTS) -> Counter[str]:
         """Counts the matrix products and convolutions of each dtype, among the operations whose
         names are in `ops`. Returns a mapping: the profiler's name of a dtype -> number."""
@@ -321,7 +326,12 @@ def observe_step(
     kernels = select_kernels(events)
     evidence.ops.update(event.name() for event in (*host, *kernels))
     evidence.products = count_products(host)
-    evidence.compiled_calls = count_compiled_calls(host)
+    # Calls of compiled functions inside an optimizer's step or FlexAttention do not count.
+    others = [event for event in host if event.name().startswith((UPDATE_PREFIX, FLEX_NAME))]
+    evidence.compiled_calls = sum(
+        event.name().startswith(REGION_PREFIX) and not any(contains(x, event) for x in others)
+        for event in host
+    )
     evidence.kernels_unseen = device.type == "cuda" and not kernels
     if kernels:
         evidence.busy_ms = sum(kernel.duration_ns() for kernel in kernels) / 1e6
@@ -345,14 +355,6 @@ def observe_kernels(run: Callable[[], object], device: torch.device) -> set[str]
     """Returns the names of the kernels in one call of `run`, without copies and fills."""
     names = {kernel.name() for kernel in select_kernels(record_events(run, device))}
     return {name for name in names if not name.startswith(("Memcpy", "Memset"))}
-
-
-def count_compiled_calls(host: list[Any]) -> int:
-    """Counts calls of compiled functions among the host's events, except those inside an
-    optimizer's step or FlexAttention."""
-    others = [event for event in host if event.name().startswith((UPDATE_PREFIX, FLEX_NAME))]
-    regions = [event for event in host if event.name().startswith(REGION_PREFIX)]
-    return sum(not any(contains(other, region) for other in others) for region in regions)
 
 
 def count_graphs() -> int:

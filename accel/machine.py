@@ -7,6 +7,7 @@ available, never what they do or observe.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,6 +61,16 @@ def is_available(need: str, present: bool) -> bool:
         return present
     pretended.needs.append(need)
     return True
+
+
+def is_installed(module: str) -> bool:
+    """Returns whether the Python module called `module` is installed (see `is_available`); imports
+    the package that contains it."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        spec = None
+    return is_available(module, spec is not None)
 
 
 def time_on_gpu(run: Callable[[], object], head_start: bool = True) -> float:

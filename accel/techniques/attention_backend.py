@@ -21,7 +21,6 @@ torch.nn.attention.activate_flash_attention_impl
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -37,7 +36,7 @@ from torch.nn.attention import (
 
 from accel.evidence import ACTIVATION_PRODUCTS, NO_KERNEL_SEEN, REGION_PREFIX, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
-from accel.machine import capability_of, is_available
+from accel.machine import capability_of, is_installed
 from accel.technique import Model, Observation, Technique, blocks_of, find_switches
 from common.errors import UserError
 from common.text import shorten_error
@@ -218,7 +217,11 @@ class AttentionBackend(Technique):
             # `flex`.
             if calls and not ran and flex_on_device:
                 ran["flex"] = layers
-            elif calls and all(may_be_decomposed(call.ops) for call in calls):
+            # A compiler decomposes the backend `math` into matrix products and a softmax.
+            elif calls and all(
+                any(op in ACTIVATION_PRODUCTS or op.startswith(REGION_PREFIX) for op in call.ops)
+                for call in calls
+            ):
                 ran[UNSEEN if evidence.kernels_unseen else decomposed] += max(
                     0, layers - ran.total()
                 )
@@ -255,24 +258,8 @@ def find_implementation_obstacle(wanted: Implementation, device: torch.device) -
         return f"{name} needs compute capability {needed}; {instead} on this GPU."
     if wanted.name not in list_flash_attention_impls():
         return f"PyTorch {torch.__version__} does not list {wanted.name}; {instead}."
-    if not is_available(wanted.module, is_installed(wanted.module)):
+    if not is_installed(wanted.module):
         return (
             f"{name} needs {wanted.module}, which is not installed: {wanted.install}, or {instead}."
         )
     return None
-
-
-def is_installed(module: str) -> bool:
-    """Returns whether the Python module called `module` is installed; imports the package that
-    contains it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
-
-
-def may_be_decomposed(ops: Counter[str]) -> bool:
-    """Returns whether `ops`, the names of a block's operations, may contain an attention that ran
-    as matrix products and a softmax, because a compiler decomposes the backend `math` into these
-    operations."""
-    return any(op in ACTIVATION_PRODUCTS or op.startswith(REGION_PREFIX) for op in ops)

@@ -13,7 +13,6 @@ in warm-up: `recover` then switches the technique off, with a warning.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import traceback
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from accel.evidence import REGION_PREFIX, Evidence
-from accel.machine import capability_of, is_available
+from accel.machine import capability_of, is_installed
 from accel.technique import Model, Observation, Saving, Technique, blocks_of
 from common.text import shorten_error
 
@@ -65,7 +64,7 @@ class Compile(Technique):
         if not self.uses_inductor:
             return None
         if self.device.type == "cuda":
-            if not is_available("triton", importlib.util.find_spec("triton") is not None):
+            if not is_installed("triton"):
                 return "Compiling for a GPU needs triton; install it with pip."
             if capability_of(self.device) < (7, 0):
                 return "Compiling for a GPU needs compute capability 7.0 or newer."

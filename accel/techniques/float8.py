@@ -17,7 +17,6 @@ https://arxiv.org/abs/2209.05433
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.evidence import EIGHT_BIT, REGION_PREFIX, BlockEvidence, Evidence
-from accel.machine import capability_of, is_available
+from accel.machine import capability_of, is_installed
 from accel.technique import blocks_of
 from common.libraries import silence_libraries
 
@@ -50,7 +49,7 @@ def find_obstacle(device: torch.device) -> str | None:
         )
     if capability_of(device) < (8, 9):
         return f"fp8 needs compute capability 8.9 or newer; {instead} on this GPU."
-    if not is_available("torchao", importlib.util.find_spec("torchao") is not None):
+    if not is_installed("torchao"):
         return f"fp8 needs torchao; pip install torchao, or {instead}."
     return None
 
@@ -141,10 +140,3 @@ class Float8Layers:
         the forward pass; if the call trains, also those of the backward pass, and one more if the
         block is recomputed."""
         return 1 + (BACKWARD_PRODUCTS[self.recipe] + call.recomputes if call.trains else 0)
-
-    def describe_too_small(self) -> str:
-        """Returns a sentence that says why no layer computes in 8 bits: none is large enough."""
-        return (
-            f"0 of {self.count} layers are large enough for fp8: {MIN_FEATURES:,} inputs, "
-            f"more than {MIN_FEATURES:,} outputs, both multiples of {SIZE_MULTIPLE}"
-        )

@@ -13,7 +13,6 @@ fewer tensors for the backward pass.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ import torch
 
 from accel.evidence import NO_KERNEL_SEEN, Evidence
 from accel.ledger import AUTO, UNSEEN, UNUSED
-from accel.machine import capability_of, is_available
+from accel.machine import capability_of, is_installed
 from accel.technique import Model, Observation, Saving, Technique, blocks_of, find_switches
 
 
@@ -67,7 +66,7 @@ class FusedKernel(Technique):
     def find_obstacle(self) -> str | None:
         if self.device.type != "cuda":
             return f"The Triton kernels need an NVIDIA GPU; this run is on {self.device.type}."
-        if not is_available("triton", importlib.util.find_spec("triton") is not None):
+        if not is_installed("triton"):
             return "The Triton kernels need triton; install it with pip."
         if capability_of(self.device) < (8, 0):
             return "The Triton kernels need compute capability 8.0 or newer."

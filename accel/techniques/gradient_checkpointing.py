@@ -94,7 +94,7 @@ class CheckpointBlocks(Technique):
     # inputs; with "selective" inspect also the caches, which must hold results of the intended
     # operations only.
     def observe(self, evidence: Evidence) -> Observation:
-        calls = [call for calls in evidence.blocks for call in calls]
+        calls = evidence.block_calls
         if not calls:
             return Observation(False, "no block ran")
         obeys = evidence.check_blocks(lambda call: call.recomputes)

@@ -112,7 +112,7 @@ class OffloadActivations(Technique):
     def observe(self, evidence: Evidence) -> Observation:
         if not self.enabled:
             return Observation(False, "saved tensors stay on the device")
-        calls = [call for calls in evidence.blocks for call in calls]
+        calls = evidence.block_calls
         moves = evidence.check_blocks(lambda call: call.trains and not call.unmoved_bytes)
         saved = sum(call.saved_bytes for call in calls)
         unmoved = sum(call.unmoved_bytes for call in calls)

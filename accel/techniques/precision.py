@@ -165,7 +165,12 @@ class Precision(Technique):
         others = {product: n for product, n in evidence.products.items() if product[0] != EIGHT_BIT}
         active, note = self.observe_autocast(replace(evidence, products=Counter(others)))
         if not any(self.layers.large):
-            return Observation(active, f"{self.layers.describe_too_small()}; {note}")
+            least = f"{float8.MIN_FEATURES:,}"
+            why = (
+                f"0 of {self.layers.count} layers are large enough for fp8: {least} inputs, more "
+                f"than {least} outputs, both multiples of {float8.SIZE_MULTIPLE}"
+            )
+            return Observation(active, f"{why}; {note}")
         complete, layers_note = self.layers.observe(evidence)
         if evidence.count_dtypes([EIGHT_BIT]):
             active = "fp8" if complete and active == "bf16" else "mixed"
@@ -178,7 +183,7 @@ class Precision(Technique):
         separately."""
         weights = evidence.count_dtypes(WEIGHT_PRODUCTS)
         dtypes = evidence.count_dtypes()
-        calls = [call for calls in evidence.blocks for call in calls]
+        calls = evidence.block_calls
         branches = Counter(name_dtype(str(call.branch_dtype)) for call in calls)
         # The profiler sees products that call a library, such as cuBLAS, but not those inside
         # kernels that Inductor generated. If such kernels ran, judge these products by the dtype
@@ -235,8 +240,8 @@ class LossScaler:
     overwrites `found_inf`, which `training/step.py` also sets to skip steps for other reasons.
     """
 
-    def __init__(self, device: torch.device, initial: float = 65536.0) -> None:
-        self.scale = torch.full((), initial, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), 65536.0, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:

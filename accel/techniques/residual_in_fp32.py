@@ -29,29 +29,22 @@ class ResidualInFp32(Technique):
     # stream may have been rounded to 16 bits before. So look for bits that 16-bit formats lack.
     def observe(self, evidence: Evidence) -> Observation:
         wide = evidence.check_blocks(lambda call: call.residual_dtype == torch.float32)
-        whole = find_unrounded(evidence)
+
+        # Say for each block whether the stream stayed unrounded, in the block and since the block
+        # before. It was rounded between two places if only at the first it has bits that no 16-bit
+        # format has. `was_fine` maps the index of a micro-batch to whether its stream had such bits
+        # when it left the previous block.
+        whole = [True] * len(evidence.blocks)
+        was_fine: dict[int, bool] = {}
+        for i, calls in enumerate(evidence.blocks):
+            for batch, call in enumerate(calls):
+                fine_in, fine_out = call.fine_bits
+                kept_before = fine_in or not was_fine.get(batch, False)
+                whole[i] &= kept_before and (fine_out or not fine_in)
+                was_fine[batch] = fine_out
+
         both = [a and b for a, b in zip(wide, whole, strict=True)]
         note = f"{evidence.format_share(both)} passed the residual on in fp32, unrounded"
         if not all(whole):
             note += f"; {whole.count(False)} got or returned one that had been rounded to 16 bits"
         return Observation(bool(both) and all(both), note)
-
-
-def find_unrounded(evidence: Evidence) -> list[bool]:
-    """Returns for each block whether the residual stream stayed unrounded: True if it was not
-    rounded to 16 bits, neither in the block nor between the block and the block before it.
-
-    The stream was rounded between two places if at the first place it has bits that no 16-bit
-    format has, and at the second place it has none.
-    """
-    unrounded = [True] * len(evidence.blocks)
-    # Index of a micro-batch -> whether its residual stream had fine bits (those that 16-bit formats
-    # lack) when it left the previous block.
-    was_fine: dict[int, bool] = {}
-    for i, calls in enumerate(evidence.blocks):
-        for batch, call in enumerate(calls):
-            fine_in, fine_out = call.fine_bits
-            kept_before = fine_in or not was_fine.get(batch, False)
-            unrounded[i] &= kept_before and (fine_out or not fine_in)
-            was_fine[batch] = fine_out
-    return unrounded

@@ -11,6 +11,7 @@ import torch
 from torch.nn import attention
 
 from accel.evidence import Evidence
+from accel.machine import is_installed
 from accel.techniques import attention_backend
 from accel.techniques.attention_backend import FLASH, AttentionBackend
 from tests.harness.steps import assemble, make_call
@@ -136,9 +137,9 @@ def test_what_they_need_is_said_in_a_sentence(value, capability, absent, sentenc
 
 
 def test_a_package_without_the_module_is_not_installed():
-    assert attention_backend.is_installed("json.decoder")
-    assert not attention_backend.is_installed("json.cute.interface")
-    assert not attention_backend.is_installed("no_such_package.cute")
+    assert is_installed("json.decoder")
+    assert not is_installed("json.cute.interface")
+    assert not is_installed("no_such_package.cute")
 
 
 def test_both_are_known_to_this_pytorch(monkeypatch):
