@@ -49,7 +49,7 @@ REPORTED_PACKAGES = (
 
 
 class Card(NamedTuple):
-    """Peak rates, memory and bandwidths of one GPU model."""
+    """Peak rate and memory of one GPU model."""
 
     name: str
     """Part of the driver's name for this GPU model, such as "H100 PCIe" of "NVIDIA H100 PCIe"."""
@@ -57,29 +57,25 @@ class Card(NamedTuple):
     """Peak FLOP/s of dense matrix products in bf16 or fp16."""
     memory: float
     """Memory in bytes."""
-    intra_bandwidth: float
-    """Bandwidth to another GPU of the same machine, in bytes per second and one direction."""
-    inter_bandwidth: float
-    """Bandwidth to a GPU of another machine, in bytes per second and one direction."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability; (0, 0) for a GPU model that is not in `CARDS`."""
 
 
 CARDS = {
-    "h200": Card("H200", 989e12, 139 * GIB, 370e9, 50e9, (9, 0)),
-    "h100": Card("H100", 989e12, 79 * GIB, 370e9, 50e9, (9, 0)),
-    "h100_pcie": Card("H100 PCIe", 756e12, 79 * GIB, 50e9, 25e9, (9, 0)),
-    "a100": Card("A100", 312e12, 79 * GIB, 247e9, 25e9, (8, 0)),
-    "a100_40": Card("A100-SXM4-40GB", 312e12, 39 * GIB, 247e9, 25e9, (8, 0)),
-    "a100_pcie": Card("A100 80GB PCIe", 312e12, 79 * GIB, 25e9, 12e9, (8, 0)),
-    "a100_pcie_40": Card("A100-PCIE-40GB", 312e12, 39 * GIB, 25e9, 12e9, (8, 0)),
-    "l40s": Card("L40S", 362e12, 44 * GIB, 25e9, 12e9, (8, 9)),
-    "a40": Card("A40", 149.7e12, 44 * GIB, 25e9, 12e9, (8, 6)),
-    "a10": Card("A10", 125e12, 22 * GIB, 25e9, 12e9, (8, 6)),
-    "b200": Card("B200", 2250e12, 178 * GIB, 740e9, 50e9, (10, 0)),
-    "rtx5090": Card("RTX 5090", 209.5e12, 31 * GIB, 50e9, 12e9, (12, 0)),
-    "rtx4090": Card("RTX 4090", 165.2e12, 23 * GIB, 25e9, 12e9, (8, 9)),
-    "rtx3090": Card("RTX 3090", 71e12, 23 * GIB, 12e9, 12e9, (8, 6)),
+    "h200": Card("H200", 989e12, 139 * GIB, (9, 0)),
+    "h100": Card("H100", 989e12, 79 * GIB, (9, 0)),
+    "h100_pcie": Card("H100 PCIe", 756e12, 79 * GIB, (9, 0)),
+    "a100": Card("A100", 312e12, 79 * GIB, (8, 0)),
+    "a100_40": Card("A100-SXM4-40GB", 312e12, 39 * GIB, (8, 0)),
+    "a100_pcie": Card("A100 80GB PCIe", 312e12, 79 * GIB, (8, 0)),
+    "a100_pcie_40": Card("A100-PCIE-40GB", 312e12, 39 * GIB, (8, 0)),
+    "l40s": Card("L40S", 362e12, 44 * GIB, (8, 9)),
+    "a40": Card("A40", 149.7e12, 44 * GIB, (8, 6)),
+    "a10": Card("A10", 125e12, 22 * GIB, (8, 6)),
+    "b200": Card("B200", 2250e12, 178 * GIB, (10, 0)),
+    "rtx5090": Card("RTX 5090", 209.5e12, 31 * GIB, (12, 0)),
+    "rtx4090": Card("RTX 4090", 165.2e12, 23 * GIB, (8, 9)),
+    "rtx3090": Card("RTX 3090", 71e12, 23 * GIB, (8, 6)),
 }
 
 
@@ -184,8 +180,8 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
 
 
 def find_card(hardware: str) -> Card:
-    """Returns the entry of the table `CARDS` for the GPU model `hardware`: memory, peak FLOP/s and
-    bandwidths. ValueError if the table does not have this model."""
+    """Returns the entry of the table `CARDS` for the GPU model `hardware`: memory and peak FLOP/s.
+    ValueError if the table does not have this model."""
     if hardware not in CARDS:
         raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
     return CARDS[hardware]

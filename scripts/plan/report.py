@@ -81,16 +81,14 @@ class TuneConfig:
 
 
 def choose_card(hardware: str | None) -> tuple[str, Card]:
-    """Returns the name of the GPU model to plan for, and its memory, peak FLOP/s and bandwidths.
+    """Returns the name of the GPU model to plan for, and its memory and peak FLOP/s.
     For this machine (`here`) the memory is the number of bytes that the machine reports."""
     device = pick_device("auto")
     name = hardware or (HERE if device.type == "cuda" else "h100")
     if name != HERE:
         return name, find_card(name)
     driver = get_device_name(device)
-    card = match_card(driver) or Card(
-        driver, flops_16bit=0.0, memory=0.0, intra_bandwidth=0.0, inter_bandwidth=0.0
-    )
+    card = match_card(driver) or Card(driver, flops_16bit=0.0, memory=0.0)
     return HERE, card._replace(memory=memory_of(device))
 
 
@@ -216,6 +214,14 @@ def format_plan(plan: dict[str, Any]) -> str:
         if gpu or part not in ("context", "slack"):
             lines.append(f"{part:<10} {size:>6.2f}")
 
+    time = "no hours and no cost without a rate: give rate_of=<the folder of a fastrun>, "
+    time += "samples_per_s= or mfu="
+    if plan["hours"] is not None:
+        cost = f", {plan['cost']:.2f} in all" if plan["cost"] is not None else ""
+        time = f"{plan['hours']:.2f} hours for {plan['samples']} samples at "
+        time += f"{plan['samples_per_s']:.1f} a second{cost}; "
+        time += "evaluation, sampling and saving come on top"
+
     verdict = "fits" if plan["fits"] else "does not fit"
     phases = ", ".join(f"{phase} {size:.2f}" for phase, size in plan["phases_gib"].items())
     on_host = plan["on_host_gib"]
@@ -226,7 +232,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         f"micro-batch {plan['micro_batch']}, largest that fits {plan['largest_micro_batch']}; a "
         f"block keeps {plan['kept_mib_a_block_and_sample']:.2f} MiB a sample"
         + (f"; {on_host:.2f} GiB lie in host memory" if on_host else ""),
-        describe_time_and_cost(plan),
+        time,
     ]
     if plan["snapshots_gib"]:
         lines.append(f"ema.snapshots: {plan['snapshots_gib']:.2f} GiB on the disk")
@@ -257,20 +263,6 @@ def format_plan(plan: dict[str, Any]) -> str:
             "the allocator. On a GPU: not measured yet."
         )
     return "\n".join(lines).rstrip()
-
-
-def describe_time_and_cost(plan: dict[str, Any]) -> str:
-    """Describes in a line how long the run takes, and its cost if a price is known."""
-    if plan["hours"] is None:
-        return (
-            "no hours and no cost without a rate: give rate_of=<the folder of a fastrun>, "
-            "samples_per_s= or mfu="
-        )
-    cost = f", {plan['cost']:.2f} in all" if plan["cost"] is not None else ""
-    return (
-        f"{plan['hours']:.2f} hours for {plan['samples']} samples at "
-        f"{plan['samples_per_s']:.1f} a second{cost}; evaluation, sampling and saving come on top"
-    )
 
 
 def tune(cfg: TuneConfig, words: list[str]) -> str:

@@ -144,14 +144,6 @@ class History:
         peak = self.figures.get("memory_reserved_peak")
         return self.figures | ({"memory_reserved_peak": f"{peak / 2**30:.2f} GiB"} if peak else {})
 
-    def select_environment(self, name: str) -> dict[str, Any]:
-        """Returns the entries of the run's environment below the key `name`, such as "versions"."""
-        return {
-            key.removeprefix(f"{name}."): value
-            for key, value in self.environment.items()
-            if key.startswith(f"{name}.")
-        }
-
     def collect_facts(self) -> dict[str, Any]:
         """Returns a dict with facts about the run: the chosen model, data and runtime files,
         hardware, versions, command, time."""
@@ -161,7 +153,9 @@ class History:
         files = (self.folder / "config.yaml", *self.folder.glob("*.json*"))
         written = max(file.stat().st_mtime for file in files)
         versions = [
-            f"{name} {value}" for name, value in self.select_environment("versions").items()
+            f"{key.removeprefix('versions.')} {value}"
+            for key, value in self.environment.items()
+            if key.startswith("versions.")
         ]
 
         facts = {
