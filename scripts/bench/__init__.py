@@ -24,8 +24,8 @@
 
 `<command> --help` lists the command's own keys; any other `key=value` is an override of the
 training configuration, on top of the `setting`. The bench writes each result to a file in `out` at
-once, and does not measure it again while hardware, versions of torch and Triton, keys, and the code
-that the case can reach stay the same.
+once, and does not measure it again while hardware, versions of torch and Triton, keys, and the
+project's code stay the same.
 """
 
 from __future__ import annotations

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +43,9 @@ ATTENTION_FAMILY = "dit"
 family with it."""
 PRECISIONS = TABLES["precisions"]
 TECHNIQUE_EXCEPTIONS = TABLES["techniques"]
+PACKAGES = ("accel", "common", "data", "encoding", "evaluation", "models", "sampling")
+PACKAGES += ("scripts", "training")
+"""Packages whose code a result depends on."""
 
 
 def plan_ladder(cfg: LadderConfig, words: Words) -> Iterator[Case]:
@@ -273,3 +280,27 @@ def plan_job(command: str, words: Words, help_text: str = "") -> Job:
     essential = [word for word in words if not word.startswith(unessential)]
     line = " ".join(["python -m scripts.bench", command, *essential])
     return Job(line, cfg, chosen)
+
+
+@cache
+def read_code() -> str:
+    """Returns the code of all `PACKAGES`, without the lines that are comments."""
+    files = [file for name in PACKAGES for file in sorted((ROOT / name).rglob("*.py"))]
+    return re.sub(r"(?m)^ *#.*\n", "", "\n".join(file.read_text() for file in files))
+
+
+@cache
+def describe_config(overrides: tuple[str, ...]) -> str:
+    """Returns the configuration that is composed from the overrides, as text."""
+    return json.dumps(compose([*overrides]).source, sort_keys=True, default=str)
+
+
+def hash_case(case: Case) -> str:
+    """Returns a hash, in 16 hexadecimal digits, of what a case runs: the code, and the
+    configuration of its run and of its baseline; for a case of tests, their files."""
+    texts = [read_code()]
+    for words in (case.overrides, case.baseline):
+        overrides = [word for word in words if "=" in word and not word.startswith("newcomer.")]
+        texts.append(describe_config(tuple(overrides)))
+        texts += [(ROOT / word).read_text() for word in words if word.endswith(".py")]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]

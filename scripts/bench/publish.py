@@ -29,9 +29,8 @@ from common.environment import read_git_state
 from common.errors import UserError
 from common.files import ROOT, write_atomically, write_json
 from scripts.bench import TABLES, Case, Figures, Words
-from scripts.bench.cases import plan_job
+from scripts.bench.cases import hash_case, plan_job
 from scripts.bench.floor import RATES, describe_floor
-from scripts.bench.reach import hash_case
 from scripts.commands import format_table, replace_between
 from scripts.doctor import compare_cards
 from scripts.timing import shows_no_difference
@@ -225,8 +224,8 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
     groups: dict[str, list[Result]] = defaultdict(list)
     for record in records:
         run = record["environment"]
-        # A machine without git stores no commit with its results. If the case reaches the same code
-        # in this checkout (the hashes are equal), use the commit of this checkout.
+        # A machine without git stores no commit with its results. If the case runs the same code in
+        # this checkout (the hashes are equal), use the commit of this checkout.
         case = plan_cases(run["command"]).get(record["entry"]["name"])
         if not run["git"] and case and run["code"] == hash_case(case):
             run["git"] = read_git_state()

@@ -34,10 +34,9 @@ from common.environment import describe_environment
 from common.errors import UserError
 from common.files import find_cache_folder, lock_folder, make_folder, replace_file, write_json
 from scripts.bench import Case, Figures, Words
-from scripts.bench.cases import Job
+from scripts.bench.cases import Job, hash_case
 from scripts.bench.measure import device_of, measure_case
 from scripts.bench.publish import identify
-from scripts.bench.reach import hash_case
 
 START_SECONDS = 300.0
 """Seconds that the parent process waits until a child process is ready to measure, begins a case,

@@ -7,7 +7,7 @@ import pytest
 from accel.stack import TECHNIQUES
 from common.config.compose import compose
 from common.files import ROOT
-from scripts.bench import TABLES, kernels, runner
+from scripts.bench import TABLES, cases, kernels, runner
 from scripts.bench.__main__ import main as bench
 from scripts.bench.cases import COMMANDS, SETTINGS, plan_job
 from training.inputs import foresee_latents
@@ -115,3 +115,20 @@ def test_features_are_planned_over_eager_and_can_be_composed():
     for case in cases:
         if case.labels["over"] == "fp32":
             compose([word for word in case.overrides if not word.startswith("newcomer.")])
+
+
+def test_a_result_is_of_code_and_configuration_and_not_of_comments(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "ROOT", tmp_path)
+    file = tmp_path / "models" / "one.py"
+    file.parent.mkdir()
+
+    def hash_step(content, *words):
+        file.write_text(content)
+        cases.read_code.cache_clear()
+        return cases.hash_case(plan_job("step", ["setting=tiny", *words]).cases[0])
+
+    first = hash_step("x = 1\n")
+    assert hash_step("# A comment.\nx = 1\n") == first
+    assert hash_step("x = 2\n") != first
+    assert hash_step("x = 1\n", "model.depth=3") != first
+    cases.read_code.cache_clear()

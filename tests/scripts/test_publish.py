@@ -11,9 +11,8 @@ from accel.stack import TECHNIQUES
 from common.files import ROOT
 from models.mixers.attention import Attention
 from scripts.bench import TABLES, publish
-from scripts.bench.cases import plan_job
+from scripts.bench.cases import hash_case, plan_job
 from scripts.bench.publish import GUIDES, PLACES, Page, Result, add_remarks, make_tables
-from scripts.bench.reach import hash_case
 from scripts.commands import format_table, replace_between
 
 GPU = {
