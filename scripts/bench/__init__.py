@@ -15,7 +15,6 @@
     data          samples per second of each loader, and of the usual pipelines
     step          one configuration by phases: its bottleneck, and keys to try next
     profile       the ops that take most of a step, by PyTorch's profiler, and its trace
-    saves         the cost of a checkpoint, in the background and in the foreground
     precision     fp32, bf16 and fp16: losses over several seeds
     memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds
     plan          the memory that scripts.plan predicts, and the measured memory

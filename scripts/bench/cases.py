@@ -213,7 +213,6 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "data": (DataConfig, make_plan(data.measure_loader, dict.fromkeys(data.LOADERS, ""))),
     "step": (BenchConfig, make_plan(step.measure_phases, {"step": ""})),
     "profile": (BenchConfig, make_plan(step.write_profile, {"profile": ""})),
-    "saves": (BenchConfig, make_plan(measure.measure_saves, {"background": "", "foreground": ""})),
     "precision": (SeedsConfig, make_plan(measure.measure_seeds, PRECISIONS)),
     "memory": (SeedsConfig, make_plan(measure.measure_seeds, TABLES["memory"])),
     "plan": (BenchConfig, make_plan(measure.measure_planned, TABLES["planned"])),

@@ -9,12 +9,8 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 import traceback
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,15 +27,7 @@ from scripts.bench.newcomer import NewcomersLoop
 from scripts.bench.step import Loop, Workload, time_steps
 from scripts.capabilities import find_capabilities
 from scripts.plan.memory import forecast, make_question
-from scripts.timing import (
-    compute_ratios,
-    disable_compiler_caches,
-    summarise,
-    synchronise,
-    time_in_turn,
-)
-from training.assemble import describe_run
-from training.checkpoint.save import Checkpoints
+from scripts.timing import compute_ratios, disable_compiler_caches, summarise, synchronise
 from training.evaluate import evaluate
 from training.preflight.memory import count_lasting_bytes
 
@@ -253,42 +241,6 @@ def count_savings(case: Case, cfg: BenchConfig) -> Figures:
         ratio = figures[f"{name}_bytes"] / figures[f"baseline_{name}_bytes"]
         figures[f"{name}_change"] = ratio - 1.0
     return figures
-
-
-def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
-    """Times rounds of steps that begin with a save of a checkpoint, in turn with rounds without a
-    save.
-
-    `stall_ms` is the duration of the call of `save`, without the first save, which also allocates
-    buffers. `speed` is the duration of a round without a save, divided by that of a round with a
-    save.
-    """
-    workload = Workload(case.overrides)
-    training = workload.training
-    description = describe_run(workload.composed, training.loader.spec, workload.ledger)
-    stall_ms = []
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoints = Checkpoints(Path(folder), in_background=case.name == "background")
-
-        def save_and_run() -> None:
-            began = time.perf_counter()
-            checkpoints.save(training.state, description)
-            stall_ms.append(1e3 * (time.perf_counter() - began))
-            workload.run(cfg.steps)
-
-        save_and_run()
-        runs = {"case": save_and_run, "base": partial(workload.run, cfg.steps)}
-        seconds = time_in_turn(
-            runs, cfg.repeats, workload.device, prepare=lambda name: checkpoints.finish()
-        )
-        checkpoints.finish()
-        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    return {
-        **summarise("stall_ms", stall_ms[1:]),
-        **summarise("step_ms_without", [1e3 * s / cfg.steps for s in seconds["base"]]),
-        **summarise("speed", compute_ratios(seconds["base"], seconds["case"])),
-        "bytes": size,
-    }
 
 
 def measure_machine(case: Case, cfg: BenchConfig) -> Figures:

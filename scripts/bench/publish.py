@@ -168,9 +168,9 @@ def name_card(environment: Figures) -> str:
 def read_page(file: Path) -> Page:
     """Reads a file of results that `write_figures` wrote."""
     content = json.loads(file.read_text())
-    entries = next(value for value in content.values() if isinstance(value, list))
     run = content["environment"]
-    return Page(content["benchmark"], [Result(e, run | e.pop("measured", {})) for e in entries])
+    results = [Result(e, run | e.pop("measured", {})) for e in content["cases"]]
+    return Page(content["benchmark"], results)
 
 
 def read_pages(docs: Path) -> list[Page]:
@@ -261,10 +261,9 @@ def write_figures(page: Page, docs: Path) -> None:
     for entry, run in page.results:
         different = {key: value for key, value in run.items() if page.newest.get(key) != value}
         entries.append(entry | ({"measured": different} if different else {}))
-    kind = TABLES["lists"].get(page.command, "cases")
     file = docs / page.file
     file.parent.mkdir(exist_ok=True)
-    write_json(file, {"benchmark": page.name, "environment": page.newest, kind: entries})
+    write_json(file, {"benchmark": page.name, "environment": page.newest, "cases": entries})
     print(file)
 
 

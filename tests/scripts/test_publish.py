@@ -97,20 +97,20 @@ def test_twice_is_the_same_as_once(tmp_path, root, pages):
     shown += ["n = 5", "25.0%", "3.00", "    python -m scripts.bench ladder setting=s256 name="]
     assert not [part for part in shown if part not in text]
     figures = json.loads((pages / "h100/ladder_s256.json").read_text())
-    assert [rung["name"] for rung in figures["rungs"]] == ["+ tf32", "+ bf16"]  # as planned
+    assert [rung["name"] for rung in figures["cases"]] == ["+ tf32", "+ bf16"]  # as planned
     assert figures["environment"]["hardware"] == GPU["hardware"]
 
 
 def test_not_measured_is_replaced_exactly_where_there_is_a_result(tmp_path, root, pages):
     before = make_tables([])["overview"]
     assert before.count("not measured") == len(TABLES["queue"])
-    failed = make_result("saves", {"name": "x", "error": "e"})
+    failed = make_result("step", {"name": "x", "error": "e"})
     refused = make_result("doctor", {"name": "machine", "reason": "needs another machine"})
     publish.publish([write_results(tmp_path / "out", failed, refused)], root)
     text = (pages / "README.md").read_text()
     lines = before.splitlines()
     changed = [line for line in text[text.index(lines[0]) :].splitlines() if line not in lines]
-    assert "[h100](h100.md#saves)" in changed[0]
+    assert "[h100](h100.md#step)" in changed[0]
     assert sum("h100" in line for line in changed) == 1
 
 
@@ -149,13 +149,13 @@ def test_a_result_from_a_place_without_git_gets_the_commit_of_its_code(
 ):
     state = {"commit": "f" * 40, "uncommitted_changes": True}
     monkeypatch.setattr("scripts.bench.publish.read_git_state", lambda: state)
-    (background, _) = plan_job("saves", ["setting=s256"]).cases
-    ours = make_result("saves", {"name": "background"}, git=None, code=hash_case(background))
-    other = make_result("step", {"name": "step"}, git=None)
+    (step,) = plan_job("step", ["setting=s256"]).cases
+    ours = make_result("step", {"name": "step"}, git=None, code=hash_case(step))
+    other = make_result("plan", {"name": "eager"}, git=None)
     publish.publish([write_results(tmp_path / "out", ours, other)], root)
-    saves, step = re.split("^## ", (pages / "h100.md").read_text(), flags=re.MULTILINE)[1:]
-    assert "code ffffffffff+;" in saves
-    assert "code unknown;" in step
+    plan, step = re.split("^## ", (pages / "h100.md").read_text(), flags=re.MULTILINE)[1:]
+    assert "code ffffffffff+;" in step
+    assert "code unknown;" in plan
 
 
 @pytest.mark.parametrize(
