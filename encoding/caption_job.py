@@ -92,8 +92,7 @@ class CaptionJob:
         self.index = {text: number for number, text in enumerate(self.texts)}
 
         self.lengths = encoder.count_tokens(self.texts)
-        limits = (encoder.max_length, settings.text_tokens)
-        self.max_tokens = min(max(self.lengths), *limits)
+        self.max_tokens = min(max(self.lengths), encoder.max_length, settings.text_tokens)
         self.earlier = earlier
         self.known: dict[str, int] = {}
         """Caption -> its row in the table `earlier`."""
@@ -209,14 +208,12 @@ class CaptionJob:
         # Join the rows, first the copied and then the new ones, and restore the order of `texts`.
         order = torch.tensor([text not in self.known for text in texts]).int()
         order = order.argsort(stable=True).argsort()
-        stored: dict[str, list[Tensor]] = {"pooled": [], "tokens": [], "lengths": []}
+        stored = []
         for text in parts:
             tokens = quantise(text.tokens, getattr(torch, self.settings.text_dtype))
             tokens = pad(tokens, (0, 0, 0, self.max_tokens - tokens.shape[1]))  # below 0 it cuts
-            stored["pooled"].append(text.pooled.cpu())
-            stored["tokens"].append(tokens.cpu())
-            stored["lengths"].append(text.lengths.int().cpu())
-        columns = {name: torch.cat(column)[order] for name, column in stored.items()}
+            stored.append({"pooled": text.pooled, "tokens": tokens, "lengths": text.lengths.int()})
+        columns = {n: torch.cat([part[n].cpu() for part in stored])[order] for n in stored[0]}
         return columns | {"text": join_text(texts)}
 
 

@@ -259,13 +259,13 @@ class ShardEncoder:
         return {name: mean + std * noise}
 
 
-def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
+def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     """Returns the text that dry_run=true prints: the number of images of the job, the GiB that it
-    will take, and the minutes that this part of it will take, estimated by encoding the first
-    `batches` batches of the job."""
+    will take, and the minutes that this part of it will take, estimated by encoding the first three
+    batches of the job."""
     cfg = encoder.cfg
     all_images = (image for _, _, shard_images in plan.shards for image in shard_images)
-    first = list(islice(all_images, batches * cfg.batch_size))
+    first = list(islice(all_images, 3 * cfg.batch_size))
     with encoder.time_part("decode"):
         items = [item for item in make_decoded_images([entry for _, entry in first], cfg)]
     count = 0

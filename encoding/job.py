@@ -119,10 +119,9 @@ def plan_captions(
 def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
     """Returns the keys of `cfg` that determine the content of the shards, with their values."""
     image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
-    job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
+    job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size", "classes")
     return {
         **{key: getattr(cfg, key) for key in image_keys + job_keys},
-        "classes": cfg.classes,
         "kind": cfg.kind.value,
         "dtype": cfg.dtype.value,
     }
@@ -320,7 +319,7 @@ def finish_job(out: Path) -> Manifest:
             sidecars = list(pool.map(partial(read_finished, out), names))
         wrong = {name for name, sidecar in zip(names, sidecars, strict=True) if sidecar is None}
         faults = []
-        for index in range(job["parts"] if wrong else 0):
+        for index in range(job["parts"]):
             part = Part(index, job["parts"])
             lost = [name for group in groups for name in part.select(group) if name in wrong]
             if lost:

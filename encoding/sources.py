@@ -206,14 +206,8 @@ def list_folder(
     if classes == "none":
         splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
         notes = [f"images of {join_few(splits)} are all used"] if splits else []
-        return make_image_list(
-            path,
-            [[file for files in files_by_folder.values() for file in files]],
-            [],
-            unused,
-            notes,
-            reader,
-        )
+        files = [file for files in files_by_folder.values() for file in files]
+        return ImageList(list_entries(path, [files], reader), [], unused, notes)
 
     # If the images have classes, each direct subfolder of the source is one class. Images directly
     # in the source have no class, so they are not used.
@@ -235,7 +229,7 @@ def list_folder(
         )
     files = [files_by_folder[name] for name in folders]
     notes = check_class_folders(path, files, names)
-    return make_image_list(path, files, names, unused, notes, reader)
+    return ImageList(list_entries(path, files, reader), names, unused, notes)
 
 
 def sort_class_names(names: list[str], order: Sequence[str]) -> list[str]:
@@ -275,17 +269,11 @@ def sort_files(
     return sorted(tars), images
 
 
-def make_image_list(
-    path: Path,
-    folders: list[Files],
-    names: list[str],
-    unused: Unused,
-    notes: list[str],
-    reader: CaptionReader | None,
-) -> ImageList:
-    """Makes the list of the images in `folders`; the index of a folder is the label of its images.
-    `names` are the class names, empty if there are no classes."""
-    entries = [
+def list_entries(
+    path: Path, folders: list[Files], reader: CaptionReader | None
+) -> list[ImageEntry]:
+    """Lists the images in `folders`; the index of a folder is the label of its images."""
+    return [
         ImageEntry(
             escape_name(name),
             label,
@@ -297,7 +285,6 @@ def make_image_list(
         for label, files in enumerate(folders)
         for name, size in sorted(files, key=lambda file: file[0].split("/"))
     ]
-    return ImageList(entries, names, unused, notes)
 
 
 def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> list[str]:
@@ -335,11 +322,10 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
 def suggest_splits(path: Path, splits: list[str]) -> str:
     """Returns words that take one split for training and one as held-out images, if there are
     several; those for training and validation first."""
-
-    def rank(name: str) -> tuple[bool, bool, str]:
-        return (not re.match("train", name, re.I), not re.match("val", name, re.I), name)
-
-    ordered = sorted(splits, key=rank)
+    ordered = sorted(
+        splits,
+        key=lambda name: (not re.match("train", name, re.I), not re.match("val", name, re.I), name),
+    )
     words = zip(("source", "held_out"), ordered, strict=False)
     return " ".join(f"{key}={path / name}" for key, name in words)
 

@@ -28,7 +28,7 @@ def list_tars(
     classes: int | str,
     allow_cut: bool,
     unused: Unused,
-    reader: CaptionReader | None = None,
+    reader: CaptionReader | None,
 ) -> ImageList:
     """Lists the images of WebDataset tars. A sample's key is the file name up to its first dot, its
     label the integer in `<key>.cls`; with classes="none" all labels are 0. `reader` reads the
@@ -64,9 +64,9 @@ def list_tars(
         entries += filter(None, images)
         if not any(images):
             unused.add("tars without images", file.name)
-    if not labelled or not entries:
-        return ImageList(entries, [], unused, notes)
-    names = name_classes([(entry.key, entry.label) for entry in entries], classes)
+    names = []
+    if labelled and entries:
+        names = name_classes([(entry.key, entry.label) for entry in entries], classes)
     return ImageList(entries, names, unused, notes)
 
 
@@ -165,14 +165,14 @@ def read_samples(
     samples: dict[str, Sample] = {}
     for member in members:
         folder, _, name = member.name.rpartition("/")
+        place = f"{file.name}:{member.name}"
         if member.isdir():
             continue
         if not member.isreg() or member.issparse():
-            unused.add("links, devices and sparse members of tars", f"{file.name}:{member.name}")
+            unused.add("links, devices and sparse members of tars", place)
             continue
         if name.startswith(".") or not member.size:
-            kind = "hidden" if name.startswith(".") else "empty files"
-            unused.add(kind, f"{file.name}:{member.name}")
+            unused.add("hidden" if name.startswith(".") else "empty files", place)
             continue
 
         stem, dot, extension = name.partition(".")

@@ -172,10 +172,8 @@ def import_latents(cfg: ImportConfig) -> Path:
 
     # Open the source, and build the encoder that made its latents.
     names = find_class_names(cfg)
-    classes = None if names is None else len(names)
-    foreign = open_foreign(
-        str(cfg.source), ForeignOptions(cfg.latents_key, cfg.labels_key, cfg.labels, classes)
-    )
+    options = ForeignOptions(cfg.latents_key, cfg.labels_key, cfg.labels, labelled=names != [])
+    foreign = open_foreign(str(cfg.source), options)
     if not 0 <= round(cfg.held_out * foreign.total) < foreign.total:
         raise UserError(
             f"held_out={cfg.held_out} of {foreign.total} latents leaves none to train on, or is "
