@@ -300,8 +300,8 @@ class FeatureStats:
         """Adds the features of the next samples of the set."""
         start = self.all.count
         self.all.add(features)
-        for half in (0, 1):
-            self.halves[half].add(features[(half - start) % 2 :: 2])
+        for parity, half in enumerate(self.halves):
+            half.add(features[(parity - start) % 2 :: 2])
         if start < FIRST_SAMPLES:
             self.first.append(features[: FIRST_SAMPLES - start])
 

@@ -80,11 +80,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        layers: list[nn.Module],
-        eps: float = 1e-6,
-        arriving: Int[Tensor, "L"] | None = None,
-        norm: Norm = "rms",
+        self, layers: list[nn.Module], eps: float, arriving: Int[Tensor, "L"] | None, norm: Norm
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)

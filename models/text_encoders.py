@@ -66,15 +66,17 @@ def open_transformers(
 
             model_type = json.loads((folder / "config.json").read_text()).get("model_type")
             model_class = getattr(transformers, kind or TEXT_CLASSES.get(model_type, "AutoModel"))
-            options = {"local_files_only": True, "trust_remote_code": False}
             model, loading = model_class.from_pretrained(
                 folder,
                 use_safetensors=True,
                 dtype=getattr(torch, dtype),
                 output_loading_info=True,
-                **options,
+                local_files_only=True,
+                trust_remote_code=False,
             )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except ImportError as error:
         raise UserError(
             f"{key}={path} needs the package transformers: pip install 'fastlatent[text]'."

@@ -36,8 +36,13 @@ if TYPE_CHECKING:
     from training.drawing import Conditions
 
 SAMPLER_KEYS = (
-    *("guidance", "guidance_interval", "solver", "steps", "shift"),
-    *("internal_guidance", "internal_interval"),
+    "guidance",
+    "guidance_interval",
+    "solver",
+    "steps",
+    "shift",
+    "internal_guidance",
+    "internal_interval",
 )
 CHUNK_SAMPLES = 512
 """Number of samples in a chunk, rounded down to a multiple of the batch size; if a batch has more
@@ -153,9 +158,9 @@ class SampleJob:
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
         self.ranks = ranks
+        path = cfg.find_model(ranks.say)
         trained = load_run(
-            *(cfg.find_model(ranks.say), cfg.encoder, device, cfg.key),
-            *(cfg.runtime, cfg.batch_size, cfg.adapter),
+            path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
         self.trained = replace(trained, text_encoder_path=cfg.text_encoder)
         changes = {

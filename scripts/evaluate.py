@@ -108,7 +108,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         return evaluator.compute_latent_features(latents) | scores
 
     chunks = job.run(
-        out.with_name(out.name + ".parts"),
+        out.with_name(f"{out.name}.parts"),
         reference_protocol | {"reference": evaluator.source.identity},
         measure,
     )
@@ -119,7 +119,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             "environment": describe_environment(trained.device),
             "classes": job.stream.conditions.list_names(cfg.count),
         }
-        file = out.with_name(out.name + ".json")
+        file = out.with_name(f"{out.name}.json")
         write_json(file, result)
         print(f"\n{format_figures(result['features'])}", flush=True)
         print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if clip else file, flush=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -35,6 +34,13 @@ if TYPE_CHECKING:
 SD_SCALE = 0.18215
 """The factor by which SiT multiplies the latents of Stable Diffusion's VAE."""
 SD_CHANNELS = 4
+LIGHTNINGDIT_NAMES = {
+    "feat_rope.freqs_cos",
+    "blocks.0.mlp.w12.weight",
+    "blocks.0.norm1.weight",
+    "blocks.0.attn.q_norm.weight",
+}
+"""Names of tensors that a LightningDiT may have, and a SiT has not."""
 
 
 class Kind(str, Enum):
@@ -124,7 +130,8 @@ def import_weights(cfg: WeightsConfig) -> Path:
         )
 
     tensors = read_checkpoint(source, cfg.weights.value)
-    kind = detect_kind(tensors)
+    names = {name.removeprefix("module.") for name in tensors}
+    kind = "lightningdit" if names & LIGHTNINGDIT_NAMES else "sit"
     if kind != str(cfg.kind and cfg.kind.value):
         raise UserError(
             f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
@@ -150,19 +157,6 @@ def import_weights(cfg: WeightsConfig) -> Path:
         f"{published.channels}×{published.side}×{published.side}"
     )
     return out
-
-
-def detect_kind(tensors: Mapping[str, Any]) -> str:
-    """Returns the kind of a checkpoint, "sit" or "lightningdit", which it recognises by the names
-    of the tensors."""
-    lightningdit_names = {
-        "feat_rope.freqs_cos",
-        "blocks.0.mlp.w12.weight",
-        "blocks.0.norm1.weight",
-        "blocks.0.attn.q_norm.weight",
-    }
-    names = {name.removeprefix("module.") for name in tensors}
-    return "lightningdit" if names & lightningdit_names else "sit"
 
 
 def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]]:
@@ -233,10 +227,6 @@ def find_encoder(name: str) -> tuple[dict[str, Any], str | None]:
     return node, build(node, "encoder", kind=Autoencoder).weights_sha256
 
 
-def main() -> None:
+if __name__ == "__main__":
     with report_user_errors():
         import_weights(parse_words(WeightsConfig, sys.argv[1:], __doc__ or ""))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,10 +36,10 @@ from torch import Tensor
 
 from common.errors import UserError
 from encoding.foreign import is_dense, read_plain_tensors
+from models.layers import FREQUENCIES
 from models.mixers.attention import axial_rotations
 from training.weights.pretrained import read_tensors
 
-FREQUENCIES = 128
 ROPE_BASE = 10_000.0
 MLP_WIDTH_MULTIPLE = 32
 """models/denoiser.py rounds the hidden width of an MLP to a multiple of this number, so the

@@ -89,7 +89,7 @@ def sample_run(cfg: SampleConfig) -> Path:
     run = find_run_folder(job.trained.file)
     stem = f"{run}/drawn/step-{protocol['weights']['step']}" if run else "samples/drawn"
     out = Path(cfg.out or f"{stem}-{digest}").expanduser()
-    parts = out.with_name(out.name + ".parts")
+    parts = out.with_name(f"{out.name}.parts")
     if cfg.format is Format.png and out.exists() and not parts.exists():
         raise UserError(
             f"out={out} is there already, and its images would mix with new ones; choose another "
@@ -106,15 +106,15 @@ def sample_run(cfg: SampleConfig) -> Path:
     if cfg.format is Format.png:
         write_pngs(out, chunks, job.size)
     else:
-        file = out.with_name(out.name + ".npz")
+        file = out.with_name(f"{out.name}.npz")
         if ranks.first:
             write_npz(file, chunks, cfg.count, "latents" if raw else "arr_0")
     if ranks.first:
         if cfg.grid:
             count = min(cfg.grid, cfg.count)
-            write_sorted_grid(out.with_name(out.name + ".png"), chunks, count, job)
+            write_sorted_grid(out.with_name(f"{out.name}.png"), chunks, count, job)
         facts = protocol | {"classes": job.stream.conditions.list_names(cfg.count)}
-        write_json(out.with_name(out.name + ".json"), facts)
+        write_json(out.with_name(f"{out.name}.json"), facts)
     chunks.remove()
     ranks.say(f"{file}\n{out}.png" if cfg.grid else str(file))
     return file

@@ -273,17 +273,23 @@ class FastlatentPipeline(DiffusionPipeline):
         else:
             noise = latents.to(device)
         check_internal_guidance(model, settings["internal_guidance"])
-        guidance = (settings["guidance"], settings["guidance_interval"])
-        internal = (settings["internal_guidance"], settings["internal_interval"])
-        conditioned = add_text(model, text)
-        null = model.num_classes
-        velocity = make_guided_velocity(conditioned, label, null, *guidance, *internal)
+        velocity = make_guided_velocity(
+            add_text(model, text),
+            label,
+            model.num_classes,
+            settings["guidance"],
+            settings["guidance_interval"],
+            settings["internal_guidance"],
+            settings["internal_interval"],
+        )
         normalised = sample(
             velocity, noise, settings["steps"], settings["solver"], settings["shift"], fresh
         )
         facts = model.config.latents
-        std = torch.tensor(facts["std"], device=device).view(-1, 1, 1)
-        return normalised.float() * std + torch.tensor(facts["mean"], device=device).view(-1, 1, 1)
+        mean, std = (
+            torch.tensor(facts[name], device=device).view(-1, 1, 1) for name in ("mean", "std")
+        )
+        return normalised.float() * std + mean
 
 
 def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
