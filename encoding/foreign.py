@@ -279,21 +279,7 @@ def read_listed_files(folders: list[Path], options: ForeignOptions) -> ForeignLa
     files = sorted(folder.rglob("*.npy"))
     if not options.labelled:
         return read_files(dict.fromkeys(files))
-    labels = read_listing(folder)
-    unlabelled = [file for file in files if file not in labels]
-    if unlabelled:
-        raise UserError(
-            f"{len(unlabelled)} .npy files in {folder} have no label in dataset.json: "
-            f"{unlabelled[0]} …; add them."
-        )
-    return read_files(labels)
-
-
-def read_listing(folder: Path) -> dict[Path, Any]:
-    """Reads `folder`/dataset.json. Returns a dict: path of each .npy file that dataset.json names
-    -> its label. Checks neither that the file exists nor that the label is a number."""
     file = folder / "dataset.json"
-    labels = {}
     with translate_errors(file):
         content = json.loads(file.read_bytes())
     pairs = isinstance(content, dict) and content.get("labels")
@@ -303,6 +289,9 @@ def read_listing(folder: Path) -> dict[Path, Any]:
             "classes=none."
         )
 
+    # Map each file to its label, and check neither that the file exists nor that the label is a
+    # number.
+    labels = {}
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise UserError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
@@ -312,7 +301,14 @@ def read_listing(folder: Path) -> dict[Path, Any]:
         if latents in labels:
             raise UserError(f"{file} names {pair[0]} twice; each file has one label.")
         labels[latents] = pair[1]
-    return labels
+
+    unlabelled = [file for file in files if file not in labels]
+    if unlabelled:
+        raise UserError(
+            f"{len(unlabelled)} .npy files in {folder} have no label in dataset.json: "
+            f"{unlabelled[0]} …; add them."
+        )
+    return read_files(labels)
 
 
 def read_tars(tars: list[Path], options: ForeignOptions) -> ForeignLatents:

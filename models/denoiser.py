@@ -136,10 +136,11 @@ class Denoiser(nn.Module):
         """Adds the head for internal guidance after block `internal_block`, unless that is 0."""
         self.internal_block = internal_block
         self.internal = None
+        self.aux_heads = nn.ModuleDict()
+        self.taps = {}
         if internal_block:
             self.internal = InternalHead(self.dim, self.head.out_features, eps)
-        self.aux_heads = nn.ModuleDict()
-        self.taps = {"internal": internal_block} if internal_block else {}
+            self.taps["internal"] = internal_block
         """Name of a head -> number of the block, from 1, after which it reads the stream."""
 
     def init_weights(self) -> None:

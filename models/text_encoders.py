@@ -34,8 +34,15 @@ TEXT_CLASSES = {
 opens all other types."""
 TEXT_FILES = ("*.safetensors", "*.json", "*.model", "*.txt")
 HASHED_FILES = (
-    *("*.safetensors", "*.model", "config.json", "tokenizer*.json", "vocab.json", "vocab.txt"),
-    *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    "*.safetensors",
+    "*.model",
+    "config.json",
+    "tokenizer*.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
 )
 """Patterns of the files on which vectors depend."""
 MAX_TOKENS = 4096

@@ -168,10 +168,8 @@ class SampleJob:
         }
         sampling = self.trained.change_sampling(**changes)
         conditions = self.choose_conditions()
-        forward = self.trained.forward
-        spec = self.trained.spec
         self.stream = SampleStream(
-            forward, spec, sampling, conditions, cfg.seed, cfg.batch_size, device
+            trained.forward, trained.spec, sampling, conditions, cfg.seed, cfg.batch_size, device
         )
         self.ledger = self.trained.warm_up(conditions, cfg.batch_size, sampling.guidance)
         self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)

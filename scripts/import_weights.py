@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.config.compose import parse_words, refuse_missing, report_user_errors
 from common.errors import UserError
@@ -179,7 +179,10 @@ def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]
 
 def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
     """Returns the description of the model's latents: shape, classes, encoder and normalisation."""
+    from common.config.build import build
     from data.spec import LatentSpec
+    from models.images import Autoencoder
+    from scripts.commands import find_encoder_node
     from scripts.import_latents import read_class_names
 
     mean = [0.0] * published.channels
@@ -193,7 +196,17 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
             f"{published.classes}."
         )
 
-    node, sha256 = find_encoder(cfg.encoder or "sd")
+    # The hash of the encoder's weights is known only if they are on this disk.
+    name = cfg.encoder or "sd"
+    node = find_encoder_node("encoder", name)
+    sha256 = None
+    if os.path.isdir(os.path.expanduser(str(node["path"]))):
+        node["path"] = str(Path(node["path"]).expanduser().resolve())
+        sha256 = build(node, "encoder", kind=Autoencoder).weights_sha256
+    elif node.get("revision") is None:
+        raise UserError(
+            f"encoder={name} is no folder, and no commit pins it; download it and name the folder."
+        )
     return LatentSpec(
         channels=published.channels,
         height=published.side,
@@ -206,25 +219,6 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
         encoder=node,
         encoder_sha256=sha256,
     )
-
-
-def find_encoder(name: str) -> tuple[dict[str, Any], str | None]:
-    """Returns the configuration of the encoder, and the hash of its weights, or None if the weights
-    are not on this disk."""
-    from common.config.build import build
-    from models.images import Autoencoder
-    from scripts.commands import find_encoder_node
-
-    node = find_encoder_node("encoder", name)
-    if not os.path.isdir(os.path.expanduser(str(node["path"]))):
-        if node.get("revision") is None:
-            raise UserError(
-                f"encoder={name} is no folder, and no commit pins it; download it and name the "
-                "folder."
-            )
-        return node, None
-    node["path"] = str(Path(node["path"]).expanduser().resolve())
-    return node, build(node, "encoder", kind=Autoencoder).weights_sha256
 
 
 if __name__ == "__main__":

@@ -71,31 +71,15 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         text: dict[str, Any] | None = None,
         latents: dict[str, Any] | None = None,
     ) -> None:
-        # Leave out layers that are not given, so that the model has its defaults.
-        nodes = {"mixer": mixer, "attention": attention, "mlp": mlp}
-        layers: dict[str, Any] = {name: make_layer(node) for name, node in nodes.items() if node}
-
-        super().__init__(
-            channels=channels,
-            height=height,
-            width=width,
-            num_classes=num_classes,
-            dim=dim,
-            depth=depth,
-            head_dim=head_dim,
-            patch_size=patch_size,
-            attention_every=attention_every,
-            mlp_ratio=mlp_ratio,
-            drop_path=drop_path,
-            internal_block=internal_block,
-            eps=eps,
-            norm=norm,
-            time_scale=time_scale,
-            conditioning=conditioning,
-            text_tokens=text_tokens,
-            text=text,
-            **layers,
-        )
+        # `register_to_config` has put all arguments into `config`, beside keys of its own, which
+        # begin with _. Leave out layers that are not given, so that the model has its defaults.
+        keys = [key for key in self.config if key != "latents" and not key.startswith("_")]
+        arguments = {key: self.config[key] for key in keys}
+        for key in ("mixer", "attention", "mlp"):
+            node = arguments.pop(key)
+            if node:
+                arguments[key] = make_layer(node)
+        super().__init__(**arguments)
         with torch.no_grad():
             self.init_buffers()
 
