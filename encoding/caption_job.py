@@ -131,19 +131,12 @@ class CaptionJob:
             f"{size / 2**20:.2f} MiB, {size / 1024 / len(self.captions):.1f} KiB an image"
         )
         text += f"; {len(self.known.keys() & self.index.keys())} copied" if self.known else ""
-        text += self.describe_cuts()
-        if self.uncaptioned:
-            text += f"\n  note: {self.uncaptioned} images have no caption, and get the empty one"
-        return text
 
-    def describe_cuts(self) -> str:
-        """Returns notes on the captions that are cut: how many have more tokens than `text_tokens`
-        keeps, and than the encoder reads; "" if none has."""
+        # Note how many captions have more tokens than are kept, and than the encoder reads.
         kept = self.settings.text_tokens
         limits = {self.encoder.max_length: "the encoder reads"}
         if 0 < kept < self.encoder.max_length:
             limits[kept] = "text_tokens keeps"
-        text = ""
         for limit, what in limits.items():
             longer = [length for length in self.lengths if length > limit]
             if longer:
@@ -151,6 +144,8 @@ class CaptionJob:
                     f"\n  note: {len(longer)} of {len(self.lengths) - 1} captions are longer than "
                     f"the {limit} tokens that {what} (median of these: {median(longer):.0f})"
                 )
+        if self.uncaptioned:
+            text += f"\n  note: {self.uncaptioned} images have no caption, and get the empty one"
         return text
 
     def number_captions(self, captions: Sequence[Sequence[str]]) -> Tensor:
@@ -188,7 +183,7 @@ class CaptionJob:
                     block = texts[start : start + block_size]
                     writer.write_member(self.encode(block), len(block))
                 shard = writer.close()
-                write_sidecar(out, shard)
+                write_sidecar(out, shard, {})
             written.append(shard)
             progress.advance(1)
         progress.close()

@@ -171,7 +171,7 @@ class ShardEncoder:
         file of an image cannot be read."""
         sums = ChannelSums()
         skipped = []
-        digests: list[str] = []
+        digests = []
         with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
             while remaining:
                 with self.time_part("decode"):

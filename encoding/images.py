@@ -120,8 +120,8 @@ class ImageList:
     def sha256(self) -> str:
         """Returns a hash of the images' keys, labels and sizes in their order, and of the class
         names. Captions do not count."""
-        entries = self.entries + self.held_out
-        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in entries] + self.class_names
+        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries + self.held_out]
+        lines += self.class_names
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def describe(self, source: str, planned: int) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from common.config.build import to_kwargs
 from common.config.schema import PrecomputeConfig
 from common.environment import describe_environment
 from common.errors import UserError
@@ -111,8 +112,8 @@ def plan_captions(
     """Plans to encode the captions of the plan's images by `cfg.text_encoder`, except those in the
     table `earlier`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    values = [(name, getattr(cfg, name)) for name in TextSettings._fields]
-    settings = TextSettings(**{name: getattr(value, "value", value) for name, value in values})
+    values = to_kwargs(cfg)
+    settings = TextSettings(**{name: values[name] for name in TextSettings._fields})
     return CaptionJob(captions, cfg.text_encoder, settings, device, earlier)
 
 
@@ -120,11 +121,8 @@ def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
     """Returns the keys of `cfg` that determine the content of the shards, with their values."""
     image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
     job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size", "classes")
-    return {
-        **{key: getattr(cfg, key) for key in image_keys + job_keys},
-        "kind": cfg.kind.value,
-        "dtype": cfg.dtype.value,
-    }
+    values = to_kwargs(cfg)
+    return {key: values[key] for key in (*image_keys, *job_keys, "kind", "dtype")}
 
 
 def describe_job(
@@ -343,5 +341,5 @@ def describe_result(manifest: Manifest, out: Path) -> str:
     if manifest.text is not None:
         guidance = " model.conditioning=text"
     path = shlex.quote(f"data.path={out}")
-    command = f"python train.py experiment=photos {path}{guidance}"
-    return "\n".join([*lines, f"next: {command}"])
+    lines.append(f"next: python train.py experiment=photos {path}{guidance}")
+    return "\n".join(lines)

@@ -16,7 +16,6 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -86,7 +85,7 @@ def hash_content(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def write_sidecar(out: Path, shard: Shard, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+def write_sidecar(out: Path, shard: Shard, facts: Mapping[str, Any]) -> None:
     """Writes the sidecar of a finished shard. For images, `facts` has `skipped`, sentences about
     images that the shard lacks, `sums`, which is `ChannelSums.as_dict()`, and `images`, the hashes
     of the files of its samples."""

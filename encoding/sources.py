@@ -344,7 +344,7 @@ def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:
         )
     dataset, images, columns = open_dataset(str(path))
     labels: list[Any] = [0] * len(dataset)
-    names: list[str] = []
+    names = []
     if classes != "none":
         if len(columns) != 1:
             raise UserError(

@@ -39,7 +39,7 @@ def list_tars(
     `name_classes`).
     """
     labelled = classes != "none"
-    entries: list[ImageEntry] = []
+    entries = []
     notes = []
     for file in tars:
         with file.open("rb") as stream:

@@ -38,8 +38,9 @@ class ClipScore:
             raise UserError(f"clip={path} is for a model of captions; leave it out.")
         self.texts = conditions.names
         self.decode = decode
-        opened = open_transformers("clip", path, kind="CLIPModel")
-        self.network, self.tokenizer, _, self.sha256 = opened
+        self.network, self.tokenizer, _, self.sha256 = open_transformers(
+            "clip", path, kind="CLIPModel"
+        )
 
     @torch.no_grad()
     def __call__(

@@ -106,10 +106,10 @@ class Denoiser(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
         self.time_embed = TimestepEmbedding(dim, time_scale)
         sizes["grid"] = self.grid
-        sizes["text_tokens"] = self.add_conditions(conditioning, text_tokens, text)
+        caption_tokens = self.add_conditions(conditioning, text_tokens, text)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        mixers = build_mixers(mixer, attention, attention_every, depth, sizes)
+        mixers = build_mixers(mixer, attention, attention_every, depth, sizes, caption_tokens)
         self.blocks = build_blocks(mixers, mlp, (dim, hidden), eps, norm)
 
         # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,

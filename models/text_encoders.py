@@ -119,8 +119,9 @@ class HubTextEncoder(TextEncoder):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     ) -> None:
         super().__init__()
-        opened = open_transformers("text_encoder.path", path, revision, dtype=dtype)
-        self.model, self.tokenizer, folder, self.weights_sha256 = opened
+        self.model, self.tokenizer, folder, self.weights_sha256 = open_transformers(
+            "text_encoder.path", path, revision, dtype=dtype
+        )
         self.kind = type(self.model).__name__
         self.revision = None if is_folder(path) else folder.name
         places = getattr(self.model.config, "max_position_embeddings", MAX_TOKENS)

@@ -105,8 +105,7 @@ class WeightsConfig:
         if not str(self.out).endswith(".safetensors"):
             raise UserError(f"out={self.out} must end in .safetensors.")
         for key in ("source", "statistics", "classes"):
-            if getattr(self, key) is not None:
-                refuse_missing(key, getattr(self, key), "name a file")
+            refuse_missing(key, getattr(self, key), "name a file")
 
 
 def import_weights(cfg: WeightsConfig) -> Path:
@@ -132,7 +131,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     tensors = read_checkpoint(source, cfg.weights.value)
     names = {name.removeprefix("module.") for name in tensors}
     kind = "lightningdit" if names & LIGHTNINGDIT_NAMES else "sit"
-    if kind != str(cfg.kind and cfg.kind.value):
+    if kind != cfg.kind:
         raise UserError(
             f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
         )
@@ -181,6 +180,7 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
     """Returns the description of the model's latents: shape, classes, encoder and normalisation."""
     from common.config.build import build
     from data.spec import LatentSpec
+    from encoding.caption_job import locate_encoder
     from models.images import Autoencoder
     from scripts.commands import find_encoder_node
     from scripts.import_latents import read_class_names
@@ -198,10 +198,9 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
 
     # The hash of the encoder's weights is known only if they are on this disk.
     name = cfg.encoder or "sd"
-    node = find_encoder_node("encoder", name)
+    node = locate_encoder(find_encoder_node("encoder", name), None)
     sha256 = None
-    if os.path.isdir(os.path.expanduser(str(node["path"]))):
-        node["path"] = str(Path(node["path"]).expanduser().resolve())
+    if os.path.isdir(node["path"]):
         sha256 = build(node, "encoder", kind=Autoencoder).weights_sha256
     elif node.get("revision") is None:
         raise UserError(

@@ -95,7 +95,9 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     # the exported file of code contains these classes. List these classes in `kinds`, so that
     # `join_sources` copies them into that file.
     kinds = []
-    for key in [key for key in ("mixer", "attention", "mlp") if key in arguments]:
+    for key in ("mixer", "attention", "mlp"):
+        if key not in arguments:
+            continue
         layer = dict(node[key])
         kind = resolve_target(layer.pop("_target_"), f"model.{key}")
         layer.pop("_partial_", None)
