@@ -7,7 +7,6 @@ it depends only on the captions.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.nn.functional import pad
 from common.config.build import build
 from common.encoded_text import TextEncoder
 from common.errors import UserError
+from common.files import hash_content
 from common.output import Progress
 from data.caption_blocks import join_text
 from data.caption_table import CaptionTable, count_caption_bytes, quantise
@@ -71,10 +71,9 @@ class CaptionJob:
         encoder: TextEncoder = build(node, "text_encoder", kind=TextEncoder).to(device)
         self.encoder = encoder
         self.settings = settings
-        digest = hashlib.sha256(json.dumps([list(own) for own in captions]).encode())
         self.settings_of_content = {
             "text_encoder": encoder.weights_sha256,
-            "captions_sha256": digest.hexdigest(),
+            "captions_sha256": hash_content(captions),
             **settings._asdict(),
         }
         """Settings that determine the content of the shards, by name, for job.json."""

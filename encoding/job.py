@@ -34,6 +34,7 @@ from common.files import (
     LOCK_FILE,
     LOCK_PARTS,
     FolderLock,
+    hash_content,
     lock_folder,
     make_folder,
     read_object,
@@ -45,7 +46,7 @@ from data.manifest import Manifest, Shard
 from data.spec import TextSpec
 from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
-from encoding.shards import WHOLE, Part, compute_channel_statistics, hash_content, read_finished
+from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
 from models.images import Autoencoder
 
 JOB_FILE = "job.json"

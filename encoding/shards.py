@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import hash_file, read_object, rename, sync_folder, write_atomically
+from common.files import hash_content, hash_file, read_object, rename, sync_folder, write_atomically
 from data.manifest import Block, Shard
 
 Item = TypeVar("Item")
@@ -79,18 +79,12 @@ def read_finished(out: Path, name: str) -> dict[str, Any] | None:
     return sidecar if complete and digest == hash_content(sidecar) else None
 
 
-def hash_content(content: dict[str, Any]) -> str:
-    """Returns the SHA-256 of the content of a sidecar or of job.json, by which a later run detects
-    damage."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
 def write_sidecar(out: Path, shard: Shard, facts: Mapping[str, Any]) -> None:
     """Writes the sidecar of a finished shard. For images, `facts` has `skipped`, sentences about
     images that the shard lacks, `sums`, which is `ChannelSums.as_dict()`, and `images`, the hashes
     of the files of its samples."""
     sidecar: dict[str, Any] = {"shard": asdict(shard), "skipped": [], **facts}
-    sidecar["sha256"] = hash_content(sidecar)
+    sidecar["sha256"] = hash_content(sidecar)  # a later run detects damage by it
     write_atomically(out / f"{shard.file}.json", json.dumps(sidecar) + "\n")
 
 

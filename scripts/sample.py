@@ -18,8 +18,6 @@ equal batch_size. After a stop the same command continues from the pieces in <ou
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from PIL import Image
 from common.config.compose import parse_words, refuse_drawing
 from common.distributed.exit import resumable_command
 from common.errors import UserError
-from common.files import replace_file, write_json
+from common.files import hash_content, replace_file, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ def sample_run(cfg: SampleConfig) -> Path:
     raw = cfg.format is Format.latents
     content = {"kind": "latents" if raw else "images"}
     protocol = job.describe_protocol()
-    digest = hashlib.sha256(json.dumps([protocol, content]).encode()).hexdigest()[:8]
+    digest = hash_content([protocol, content])[:8]
     run = find_run_folder(job.trained.file)
     stem = f"{run}/drawn/step-{protocol['weights']['step']}" if run else "samples/drawn"
     out = Path(cfg.out or f"{stem}-{digest}").expanduser()
