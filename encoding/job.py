@@ -139,8 +139,10 @@ def describe_job(
     the keys of `NOT_COMPARED`. `shape` is (C, H, W) of a latent; `precision` is the dtype in which
     the encoder's matrix products really ran, from the acceleration ledger."""
     captions = plan.captions
-    names = [name for name, _, _ in plan.shards]
-    shards = {"images": names, "captions": captions.shards if captions else []}
+    shards = {
+        "images": [name for name, _, _ in plan.shards],
+        "captions": captions.shards if captions else [],
+    }
     settings: dict[str, Any] = {
         **list_settings(cfg),
         "precision": precision,

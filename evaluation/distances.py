@@ -62,7 +62,7 @@ class Moments:
                 f"features of shape {tuple(features.shape)} do not fit: rows of {len(self.mean)} "
                 "are needed."
             )
-        if not bool(features.isfinite().all()):
+        if not features.isfinite().all():
             raise UserError(
                 "features have a NaN or infinity; look at the images that they were made of."
             )
@@ -127,7 +127,7 @@ def clamp_eigenvalues(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float
 
     Raises ValueError if an eigenvalue is more negative than that, or NaN.
     """
-    if not bool((eigenvalues >= -EIGENVALUE_ROUNDING * largest.abs()).all()):
+    if not (eigenvalues >= -EIGENVALUE_ROUNDING * largest.abs()).all():
         raise UserError(
             f"a covariance has the eigenvalue {float(eigenvalues.min()):.3g} beside "
             f"{float(largest):.3g}, so it is no covariance; compute the features again."

@@ -373,7 +373,7 @@ class TrainingDistances:
 
         def measure_batch(number: int) -> dict[str, Tensor]:
             _, latents = self.stream.draw_batch(number)
-            if not bool(latents.isfinite().all()):
+            if not latents.isfinite().all():
                 return {}
             return self.evaluator.compute_latent_features(latents)
 

@@ -260,8 +260,10 @@ class Dinov2Features(Features):
 
         self.network.float().eval().requires_grad_(False)
         self.dim = self.network.config.hidden_size
-        sha256 = hash_file(folder / "model.safetensors")
-        self.facts = {"sha256": sha256, "resize": "bicubic antialiased 224"}
+        self.facts = {
+            "sha256": hash_file(folder / "model.safetensors"),
+            "resize": "bicubic antialiased 224",
+        }
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
         x = resize_and_normalise(images, 224, IMAGENET)

@@ -272,7 +272,7 @@ class SampleJob:
             last = min((number + 1) * self.size, cfg.count)
             for first in range(number * self.size, last, cfg.batch_size):
                 labels, latents = self.stream.draw_batch(first // cfg.batch_size)
-                if not bool(latents.isfinite().all()):
+                if not latents.isfinite().all():
                     raise UserError(
                         f"{self.trained.file} draws samples that are not finite; use an earlier "
                         "checkpoint of the run, or runtime.precision=fp32."

@@ -63,12 +63,15 @@ def verify(cfg: VerifyConfig) -> list[str]:
     source = open_source(cfg.path)
     manifest = read_manifest(source)
     problems = check_split(source, manifest, "train") + check_split(source, manifest, "held_out")
+
+    # Check every block of captions, as a loader does.
     try:
         if manifest.text is not None:
             blocks = BlockReader(source, manifest, "train")
             read_captions(blocks, "tokens", torch.device("cpu"))
     except DamagedBlockError as error:
         problems.append(str(error).partition(";")[0])
+
     if isinstance(source, LocalSource):
         problems += check_files(source.folder, manifest)
     for problem in problems:
