@@ -57,7 +57,7 @@ def list_job_images(
     if earlier:
         rules = {k: getattr(cfg, k) or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
         cfg = replace(cfg, **rules)
-    given = bool(cfg.text_encoder) and cfg.captions == "given"
+    given = cfg.text_encoder and cfg.captions == "given"
 
     def list_source(source: str, order: Sequence[str]) -> ImageList:
         reader = CaptionReader(cfg.caption_lines) if given else None
@@ -79,8 +79,7 @@ def list_job_images(
             f"held_out={cfg.held_out} has other classes than source={cfg.source} "
             f"({join_few(strange) or 'none'}); name its folders as those of the source."
         )
-    names = other.class_names
-    labels = [images.class_names.index(name) for name in names] or [0]
+    labels = [images.class_names.index(name) for name in other.class_names] or [0]
     held_out = [replace(entry, label=labels[entry.label]) for entry in other.entries]
     images.notes.extend(f"held_out={cfg.held_out}: {note}" for note in other.notes)
     return replace(images, held_out=held_out), cfg

@@ -119,7 +119,8 @@ def make_entry(
     if not images:
         return None
 
-    name = escape_name(images[0].name)
+    image = images[0]
+    name = escape_name(image.name)
     label = 0
     if labelled:
         if ".cls" not in sample:
@@ -134,9 +135,14 @@ def make_entry(
             stream.seek(sample[extension].offset_data)
             content = stream.read(sample[extension].size)
             captions += reader.parse(f"{file}: {escape_name(key)}{extension}", content)
-    place = images[0].offset_data
-    entry_key = f"{escape_name(file.name)}:{name}"
-    return ImageEntry(entry_key, label, str(file), place, images[0].size, tidy(captions))
+    return ImageEntry(
+        f"{escape_name(file.name)}:{name}",
+        label,
+        str(file),
+        image.offset_data,
+        image.size,
+        tidy(captions),
+    )
 
 
 def read_label(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:

@@ -8,7 +8,6 @@ latent size, H W image size.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.files import read_object
+from common.files import hash_file, read_object
 from common.libraries import silence_libraries
 from models.images import Autoencoder, select_rgb
 
@@ -90,7 +89,7 @@ class DiffusersAutoencoder(Autoencoder):
         self.vae = load_strictly(self.kind, folder, config).float().eval().requires_grad_(False)
         self.scaling_factor = config.get("scaling_factor")
         self.shift_factor = config.get("shift_factor")
-        self.weights_sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+        self.weights_sha256 = hash_file(weights)
 
     @property
     def blocks(self) -> nn.ModuleList:

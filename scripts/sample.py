@@ -159,8 +159,9 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     from models.images import write_grid
 
     first = [chunks.read(number) for number in range(-(-count // job.size))]
-    labels = np.concatenate([chunk["labels"] for chunk in first])[:count]
-    images = np.concatenate([chunk["samples"] for chunk in first])[:count]
+    labels, images = (
+        np.concatenate([chunk[name] for chunk in first])[:count] for name in ("labels", "samples")
+    )
     images = images[np.argsort(labels, kind="stable")]
 
     classes, sizes = np.unique(labels, return_counts=True)
