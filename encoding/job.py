@@ -120,10 +120,24 @@ def plan_captions(
 
 def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
     """Returns the keys of `cfg` that determine the content of the shards, with their values."""
-    image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
-    job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size", "classes")
+    keys = (
+        "resolution",
+        "background",
+        "max_megapixels",
+        "flips",
+        "held_out",
+        "limit",
+        "seed",
+        "same_bytes",
+        "batch_size",
+        "shard_size",
+        "block_size",
+        "classes",
+        "kind",
+        "dtype",
+    )
     values = to_kwargs(cfg)
-    return {key: values[key] for key in (*image_keys, *job_keys, "kind", "dtype")}
+    return {key: values[key] for key in keys}
 
 
 def describe_job(

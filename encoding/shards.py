@@ -214,10 +214,10 @@ class ChannelSums:
             if name in tensors:
                 values = tensors[name].double()
                 self.count += values.numel() // values.shape[1]
-                self.total = self.total + values.sum((0, 2, 3))
-                self.squares = self.squares + values.square().sum((0, 2, 3))
+                self.total += values.sum((0, 2, 3))
+                self.squares += values.square().sum((0, 2, 3))
                 if std_name in tensors:
-                    self.squares = self.squares + tensors[std_name].double().square().sum((0, 2, 3))
+                    self.squares += tensors[std_name].double().square().sum((0, 2, 3))
 
     def as_dict(self) -> dict[str, Any]:
         total, squares = (
@@ -231,6 +231,8 @@ def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float],
     `ChannelSums.as_dict()` of each shard."""
     sums = [s for s in sums if s["count"]]
     count = sum(s["count"] for s in sums)
-    mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
-    square = torch.tensor([s["squares"] for s in sums], dtype=torch.float64).sum(0) / count
+    mean, square = (
+        torch.tensor([s[name] for s in sums], dtype=torch.float64).sum(0) / count
+        for name in ("total", "squares")
+    )
     return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()

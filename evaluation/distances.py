@@ -76,7 +76,7 @@ class Moments:
         step = mean - self.mean
         between = torch.outer(step, step) * (self.count * len(batch) / count)
         self.scatter += deviations.T @ deviations + between
-        self.mean = self.mean + step * (len(batch) / count)
+        self.mean += step * (len(batch) / count)
         self.count = count
 
     @property
