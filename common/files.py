@@ -133,6 +133,12 @@ def hash_file(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def hash_content(content: Any, *, sort_keys: bool = False) -> str:
+    """Returns the sha256 of `content` as JSON, in hexadecimal digits; with `sort_keys` it does not
+    depend on the order of keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=sort_keys).encode()).hexdigest()
+
+
 def find_cache_folder(name: str) -> Path:
     """Returns the path of fastlatent's cache folder `name`, in $XDG_CACHE_HOME or ~/.cache. The
     folder may not exist yet."""

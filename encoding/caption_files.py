@@ -17,7 +17,7 @@ from typing import Any
 from common.config.schema import CaptionLines, CaptionsMissing
 from common.errors import UserError
 from common.text import shorten_error, split_lines
-from encoding.images import ImageEntry, ImageList, Unused, describe_kind, escape_name
+from encoding.images import ImageList, Unused, describe_kind, escape_name
 
 CAPTION_EXTENSIONS = (".txt", ".caption", ".json")
 """Extensions of the files with captions: the file of an image has the image's name."""
@@ -81,9 +81,10 @@ class CaptionReader:
                 path = os.path.normpath(os.path.join(folder, image))
                 self.rows.add(path, (name, path, captions))
             return bool(rows)
-        if extension.lower() in CAPTION_EXTENSIONS:
+        has_captions = extension.lower() in CAPTION_EXTENSIONS
+        if has_captions:
             self.files.add(stem, name)
-        return extension.lower() in CAPTION_EXTENSIONS
+        return has_captions
 
     def read_beside(self, root: Path, image: str) -> tuple[str, ...]:
         """Reads the captions of an image of the folder `root`: in the files with its name, with or
@@ -99,7 +100,6 @@ class CaptionReader:
         """Returns the captions in the content of a file: of a text its lines, or all of it as one;
         JSON has a text, a list of texts, or an object with one of these under a key of
         `CAPTION_NAMES`. `place` is the name of the file. Raises ValueError for other content."""
-        value: Any = None
         is_json = place.lower().endswith(".json")
         try:
             text = content.decode("utf-8-sig")
@@ -235,7 +235,7 @@ def add_rows(images: ImageList, rows: Mapping[str, tuple[str, ...]], place: str)
         paths.add(path, index)
         names.add(path.rpartition("/")[2], index)
 
-    entries: list[ImageEntry] = [*images.entries]
+    entries = [*images.entries]
     lost = []
     for name, captions in rows.items():
         path = escape_name(os.path.normpath(name))

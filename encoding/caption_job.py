@@ -7,7 +7,6 @@ it depends only on the captions.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.nn.functional import pad
 from common.config.build import build
 from common.encoded_text import TextEncoder
 from common.errors import UserError
+from common.files import hash_content
 from common.output import Progress
 from data.caption_blocks import join_text
 from data.caption_table import CaptionTable, count_caption_bytes, quantise
@@ -71,10 +71,9 @@ class CaptionJob:
         encoder: TextEncoder = build(node, "text_encoder", kind=TextEncoder).to(device)
         self.encoder = encoder
         self.settings = settings
-        digest = hashlib.sha256(json.dumps([list(own) for own in captions]).encode())
         self.settings_of_content = {
             "text_encoder": encoder.weights_sha256,
-            "captions_sha256": digest.hexdigest(),
+            "captions_sha256": hash_content(captions),
             **settings._asdict(),
         }
         """Settings that determine the content of the shards, by name, for job.json."""
@@ -92,8 +91,7 @@ class CaptionJob:
         self.index = {text: number for number, text in enumerate(self.texts)}
 
         self.lengths = encoder.count_tokens(self.texts)
-        limits = (encoder.max_length, settings.text_tokens)
-        self.max_tokens = min(max(self.lengths), *limits)
+        self.max_tokens = min(max(self.lengths), encoder.max_length, settings.text_tokens)
         self.earlier = earlier
         self.known: dict[str, int] = {}
         """Caption -> its row in the table `earlier`."""
@@ -132,19 +130,12 @@ class CaptionJob:
             f"{size / 2**20:.2f} MiB, {size / 1024 / len(self.captions):.1f} KiB an image"
         )
         text += f"; {len(self.known.keys() & self.index.keys())} copied" if self.known else ""
-        text += self.describe_cuts()
-        if self.uncaptioned:
-            text += f"\n  note: {self.uncaptioned} images have no caption, and get the empty one"
-        return text
 
-    def describe_cuts(self) -> str:
-        """Returns notes on the captions that are cut: how many have more tokens than `text_tokens`
-        keeps, and than the encoder reads; "" if none has."""
+        # Note how many captions have more tokens than are kept, and than the encoder reads.
         kept = self.settings.text_tokens
         limits = {self.encoder.max_length: "the encoder reads"}
         if 0 < kept < self.encoder.max_length:
             limits[kept] = "text_tokens keeps"
-        text = ""
         for limit, what in limits.items():
             longer = [length for length in self.lengths if length > limit]
             if longer:
@@ -152,6 +143,8 @@ class CaptionJob:
                     f"\n  note: {len(longer)} of {len(self.lengths) - 1} captions are longer than "
                     f"the {limit} tokens that {what} (median of these: {median(longer):.0f})"
                 )
+        if self.uncaptioned:
+            text += f"\n  note: {self.uncaptioned} images have no caption, and get the empty one"
         return text
 
     def number_captions(self, captions: Sequence[Sequence[str]]) -> Tensor:
@@ -189,7 +182,7 @@ class CaptionJob:
                     block = texts[start : start + block_size]
                     writer.write_member(self.encode(block), len(block))
                 shard = writer.close()
-                write_sidecar(out, shard)
+                write_sidecar(out, shard, {})
             written.append(shard)
             progress.advance(1)
         progress.close()
@@ -209,14 +202,12 @@ class CaptionJob:
         # Join the rows, first the copied and then the new ones, and restore the order of `texts`.
         order = torch.tensor([text not in self.known for text in texts]).int()
         order = order.argsort(stable=True).argsort()
-        stored: dict[str, list[Tensor]] = {"pooled": [], "tokens": [], "lengths": []}
+        stored = []
         for text in parts:
             tokens = quantise(text.tokens, getattr(torch, self.settings.text_dtype))
             tokens = pad(tokens, (0, 0, 0, self.max_tokens - tokens.shape[1]))  # below 0 it cuts
-            stored["pooled"].append(text.pooled.cpu())
-            stored["tokens"].append(tokens.cpu())
-            stored["lengths"].append(text.lengths.int().cpu())
-        columns = {name: torch.cat(column)[order] for name, column in stored.items()}
+            stored.append({"pooled": text.pooled, "tokens": tokens, "lengths": text.lengths.int()})
+        columns = {n: torch.cat([part[n].cpu() for part in stored])[order] for n in stored[0]}
         return columns | {"text": join_text(texts)}
 
 

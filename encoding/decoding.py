@@ -50,20 +50,20 @@ class DecodedImages(Dataset):
             content = read_with_retries(entry)
         except OSError as error:
             return "", OSError(f"{entry.key}: {error}")
-        digest = hashlib.sha256(content).hexdigest()
-        return digest, None if digest in self.known else self.decode_entry(entry, content)
 
-    def decode_entry(self, entry: ImageEntry, content: bytes) -> DecodedItem:
+        digest = hashlib.sha256(content).hexdigest()
+        if digest in self.known:
+            return digest, None
         if not content:
-            return f"{entry.key}: empty"
+            return digest, f"{entry.key}: empty"
         try:
-            return self.decode(content)
+            return digest, self.decode(content)
         except MemoryError:
-            return OSError(
+            return digest, OSError(
                 f"{entry.key}: there is no memory to decode it; lower num_workers or max_megapixels"
             )
         except Exception as error:  # Pillow raises many kinds of errors for damaged files
-            return f"{entry.key}: {describe_error(error)}"
+            return digest, f"{entry.key}: {describe_error(error)}"
 
 
 class Decoded(NamedTuple):

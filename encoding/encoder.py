@@ -151,11 +151,21 @@ class ShardEncoder:
         if done:
             print(f"{done} of {images} images are already encoded", flush=True)
 
+        # Decode batches of numbered images in the order of the shards; no batch spans two shards.
+        size = self.cfg.batch_size
+        batches = [shard[i : i + size] for _, _, shard in todo for i in range(0, len(shard), size)]
+        dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
+        if self.earlier is not None:
+            dataset.known = self.earlier.images
+        indices = iter(range(len(dataset)))
+        index_batches = [list(islice(indices, len(batch))) for batch in batches]
+        loader = make_decoding_loader(dataset, index_batches, self.cfg.num_workers)
+        decoded_batches = zip(batches, loader, strict=True)
+
         progress = Progress(images, plan.part.name_unit("images"), initial=done)
-        batches = self.decode_batches([entries for _, _, entries in todo])
         for name, split, entries in todo:
             with explain_full_disk(self.out, name):
-                self.encode_shard(name, split, len(entries), batches, progress)
+                self.encode_shard(name, split, len(entries), decoded_batches, progress)
         progress.close()
 
     def encode_shard(
@@ -171,7 +181,7 @@ class ShardEncoder:
         file of an image cannot be read."""
         sums = ChannelSums()
         skipped = []
-        digests: list[str] = []
+        digests = []
         with ShardWriter(self.out / name, split, self.cfg.block_size) as writer:
             while remaining:
                 with self.time_part("decode"):
@@ -205,22 +215,6 @@ class ShardEncoder:
         began = time.perf_counter()
         yield
         self.seconds[part] += time.perf_counter() - began
-
-    def decode_batches(
-        self, todo: list[list[NumberedImage]]
-    ) -> Iterator[tuple[list[NumberedImage], Decoded]]:
-        """Yields two values for each batch of the shards in `todo`, in order: a list of pairs
-        (index in the shuffled list, image), and the decoded images of these pairs. No batch spans
-        two shards."""
-        size = self.cfg.batch_size
-        batches = [shard[i : i + size] for shard in todo for i in range(0, len(shard), size)]
-        dataset = make_decoded_images([entry for batch in batches for _, entry in batch], self.cfg)
-        if self.earlier is not None:
-            dataset.known = self.earlier.images
-        indices = iter(range(len(dataset)))
-        index_batches = [list(islice(indices, len(batch))) for batch in batches]
-        loader = make_decoding_loader(dataset, index_batches, self.cfg.num_workers)
-        return zip(batches, loader, strict=True)
 
     def encode(self, batch: list[NumberedImage], decoded: Decoded) -> dict[str, Tensor]:
         """Encodes the decoded images of a batch. Returns a dict from name to tensor with the names
@@ -259,13 +253,13 @@ class ShardEncoder:
         return {name: mean + std * noise}
 
 
-def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan, batches: int = 3) -> str:
+def estimate(encoder: ShardEncoder, images: ImageList, plan: Plan) -> str:
     """Returns the text that dry_run=true prints: the number of images of the job, the GiB that it
-    will take, and the minutes that this part of it will take, estimated by encoding the first
-    `batches` batches of the job."""
+    will take, and the minutes that this part of it will take, estimated by encoding the first three
+    batches of the job."""
     cfg = encoder.cfg
     all_images = (image for _, _, shard_images in plan.shards for image in shard_images)
-    first = list(islice(all_images, batches * cfg.batch_size))
+    first = list(islice(all_images, 3 * cfg.batch_size))
     with encoder.time_part("decode"):
         items = [item for item in make_decoded_images([entry for _, entry in first], cfg)]
     count = 0

@@ -41,13 +41,13 @@ source has them, `mirrored` (both are arrays of numpy or PyTorch) and `labels` (
 
 class ForeignOptions(NamedTuple):
     """Settings of an import: `latents_key` and `labels_key`, the names of tensors in the source;
-    `labels`, the path of a separate file with the labels (None: there is no such file); `classes`,
-    the number of classes (None: unknown; 0: import without labels)."""
+    `labels`, the path of a separate file with the labels (None: there is no such file); `labelled`,
+    whether labels are imported."""
 
     latents_key: str = "latents"
     labels_key: str = "labels"
     labels: str | None = None
-    classes: int | None = None
+    labelled: bool = True
 
 
 class ForeignLatents(NamedTuple):
@@ -93,12 +93,12 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
     labels_file = path / "labels.npy"
     if latents_file.is_file() and labels_file.is_file():
         tensors = [latents_file]
-        if options.classes != 0:
+        if options.labelled:
             options = options._replace(labels=options.labels or str(labels_file))
     features = [file for file in files if file.name.endswith(("_features", "_labels"))]
     # A folder of .npy files without dataset.json has no labels, so it is accepted only with
     # classes=none.
-    is_loose = options.classes == 0 and not features and not tensors and any(path.rglob("*.npy"))
+    is_loose = not options.labelled and not features and not tensors and any(path.rglob("*.npy"))
     formats = {
         read_tensors: tensors,
         read_safetensors: [file for file in files if file.suffix == ".safetensors"],
@@ -114,7 +114,7 @@ def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
             "one of safetensors, WebDataset tars with one key per sample, a folder with "
             "dataset.json, or one with *_features and *_labels."
         )
-    if options.labels is not None and (options.classes == 0 or not tensors):
+    if options.labels is not None and not (options.labelled and tensors):
         raise UserError(
             f"labels={options.labels} goes with a .npy or .pt file and not with classes=none; "
             "leave labels out, and set labels_key=<name> where the source names its own."
@@ -153,7 +153,7 @@ def is_dense(value: Any) -> bool:
 def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict[str, str]:
     """Chooses among `keys`, the names of a file's tensors. Returns a dict: our name (`latents`,
     `labels` or `mirrored`) -> the name in the file. Raises ValueError if the file lacks the
-    latents, or if it lacks labels although `options.classes` is not 0."""
+    latents, or if it lacks labels that are imported."""
     keys = list(keys)
     if options.latents_key not in keys:
         raise UserError(
@@ -161,7 +161,7 @@ def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict
             "latents_key=<name>."
         )
     names = {"latents": options.latents_key}
-    if options.classes != 0:
+    if options.labelled:
         names["labels"] = options.labels_key
         if options.labels_key not in keys:
             raise UserError(
@@ -259,7 +259,7 @@ def read_feature_folders(folders: list[Path], options: ForeignOptions) -> Foreig
             for kind in ("features", "labels")
         )
         unpaired = sorted(features ^ labels)
-        if options.classes != 0 and unpaired:
+        if options.labelled and unpaired:
             kind = "labels" if unpaired[0] in features else "features"
             raise UserError(
                 f"{len(unpaired)} files of {stem}_features and {stem}_labels have no partner: "
@@ -268,7 +268,7 @@ def read_feature_folders(folders: list[Path], options: ForeignOptions) -> Foreig
         for name in sorted(features):
             label = Path(f"{stem}_labels", name)
             file = Path(f"{stem}_features", name)
-            labels_by_file[file] = label if options.classes != 0 else None
+            labels_by_file[file] = label if options.labelled else None
     return read_files(labels_by_file)
 
 
@@ -277,23 +277,9 @@ def read_listed_files(folders: list[Path], options: ForeignOptions) -> ForeignLa
     `dataset.json`, which holds {"labels": [[file, label], …]}."""
     (folder,) = folders
     files = sorted(folder.rglob("*.npy"))
-    if options.classes == 0:
+    if not options.labelled:
         return read_files(dict.fromkeys(files))
-    labels = read_listing(folder)
-    unlabelled = [file for file in files if file not in labels]
-    if unlabelled:
-        raise UserError(
-            f"{len(unlabelled)} .npy files in {folder} have no label in dataset.json: "
-            f"{unlabelled[0]} …; add them."
-        )
-    return read_files(labels)
-
-
-def read_listing(folder: Path) -> dict[Path, Any]:
-    """Reads `folder`/dataset.json. Returns a dict: path of each .npy file that dataset.json names
-    -> its label. Checks neither that the file exists nor that the label is a number."""
     file = folder / "dataset.json"
-    labels = {}
     with translate_errors(file):
         content = json.loads(file.read_bytes())
     pairs = isinstance(content, dict) and content.get("labels")
@@ -303,6 +289,9 @@ def read_listing(folder: Path) -> dict[Path, Any]:
             "classes=none."
         )
 
+    # Map each file to its label, and check neither that the file exists nor that the label is a
+    # number.
+    labels = {}
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise UserError(f"{file} has the entry {reprlib.repr(pair)}; it must be [file, label].")
@@ -312,7 +301,14 @@ def read_listing(folder: Path) -> dict[Path, Any]:
         if latents in labels:
             raise UserError(f"{file} names {pair[0]} twice; each file has one label.")
         labels[latents] = pair[1]
-    return labels
+
+    unlabelled = [file for file in files if file not in labels]
+    if unlabelled:
+        raise UserError(
+            f"{len(unlabelled)} .npy files in {folder} have no label in dataset.json: "
+            f"{unlabelled[0]} …; add them."
+        )
+    return read_files(labels)
 
 
 def read_tars(tars: list[Path], options: ForeignOptions) -> ForeignLatents:
@@ -361,7 +357,7 @@ def pair_members(
                 )
 
             label = None
-            if options.classes != 0:
+            if options.labelled:
                 label = parts.get(".cls") or parts.get(".json")
                 if label is None:
                     raise UserError(

@@ -41,7 +41,7 @@ def convert_latents(values: Any, where: str) -> Tensor:
     # other byte order.
     if getattr(kind, "kind", None) == "f":
         values = torch.from_numpy(values.astype("float64"))
-    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+    if not isinstance(values, Tensor) or not values.is_floating_point():
         raise UserError(
             f"{where} holds {str(kind).removeprefix('torch.')}, and latents are floating-point "
             "numbers; save them as float32."

@@ -120,8 +120,8 @@ class ImageList:
     def sha256(self) -> str:
         """Returns a hash of the images' keys, labels and sizes in their order, and of the class
         names. Captions do not count."""
-        entries = self.entries + self.held_out
-        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in entries] + self.class_names
+        lines = [f"{e.key}\t{e.label}\t{e.size}" for e in self.entries + self.held_out]
+        lines += self.class_names
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def describe(self, source: str, planned: int) -> str:
@@ -290,15 +290,14 @@ def decode_image(
     while min(image.size) >= 2 * side:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = side / min(image.size)
-    size = (max(side, round(image.width * scale)), max(side, round(image.height * scale)))
-    if size[0] * size[1] > max(1e6 * max_megapixels, 16 * side**2):
+    width, height = (max(side, round(length * scale)) for length in image.size)
+    if width * height > max(1e6 * max_megapixels, 16 * side**2):
         raise UnusableError(
-            f"{size[0]}×{size[1]} pixels before the crop are above "
-            f"max_megapixels={max_megapixels:g}"
+            f"{width}×{height} pixels before the crop are above max_megapixels={max_megapixels:g}"
         )
-    pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
-    top = (size[1] - side) // 2
-    left = (size[0] - side) // 2
+    pixels = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    top = (height - side) // 2
+    left = (width - side) // 2
     return torch.from_numpy(pixels[top : top + side, left : left + side].copy()).permute(2, 0, 1)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from common.config.build import to_kwargs
 from common.config.schema import PrecomputeConfig
 from common.environment import describe_environment
 from common.errors import UserError
@@ -33,6 +34,7 @@ from common.files import (
     LOCK_FILE,
     LOCK_PARTS,
     FolderLock,
+    hash_content,
     lock_folder,
     make_folder,
     read_object,
@@ -44,7 +46,7 @@ from data.manifest import Manifest, Shard
 from data.spec import TextSpec
 from encoding.caption_job import CaptionJob, TextSettings, locate_encoder
 from encoding.images import RESIZE, ImageEntry, ImageList, join_few
-from encoding.shards import WHOLE, Part, compute_channel_statistics, hash_content, read_finished
+from encoding.shards import WHOLE, Part, compute_channel_statistics, read_finished
 from models.images import Autoencoder
 
 JOB_FILE = "job.json"
@@ -111,21 +113,31 @@ def plan_captions(
     """Plans to encode the captions of the plan's images by `cfg.text_encoder`, except those in the
     table `earlier`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    values = [(name, getattr(cfg, name)) for name in TextSettings._fields]
-    settings = TextSettings(**{name: getattr(value, "value", value) for name, value in values})
+    values = to_kwargs(cfg)
+    settings = TextSettings(**{name: values[name] for name in TextSettings._fields})
     return CaptionJob(captions, cfg.text_encoder, settings, device, earlier)
 
 
 def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
     """Returns the keys of `cfg` that determine the content of the shards, with their values."""
-    image_keys = ("resolution", "background", "max_megapixels", "flips", "held_out", "limit")
-    job_keys = ("seed", "same_bytes", "batch_size", "shard_size", "block_size")
-    return {
-        **{key: getattr(cfg, key) for key in image_keys + job_keys},
-        "classes": cfg.classes,
-        "kind": cfg.kind.value,
-        "dtype": cfg.dtype.value,
-    }
+    keys = (
+        "resolution",
+        "background",
+        "max_megapixels",
+        "flips",
+        "held_out",
+        "limit",
+        "seed",
+        "same_bytes",
+        "batch_size",
+        "shard_size",
+        "block_size",
+        "classes",
+        "kind",
+        "dtype",
+    )
+    values = to_kwargs(cfg)
+    return {key: values[key] for key in keys}
 
 
 def describe_job(
@@ -141,8 +153,10 @@ def describe_job(
     the keys of `NOT_COMPARED`. `shape` is (C, H, W) of a latent; `precision` is the dtype in which
     the encoder's matrix products really ran, from the acceleration ledger."""
     captions = plan.captions
-    names = [name for name, _, _ in plan.shards]
-    shards = {"images": names, "captions": captions.shards if captions else []}
+    shards = {
+        "images": [name for name, _, _ in plan.shards],
+        "captions": captions.shards if captions else [],
+    }
     settings: dict[str, Any] = {
         **list_settings(cfg),
         "precision": precision,
@@ -320,7 +334,7 @@ def finish_job(out: Path) -> Manifest:
             sidecars = list(pool.map(partial(read_finished, out), names))
         wrong = {name for name, sidecar in zip(names, sidecars, strict=True) if sidecar is None}
         faults = []
-        for index in range(job["parts"] if wrong else 0):
+        for index in range(job["parts"]):
             part = Part(index, job["parts"])
             lost = [name for group in groups for name in part.select(group) if name in wrong]
             if lost:
@@ -344,5 +358,5 @@ def describe_result(manifest: Manifest, out: Path) -> str:
     if manifest.text is not None:
         guidance = " model.conditioning=text"
     path = shlex.quote(f"data.path={out}")
-    command = f"python train.py experiment=photos {path}{guidance}"
-    return "\n".join([*lines, f"next: {command}"])
+    lines.append(f"next: python train.py experiment=photos {path}{guidance}")
+    return "\n".join(lines)

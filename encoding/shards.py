@@ -16,7 +16,6 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from common.errors import UserError
-from common.files import hash_file, read_object, rename, sync_folder, write_atomically
+from common.files import hash_content, hash_file, read_object, rename, sync_folder, write_atomically
 from data.manifest import Block, Shard
 
 Item = TypeVar("Item")
@@ -80,18 +79,12 @@ def read_finished(out: Path, name: str) -> dict[str, Any] | None:
     return sidecar if complete and digest == hash_content(sidecar) else None
 
 
-def hash_content(content: dict[str, Any]) -> str:
-    """Returns the SHA-256 of the content of a sidecar or of job.json, by which a later run detects
-    damage."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def write_sidecar(out: Path, shard: Shard, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+def write_sidecar(out: Path, shard: Shard, facts: Mapping[str, Any]) -> None:
     """Writes the sidecar of a finished shard. For images, `facts` has `skipped`, sentences about
     images that the shard lacks, `sums`, which is `ChannelSums.as_dict()`, and `images`, the hashes
     of the files of its samples."""
     sidecar: dict[str, Any] = {"shard": asdict(shard), "skipped": [], **facts}
-    sidecar["sha256"] = hash_content(sidecar)
+    sidecar["sha256"] = hash_content(sidecar)  # a later run detects damage by it
     write_atomically(out / f"{shard.file}.json", json.dumps(sidecar) + "\n")
 
 
@@ -221,10 +214,10 @@ class ChannelSums:
             if name in tensors:
                 values = tensors[name].double()
                 self.count += values.numel() // values.shape[1]
-                self.total = self.total + values.sum((0, 2, 3))
-                self.squares = self.squares + values.square().sum((0, 2, 3))
+                self.total += values.sum((0, 2, 3))
+                self.squares += values.square().sum((0, 2, 3))
                 if std_name in tensors:
-                    self.squares = self.squares + tensors[std_name].double().square().sum((0, 2, 3))
+                    self.squares += tensors[std_name].double().square().sum((0, 2, 3))
 
     def as_dict(self) -> dict[str, Any]:
         total, squares = (
@@ -238,6 +231,8 @@ def compute_channel_statistics(sums: list[dict[str, Any]]) -> tuple[list[float],
     `ChannelSums.as_dict()` of each shard."""
     sums = [s for s in sums if s["count"]]
     count = sum(s["count"] for s in sums)
-    mean = torch.tensor([s["total"] for s in sums], dtype=torch.float64).sum(0) / count
-    square = torch.tensor([s["squares"] for s in sums], dtype=torch.float64).sum(0) / count
+    mean, square = (
+        torch.tensor([s[name] for s in sums], dtype=torch.float64).sum(0) / count
+        for name in ("total", "squares")
+    )
     return mean.tolist(), (square - mean.square()).clamp(min=1e-12).sqrt().tolist()

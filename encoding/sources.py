@@ -57,7 +57,7 @@ def list_job_images(
     if earlier:
         rules = {k: getattr(cfg, k) or earlier.get(k, v) for k, v in EARLIER_CAPTIONS.items()}
         cfg = replace(cfg, **rules)
-    given = bool(cfg.text_encoder) and cfg.captions == "given"
+    given = cfg.text_encoder and cfg.captions == "given"
 
     def list_source(source: str, order: Sequence[str]) -> ImageList:
         reader = CaptionReader(cfg.caption_lines) if given else None
@@ -79,8 +79,7 @@ def list_job_images(
             f"held_out={cfg.held_out} has other classes than source={cfg.source} "
             f"({join_few(strange) or 'none'}); name its folders as those of the source."
         )
-    names = other.class_names
-    labels = [images.class_names.index(name) for name in names] or [0]
+    labels = [images.class_names.index(name) for name in other.class_names] or [0]
     held_out = [replace(entry, label=labels[entry.label]) for entry in other.entries]
     images.notes.extend(f"held_out={cfg.held_out}: {note}" for note in other.notes)
     return replace(images, held_out=held_out), cfg
@@ -206,14 +205,8 @@ def list_folder(
     if classes == "none":
         splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
         notes = [f"images of {join_few(splits)} are all used"] if splits else []
-        return make_image_list(
-            path,
-            [[file for files in files_by_folder.values() for file in files]],
-            [],
-            unused,
-            notes,
-            reader,
-        )
+        files = [file for files in files_by_folder.values() for file in files]
+        return ImageList(list_entries(path, [files], reader), [], unused, notes)
 
     # If the images have classes, each direct subfolder of the source is one class. Images directly
     # in the source have no class, so they are not used.
@@ -235,7 +228,7 @@ def list_folder(
         )
     files = [files_by_folder[name] for name in folders]
     notes = check_class_folders(path, files, names)
-    return make_image_list(path, files, names, unused, notes, reader)
+    return ImageList(list_entries(path, files, reader), names, unused, notes)
 
 
 def sort_class_names(names: list[str], order: Sequence[str]) -> list[str]:
@@ -275,17 +268,11 @@ def sort_files(
     return sorted(tars), images
 
 
-def make_image_list(
-    path: Path,
-    folders: list[Files],
-    names: list[str],
-    unused: Unused,
-    notes: list[str],
-    reader: CaptionReader | None,
-) -> ImageList:
-    """Makes the list of the images in `folders`; the index of a folder is the label of its images.
-    `names` are the class names, empty if there are no classes."""
-    entries = [
+def list_entries(
+    path: Path, folders: list[Files], reader: CaptionReader | None
+) -> list[ImageEntry]:
+    """Lists the images in `folders`; the index of a folder is the label of its images."""
+    return [
         ImageEntry(
             escape_name(name),
             label,
@@ -297,7 +284,6 @@ def make_image_list(
         for label, files in enumerate(folders)
         for name, size in sorted(files, key=lambda file: file[0].split("/"))
     ]
-    return ImageList(entries, names, unused, notes)
 
 
 def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> list[str]:
@@ -335,11 +321,10 @@ def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> l
 def suggest_splits(path: Path, splits: list[str]) -> str:
     """Returns words that take one split for training and one as held-out images, if there are
     several; those for training and validation first."""
-
-    def rank(name: str) -> tuple[bool, bool, str]:
-        return (not re.match("train", name, re.I), not re.match("val", name, re.I), name)
-
-    ordered = sorted(splits, key=rank)
+    ordered = sorted(
+        splits,
+        key=lambda name: (not re.match("train", name, re.I), not re.match("val", name, re.I), name),
+    )
     words = zip(("source", "held_out"), ordered, strict=False)
     return " ".join(f"{key}={path / name}" for key, name in words)
 
@@ -358,7 +343,7 @@ def list_rows(path: Path, classes: Classes, captioned: bool) -> ImageList:
         )
     dataset, images, columns = open_dataset(str(path))
     labels: list[Any] = [0] * len(dataset)
-    names: list[str] = []
+    names = []
     if classes != "none":
         if len(columns) != 1:
             raise UserError(

@@ -28,7 +28,7 @@ def list_tars(
     classes: int | str,
     allow_cut: bool,
     unused: Unused,
-    reader: CaptionReader | None = None,
+    reader: CaptionReader | None,
 ) -> ImageList:
     """Lists the images of WebDataset tars. A sample's key is the file name up to its first dot, its
     label the integer in `<key>.cls`; with classes="none" all labels are 0. `reader` reads the
@@ -39,7 +39,7 @@ def list_tars(
     `name_classes`).
     """
     labelled = classes != "none"
-    entries: list[ImageEntry] = []
+    entries = []
     notes = []
     for file in tars:
         with file.open("rb") as stream:
@@ -64,9 +64,9 @@ def list_tars(
         entries += filter(None, images)
         if not any(images):
             unused.add("tars without images", file.name)
-    if not labelled or not entries:
-        return ImageList(entries, [], unused, notes)
-    names = name_classes([(entry.key, entry.label) for entry in entries], classes)
+    names = []
+    if labelled and entries:
+        names = name_classes([(entry.key, entry.label) for entry in entries], classes)
     return ImageList(entries, names, unused, notes)
 
 
@@ -119,7 +119,8 @@ def make_entry(
     if not images:
         return None
 
-    name = escape_name(images[0].name)
+    image = images[0]
+    name = escape_name(image.name)
     label = 0
     if labelled:
         if ".cls" not in sample:
@@ -134,9 +135,14 @@ def make_entry(
             stream.seek(sample[extension].offset_data)
             content = stream.read(sample[extension].size)
             captions += reader.parse(f"{file}: {escape_name(key)}{extension}", content)
-    place = images[0].offset_data
-    entry_key = f"{escape_name(file.name)}:{name}"
-    return ImageEntry(entry_key, label, str(file), place, images[0].size, tidy(captions))
+    return ImageEntry(
+        f"{escape_name(file.name)}:{name}",
+        label,
+        str(file),
+        image.offset_data,
+        image.size,
+        tidy(captions),
+    )
 
 
 def read_label(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:
@@ -165,14 +171,14 @@ def read_samples(
     samples: dict[str, Sample] = {}
     for member in members:
         folder, _, name = member.name.rpartition("/")
+        place = f"{file.name}:{member.name}"
         if member.isdir():
             continue
         if not member.isreg() or member.issparse():
-            unused.add("links, devices and sparse members of tars", f"{file.name}:{member.name}")
+            unused.add("links, devices and sparse members of tars", place)
             continue
         if name.startswith(".") or not member.size:
-            kind = "hidden" if name.startswith(".") else "empty files"
-            unused.add(kind, f"{file.name}:{member.name}")
+            unused.add("hidden" if name.startswith(".") else "empty files", place)
             continue
 
         stem, dot, extension = name.partition(".")

@@ -13,12 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from common.errors import UserError
+from evaluation.features import resize_and_normalise
 from models.images import to_uint8
 from models.text_encoders import open_transformers
 from training.drawing import Conditions
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+STATISTICS = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Mean and std per colour with which CLIP was trained (Radford et al. 2021)."""
 
 
@@ -38,8 +38,9 @@ class ClipScore:
             raise UserError(f"clip={path} is for a model of captions; leave it out.")
         self.texts = conditions.names
         self.decode = decode
-        opened = open_transformers("clip", path, kind="CLIPModel")
-        self.network, self.tokenizer, _, self.sha256 = opened
+        self.network, self.tokenizer, _, self.sha256 = open_transformers(
+            "clip", path, kind="CLIPModel"
+        )
 
     @torch.no_grad()
     def __call__(
@@ -50,9 +51,7 @@ class ClipScore:
         side = network.config.vision_config.image_size
         texts = [self.texts[number] for number in numbers.tolist()]
         images = torch.from_numpy(to_uint8(self.decode(latents)))
-        x = images.to(latents.device).permute(0, 3, 1, 2).float()
-        x = F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0.0, 255.0)
-        mean, std = (x.new_tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+        x = resize_and_normalise(images.to(latents.device), side, STATISTICS)
         words = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-        output = network(pixel_values=(x / 255.0 - mean) / std, **words.to(x.device))
+        output = network(pixel_values=x, **words.to(x.device))
         return 100.0 * F.cosine_similarity(output.image_embeds, output.text_embeds)

@@ -62,7 +62,7 @@ class Moments:
                 f"features of shape {tuple(features.shape)} do not fit: rows of {len(self.mean)} "
                 "are needed."
             )
-        if not bool(features.isfinite().all()):
+        if not features.isfinite().all():
             raise UserError(
                 "features have a NaN or infinity; look at the images that they were made of."
             )
@@ -76,7 +76,7 @@ class Moments:
         step = mean - self.mean
         between = torch.outer(step, step) * (self.count * len(batch) / count)
         self.scatter += deviations.T @ deviations + between
-        self.mean = self.mean + step * (len(batch) / count)
+        self.mean += step * (len(batch) / count)
         self.count = count
 
     @property
@@ -127,7 +127,7 @@ def clamp_eigenvalues(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float
 
     Raises ValueError if an eigenvalue is more negative than that, or NaN.
     """
-    if not bool((eigenvalues >= -EIGENVALUE_ROUNDING * largest.abs()).all()):
+    if not (eigenvalues >= -EIGENVALUE_ROUNDING * largest.abs()).all():
         raise UserError(
             f"a covariance has the eigenvalue {float(eigenvalues.min()):.3g} beside "
             f"{float(largest):.3g}, so it is no covariance; compute the features again."
@@ -300,8 +300,8 @@ class FeatureStats:
         """Adds the features of the next samples of the set."""
         start = self.all.count
         self.all.add(features)
-        for half in (0, 1):
-            self.halves[half].add(features[(half - start) % 2 :: 2])
+        for parity, half in enumerate(self.halves):
+            half.add(features[(parity - start) % 2 :: 2])
         if start < FIRST_SAMPLES:
             self.first.append(features[: FIRST_SAMPLES - start])
 

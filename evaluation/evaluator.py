@@ -26,7 +26,7 @@ from common.clock import CLOCK
 from common.config.schema import FdConfig
 from common.distributed.ranks import Ranks
 from common.errors import UserError
-from common.files import find_cache_folder, read_object, write_json
+from common.files import find_cache_folder, hash_content, read_object, write_json
 from common.output import Progress
 from common.text import replace_non_finite
 from data.spec import LatentSpec
@@ -158,7 +158,7 @@ def make_reconstructions(
     ]
     facts = {
         "kind": "reconstructions",
-        "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+        "sha256": hash_content(identity),
         "resize": "none",
         "count": min(spec.count, limit),
     }
@@ -232,8 +232,7 @@ class Evaluator:
         # each hold a lock that the other one waits for.
         for name in sorted(self.spaces):
             job = {"reference": self.source.identity, "features": self.spaces[name].describe()}
-            key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:32]
-            folder = find_cache_folder("references") / key
+            folder = find_cache_folder("references") / hash_content(job, sort_keys=True)[:32]
             caches[name] = ResumableChunks(
                 folder, job, -(-count // CHUNK_IMAGES), ranks, waits=True
             )
@@ -315,8 +314,9 @@ class TrainingDistances:
         # training step.
         batch_size = max(1, training.micro_batch // 2)
         conditions = training.choose_conditions("train", self.count)
-        forward = training.step.forward
-        self.stream = SampleStream(forward, spec, cfg.sampling, conditions, 0, batch_size, device)
+        self.stream = SampleStream(
+            training.step.forward, spec, cfg.sampling, conditions, 0, batch_size, device
+        )
 
         for name, space in self.evaluator.spaces.items():
             why = explain_too_few(min(self.count, self.evaluator.source.facts["count"]), space.dim)
@@ -373,7 +373,7 @@ class TrainingDistances:
 
         def measure_batch(number: int) -> dict[str, Tensor]:
             _, latents = self.stream.draw_batch(number)
-            if not bool(latents.isfinite().all()):
+            if not latents.isfinite().all():
                 return {}
             return self.evaluator.compute_latent_features(latents)
 

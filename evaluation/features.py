@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
@@ -97,6 +97,16 @@ def decode_images(
     TF32 and autocast."""
     with torch.no_grad(), use_exact_arithmetic(latents.device):
         return torch.from_numpy(to_uint8(autoencoder.decode(latents)))
+
+
+def resize_and_normalise(
+    images: UInt8[Tensor, "B H W 3"], side: int, statistics: Sequence[Sequence[float]]
+) -> Float[Tensor, "B 3 side side"]:
+    """Resizes images to squares of `side` pixels by a bicubic filter, and normalises red, green and
+    blue by `statistics`: their means, and their standard deviations, for values in [0, 1]."""
+    x = F.interpolate(to_planes(images), (side, side), mode="bicubic", antialias=True)
+    mean, std = (x.new_tensor(values).view(3, 1, 1) for values in statistics)
+    return (x.clamp(0.0, 255.0) / 255.0 - mean) / std
 
 
 def to_planes(images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
@@ -222,7 +232,16 @@ class Dinov2Features(Features):
             )
 
         model = import_attribute(self.name, "transformers", "Dinov2Model")
-        folder = find_dinov2_folder(path)
+        files = ["config.json", "model.safetensors"]
+        folder = find_folder(self.name, path, files, "facebook/dinov2-base.")
+        config = folder / "config.json"
+        if not config.is_file():
+            raise UserError(
+                f"dinov2={path}: {config} does not exist; give a folder that transformers saved."
+            )
+        kind = read_object(config).get("model_type")
+        if kind != self.name:
+            raise UserError(f"dinov2={path} is a model of type {kind}; give one of type dinov2.")
         try:
             self.network, loaded = model.from_pretrained(
                 folder,
@@ -241,34 +260,14 @@ class Dinov2Features(Features):
 
         self.network.float().eval().requires_grad_(False)
         self.dim = self.network.config.hidden_size
-        sha256 = hash_file(folder / "model.safetensors")
-        self.facts = {"sha256": sha256, "resize": "bicubic antialiased 224"}
+        self.facts = {
+            "sha256": hash_file(folder / "model.safetensors"),
+            "resize": "bicubic antialiased 224",
+        }
 
     def forward(self, images: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B D"]:
-        x = F.interpolate(to_planes(images), (224, 224), mode="bicubic", antialias=True).clamp(
-            0.0, 255.0
-        )
-        mean, std = (x.new_tensor(values).view(3, 1, 1) for values in IMAGENET)
-        return self.network(pixel_values=(x / 255.0 - mean) / std).last_hidden_state[:, 0]
-
-
-def find_dinov2_folder(path: str) -> Path:
-    """Returns the folder `path`, or, if `path` is a hub id, the folder with the downloaded files of
-    that id.
-
-    Raises ValueError if neither folder exists, or if the folder holds another model than DINOv2.
-    """
-    files = ["config.json", "model.safetensors"]
-    folder = find_folder("dinov2", path, files, "facebook/dinov2-base.")
-    config = folder / "config.json"
-    if not config.is_file():
-        raise UserError(
-            f"dinov2={path}: {config} does not exist; give a folder that transformers saved."
-        )
-    kind = read_object(config).get("model_type")
-    if kind != "dinov2":
-        raise UserError(f"dinov2={path} is a model of type {kind}; give one of type dinov2.")
-    return folder
+        x = resize_and_normalise(images, 224, IMAGENET)
+        return self.network(pixel_values=x).last_hidden_state[:, 0]
 
 
 def import_attribute(space: str, module: str, name: str) -> Any:

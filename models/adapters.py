@@ -201,7 +201,7 @@ def find_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns a mapping: name -> parameter, of the parameters that training changes and a
     checkpoint stores. These are all parameters; in a model with an adapter only those that require
     gradients."""
-    adapted = bool(find_adapted_layers(model))
+    adapted = find_adapted_layers(model)
     return {name: p for name, p in model.named_parameters() if p.requires_grad or not adapted}
 
 

@@ -8,7 +8,6 @@ latent size, H W image size.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.files import read_object
+from common.files import hash_file, read_object
 from common.libraries import silence_libraries
 from models.images import Autoencoder, select_rgb
 
@@ -90,7 +89,7 @@ class DiffusersAutoencoder(Autoencoder):
         self.vae = load_strictly(self.kind, folder, config).float().eval().requires_grad_(False)
         self.scaling_factor = config.get("scaling_factor")
         self.shift_factor = config.get("shift_factor")
-        self.weights_sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+        self.weights_sha256 = hash_file(weights)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -127,22 +126,21 @@ def find_folder(
     Error messages show `key`, the configuration key that holds the path, and `example`, an example
     of a hub id.
     """
-    folder = Path(os.path.expanduser(path))
-    if not is_folder(path):
-        if path.count("/") != 1 or path.startswith((".", "/", "~")) or os.path.exists(path):
-            raise UserError(
-                f"{key}={path} is neither an existing folder nor a hub id such as {example}"
-            )
-        from huggingface_hub import snapshot_download
+    if is_folder(path):
+        return Path(os.path.expanduser(path))
+    if path.count("/") != 1 or path.startswith((".", "/", "~")) or os.path.exists(path):
+        raise UserError(
+            f"{key}={path} is neither an existing folder nor a hub id such as {example}"
+        )
+    from huggingface_hub import snapshot_download
 
-        try:
-            folder = Path(snapshot_download(path, revision=revision, allow_patterns=files))
-        except Exception as error:
-            raise UserError(
-                f"{key}={path} is no local folder, and the download from the hub failed "
-                f"({type(error).__name__}); check the id, the network, or give a local folder."
-            ) from error
-    return folder
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=files))
+    except Exception as error:
+        raise UserError(
+            f"{key}={path} is no local folder, and the download from the hub failed "
+            f"({type(error).__name__}); check the id, the network, or give a local folder."
+        ) from error
 
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
@@ -157,49 +155,43 @@ def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
         import diffusers
 
         cls = getattr(diffusers, kind)
+    file = folder / WEIGHTS_FILE
     try:
-        tensors = load_file(folder / WEIGHTS_FILE)
+        tensors = load_file(file)
     except SafetensorError as error:
-        raise UserError(
-            f"{folder / WEIGHTS_FILE} is damaged ({error}); download it again."
-        ) from error
-    pools: list[str] = []
-    if kind == "AutoencoderTiny":
-        pools = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
+        raise UserError(f"{file} is damaged ({error}); download it again.") from error
+    found = sorted({key.split(".pool.")[0] for key in tensors if ".pool." in key})
+    pools = found if kind == "AutoencoderTiny" else []
     if config.get("mid_block_global_branch") and not pools:
-        raise UserError(
-            f"{folder / WEIGHTS_FILE} lacks the global branches that its config.json promises."
-        )
+        raise UserError(f"{file} lacks the global branches that its config.json promises.")
     try:
         if pools:
-            known = {
-                k: v
-                for k, v in config.items()
-                if k not in ("block_out_channels", "mid_block_global_branch")
-            }
-            model = cls.from_config(known)
+            unknown = ("block_out_channels", "mid_block_global_branch")
+            model = cls.from_config({k: v for k, v in config.items() if k not in unknown})
             for name in pools:
-                add_global_branch(
-                    model.get_submodule(name), *tensors[f"{name}.pool.0.weight"].shape[:2]
-                )
+                shape = tensors[f"{name}.pool.0.weight"].shape
+                add_global_branch(model.get_submodule(name), *shape[:2])
             model.load_state_dict(tensors, strict=True)
             return model
         # Load by from_pretrained, because it also renames the keys of checkpoints that are older
         # than diffusers 0.17.
-        arguments = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-        arguments["trust_remote_code"] = False
-        # Switch low_cpu_mem_usage off: it is meant for much larger models, and needs the package
-        # accelerate.
-        arguments["low_cpu_mem_usage"] = False
-        model, info = cls.from_pretrained(folder, **arguments)
+        model, info = cls.from_pretrained(
+            folder,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            # meant for much larger models, and needs the package accelerate
+            low_cpu_mem_usage=False,
+        )
     # Loading raises RuntimeError if a tensor has another shape than the model's.
     except RuntimeError as error:
-        raise UserError(f"{folder / WEIGHTS_FILE} does not fit {kind}: {error}") from error
+        raise UserError(f"{file} does not fit {kind}: {error}") from error
     problems = [
         f"{k}: {info[k]}" for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]
     ]
     if problems:
-        raise UserError(f"{folder / WEIGHTS_FILE} does not fit {kind}: {'; '.join(problems)}")
+        raise UserError(f"{file} does not fit {kind}: {'; '.join(problems)}")
     return model
 
 

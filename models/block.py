@@ -80,11 +80,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        layers: list[nn.Module],
-        eps: float = 1e-6,
-        arriving: Int[Tensor, "L"] | None = None,
-        norm: Norm = "rms",
+        self, layers: list[nn.Module], eps: float, arriving: Int[Tensor, "L"] | None, norm: Norm
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -132,9 +128,18 @@ class Block(nn.Module):
         """Adds a branch to the stream and norms the sum (`add_norm`) with this block's settings;
         `layers` is the number of this block's layers that have already run."""
         normalise = fused_add_norm if self.fused_add_norm else add_norm
-        options: dict[str, Any] = {"eps": self.eps, "residual_in_fp32": self.residual_in_fp32}
-        options |= {"branch_rows": getattr(self, f"rows_{layers}"), "h_rows": h_rows}
-        return normalise(branch, gate, residual, scale, shift, centred=self.centred, **options)
+        return normalise(
+            branch,
+            gate,
+            residual,
+            scale,
+            shift,
+            centred=self.centred,
+            eps=self.eps,
+            residual_in_fp32=self.residual_in_fp32,
+            branch_rows=getattr(self, f"rows_{layers}"),
+            h_rows=h_rows,
+        )
 
     def read_stream(
         self,
@@ -170,14 +175,15 @@ def build_mixers(
     attention_every: int,
     depth: int,
     sizes: Mapping[str, Any],
+    text_tokens: int,
 ) -> list[nn.Module]:
     """Builds the mixers of `depth` blocks, with the arguments `sizes`: every `attention_every`-th
     one by `attention`, all others by `mixer`; with 0 all by `mixer`.
 
     A mixer's argument `layer` is the number of earlier blocks of the same kind. So scans take rows
     and columns in turn, and attention shifts its windows, as if the other kind were not there.
-    The size `text_tokens`, the number of tokens of a caption, goes to attention only; UserError if
-    it is above 0 and there is no attention, or if `attention_every` is above 0 without `attention`.
+    Only attention takes `text_tokens`, the number of tokens of a caption; UserError if it is above
+    0 and there is no attention, or if `attention_every` is above 0 without `attention`.
     """
     if attention is None and attention_every:
         raise UserError(
@@ -185,9 +191,6 @@ def build_mixers(
             "model=hybrid_<size>, mamba_<size> or ssd_mlp_<size>, or 0."
         )
 
-    # Only attention takes the number of tokens of a caption.
-    sizes = dict(sizes)
-    text_tokens = sizes.pop("text_tokens")
     mixers = []
     for number in range(depth):
         kind = mixer

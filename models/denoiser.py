@@ -104,12 +104,12 @@ class Denoiser(nn.Module):
         patch_values = channels * patch_size**2
         self.patch_embed = nn.Linear(patch_values, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.tokens, dim))
-        self.time_embed = TimestepEmbedding(dim, scale=time_scale)
+        self.time_embed = TimestepEmbedding(dim, time_scale)
         sizes["grid"] = self.grid
-        sizes["text_tokens"] = self.add_conditions(conditioning, text_tokens, text)
+        caption_tokens = self.add_conditions(conditioning, text_tokens, text)
 
         hidden = 32 * round(mlp_ratio * dim / 32)
-        mixers = build_mixers(mixer, attention, attention_every, depth, sizes)
+        mixers = build_mixers(mixer, attention, attention_every, depth, sizes, caption_tokens)
         self.blocks = build_blocks(mixers, mlp, (dim, hidden), eps, norm)
 
         # One linear layer computes all modulations. A block with an MLP needs 6 vectors (scale,
@@ -136,10 +136,11 @@ class Denoiser(nn.Module):
         """Adds the head for internal guidance after block `internal_block`, unless that is 0."""
         self.internal_block = internal_block
         self.internal = None
+        self.aux_heads = nn.ModuleDict()
+        self.taps = {}
         if internal_block:
             self.internal = InternalHead(self.dim, self.head.out_features, eps)
-        self.aux_heads = nn.ModuleDict()
-        self.taps = {"internal": internal_block} if internal_block else {}
+            self.taps["internal"] = internal_block
         """Name of a head -> number of the block, from 1, after which it reads the stream."""
 
     def init_weights(self) -> None:
@@ -223,7 +224,9 @@ class Denoiser(nn.Module):
             heads = [name for name in wanted if self.taps[name] == number]
             if heads:
                 stream = block.read_stream(branch, gate, residual)
-                outputs |= self.run_heads(heads, stream, condition)
+                for name in heads:
+                    head = self.internal if name == "internal" else self.aux_heads[name]
+                    outputs[name] = self.unpatchify(cast("Any", head)(stream, condition))
 
         velocity = self.read_velocity(branch, gate, residual, last)
         if internal_guidance is not None:
@@ -260,16 +263,6 @@ class Denoiser(nn.Module):
             vector, *text_inputs = self.text_embed(text, y == self.num_classes)
             embedded = embedded + vector
         return nn.functional.silu(embedded), text_inputs
-
-    def run_heads(
-        self, names: list[str], stream: Float[Tensor, "B L D"], condition: Float[Tensor, "B D"]
-    ) -> dict[str, Float[Tensor, "B C H W"]]:
-        """Runs the heads of these names; returns the output of each."""
-        outputs = {}
-        for name in names:
-            head = cast("Any", self.internal if name == "internal" else self.aux_heads[name])
-            outputs[name] = self.unpatchify(head(stream, condition))
-        return outputs
 
     def drop_blocks(self, cond: Tensor, uniforms: Tensor) -> Tensor:
         """Returns `cond` with the gates of dropped blocks set to 0, and the gates of all other

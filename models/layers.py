@@ -83,15 +83,18 @@ class Layer(nn.Module):
         return {layer.weight: cut_rows(layer.out_features) for layer in linears}
 
 
+FREQUENCIES = 128
+"""Number of frequencies of the sinusoids that embed the time."""
+
+
 class TimestepEmbedding(nn.Module):
     """Embeds the time t by sinusoids of scale·t, computed in fp32, and a two-layer MLP (Nichol &
     Dhariwal 2021)."""
 
-    def __init__(self, dim: int, frequencies: int = 128, scale: float = 1000.0) -> None:
+    def __init__(self, dim: int, scale: float) -> None:
         super().__init__()
-        self.frequencies = frequencies
         self.scale = scale
-        self.fc1 = nn.Linear(2 * frequencies, dim)
+        self.fc1 = nn.Linear(2 * FREQUENCIES, dim)
         self.fc2 = nn.Linear(dim, dim)
 
     def init_weights(self) -> None:
@@ -104,9 +107,7 @@ class TimestepEmbedding(nn.Module):
         return 2 * (self.fc1.weight.numel() + self.fc2.weight.numel())
 
     def forward(self, t: Float[Tensor, "B"]) -> Float[Tensor, "B D"]:
-        exponents = (
-            torch.arange(self.frequencies, device=t.device, dtype=torch.float32) / self.frequencies
-        )
+        exponents = torch.arange(FREQUENCIES, device=t.device, dtype=torch.float32) / FREQUENCIES
         angles = self.scale * t.float().unsqueeze(1) * torch.exp(-math.log(10_000.0) * exponents)
         return self.fc2(F.silu(self.fc1(torch.cat((angles.cos(), angles.sin()), dim=1))))
 

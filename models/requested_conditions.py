@@ -55,7 +55,7 @@ def find_class_numbers(labels: Sequence[int | str], names: list[str], count: int
     Raises ValueError for a class that is not there, for a name that several classes have, and for a
     number that is the name of another class.
     """
-    numbers: list[int] = []
+    numbers = []
     composed = [unicodedata.normalize("NFC", name) for name in names]
     for label in labels:
         text = unicodedata.normalize("NFC", str(label))

@@ -52,8 +52,8 @@ def make_guided_velocity(
 
     def run(x: Tensor, t: float, y: Tensor) -> Tensor:
         inside = internal_interval[0] <= t <= internal_interval[1]
-        options = {"internal_guidance": internal_guidance} if inside else {}
-        options = {} if internal_guidance == 1.0 else options
+        guided = inside and internal_guidance != 1.0
+        options = {"internal_guidance": internal_guidance} if guided else {}
         return model(x, torch.full((len(x),), t, device=x.device), y, **options).float()
 
     def velocity(x: Tensor, t: float) -> Tensor:

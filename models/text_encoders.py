@@ -34,8 +34,15 @@ TEXT_CLASSES = {
 opens all other types."""
 TEXT_FILES = ("*.safetensors", "*.json", "*.model", "*.txt")
 HASHED_FILES = (
-    *("*.safetensors", "*.model", "config.json", "tokenizer*.json", "vocab.json", "vocab.txt"),
-    *("merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    "*.safetensors",
+    "*.model",
+    "config.json",
+    "tokenizer*.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
 )
 """Patterns of the files on which vectors depend."""
 MAX_TOKENS = 4096
@@ -66,15 +73,17 @@ def open_transformers(
 
             model_type = json.loads((folder / "config.json").read_text()).get("model_type")
             model_class = getattr(transformers, kind or TEXT_CLASSES.get(model_type, "AutoModel"))
-            options = {"local_files_only": True, "trust_remote_code": False}
             model, loading = model_class.from_pretrained(
                 folder,
                 use_safetensors=True,
                 dtype=getattr(torch, dtype),
                 output_loading_info=True,
-                **options,
+                local_files_only=True,
+                trust_remote_code=False,
             )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except ImportError as error:
         raise UserError(
             f"{key}={path} needs the package transformers: pip install 'fastlatent[text]'."
@@ -110,8 +119,9 @@ class HubTextEncoder(TextEncoder):
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     ) -> None:
         super().__init__()
-        opened = open_transformers("text_encoder.path", path, revision, dtype=dtype)
-        self.model, self.tokenizer, folder, self.weights_sha256 = opened
+        self.model, self.tokenizer, folder, self.weights_sha256 = open_transformers(
+            "text_encoder.path", path, revision, dtype=dtype
+        )
         self.kind = type(self.model).__name__
         self.revision = None if is_folder(path) else folder.name
         places = getattr(self.model.config, "max_position_embeddings", MAX_TOKENS)

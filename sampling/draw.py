@@ -36,8 +36,13 @@ if TYPE_CHECKING:
     from training.drawing import Conditions
 
 SAMPLER_KEYS = (
-    *("guidance", "guidance_interval", "solver", "steps", "shift"),
-    *("internal_guidance", "internal_interval"),
+    "guidance",
+    "guidance_interval",
+    "solver",
+    "steps",
+    "shift",
+    "internal_guidance",
+    "internal_interval",
 )
 CHUNK_SAMPLES = 512
 """Number of samples in a chunk, rounded down to a multiple of the batch size; if a batch has more
@@ -153,9 +158,9 @@ class SampleJob:
         device = ranks.device(pick_device(cfg.device))
         self.cfg = cfg
         self.ranks = ranks
+        path = cfg.find_model(ranks.say)
         trained = load_run(
-            *(cfg.find_model(ranks.say), cfg.encoder, device, cfg.key),
-            *(cfg.runtime, cfg.batch_size, cfg.adapter),
+            path, cfg.encoder, device, cfg.key, cfg.runtime, cfg.batch_size, cfg.adapter
         )
         self.trained = replace(trained, text_encoder_path=cfg.text_encoder)
         changes = {
@@ -163,10 +168,8 @@ class SampleJob:
         }
         sampling = self.trained.change_sampling(**changes)
         conditions = self.choose_conditions()
-        forward = self.trained.forward
-        spec = self.trained.spec
         self.stream = SampleStream(
-            forward, spec, sampling, conditions, cfg.seed, cfg.batch_size, device
+            trained.forward, trained.spec, sampling, conditions, cfg.seed, cfg.batch_size, device
         )
         self.ledger = self.trained.warm_up(conditions, cfg.batch_size, sampling.guidance)
         self.size = cfg.batch_size * max(1, CHUNK_SAMPLES // cfg.batch_size)
@@ -269,7 +272,7 @@ class SampleJob:
             last = min((number + 1) * self.size, cfg.count)
             for first in range(number * self.size, last, cfg.batch_size):
                 labels, latents = self.stream.draw_batch(first // cfg.batch_size)
-                if not bool(latents.isfinite().all()):
+                if not latents.isfinite().all():
                     raise UserError(
                         f"{self.trained.file} draws samples that are not finite; use an earlier "
                         "checkpoint of the run, or runtime.precision=fp32."

@@ -5,8 +5,6 @@ Letters: N and B samples, C channels, H W height and width.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -28,6 +26,7 @@ from common.config.schema import RuntimeConfig, SamplingConfig
 from common.encoded_text import TextEncoder
 from common.environment import pick_device
 from common.errors import UserError
+from common.files import hash_content
 from data.spec import LatentSpec
 from models.denoiser import Denoiser
 from models.images import Autoencoder, to_uint8
@@ -118,8 +117,8 @@ class TrainedModel:
                 say(f"note: {prompt[:60]!r} has {count} tokens, and {what} {read}")
         text = self.text_encoder.to(self.device).encode(prompts, limit)
         self.text_encoder.cpu()  # sampling needs the memory
-        digest = hashlib.sha256(json.dumps([numbers, *prompts]).encode()).hexdigest()
-        return Conditions({"prompts": digest}, classes.labels, text.numbers, prompts, text)
+        source = {"prompts": hash_content([numbers, *prompts])}
+        return Conditions(source, classes.labels, text.numbers, prompts, text)
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -124,10 +124,6 @@ def average(cfg: AverageConfig) -> Path:
     return out
 
 
-def main() -> None:
+if __name__ == "__main__":
     with report_user_errors():
         average(parse_words(AverageConfig, sys.argv[1:], __doc__ or ""))
-
-
-if __name__ == "__main__":
-    main()

@@ -81,7 +81,7 @@ def main(words: list[str] | None = None) -> int:
     return 0
 
 
-def examine(measure: bool = False) -> dict[str, Any]:
+def examine(measure: bool) -> dict[str, Any]:
     """Returns the findings: facts about the machine, the versions and each technique; with
     `measure` also the measured rates."""
     # Import torch only inside functions, so that --help does not wait for torch.
@@ -96,8 +96,15 @@ def examine(measure: bool = False) -> dict[str, Any]:
     }
     for word, reason in find_capabilities(device).items():
         key, _, value = word.partition("=")
-        row = {"key": key, "value": value == "true" or value, "reason": reason, "word": word}
-        findings["techniques"].append(row | {"available": reason is None})
+        findings["techniques"].append(
+            {
+                "key": key,
+                "value": value == "true" or value,
+                "reason": reason,
+                "word": word,
+                "available": reason is None,
+            }
+        )
     if measure:
         findings["rates"] = measure_rates(device)
     return findings
@@ -147,8 +154,14 @@ def try_kernels(words: list[str]) -> list[dict[str, Any]]:
             key = technique.key
             reason = stack.reasons.get(key, "not requested, or not part of this model")
             proof = technique.proof or Proof(False, reason)
-            row = {"key": f"runtime.{key}", "requested": stack.requested[key]}
-            rows.append(row | {"on": proof.on, "why": proof.why})
+            rows.append(
+                {
+                    "key": f"runtime.{key}",
+                    "requested": stack.requested[key],
+                    "on": proof.on,
+                    "why": proof.why,
+                }
+            )
     return rows
 
 

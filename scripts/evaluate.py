@@ -20,8 +20,6 @@ $XDG_CACHE_HOME or ~/.cache; processes on several machines must share that folde
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +69,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     refuse_missing("inception", cfg.inception, "name the file of its weights")
     from common.distributed.ranks import Ranks
     from common.environment import describe_environment
-    from common.files import write_json
+    from common.files import hash_content, write_json
     from evaluation.clip import ClipScore
     from evaluation.evaluator import Evaluator
     from sampling.load import find_run_folder
@@ -99,7 +97,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
     reference_protocol = evaluator.describe_protocol()
     reference_protocol |= {} if clip is None else {"clip": clip.sha256}
     protocol = job.describe_protocol() | reference_protocol
-    name = hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:8]
+    name = hash_content(protocol, sort_keys=True)[:8]
     default = f"{run}/evaluation/{trained.file.parent.name}-{name}"
     out = Path(cfg.out or default).expanduser()
 
@@ -108,7 +106,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
         return evaluator.compute_latent_features(latents) | scores
 
     chunks = job.run(
-        out.with_name(out.name + ".parts"),
+        out.with_name(f"{out.name}.parts"),
         reference_protocol | {"reference": evaluator.source.identity},
         measure,
     )
@@ -119,7 +117,7 @@ def evaluate_run(cfg: EvaluateConfig) -> dict[str, Any]:
             "environment": describe_environment(trained.device),
             "classes": job.stream.conditions.list_names(cfg.count),
         }
-        file = out.with_name(out.name + ".json")
+        file = out.with_name(f"{out.name}.json")
         write_json(file, result)
         print(f"\n{format_figures(result['features'])}", flush=True)
         print(f"{CLIP} {result[CLIP]:.2f}\n{file}" if clip else file, flush=True)

@@ -163,6 +163,8 @@ def import_latents(cfg: ImportConfig) -> Path:
     from common.config.build import build
     from common.environment import pick_device
     from common.files import rename
+    from encoding.caption_files import read_caption_list
+    from encoding.caption_job import CaptionJob, TextSettings
     from encoding.foreign import ForeignOptions, open_foreign
     from models.images import Autoencoder
 
@@ -172,10 +174,8 @@ def import_latents(cfg: ImportConfig) -> Path:
 
     # Open the source, and build the encoder that made its latents.
     names = find_class_names(cfg)
-    classes = None if names is None else len(names)
-    foreign = open_foreign(
-        str(cfg.source), ForeignOptions(cfg.latents_key, cfg.labels_key, cfg.labels, classes)
-    )
+    options = ForeignOptions(cfg.latents_key, cfg.labels_key, cfg.labels, labelled=names != [])
+    foreign = open_foreign(str(cfg.source), options)
     if not 0 <= round(cfg.held_out * foreign.total) < foreign.total:
         raise UserError(
             f"held_out={cfg.held_out} of {foreign.total} latents leaves none to train on, or is "
@@ -196,7 +196,12 @@ def import_latents(cfg: ImportConfig) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        captions = plan_captions(cfg, foreign.total)
+        captions = None
+        if cfg.captions is not None:
+            texts = read_caption_list(cfg.captions, foreign.total)
+            caption_node = find_encoder_node("text_encoder", str(cfg.text_encoder))
+            settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
+            captions = CaptionJob(texts, caption_node, settings, pick_device(cfg.device))
         manifest = write_set(cfg, foreign, autoencoder, node, unfinished, captions)
         manifest.write(unfinished)
         rename(unfinished, out)
@@ -210,21 +215,6 @@ def import_latents(cfg: ImportConfig) -> Path:
     print(f"{manifest.count} training and {manifest.held_out} held-out latents in {out}")
     print(f"next: python -m scripts.verify_latents path={out}", flush=True)
     return out / "manifest.json"
-
-
-def plan_captions(cfg: ImportConfig, total: int) -> CaptionJob | None:
-    """Plans to encode the captions, one entry for each of `total` samples; None if `cfg` names
-    none."""
-    if cfg.captions is None:
-        return None
-    from common.environment import pick_device
-    from encoding.caption_files import read_caption_list
-    from encoding.caption_job import CaptionJob, TextSettings
-
-    settings = TextSettings(shard_size=cfg.shard_size, block_size=cfg.block_size)
-    node = find_encoder_node("text_encoder", str(cfg.text_encoder))
-    captions = read_caption_list(cfg.captions, total)
-    return CaptionJob(captions, node, settings, pick_device(cfg.device))
 
 
 def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[dict[str, Tensor]]:
@@ -280,7 +270,7 @@ def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]
             values, spread = values.chunk(2, dim=1)
             if cfg.moments == "mean_logvar":
                 spread = (0.5 * spread.clamp(-30.0, 20.0)).exp()
-            elif bool((spread < 0.0).any()):
+            elif (spread < 0.0).any():
                 raise UserError(
                     "moments=mean_std, but a std is negative; set moments=mean_logvar, or none."
                 )

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.config.compose import parse_words, refuse_missing, report_user_errors
 from common.errors import UserError
@@ -35,6 +34,13 @@ if TYPE_CHECKING:
 SD_SCALE = 0.18215
 """The factor by which SiT multiplies the latents of Stable Diffusion's VAE."""
 SD_CHANNELS = 4
+LIGHTNINGDIT_NAMES = {
+    "feat_rope.freqs_cos",
+    "blocks.0.mlp.w12.weight",
+    "blocks.0.norm1.weight",
+    "blocks.0.attn.q_norm.weight",
+}
+"""Names of tensors that a LightningDiT may have, and a SiT has not."""
 
 
 class Kind(str, Enum):
@@ -99,8 +105,7 @@ class WeightsConfig:
         if not str(self.out).endswith(".safetensors"):
             raise UserError(f"out={self.out} must end in .safetensors.")
         for key in ("source", "statistics", "classes"):
-            if getattr(self, key) is not None:
-                refuse_missing(key, getattr(self, key), "name a file")
+            refuse_missing(key, getattr(self, key), "name a file")
 
 
 def import_weights(cfg: WeightsConfig) -> Path:
@@ -124,8 +129,9 @@ def import_weights(cfg: WeightsConfig) -> Path:
         )
 
     tensors = read_checkpoint(source, cfg.weights.value)
-    kind = detect_kind(tensors)
-    if kind != str(cfg.kind and cfg.kind.value):
+    names = {name.removeprefix("module.") for name in tensors}
+    kind = "lightningdit" if names & LIGHTNINGDIT_NAMES else "sit"
+    if kind != cfg.kind:
         raise UserError(
             f"source={source} holds a {kind}, by the names of its tensors; use kind={kind}."
         )
@@ -152,19 +158,6 @@ def import_weights(cfg: WeightsConfig) -> Path:
     return out
 
 
-def detect_kind(tensors: Mapping[str, Any]) -> str:
-    """Returns the kind of a checkpoint, "sit" or "lightningdit", which it recognises by the names
-    of the tensors."""
-    lightningdit_names = {
-        "feat_rope.freqs_cos",
-        "blocks.0.mlp.w12.weight",
-        "blocks.0.norm1.weight",
-        "blocks.0.attn.q_norm.weight",
-    }
-    names = {name.removeprefix("module.") for name in tensors}
-    return "lightningdit" if names & lightningdit_names else "sit"
-
-
 def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]]:
     """Reads mean and std of each channel from LightningDiT's `latents_stats.pt`."""
     import torch
@@ -185,7 +178,11 @@ def read_statistics(file: Path, channels: int) -> tuple[list[float], list[float]
 
 def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
     """Returns the description of the model's latents: shape, classes, encoder and normalisation."""
+    from common.config.build import build
     from data.spec import LatentSpec
+    from encoding.caption_job import locate_encoder
+    from models.images import Autoencoder
+    from scripts.commands import find_encoder_node
     from scripts.import_latents import read_class_names
 
     mean = [0.0] * published.channels
@@ -199,7 +196,16 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
             f"{published.classes}."
         )
 
-    node, sha256 = find_encoder(cfg.encoder or "sd")
+    # The hash of the encoder's weights is known only if they are on this disk.
+    name = cfg.encoder or "sd"
+    node = locate_encoder(find_encoder_node("encoder", name), None)
+    sha256 = None
+    if os.path.isdir(node["path"]):
+        sha256 = build(node, "encoder", kind=Autoencoder).weights_sha256
+    elif node.get("revision") is None:
+        raise UserError(
+            f"encoder={name} is no folder, and no commit pins it; download it and name the folder."
+        )
     return LatentSpec(
         channels=published.channels,
         height=published.side,
@@ -214,29 +220,6 @@ def make_spec(cfg: WeightsConfig, published: Published) -> LatentSpec:
     )
 
 
-def find_encoder(name: str) -> tuple[dict[str, Any], str | None]:
-    """Returns the configuration of the encoder, and the hash of its weights, or None if the weights
-    are not on this disk."""
-    from common.config.build import build
-    from models.images import Autoencoder
-    from scripts.commands import find_encoder_node
-
-    node = find_encoder_node("encoder", name)
-    if not os.path.isdir(os.path.expanduser(str(node["path"]))):
-        if node.get("revision") is None:
-            raise UserError(
-                f"encoder={name} is no folder, and no commit pins it; download it and name the "
-                "folder."
-            )
-        return node, None
-    node["path"] = str(Path(node["path"]).expanduser().resolve())
-    return node, build(node, "encoder", kind=Autoencoder).weights_sha256
-
-
-def main() -> None:
+if __name__ == "__main__":
     with report_user_errors():
         import_weights(parse_words(WeightsConfig, sys.argv[1:], __doc__ or ""))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,10 +36,10 @@ from torch import Tensor
 
 from common.errors import UserError
 from encoding.foreign import is_dense, read_plain_tensors
+from models.layers import FREQUENCIES
 from models.mixers.attention import axial_rotations
 from training.weights.pretrained import read_tensors
 
-FREQUENCIES = 128
 ROPE_BASE = 10_000.0
 MLP_WIDTH_MULTIPLE = 32
 """models/denoiser.py rounds the hidden width of an MLP to a multiple of this number, so the
@@ -206,12 +206,33 @@ def convert_published(
 def make_node(keys: Keys, rows: int, head_dim: int) -> dict[str, Any]:
     """Returns the denoiser's configuration without width, depth, patch size and MLP, which
     `convert_published` adds. `rows` is the number of patches along one side of the latents."""
+    # If the model has a rotary embedding, its cosines and sines must be those that our attention
+    # computes from `ROPE_BASE`.
+    rope_base = None
+    if "feat_rope.freqs_cos" in keys:
+        tokens, width = keys.read_shape("feat_rope.freqs_cos", 2)
+        if width != head_dim or width % 4:
+            raise UserError(
+                f"{keys.file}: feat_rope has width {width}, the heads {head_dim}: one multiple of "
+                "4 is read."
+            )
+        rotations = torch.stack(
+            [keys.take(f"feat_rope.freqs_{part}", tokens, width) for part in ("cos", "sin")]
+        )
+        rope_base = ROPE_BASE
+        if tokens != rows * rows or not torch.allclose(
+            rotations, axial_rotations((rows, rows), width, rope_base), rtol=0.0, atol=1e-4
+        ):
+            raise UserError(
+                f"{keys.file}: feat_rope turns otherwise than LightningDiT's, which this version "
+                "reads."
+            )
     attention = {
         "_target_": "models.mixers.attention.Attention",
         "_partial_": True,
         "bias": True,
         "qk_norm": "blocks.0.attn.q_norm.weight" in keys,
-        "rope_base": read_rope_base(keys, rows, head_dim),
+        "rope_base": rope_base,
     }
     return {
         "_target_": "models.denoiser.Denoiser",
@@ -244,30 +265,6 @@ def find_head_dim(keys: Keys, dim: int) -> int:
         if name in keys:
             return keys.remaining[name].shape[-1]
     return 72 if dim == 1152 else 64
-
-
-def read_rope_base(keys: Keys, rows: int, head_dim: int) -> float | None:
-    """Returns the base of the rotary embedding, or None if the model has no rotary embedding.
-    Raises ValueError if the cosines and sines in the file are not those that our attention computes
-    from `ROPE_BASE`."""
-    if "feat_rope.freqs_cos" not in keys:
-        return None
-    tokens, width = keys.read_shape("feat_rope.freqs_cos", 2)
-    if width != head_dim or width % 4:
-        raise UserError(
-            f"{keys.file}: feat_rope has width {width}, the heads {head_dim}: one multiple of 4 "
-            "is read."
-        )
-    rotations = torch.stack(
-        [keys.take(f"feat_rope.freqs_{part}", tokens, width) for part in ("cos", "sin")]
-    )
-    if tokens != rows * rows or not torch.allclose(
-        rotations, axial_rotations((rows, rows), width, ROPE_BASE), rtol=0.0, atol=1e-4
-    ):
-        raise UserError(
-            f"{keys.file}: feat_rope turns otherwise than LightningDiT's, which this version reads."
-        )
-    return ROPE_BASE
 
 
 def reverse_time(weight: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ equal batch_size. After a stop the same command continues from the pieces in <ou
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ from PIL import Image
 from common.config.compose import parse_words, refuse_drawing
 from common.distributed.exit import resumable_command
 from common.errors import UserError
-from common.files import replace_file, write_json
+from common.files import hash_content, replace_file, write_json
 from sampling.draw import DrawConfig, ResumableChunks, SampleJob
 
 if TYPE_CHECKING:
@@ -85,11 +83,11 @@ def sample_run(cfg: SampleConfig) -> Path:
     raw = cfg.format is Format.latents
     content = {"kind": "latents" if raw else "images"}
     protocol = job.describe_protocol()
-    digest = hashlib.sha256(json.dumps([protocol, content]).encode()).hexdigest()[:8]
+    digest = hash_content([protocol, content])[:8]
     run = find_run_folder(job.trained.file)
     stem = f"{run}/drawn/step-{protocol['weights']['step']}" if run else "samples/drawn"
     out = Path(cfg.out or f"{stem}-{digest}").expanduser()
-    parts = out.with_name(out.name + ".parts")
+    parts = out.with_name(f"{out.name}.parts")
     if cfg.format is Format.png and out.exists() and not parts.exists():
         raise UserError(
             f"out={out} is there already, and its images would mix with new ones; choose another "
@@ -106,15 +104,15 @@ def sample_run(cfg: SampleConfig) -> Path:
     if cfg.format is Format.png:
         write_pngs(out, chunks, job.size)
     else:
-        file = out.with_name(out.name + ".npz")
+        file = out.with_name(f"{out.name}.npz")
         if ranks.first:
             write_npz(file, chunks, cfg.count, "latents" if raw else "arr_0")
     if ranks.first:
         if cfg.grid:
             count = min(cfg.grid, cfg.count)
-            write_sorted_grid(out.with_name(out.name + ".png"), chunks, count, job)
+            write_sorted_grid(out.with_name(f"{out.name}.png"), chunks, count, job)
         facts = protocol | {"classes": job.stream.conditions.list_names(cfg.count)}
-        write_json(out.with_name(out.name + ".json"), facts)
+        write_json(out.with_name(f"{out.name}.json"), facts)
     chunks.remove()
     ranks.say(f"{file}\n{out}.png" if cfg.grid else str(file))
     return file
@@ -161,8 +159,9 @@ def write_sorted_grid(file: Path, chunks: ResumableChunks, count: int, job: Samp
     from models.images import write_grid
 
     first = [chunks.read(number) for number in range(-(-count // job.size))]
-    labels = np.concatenate([chunk["labels"] for chunk in first])[:count]
-    images = np.concatenate([chunk["samples"] for chunk in first])[:count]
+    labels, images = (
+        np.concatenate([chunk[name] for chunk in first])[:count] for name in ("labels", "samples")
+    )
     images = images[np.argsort(labels, kind="stable")]
 
     classes, sizes = np.unique(labels, return_counts=True)

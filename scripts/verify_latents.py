@@ -53,13 +53,25 @@ def verify(cfg: VerifyConfig) -> list[str]:
         raise UserError("path is not set; say which latent set: path=<folder with manifest.json>.")
 
     refuse_no_set("path", cfg.path)
+    import torch
+
+    from data.blocks import BlockReader, DamagedBlockError
+    from data.caption_blocks import read_captions
     from data.manifest import read_manifest
     from data.source import LocalSource, open_source
 
     source = open_source(cfg.path)
     manifest = read_manifest(source)
     problems = check_split(source, manifest, "train") + check_split(source, manifest, "held_out")
-    problems += check_captions(source, manifest)
+
+    # Check every block of captions, as a loader does.
+    try:
+        if manifest.text is not None:
+            blocks = BlockReader(source, manifest, "train")
+            read_captions(blocks, "tokens", torch.device("cpu"))
+    except DamagedBlockError as error:
+        problems.append(str(error).partition(";")[0])
+
     if isinstance(source, LocalSource):
         problems += check_files(source.folder, manifest)
     for problem in problems:
@@ -103,22 +115,6 @@ def check_split(source: Source, manifest: Manifest, split: str) -> list[str]:
                     f"{measured}"
                 )
     return problems
-
-
-def check_captions(source: Source, manifest: Manifest) -> list[str]:
-    """Checks every block of captions, as a loader does. Returns the problems."""
-    import torch
-
-    from data.blocks import BlockReader, DamagedBlockError
-    from data.caption_blocks import read_captions
-
-    try:
-        if manifest.text is not None:
-            blocks = BlockReader(source, manifest, "train")
-            read_captions(blocks, "tokens", torch.device("cpu"))
-    except DamagedBlockError as error:
-        return [str(error).partition(";")[0]]
-    return []
 
 
 def check_files(folder: Path, manifest: Manifest) -> list[str]:

@@ -117,9 +117,8 @@ class BidirectionalSSD(Layer):
 
     def flops(self, tokens: int) -> int:
         """Returns the FLOPs of one forward pass of one sample of `tokens` tokens."""
-        scan = count_bidirectional_ssd_flops(tokens, self.heads, self.head_dim, self.state_dim)
         return (
             super().flops(tokens)
-            + scan
+            + count_bidirectional_ssd_flops(tokens, self.heads, self.head_dim, self.state_dim)
             + count_local_mix_flops(tokens, self.mixed, math.prod(self.taps))
         )

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 PLAIN_RUNTIME = asdict(RuntimeConfig())
 """Runtime keys of an exported model: every key has its default, so no technique is on."""
+CARD_HEAD = """---
+library_name: diffusers
+tags: ["fastlatent", "latent-generative-model"]
+---
+
+"""
 
 
 class Format(str, Enum):
@@ -112,16 +118,25 @@ def load_trained(cfg: ExportConfig) -> TrainedModel:
 
 def write_diffusers(cfg: ExportConfig, folder: Path) -> None:
     """Writes a folder that diffusers opens."""
+    from sampling.load import find_run_folder
     from scripts.export.folder import can_be_included, write_folder
+    from scripts.report.history import History
+    from scripts.report.pages import render_card
 
     trained = load_trained(cfg)
     include = cfg.include_autoencoder and can_be_included(trained)
     if cfg.include_autoencoder and not include:
         print("the autoencoder is code of your own: it is named and not included", flush=True)
+
+    # Write the model card: code that samples from the folder, and, if the weights lie in a run
+    # folder, the report of the run.
+    how = describe_sampling(cfg, trained, include)
+    card = f"# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
+    run = find_run_folder(trained.file)
+    if run and (run / "config.yaml").is_file():
+        card = render_card(History(run), how).partition("\n---\n\n")[2]
     folder.mkdir()
-    write_folder(
-        folder, trained, trained.opened.description.model, make_card(cfg, trained, include), include
-    )
+    write_folder(folder, trained, CARD_HEAD + card, include)
 
 
 def write_adapter(cfg: ExportConfig, folder: Path) -> None:
@@ -190,21 +205,6 @@ def describe_sampling(cfg: ExportConfig, trained: TrainedModel, include: bool) -
         f"{last}"
     )
     return f"```python\n{code}\n```{note}"
-
-
-def make_card(cfg: ExportConfig, trained: TrainedModel, include: bool) -> str:
-    """Returns the model card of the exported folder, with code that samples from it. If the weights
-    lie in a run folder, the card also reports the run."""
-    from sampling.load import find_run_folder
-    from scripts.report.history import History
-    from scripts.report.pages import render_card
-
-    how = describe_sampling(cfg, trained, include)
-    head = '---\nlibrary_name: diffusers\ntags: ["fastlatent", "latent-generative-model"]\n---\n\n'
-    run = find_run_folder(trained.file)
-    if run and (run / "config.yaml").is_file():
-        return head + render_card(History(run), how).partition("\n---\n\n")[2]
-    return f"{head}# {Path(str(cfg.out)).name}\n\n## How to sample\n\n{how}\n"
 
 
 def push(folder: Path, repository: str, dry_run: bool) -> None:

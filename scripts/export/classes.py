@@ -71,31 +71,15 @@ class FastlatentTransformer(Denoiser, ModelMixin, ConfigMixin):
         text: dict[str, Any] | None = None,
         latents: dict[str, Any] | None = None,
     ) -> None:
-        # Leave out layers that are not given, so that the model has its defaults.
-        nodes = {"mixer": mixer, "attention": attention, "mlp": mlp}
-        layers: dict[str, Any] = {name: make_layer(node) for name, node in nodes.items() if node}
-
-        super().__init__(
-            channels=channels,
-            height=height,
-            width=width,
-            num_classes=num_classes,
-            dim=dim,
-            depth=depth,
-            head_dim=head_dim,
-            patch_size=patch_size,
-            attention_every=attention_every,
-            mlp_ratio=mlp_ratio,
-            drop_path=drop_path,
-            internal_block=internal_block,
-            eps=eps,
-            norm=norm,
-            time_scale=time_scale,
-            conditioning=conditioning,
-            text_tokens=text_tokens,
-            text=text,
-            **layers,
-        )
+        # `register_to_config` has put all arguments into `config`, beside keys of its own, which
+        # begin with _. Leave out layers that are not given, so that the model has its defaults.
+        keys = [key for key in self.config if key != "latents" and not key.startswith("_")]
+        arguments = {key: self.config[key] for key in keys}
+        for key in ("mixer", "attention", "mlp"):
+            node = arguments.pop(key)
+            if node:
+                arguments[key] = make_layer(node)
+        super().__init__(**arguments)
         with torch.no_grad():
             self.init_buffers()
 
@@ -273,17 +257,23 @@ class FastlatentPipeline(DiffusionPipeline):
         else:
             noise = latents.to(device)
         check_internal_guidance(model, settings["internal_guidance"])
-        guidance = (settings["guidance"], settings["guidance_interval"])
-        internal = (settings["internal_guidance"], settings["internal_interval"])
-        conditioned = add_text(model, text)
-        null = model.num_classes
-        velocity = make_guided_velocity(conditioned, label, null, *guidance, *internal)
+        velocity = make_guided_velocity(
+            add_text(model, text),
+            label,
+            model.num_classes,
+            settings["guidance"],
+            settings["guidance_interval"],
+            settings["internal_guidance"],
+            settings["internal_interval"],
+        )
         normalised = sample(
             velocity, noise, settings["steps"], settings["solver"], settings["shift"], fresh
         )
         facts = model.config.latents
-        std = torch.tensor(facts["std"], device=device).view(-1, 1, 1)
-        return normalised.float() * std + torch.tensor(facts["mean"], device=device).view(-1, 1, 1)
+        mean, std = (
+            torch.tensor(facts[name], device=device).view(-1, 1, 1) for name in ("mean", "std")
+        )
+        return normalised.float() * std + mean
 
 
 def check_decoder(vae: Any, facts: dict[str, Any]) -> None:

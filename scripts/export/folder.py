@@ -3,7 +3,6 @@ and a model card."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 
 from common.config.build import resolve_target
 from common.errors import UserError
+from common.files import write_json
 from models.autoencoders import PixelAutoencoder
 from sampling.draw import SAMPLER_KEYS
 from sampling.load import TrainedModel
@@ -48,10 +48,9 @@ def refuse_own_code(node: Mapping[str, Any]) -> None:
             )
 
 
-def write_folder(
-    folder: Path, trained: TrainedModel, node: Mapping[str, Any], card: str, include: bool
-) -> None:
+def write_folder(folder: Path, trained: TrainedModel, card: str, include: bool) -> None:
     """Writes all files of the folder; if `include`, also the files of the autoencoder."""
+    node = trained.opened.description.model
     refuse_own_code(node)
     write_transformer(folder / "transformer", trained, node)
 
@@ -64,7 +63,13 @@ def write_folder(
         index["vae"] = ["diffusers", trained.autoencoder.kind]
         branches = find_branches(trained)
         if branches:
-            write_branches(folder / "vae", vae.config, branches)
+            # Leave block_out_channels out of the configuration, because diffusers adds it itself.
+            added = "block_out_channels"
+            sizes = {k: v for k, v in vae.config.items() if k != added and not k.startswith("_")}
+            content = {"_class_name": AUTOENCODER, **VERSION, "sizes": sizes, "branches": branches}
+            write_json(folder / "vae/config.json", content)
+            source = join_sources(f"An autoencoder{ORIGIN}", CLASSES_MODULE + AUTOENCODER)
+            (folder / f"vae/{AUTOENCODING}.py").write_text(source)
             index["vae"] = [AUTOENCODING, AUTOENCODER]
     # The pipeline needs the code of the text encoder.
     kinds = [CLASSES_MODULE + PIPELINE]
@@ -74,11 +79,6 @@ def write_folder(
     (folder / "pipeline.py").write_text(source)
     write_json(folder / "model_index.json", index)
     (folder / "README.md").write_text(card)
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes `content` as a JSON file."""
-    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]) -> None:
@@ -95,7 +95,9 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     # the exported file of code contains these classes. List these classes in `kinds`, so that
     # `join_sources` copies them into that file.
     kinds = []
-    for key in [key for key in ("mixer", "attention", "mlp") if key in arguments]:
+    for key in ("mixer", "attention", "mlp"):
+        if key not in arguments:
+            continue
         layer = dict(node[key])
         kind = resolve_target(layer.pop("_target_"), f"model.{key}")
         layer.pop("_partial_", None)
@@ -121,18 +123,6 @@ def write_transformer(part: Path, trained: TrainedModel, node: Mapping[str, Any]
     (part / f"{MODELLING}.py").write_text(source)
     write_json(part / "config.json", config | {"latents": latents})
     write_tensors(part / "diffusion_pytorch_model.safetensors", trained.model.state_dict(), {})
-
-
-def write_branches(part: Path, config: Mapping[str, Any], branches: dict[str, list[int]]) -> None:
-    """Writes to the folder `part` the code and configuration of an autoencoder with global
-    branches."""
-    # Leave block_out_channels out of the configuration, because diffusers adds it itself.
-    added = "block_out_channels"
-    sizes = {key: value for key, value in config.items() if key != added and key[0] != "_"}
-    content = {"_class_name": AUTOENCODER, **VERSION, "sizes": sizes, "branches": branches}
-    write_json(part / "config.json", content)
-    source = join_sources(f"An autoencoder{ORIGIN}", CLASSES_MODULE + AUTOENCODER)
-    (part / f"{AUTOENCODING}.py").write_text(source)
 
 
 def name_autoencoder(trained: TrainedModel) -> str:
