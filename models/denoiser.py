@@ -136,11 +136,10 @@ class Denoiser(nn.Module):
         """Adds the head for internal guidance after block `internal_block`, unless that is 0."""
         self.internal_block = internal_block
         self.internal = None
-        self.aux_heads = nn.ModuleDict()
-        self.taps = {}
         if internal_block:
             self.internal = InternalHead(self.dim, self.head.out_features, eps)
-            self.taps["internal"] = internal_block
+        self.aux_heads = nn.ModuleDict()
+        self.taps = {"internal": internal_block} if internal_block else {}
         """Name of a head -> number of the block, from 1, after which it reads the stream."""
 
     def init_weights(self) -> None:

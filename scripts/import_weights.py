@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,15 +43,8 @@ LIGHTNINGDIT_NAMES = {
 """Names of tensors that a LightningDiT may have, and a SiT has not."""
 
 
-class Kind(str, Enum):
-    sit = "sit"
-    lightningdit = "lightningdit"
-    dit = "dit"
-
-
-class WeightsChoice(str, Enum):
-    ema = "ema"
-    model = "model"
+Kind = StrEnum("Kind", "sit lightningdit dit")
+WeightsChoice = StrEnum("WeightsChoice", "ema model")
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
             f"source={source}: {DIT_REFUSAL}. If it is none of DiT's, give the file another name."
         )
 
-    tensors = read_checkpoint(source, cfg.weights.value)
+    tensors = read_checkpoint(source, cfg.weights)
     names = {name.removeprefix("module.") for name in tensors}
     kind = "lightningdit" if names & LIGHTNINGDIT_NAMES else "sit"
     if kind != cfg.kind:
@@ -148,7 +141,7 @@ def import_weights(cfg: WeightsConfig) -> Path:
     description = {"model": published.node, "spec": spec.as_dict(), "step": 0}
     make_folder(out.parent)
     with replace_file(out) as temporary:
-        write_tensors(temporary, published.tensors, make_header(description, cfg.weights.value))
+        write_tensors(temporary, published.tensors, make_header(description, cfg.weights))
         model, _ = load_pretrained(temporary, torch.device("cpu"))
     count = sum(p.numel() for p in model.parameters())
     print(

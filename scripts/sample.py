@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 import zipfile
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,10 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Format(str, Enum):
-    npz = "npz"
-    png = "png"
-    latents = "latents"
+Format = StrEnum("Format", "npz png latents")
 
 
 @dataclass(frozen=True)

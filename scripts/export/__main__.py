@@ -17,7 +17,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +39,7 @@ tags: ["fastlatent", "latent-generative-model"]
 """
 
 
-class Format(str, Enum):
-    diffusers = "diffusers"
-    peft = "peft"
-    weights = "weights"
+Format = StrEnum("Format", "diffusers peft weights")
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class ExportConfig(ModelConfig):
             raise UserError("out is not set; say where to write: out=exported/<name>.")
         suffix = ".safetensors" if self.format is Format.weights else ""
         if not self.out.endswith(suffix):
-            raise UserError(f"out={self.out} must end in {suffix} with format={self.format.value}.")
+            raise UserError(f"out={self.out} must end in {suffix} with format={self.format}.")
         if self.push is not None and (
             self.format is not Format.diffusers or self.push.count("/") != 1
         ):
