@@ -13,7 +13,7 @@
     kernels       each fused operator beside its definition: time, share of the copy rate
     mixers        a training step of each mixer at equal parameters
     data          samples per second of each loader, and of the usual pipelines
-    step          one configuration by phases: its bottleneck, and keys to try next
+    step          one configuration by phases
     profile       the ops that take most of a step, by PyTorch's profiler, and its trace
     precision     fp32, bf16 and fp16: losses over several seeds
     memory        small optimizer states, bf16 weights, fp8, offload: loss, bytes, seconds

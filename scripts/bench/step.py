@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ import torch
 from torch.autograd import DeviceType
 
 from accel.ledger import AUTO, Ledger
-from accel.stack import TECHNIQUES, AccelerationStack
-from common.clock import explain_bound
+from accel.stack import AccelerationStack
 from common.config.schema import KERNEL_KEYS
 from common.environment import pick_device
 from common.files import make_folder
 from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
-from scripts.capabilities import find_capabilities, measure_rates
+from scripts.capabilities import measure_rates
 from scripts.commands import format_table
 from scripts.timing import MemoryPeak, measure_seconds, summarise, synchronise, time_in_turn
 from training.assemble import assemble
@@ -32,11 +31,6 @@ PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole s
 POINTWISE_PREFIXES = ("triton_poi", "triton_red", "triton_per")
 """Prefixes of the names of Inductor's kernels without matrix products. `sum_busy_ms` checks these
 prefixes first, because the name of such a kernel may contain the name of a product."""
-FASTER_PRODUCTS = ("precision=bf16", "tf32=true")
-LESS_TRAFFIC = (
-    *(f"{key}=true" for key in (*KERNEL_KEYS, "compile", "fused_adamw")),
-    "precision=bf16",
-)
 
 
 class Loop:
@@ -235,40 +229,8 @@ def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
     return total, products
 
 
-def find_bound(
-    step_ms: float,
-    data_ms: float,
-    busy: float | None,
-    share: float,
-    left: Collection[str],
-    data: Mapping[str, Any],
-) -> tuple[str, str, Words]:
-    """Returns the bottleneck of a step, the reason, and overrides to try next. It checks first
-    whether the step waits for data, then whether the GPU waits for launches, then which kernels
-    take the time.
-
-    `data_ms` are the milliseconds of a step that waits for its data. `busy` are the milliseconds of
-    a step in which the GPU runs kernels, None on a CPU; `share` is the share of matrix products in
-    the busy time. `left` are the overrides, such as runtime.compile=true, that this machine
-    supports and this run does not use; the function proposes no other runtime key.
-    """
-    savers = [kind.make_override(True) for kind in reversed(TECHNIQUES) if kind.saves_launches]
-    launch_savers = [word for word in savers if word in left]
-    bound = explain_bound(step_ms, data_ms, busy, launch_savers, data)
-    if bound is not None:
-        return bound
-
-    reason = f"{share:.0%} of the busy time goes into products, the rest into moving data"
-    name, wanted = (
-        ("compute-bound", FASTER_PRODUCTS) if share >= 0.5 else ("bandwidth-bound", LESS_TRAFFIC)
-    )
-    keys = [f"runtime.{word}" for word in wanted if f"runtime.{word}" in left]
-    return name, reason, keys or ["a smaller model, a larger patch_size, or a faster device"]
-
-
 def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures a whole training step and its phases, and returns its bottleneck and overrides to
-    try next."""
+    """Measures a whole training step, its phases, and what of it are products."""
     workload = Workload(case.overrides)
     figures = workload.describe_steps(
         time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
@@ -277,27 +239,12 @@ def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
     cuda = workload.device.type == "cuda"
     busy, products = sum_busy_ms(profile_step(workload).key_averages(), cuda)
 
-    active = {row.key: row.active for row in workload.ledger}
-    active_words = {kind.make_override(active[kind.key]) for kind in TECHNIQUES}
-    available = {
-        word for word, reason in find_capabilities(workload.device).items() if reason is None
-    }
-    bound, reason, keys = find_bound(
-        figures["step_ms"],
-        phases_ms["data"],
-        busy if cuda else None,
-        products / busy,
-        available - active_words,
-        workload.cfg.data,
-    )
-
     text = format_table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in phases_ms.items())])
     return figures | {
         "phases_ms": phases_ms,
         "busy_ms": busy,
         "products_ms": products,
-        "verdict": {"bound": bound, "reason": reason, "keys": keys},
-        "text": f"{text}\n\n{bound}: {reason}.\nTry next: {', '.join(keys)}",
+        "text": text,
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from scripts.bench.cases import SETTINGS
 from scripts.bench.newcomer import NewcomersLoop
-from scripts.bench.step import Workload, find_bound, sum_busy_ms, sum_phases
+from scripts.bench.step import Workload, sum_busy_ms, sum_phases
 from scripts.timing import compute_ratios, shows_no_difference, summarise, time_in_turn
 from tests.harness.words import CPU
 
@@ -60,23 +60,3 @@ def test_products_are_told_from_the_rest_by_name():
     }
     events = [SimpleNamespace(key=name, self_cpu_time_total=us) for name, us in times.items()]
     assert sum_busy_ms(events, False) == (10, 4)
-
-
-SWITCHES = {f"runtime.{key}=true" for key in ("compile", "cuda_graph", "fused_adamw", "tf32")}
-SWITCHES |= {"runtime.precision=bf16"}
-
-
-@pytest.mark.parametrize(
-    ("data_ms", "busy", "share", "bound", "first"),
-    [
-        (2.0, 9.0, 0.9, "data-bound", "data=resident"),
-        (0.1, 4.0, 0.8, "launch-bound", "runtime.cuda_graph=true"),
-        (0.1, 9.5, 0.8, "compute-bound", "runtime.precision=bf16"),
-        # A CPU, whose busy time is unknown, is never bound by launches.
-        (0.1, None, 0.8, "compute-bound", "runtime.precision=bf16"),
-        (0.1, 9.5, 0.2, "bandwidth-bound", "runtime.compile=true"),
-    ],
-)
-def test_the_verdict(data_ms, busy, share, bound, first):
-    verdict, _, words = find_bound(10.0, data_ms, busy, share, SWITCHES, {})
-    assert (verdict, words[0]) == (bound, first)
