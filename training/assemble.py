@@ -7,28 +7,26 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel.composite_optimizer import Groups
 from accel.counted_rows import AdapterGradients, OptimizerState, find_promise
 from accel.ledger import Ledger
 from accel.sharding import get_world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from common.clock import CLOCK
-from common.config.build import build, resolve_target, to_kwargs
+from common.config.build import build, resolve_target
 from common.config.compose import Composed
 from common.config.schema import TrainConfig
 from common.distributed.ranks import SINGLE, Ranks
 from common.environment import find_peak_flops
 from common.errors import UserError
 from data.loader import Batch, LatentLoader
-from data.spec import LatentSpec
 from models.adapters import count_passes
 from models.denoiser import Denoiser
 from models.sampler import check_internal_guidance
@@ -77,10 +75,7 @@ def build_optimizer(
     if kind is torch.optim.SGD:
         known.discard("fused")
     extra = {name: value for name, value in stack.make_optimizer_kwargs().items() if name in known}
-
-    def make(groups: Groups) -> torch.optim.Optimizer:
-        return build(node, "optim", groups, kind=torch.optim.Optimizer, **extra)
-
+    make = partial(build, node, "optim", kind=torch.optim.Optimizer, **extra)
     return stack.on_optimizer(make)(make_parameter_groups(model, node))
 
 
@@ -204,7 +199,8 @@ class Training:
         """Says whether the last `guards.max_skipped_in_row` steps were all skipped. Uses a count
         that is a few steps old: it is already in host memory, so reading it does not wait for the
         device."""
-        return self.state.meter.has_skipped(self.cfg.guards.max_skipped_in_row)
+        seen = self.state.meter.in_row_seen
+        return seen is not None and float(seen) >= self.cfg.guards.max_skipped_in_row
 
     @CLOCK.count_as("warm_up")
     def warm_up(self) -> Ledger:
@@ -284,8 +280,7 @@ def assemble(
 
     # Build the state of the run, and the step, which changes that state.
     ema = EMA(model, cfg.ema.half_life_samples, cfg.ema.ramp)
-    lengths = LENGTHS if cfg.ema.snapshots else ()
-    schedule = Schedule(total_samples=cfg.total_samples, **to_kwargs(cfg.schedule))
+    schedule = Schedule(total_samples=cfg.total_samples, **vars(cfg.schedule))
     peak = find_peak_flops(device, stack.precision)
     meter = Meter(
         cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, count_passes(model)
@@ -294,16 +289,15 @@ def assemble(
     if cfg.guards.spike_sigmas:
         spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
-    state.power_averages = [PowerAverage(model, length) for length in lengths]
+    if cfg.ema.snapshots:
+        state.power_averages = [PowerAverage(model, length) for length in LENGTHS]
     step = stack.on_step(TrainStep(cfg, state, objective, schedule))
     return Training(
         cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base
     )
 
 
-def describe_run(
-    composed: Composed, spec: LatentSpec, ledger: Ledger, base: Base | None = None
-) -> dict[str, Any]:
+def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict[str, Any]:
     """Describes a run for its checkpoints, as nested dicts of JSON types.
 
     When a run resumes, its `model`, `data`, `objective`, `optimizer` and `adapter` (with its base
@@ -311,6 +305,8 @@ def describe_run(
     the differences.
     """
     cfg = composed.cfg
+    spec = training.loader.spec
+    base = training.base
     identity = select_identity(vars(cfg))
     settings = {key: node for key, node in composed.source.items() if key in CHANGEABLE_KEYS}
     settings |= {key: asdict(cfg)[key] for key in ("total_samples", "schedule", "ema")}

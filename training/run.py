@@ -41,7 +41,6 @@ from training.checkpoint.load import (
     select_identity,
 )
 from training.checkpoint.save import Checkpoints
-from training.checkpoint.snapshots import prepare_snapshots
 from training.preflight.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
 from training.preflight.tune import TUNING_FILE, make_ledger_row, tune_config
 from training.records.log_lines import format_summary
@@ -84,8 +83,6 @@ class Run:
         """Rows that the run adds to the ledger of techniques, such as a row about tuning."""
         self.reported_bounds: set[str] = set()
         """Limits of the step's speed, such as "data-bound", that the run has already printed."""
-        self.stack: AccelerationStack | None = None
-        """The run's techniques; None before `announce_start`."""
 
         earlier = [file for name in EARLIER_RUN_FILES for file in self.folder.glob(name)]
         if cfg.resume == "never" and earlier:
@@ -172,11 +169,6 @@ class Run:
             self.settle_length()
         return self.cfg
 
-    def prepare_snapshots(self, state: TrainState) -> str:
-        """Prepares the folder for snapshots of averages; returns a line about their space, empty
-        without snapshots."""
-        return self.ranks.broadcast_result(lambda: prepare_snapshots(self.cfg, state, self.folder))
-
     def open_checkpoints(self) -> Checkpoints:
         """Returns the object that saves, lists and deletes the checkpoints in the run folder."""
         cfg = self.cfg
@@ -208,7 +200,6 @@ class Run:
         """Writes environment, ledger and configuration to the run folder, prints the ledger, and
         starts the logger. `origin` is a sentence that says from which checkpoint or weights the run
         starts."""
-        self.stack = training.stack
         ledger += self.rows
         rows = ledger.as_dict()
         self.write_file("environment.json", self.environment)
@@ -239,22 +230,18 @@ class Run:
         if lines:
             state.meter.earlier_seconds = float(lines[-1].get("train_seconds") or 0.0)
 
-    def append_metrics(self, metrics: dict[str, Any]) -> None:
+    def append_metrics(self, metrics: dict[str, Any], stack: AccelerationStack) -> None:
         """Appends a line to metrics.jsonl. Adds the best score to `metrics` if they have a score.
-        If waiting for data or launching kernels limits the
-        speed of a step, prints a line that says so, with configuration keys to try; prints each of
-        the two possible lines at most once in a run."""
+        If waiting for data or launching kernels limits the speed of a step, prints a line that says
+        so, with configuration keys to try; prints each of the two possible lines at most once in a
+        run. `stack` holds the run's techniques."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
         if self.cfg.keep_best in metrics:
             metrics |= find_best(self.metrics.file, self.cfg.keep_best)
-        stack = self.stack
-        if stack is None:
-            return
 
-        # If waiting for data or launching kernels limits the speed of a step, print a line that
-        # says so, at most once for each of the two limits.
+        # Find out whether waiting for data or launching kernels limits the speed of a step.
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
         data_ms = metrics["data_wait"] * step_ms
         explanation = explain_bound(

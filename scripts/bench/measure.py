@@ -265,7 +265,7 @@ def measure_saves(case: Case, cfg: BenchConfig) -> Figures:
     """
     workload = Workload(case.overrides)
     training = workload.training
-    description = describe_run(workload.composed, training.loader.spec, workload.ledger)
+    description = describe_run(workload.composed, training, workload.ledger)
     stall_ms = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder), in_background=case.name == "background")

@@ -190,11 +190,6 @@ class Meter:
         the device."""
         return int(float(self.in_row))
 
-    def has_skipped(self, limit: int) -> bool:
-        """Says whether the last `limit` steps were all skipped. Uses a count that is a few steps
-        old: it is already in host memory, so reading it does not wait for the device."""
-        return self.in_row_seen is not None and float(self.in_row_seen) >= limit
-
     def state_dict(self) -> dict[str, Tensor | int]:
         """Returns this rank's sums over the current log window, and the number of steps in that
         window, without waiting for the device."""
