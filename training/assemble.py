@@ -282,9 +282,8 @@ def assemble(
     ema = EMA(model, cfg.ema.half_life_samples, cfg.ema.ramp)
     schedule = Schedule(total_samples=cfg.total_samples, **vars(cfg.schedule))
     peak = find_peak_flops(device, stack.precision)
-    meter = Meter(
-        cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, count_passes(model)
-    )
+    flops = count_passes(model) * model.flops_per_sample()
+    meter = Meter(cfg.batch_size, model.tokens, flops, peak, ranks)
     spikes = None
     if cfg.guards.spike_sigmas:
         spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)

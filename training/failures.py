@@ -66,9 +66,10 @@ def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path
     its parameters.
     """
     state = training.state
-    content = {"step": state.step, "skipped_in_row": state.meter.skipped_in_row}
     with torch.compiler.set_stance("force_eager"):
-        content |= {
+        content = {
+            "step": state.step,
+            "skipped_in_row": state.meter.skipped_in_row,
             "samples": describe_samples(training, batches),
             "blocks": measure_norms(training, batches),
         }

@@ -104,8 +104,15 @@ class Run:
         self.claimed = self.ranks.broadcast_result(
             lambda: self.folder.exists() and self.claim_folder()
         )
-        if self.claimed:
-            self.ranks.broadcast_result(self.report_kill)
+        # Say if the process that ran here last was killed: no other process runs here now, for this
+        # one has the lock.
+        if self.claimed and self.ranks.first and (self.folder / RUNNING_FILE).exists():
+            steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
+            print(
+                f"the last start in {self.folder} ended without a word after step "
+                f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
+                flush=True,
+            )
         self.environment = describe_environment(self.device) | {
             "choices": composed.choices,
             "overrides": composed.overrides,
@@ -128,17 +135,6 @@ class Run:
                 f"{key} cannot be written to ({error.strerror}); choose another folder."
             ) from error
         return True
-
-    def report_kill(self) -> None:
-        """Says if the process that ran here last was killed: no other process runs here now, for
-        this one has the lock."""
-        if (self.folder / RUNNING_FILE).exists():
-            steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
-            print(
-                f"the last start in {self.folder} ended without a word after step "
-                f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
-                flush=True,
-            )
 
     def settle_length(self) -> None:
         """Sets `cfg`, and that of `composed`, to the configuration with the run's length."""

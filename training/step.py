@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -62,13 +62,12 @@ class TrainStep:
         self.objective = objective
         self.optimizer = state.optimizer
         self.lr_schedule = schedule
-        self.ema = state.ema
         self.seed = cfg.seed
         self.batch_size = cfg.batch_size
         self.max_grad_norm = cfg.max_grad_norm or math.inf
         self.parameters = list(state.model.parameters())
-        has_internal = getattr(state.model, "internal_block", 0) > 0
-        internal = set(cast("Any", state.model).internal.parameters()) if has_internal else set()
+        head = state.model.internal if getattr(state.model, "internal_block", 0) else None
+        internal = set(head.parameters()) if head else set()
         self.internal_parameters = [p for p in self.parameters if p in internal]
         self.other_parameters = [p for p in self.parameters if p not in internal]
 
@@ -79,9 +78,9 @@ class TrainStep:
         if is_fused(self.optimizer):
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
-        self.ema_weight = torch.zeros((), device=device)
-        self.power_averages = [(a, torch.zeros((), device=device)) for a in state.power_averages]
-        """Pairs (power-function average, its weight w as a scalar tensor on the device)."""
+        averages = (state.ema, *state.power_averages)
+        self.averages = [(average, torch.zeros((), device=device)) for average in averages]
+        """Pairs (average of the weights, its weight w as a scalar tensor on the device)."""
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         """Number of samples that the run has seen before the step, as a tensor of shape (1,) on the
         device."""
@@ -96,7 +95,7 @@ class TrainStep:
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             rate = base * factor
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        for average, weight in [(self.ema, self.ema_weight), *self.power_averages]:
+        for average, weight in self.averages:
             weight.fill_(average.compute_weight(end, self.batch_size))
         self.position.fill_(samples)
 
@@ -134,7 +133,7 @@ class TrainStep:
             finite = torch.stack([*losses.values()]).isfinite().all()
             backed_off = (~norm.isfinite() & finite & (scale > 1.0)).float()
         taken = norm.isfinite() if self.spikes is None else self.spikes.admit(norm)
-        taken = taken.to(self.ema_weight.device)
+        taken = taken.to(self.position.device)
 
         # Update parameters and averages.
         self.update_parameters(grads, norm.to(taken.device), taken)
@@ -142,7 +141,7 @@ class TrainStep:
             self.scaler.update((~norm.isfinite()).float())
         self.mark("optimizer")
         self.phase = "the averages"
-        for average, weight in [(self.ema, self.ema_weight), *self.power_averages]:
+        for average, weight in self.averages:
             average.update(torch.where(taken, weight, 0.0))
         self.mark("ema")
         self.optimizer.zero_grad(set_to_none=True)

@@ -8,7 +8,6 @@ key that `RuntimeConfig` lacks never applies, so removing a technique needs no c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from typing import Any
 
 from common.errors import UserError
@@ -105,9 +104,7 @@ def check_contradictions(
     """Raises ValueError for the first rule in `CONTRADICTIONS` whose conditions all hold, or if
     `tune_seconds` is not below `timeout_minutes`, the time for which other processes wait.
     `optimizer` is the `_target_` of the optimizer, or None."""
-    values = {key: v.value if isinstance(v, Enum) else v for key, v in vars(runtime).items()}
-    values |= {
-        "mode": runtime.parallel.mode.value,
+    values = runtime.values() | {
         "accumulates": accumulation_steps > 1,
         "deterministic": deterministic,
         "optimizer": optimizer,

@@ -184,13 +184,10 @@ def find_branch(resume: str, folder: Path) -> Path | None:
             "in it."
         )
     branch = named[-1].resolve()
-    checkpoints = list_complete(folder)
-    if not checkpoints or branch.parent != folder.resolve():
-        return branch
-    newest = checkpoints[-1]
-    if branch != newest.resolve():
+    own = list_complete(folder)
+    if own and branch.parent == folder.resolve() and branch != own[-1].resolve():
         raise UserError(
-            f"resume={resume}: run_dir holds a later checkpoint, {newest.name}; use a new run_dir "
+            f"resume={resume}: run_dir holds a later checkpoint, {own[-1].name}; use a new run_dir "
             "to branch off."
         )
     return branch
