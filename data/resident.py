@@ -303,9 +303,7 @@ def format_gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def find_allowed_memory(
-    device: torch.device, configured_gib: float | None, world_size: int = 1
-) -> int:
+def find_allowed_memory(device: torch.device, configured_gib: float | None, world_size: int) -> int:
     """Returns how many bytes latents may take on the device: `configured_gib`; if that is None,
     half of the GPU's free memory, or on a CPU half of the host's memory.
 
@@ -314,16 +312,15 @@ def find_allowed_memory(
     """
     if configured_gib is not None:
         return int(configured_gib * GIB)
-    if device.type == "cuda":
-        allowed = torch.cuda.mem_get_info(device)[0] // 2
-    else:
-        allowed = count_host_bytes() // 2
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else count_host_bytes()
+    allowed = free // 2
 
     if world_size > 1 and torch.distributed.is_initialized():
         minimum = torch.tensor(allowed, device=device)
         torch.distributed.all_reduce(minimum, torch.distributed.ReduceOp.MIN)
         return int(minimum)
-    if world_size > 1 and device.type == "cuda":
+    if world_size > 1 and cuda:
         raise UserError(
             "data=resident in several processes needs data.device_memory_gib=<GiB>, the same for "
             "all."

@@ -142,12 +142,13 @@ class Training:
         0, as many as the distances need. The first rank reads them; all ranks must read this
         property together."""
         cfg = self.cfg
-
-        def read() -> tuple[Tensor, Tensor]:
-            data = open_data(cfg.data, self.loader.spec, 0, "pooled")
-            return list_samples(data, "train", max(GRID_ROWS, cfg.fd.count))
-
-        return self.ranks.broadcast_result(read)
+        return self.ranks.broadcast_result(
+            lambda: list_samples(
+                open_data(cfg.data, self.loader.spec, 0, "pooled"),
+                "train",
+                max(GRID_ROWS, cfg.fd.count),
+            )
+        )
 
     @cached_property
     def shown(self) -> Conditions:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -118,14 +118,14 @@ class Composed(NamedTuple):
     ${seed} stay unresolved, and secrets are redacted."""
 
 
-def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
+def compose(overrides: Sequence[str] = (), config_name: str = "train") -> Composed:
     """Composes and checks a configuration in the same way as the command line does; for scripts,
     notebooks and tests.
 
     `config_name` is a key of `SCHEMAS`. Any mistake in `overrides` raises a ValueError whose
     message names key, value and fix.
     """
-    words = list(overrides or [])
+    words = list(overrides)
     refuse_words(words)
     try:
         with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):

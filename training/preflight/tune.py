@@ -36,7 +36,7 @@ from common.errors import READ_ERRORS, UserError
 from common.files import ROOT, find_cache_folder, read_object, write_to_cache
 from common.text import replace_non_finite
 from training.assemble import to_json_types
-from training.inputs import find_text_level, foresee_latents
+from training.inputs import foresee_latents
 
 TUNING_FILE = "tuning.json"
 """Name of the file in a run folder that holds the choice of techniques."""
@@ -83,8 +83,7 @@ def find_choice(
         choice = read_choice(folder / TUNING_FILE, cfg, device, processes)
         if choice:
             return choice
-    level = find_text_level(cfg.model)
-    spec, resident = foresee_latents(cfg.data, cfg.seed, memory_of(device), level)
+    spec, resident = foresee_latents(cfg, memory_of(device))
     text = spec.text and (spec.text.width, spec.text.max_tokens)
     latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident, text)
     file = find_cache_folder("tuning") / f"{hash_facts(cfg, device, processes, *latents)}.json"
@@ -194,13 +193,13 @@ def hash_facts(cfg: TrainConfig, device: torch.device, processes: int, *latents:
     for name in cfg.extensions:
         spec = find_spec(name)
         folders += map(Path, (spec.submodule_search_locations if spec else None) or [])
-    sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     machine = (get_device_name(device), memory_of(device), version("torch"))
     run = (cfg.model, cfg.objective, cfg.optim, cfg.max_grad_norm, cfg.runtime, cfg.deterministic)
     batch = (cfg.batch_size, cfg.accumulation_steps, processes)
     digest = hashlib.sha256(repr((machine, latents, run, batch)).encode())
-    for file in sources:
-        digest.update(file.read_bytes())
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
 
 

@@ -174,15 +174,29 @@ def build_described(
     `tensors`.
     """
     refuse_foreign_targets(file, description)
-    max_tensors = MODEL_SIZE_FACTOR * len(tensors)
-    max_values = MODEL_SIZE_FACTOR * sum(tensor.numel() for tensor in tensors)
+    # Number of parameters, and number of elements of parameters, that the model and the code inside
+    # the `with` statement may still create.
+    remaining = [
+        MODEL_SIZE_FACTOR * len(tensors),
+        MODEL_SIZE_FACTOR * sum(tensor.numel() for tensor in tensors),
+    ]
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            remaining[0] -= 1
+            remaining[1] -= parameter.numel()
+        if min(remaining) < 0:
+            raise UserError("it would be much larger than the tensors in the file.")
+
+    hook = register_module_parameter_registration_hook(count)
     try:
-        with limit_parameters(max_tensors, max_values):
-            yield build_on_meta(description.model, description.spec)
+        yield build_on_meta(description.model, description.spec)
     except Exception as error:  # a class may raise any error for bad arguments
         raise UserError(
             f"{file} describes a model that cannot be built: {shorten_error(error)[:600]}"
         ) from error
+    finally:
+        hook.remove()
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -194,28 +208,6 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     if sha256 not in (None, hash_tensors(tensors)):
         raise UserError(f"{file} is damaged: its header has another hash; use another copy.")
     return tensors
-
-
-@contextmanager
-def limit_parameters(tensors: int, values: int) -> Iterator[None]:
-    """Raises ValueError as soon as the modules that the `with` block builds have more than
-    `tensors` parameters, or more than `values` elements in all parameters together."""
-    # Number of parameters, and number of elements of parameters, that the code inside the `with`
-    # statement may still create.
-    remaining = [tensors, values]
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            remaining[0] -= 1
-            remaining[1] -= parameter.numel()
-        if min(remaining) < 0:
-            raise UserError("it would be much larger than the tensors in the file.")
-
-    hook = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def refuse_misfit(
@@ -380,7 +372,7 @@ def build_autoencoder(
     return build_encoder("encoder", Autoencoder, spec.encoder, spec.encoder_sha256, path).to(device)
 
 
-def build_text_encoder(text: TextSpec, path: str | None = None) -> TextEncoder:
+def build_text_encoder(text: TextSpec, path: str | None) -> TextEncoder:
     """Builds the text encoder that encoded the captions, as `build_autoencoder` does, on the
     CPU."""
     return build_encoder("text_encoder", TextEncoder, text.encoder, text.encoder_sha256, path)
