@@ -141,11 +141,10 @@ class Manifest:
 
         for shard in self.shards:
             yield from self.find_shard_faults(shard)
-        captions = self.text.count if self.text else 0
         for split, count in (
             ("train", self.count),
             ("held_out", self.held_out),
-            ("captions", captions),
+            ("captions", self.text.count if self.text else 0),
         ):
             total = sum(shard.count for shard in self.shards if shard.split == split)
             if total != count:

@@ -152,20 +152,17 @@ class ChunkedLatents(BlockLoader):
             if self.chunk is None:
                 self.start_filling(chunk)
             while self.chunk != chunk:
-                self.take_next_chunk()
+                # Wait until the next chunk is on the device. The thread may then overwrite the
+                # buffer of the previous one, once the GPU has made its batches.
+                if self.last_batch is not None:
+                    self.last_batch.record(torch.cuda.current_stream(self.device))
+                self.chunk, self.rows, self.shuffled_ids = next(self.chunks)
+                add_skipped(self.skipped, self.blocks.take_reports())
             ids = self.shuffled_ids[offset : offset + missing]
             parts.append(self.rows.index_select(0, ids))
             start += len(ids)
             missing -= len(ids)
         return self.make_batch_of_rows(torch.cat(parts), position)
-
-    def take_next_chunk(self) -> None:
-        """Waits until the next chunk is on the device, and makes it the current chunk. The thread
-        may then overwrite the buffer of the previous chunk."""
-        if self.last_batch is not None:
-            self.last_batch.record(torch.cuda.current_stream(self.device))
-        self.chunk, self.rows, self.shuffled_ids = next(self.chunks)
-        add_skipped(self.skipped, self.blocks.take_reports())
 
     def state_dict(self) -> dict[str, int]:
         # The key is "window" because version 1 of fastlatent called a chunk a window, and runs of

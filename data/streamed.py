@@ -269,9 +269,8 @@ class StreamedLatents(BlockLoader):
             return
 
         windows = len(self.rank_positions.find_streams() or range(streams)) * stream_bytes
-        readers = max(1, self.num_workers)
         reading = (
-            readers
+            max(1, self.num_workers)
             * READERS_PER_WORKER
             * COPIES_OF_A_BLOCK
             * max(place.block.size for place in places)
@@ -290,13 +289,12 @@ class StreamedLatents(BlockLoader):
     def start_reading(self) -> Prefetcher[JoinedBatch]:
         """Starts the workers, and the thread that joins their parts of batches; returns an iterator
         of the joined batches."""
-        batch_bytes = self.batch_size * self.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                batch_bytes,
+                self.batch_size * self.row_bytes,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 

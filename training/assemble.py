@@ -110,8 +110,10 @@ def build_stack(
     )
     reason = stack.explain_separate_training()
     if reason and not alone:
-        mode = cfg.runtime.parallel.mode.value
-        raise UserError(f"runtime.parallel.mode={mode} with {get_world_size()} processes: {reason}")
+        raise UserError(
+            f"runtime.parallel.mode={cfg.runtime.parallel.mode.value} with {get_world_size()} "
+            f"processes: {reason}"
+        )
     return stack
 
 
@@ -169,8 +171,13 @@ class Training:
             labels, numbers = list_samples(loader, source, count)
         else:
             labels, numbers = (column[:count] for column in self.first_samples)
-        rows = numbers.to(captions.device)
-        return Conditions(source, labels.to(self.device), rows, captions.texts, captions.columns)
+        return Conditions(
+            source,
+            labels.to(self.device),
+            numbers.to(captions.device),
+            captions.texts,
+            captions.columns,
+        )
 
     def take_batches(self) -> list[Batch]:
         """Takes the micro-batches of one step from the loader."""
@@ -320,17 +327,12 @@ def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict
         **identity,
         "base": base and str(base.file),
         "data": {"fingerprint": spec.fingerprint, **identity["data"]},
-        "settings": to_json_types(settings),
+        # JSON types, such as the value of an enum member
+        "settings": json.loads(json.dumps(settings)),
         "spec": spec.as_dict(),
         "choices": composed.choices,
         "ledger": ledger.as_dict(),
     }
-
-
-def to_json_types(node: Any) -> Any:
-    """Converts nested dicts and lists to JSON types, by writing and reading them as JSON: a tuple
-    becomes a list, an enum member its value."""
-    return json.loads(json.dumps(node, default=lambda choice: choice.value))
 
 
 def restore(

@@ -34,15 +34,30 @@ def end_if_failed(
     request: Request,
 ) -> None:
     """Raises ValueError if the last `guards.max_skipped_in_row` steps were skipped, or a background
-    save has failed. All ranks must call this function. If the steps were skipped, it also writes a
-    file in `folder/dumps` that describes the last step and `batches`, the micro-batches of that
-    step.
+    save has failed. All ranks must call this function.
+
+    If the steps were skipped, it also repeats the forward and backward pass of the last step on its
+    micro-batches, `batches`, without an update, and writes a report to a file in `folder/dumps`.
+    The report's key `samples` lists id, position in the stream, label, t and loss of each sample;
+    its key `blocks` maps each part of the model to the norm of the part's gradient and the norm of
+    its parameters.
     """
     limit = training.cfg.guards.max_skipped_in_row
     state = training.state
     skipped = state.meter.skipped_in_row
     if skipped >= limit:
-        file = write_dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
+        with torch.compiler.set_stance("force_eager"):
+            content = {
+                "step": state.step,
+                "skipped_in_row": skipped,
+                "samples": describe_samples(training, batches),
+                "blocks": measure_norms(training, batches),
+            }
+        file = folder / "dumps" / f"step-{state.step}.json"
+        if training.ranks.first:
+            make_folder(file.parent)
+            write_json(file, content)
+
         # Wait until a background save has ended, because the error message names the newest
         # complete checkpoint.
         checkpoints.wait()
@@ -55,28 +70,6 @@ def end_if_failed(
         )
     if request is Request.look:
         checkpoints.finish(state.samples)
-
-
-def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
-    """Repeats the forward and backward pass of the step on `batches`, without an update, and writes
-    a JSON report to `file`; returns `file`.
-
-    The report's key `samples` lists id, position in the stream, label, t and loss of each sample;
-    its key `blocks` maps each part of the model to the norm of the part's gradient and the norm of
-    its parameters.
-    """
-    state = training.state
-    with torch.compiler.set_stance("force_eager"):
-        content = {
-            "step": state.step,
-            "skipped_in_row": state.meter.skipped_in_row,
-            "samples": describe_samples(training, batches),
-            "blocks": measure_norms(training, batches),
-        }
-    if training.ranks.first:
-        make_folder(file.parent)
-        write_json(file, content)
-    return file
 
 
 @torch.no_grad()
@@ -171,7 +164,7 @@ def describe_out_of_memory(training: Training) -> str:
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = count_lasting_bytes(training)
-    lasting = held.on_device - held.gradients
+    lasting = held.weights + held.averages + held.optimizer
     savings = training.stack.list_savings()
     return (
         f"out of memory in {step.phase} at step {training.state.step}: {peak / GIB:.3g} of "

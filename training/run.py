@@ -159,8 +159,9 @@ class Run:
             self.write_file(TUNING_FILE, choice)
             self.rows.append(make_ledger_row(choice))
         if self.cfg.budget_minutes is not None and not (self.folder / LENGTH_FILE).exists():
-            job = (self.cfg, self.device, self.ranks.world_size)
-            measured = self.ranks.broadcast_result(lambda: measure_seconds(*job))
+            measured = self.ranks.broadcast_result(
+                lambda: measure_seconds(self.cfg, self.device, self.ranks.world_size)
+            )
             self.write_file(LENGTH_FILE, measured)
             self.settle_length()
         return self.cfg
@@ -206,9 +207,8 @@ class Run:
         # Show the ledger, and pass it to the logger with the configuration.
         config = self.composed.source
         write_atomically(self.folder / "config.yaml", to_yaml(config))
-        hardware = self.environment["hardware"]
         print(
-            f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n"
+            f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.format_table()}\n\n"
             f"{ledger.format_line()}\n\n{origin}\n{describe_length(self.cfg, training.loader)}",
             flush=True,
         )
@@ -255,8 +255,7 @@ class Run:
         `saved` or `now` is set, otherwise at most every few seconds."""
         if self.ranks.first:
             state.meter.sum_waits()
-            step = state.step if saved else None
-            CLOCK.write(self.folder / TIME_FILE, step, now=saved or now)
+            CLOCK.write(self.folder / TIME_FILE, state.step if saved else None, now=saved or now)
 
     def show_finished(self) -> dict[str, Any]:
         """Prints and returns the summary of the finished run in this folder; changes no file.
@@ -332,9 +331,7 @@ class Run:
             "steps": state.step,
             "samples": state.samples,
             "samples_per_s": rate,
-            "mfu": latest.get("mfu"),
-            "gpu_busy": latest.get("gpu_busy"),
-            "memory_reserved_peak": latest.get("memory_reserved_peak"),
+            **{name: latest.get(name) for name in ("mfu", "gpu_busy", "memory_reserved_peak")},
             "skipped_steps": state.skipped_steps,
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,
@@ -360,9 +357,8 @@ class Run:
         if experiment is None or not self.ranks.first:
             return
 
-        choices = self.composed.choices
         chosen = {"experiment": experiment}
-        chosen |= {key: choices.get(key) for key in ("model", "runtime")}
+        chosen |= {key: self.composed.choices.get(key) for key in ("model", "runtime")}
         folders = (self.folder.parent, Path("runs"))
         files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
         for file in sorted(files, key=os.path.getmtime, reverse=True):

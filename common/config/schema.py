@@ -82,6 +82,7 @@ CompileMode = Enum(
         "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs",
         "reduce-overhead": "reduce-overhead",
     },
+    type=str,
 )
 
 

@@ -19,7 +19,6 @@ from scripts.plan.memory import Question, forecast
 from tests.harness.sets import wait_until_dead
 from tests.harness.words import CPU, TINY_RUN, TINY_SYNTHETIC
 from train import train
-from training.assemble import to_json_types
 from training.inputs import foresee_latents
 from training.preflight import tune
 
@@ -40,7 +39,7 @@ def own_cache(monkeypatch, tmp_path):
 
 def make_search(cfg, seconds=3600.0):
     spec, resident = foresee_latents(cfg, 1e9)
-    question = {"cfg": to_json_types(asdict(cfg)), "spec": spec.as_dict(), "resident": resident}
+    question = {"cfg": asdict(cfg), "spec": spec.as_dict(), "resident": resident}
     deadline = time.monotonic() + seconds
     return tuner.Search(question | {"device": "cpu", "processes": 1, "deadline": deadline})
 

@@ -20,7 +20,7 @@ from common.environment import memory_of
 from common.errors import UserError
 from common.files import read_object
 from data.loader import LatentLoader
-from training.assemble import Training, to_json_types
+from training.assemble import Training
 from training.evaluate import draw_sample_grid, evaluate
 from training.inputs import find_text_level, foresee_latents
 from training.preflight.tune import measure_choice
@@ -78,12 +78,7 @@ def measure_seconds(cfg: TrainConfig, device: torch.device, processes: int) -> d
     """Measures the seconds of a step, an evaluation and a grid in another process."""
     print("measuring a step, an evaluation and a grid …", flush=True)
     return measure_choice(
-        {
-            "cfg": to_json_types(asdict(cfg)),
-            "device": str(device),
-            "processes": processes,
-            "measure": True,
-        }
+        {"cfg": asdict(cfg), "device": str(device), "processes": processes, "measure": True}
     )
 
 

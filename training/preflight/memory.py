@@ -41,10 +41,6 @@ class LastingBytes(NamedTuple):
     on_host: int
     """Bytes of the optimizer's state in host memory."""
 
-    @property
-    def on_device(self) -> int:
-        return self.weights + self.gradients + self.averages + self.optimizer
-
 
 def count_lasting_bytes(training: Training) -> LastingBytes:
     """Counts this process's bytes of weights, gradients, averages and optimizer state. The run must

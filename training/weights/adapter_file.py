@@ -158,8 +158,7 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
 
     # Check that the adapter's tensors fit, after translating PEFT's names to fastlatent's. Build
     # the model for this on the meta device, which allocates no memory.
-    all_tensors = [*base_tensors, *tensors.values()]
-    with build_described(file, description, all_tensors) as model:
+    with build_described(file, description, [*base_tensors, *tensors.values()]) as model:
         add_adapter(model, note.node, note.labels)
     parameters = find_trained_parameters(model)
     names = {to_peft_name(name): name for name in parameters}

@@ -77,7 +77,7 @@ def insert_pretrained(composed: Composed) -> Composed:
         description = read_description(file)
         refuse_foreign_targets(file, description)
     else:
-        file, description = read_base_model(str(cfg.init_from))
+        file, description = read_base_model(cfg)
         with build_described(file, description, read_tensors(file).values()):
             pass
 
@@ -130,9 +130,8 @@ def find_first_weights(cfg: TrainConfig) -> tuple[Path | None, Description | Non
     verify. The path is None if there is no such file or if its header cannot be read."""
     file = find_own_checkpoint(cfg)
     if file is None and cfg.init_from is not None:
-        named = Path(cfg.init_from).expanduser()
         newest = find_checkpoints(cfg.init_from)[-1:]
-        file = newest[0] / "ema.safetensors" if newest else named
+        file = newest[0] / "ema.safetensors" if newest else Path(cfg.init_from).expanduser()
     if file is not None:
         # `restore` (training/assemble.py) will report a file that cannot be read.
         with suppress(ValueError):
@@ -157,14 +156,14 @@ def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
     return None
 
 
-def read_base_model(init_from: str) -> tuple[Path, Description]:
+def read_base_model(cfg: TrainConfig) -> tuple[Path, Description]:
     """Returns the path of the weights file that the setting `init_from` names, and the description
     in its header; ValueError if the file holds an adapter."""
-    file = find_weights_file(init_from, "init_from").resolve()
+    file = find_weights_file(str(cfg.init_from), "init_from").resolve()
     description = read_description(file)
     if description.adapter is not None:
         raise UserError(
-            f"init_from={init_from} is an adapter, not a model; merge it first: python -m "
+            f"init_from={cfg.init_from} is an adapter, not a model; merge it first: python -m "
             "scripts.export run_dir=<its run> format=weights out=<file>.safetensors."
         )
     return file, description
@@ -180,7 +179,7 @@ def find_base_file(cfg: TrainConfig) -> Path:
         run = Path(str(cfg.init_from)).expanduser().resolve()
         if run in base.parents and base.is_file() and hash_file(base) == note.base_sha256:
             return base
-    return read_base_model(str(cfg.init_from))[0]
+    return read_base_model(cfg)[0]
 
 
 def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> None:

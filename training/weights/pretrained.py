@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel.sharding import to_full
 from common.config.build import build, fill_defaults, is_admitted
+from common.config.explain import list_nodes
 from common.encoded_text import TextEncoder
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
@@ -334,14 +335,9 @@ def is_part_of_model(target: Any) -> bool:
     return str(target).startswith("models.") or is_admitted(target)
 
 
-def list_targets(node: Any) -> Iterator[Any]:
-    """Yields the value of every `_target_` in nested dicts and lists of a configuration."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from [value] if key == "_target_" else list_targets(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from list_targets(value)
+def list_targets(node: Any) -> list[Any]:
+    """Lists the value of every `_target_` in nested dicts and lists of a configuration."""
+    return [value for key, value in list_nodes(node) if key.rpartition(".")[2] == "_target_"]
 
 
 def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
@@ -387,7 +383,7 @@ def build_encoder(
     # Refuse an encoder that is no class of `models` or of an admitted extension, because the
     # latents, and so the class name in them, may come from anywhere.
     node = dict(node) if path is None else {**node, "path": path}
-    targets = list(list_targets(node))
+    targets = list_targets(node)
     if len(targets) != 1 or not is_part_of_model(targets[0]):
         raise UserError(
             f"the latents name {str(targets)[:200]} as their {key}, which is none; do not trust "
