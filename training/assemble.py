@@ -241,8 +241,9 @@ REAL_PARTS = Parts()
 def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> None:
     """Raises a UserError for guidance that the data or the model does not allow, and for a sweep's
     metric that needs held-out samples if the data have none."""
-    level = find_text_level(cfg.model)
-    check_guidance(loader.spec, level, cfg.sampling.guidance, "sampling.guidance")
+    check_guidance(
+        loader.spec, find_text_level(cfg.model), cfg.sampling.guidance, "sampling.guidance"
+    )
     check_internal_guidance(model, cfg.sampling.internal_guidance, "sampling.")
     if cfg.sweep_metric == "eval_loss" and not loader.held_out_count:
         raise UserError(
@@ -264,8 +265,9 @@ def assemble(
     """
     # Build the loader, the objective and the model.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
-    level = find_text_level(cfg.model)
-    loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks, level)
+    loader = parts.loader(
+        cfg.data, cfg.seed, micro_batch, device, ranks, find_text_level(cfg.model)
+    )
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
     objective = build(cfg.objective, "objective")
     base = open_base(cfg, loader, ranks)

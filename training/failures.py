@@ -6,7 +6,7 @@ import math
 import resource
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,29 +116,18 @@ def to_json_number(value: float) -> float | str:
 
 
 @contextmanager
-def mark_folder(folder: Path) -> Iterator[None]:
-    """Inside the `with` block, `folder` has the file `RUNNING_FILE`."""
-    file = folder / RUNNING_FILE
-    with suppress(OSError):
-        make_folder(folder)
-        file.touch()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
-            folder.rmdir()  # fails if the run has written to it
-
-
-@contextmanager
 def explain_failures(training: Training, folder: Path) -> Iterator[None]:
     """If the code in the `with` block runs out of memory or disk, raises a ValueError that says
     where this happened, how much memory was in use, and which configuration keys save most.
     Meanwhile the first rank keeps the file `RUNNING_FILE` in `folder`, by which the next start sees
     that this process was killed."""
+    first = training.ranks.first
+    if first:
+        with suppress(OSError):
+            make_folder(folder)
+            (folder / RUNNING_FILE).touch()
     try:
-        with mark_folder(folder) if training.ranks.first else nullcontext():
-            yield
+        yield
     except (OSError, RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             reason = describe_out_of_memory(training)
@@ -152,6 +141,11 @@ def explain_failures(training: Training, folder: Path) -> Iterator[None]:
         raise UserError(
             f"{reason}; {describe_resume(folder / 'checkpoints', training.state.samples)}."
         ) from error
+    finally:
+        if first:
+            with suppress(OSError):
+                (folder / RUNNING_FILE).unlink(missing_ok=True)
+                folder.rmdir()  # fails if the run has written to it
 
 
 def describe_out_of_memory(training: Training) -> str:

@@ -229,9 +229,13 @@ class Checkpoints:
         not raise the error of a failed save; `finish` does."""
         if self.thread is None:
             return
-        unit = f"MiB of {self.thread.name}"
-        done = self.joint_work.done >> 20
-        progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
+        progress = Progress(
+            self.size >> 20,
+            f"MiB of {self.thread.name}",
+            self.joint_work.done >> 20,
+            silent=not self.ranks.first,
+            lasting=False,
+        )
         while self.thread.is_alive():
             self.thread.join(0.5)
             progress.advance((self.joint_work.done >> 20) - progress.count)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from common.errors import UserError
@@ -37,11 +36,11 @@ from training.weights.pretrained import (
     Description,
     build_described,
     build_model,
-    explain_read_errors,
     find_description,
     fit_weights,
     load_pretrained,
     read_description,
+    read_header,
     read_tensors,
     refuse_misfit,
 )
@@ -244,8 +243,7 @@ def read_foreign_lora(
 def find_lora_config(file: Path) -> tuple[str, dict[str, Any]]:
     """Finds PEFT's configuration of the LoRA in `file`, beside it or in its header. Returns its
     place, for messages, and the configuration; ValueError if there is none."""
-    with explain_read_errors(file), safe_open(file, "pt") as opened:
-        text = (opened.metadata() or {}).get(DIFFUSERS_KEY)
+    text = read_header(file, DIFFUSERS_KEY)
     config_file = file.with_name(CONFIG_FILE)
     if text is None and config_file.is_file():
         return str(config_file), read_object(config_file)

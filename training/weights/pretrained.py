@@ -88,11 +88,16 @@ def explain_read_errors(file: Path) -> Iterator[None]:
         ) from error
 
 
+def read_header(file: Path, key: str) -> str | None:
+    """Returns the value of `key` in the header of a safetensors file; None if it has none."""
+    with explain_read_errors(file), safe_open(file, "pt") as opened:
+        return (opened.metadata() or {}).get(key)
+
+
 def find_description(file: Path) -> Description | None:
     """Reads, checks and returns the description in a file's header; None if the header has none,
     because fastlatent did not write the file. ValueError if the description is invalid."""
-    with explain_read_errors(file), safe_open(file, "pt") as opened:
-        text = (opened.metadata() or {}).get(METADATA_KEY)
+    text = read_header(file, METADATA_KEY)
     if text is None:
         return None
     refusal = f"{file}: the description in its header"
@@ -203,10 +208,9 @@ def build_described(
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Returns the tensors of a weights file by name, in host memory; ValueError if the file is
     damaged, or has another hash than its header says."""
-    with explain_read_errors(file), safe_open(file, "pt") as opened:
-        sha256 = (opened.metadata() or {}).get(HASH_KEY)
+    with explain_read_errors(file):
         tensors = load_file(file)
-    if sha256 not in (None, hash_tensors(tensors)):
+    if read_header(file, HASH_KEY) not in (None, hash_tensors(tensors)):
         raise UserError(f"{file} is damaged: its header has another hash; use another copy.")
     return tensors
 
@@ -274,13 +278,16 @@ def fit_weights(
     ]
     old = spec if description is None else description.spec
 
-    if getattr(model, "text_embed", None) is not None and old.text and spec.text:
-        encoders = {old.text.encoder_sha256, spec.text.encoder_sha256}
-        if len(encoders) > 1:
-            raise UserError(
-                f"{file} was trained on captions of another text_encoder than the data's; encode "
-                "the captions with that one."
-            )
+    if (
+        getattr(model, "text_embed", None) is not None
+        and old.text
+        and spec.text
+        and old.text.encoder_sha256 != spec.text.encoder_sha256
+    ):
+        raise UserError(
+            f"{file} was trained on captions of another text_encoder than the data's; encode the "
+            "captions with that one."
+        )
 
     # Compare class names only if the file's spec or this run's spec has some. Without names,
     # `spec.names` makes a string per class, and a file may claim so many classes that these strings
