@@ -78,7 +78,7 @@ def precompute(composed: Composed) -> Path:
         return out / "manifest.json"
 
     # 1. List the images, plan the shards, and load the encoder.
-    device = ranks.device(pick_device(cfg.runtime.device.value))
+    device = ranks.device(pick_device(cfg.runtime.device))
     earlier = read_job(out)
     order = earlier.get("manifest", {}).get("class_names", ())
     images, cfg = list_job_images(cfg, earlier, order)
@@ -98,7 +98,7 @@ def precompute(composed: Composed) -> Path:
     stack = AccelerationStack(
         cfg.runtime.values(),
         device,
-        on_unavailable=cfg.runtime.on_unavailable.value,
+        on_unavailable=cfg.runtime.on_unavailable,
         only=[kind.key for kind in TECHNIQUES if kind.in_precompute],
         same_bytes=f"{SAME_BYTES}; same_bytes=false gives that up" if cfg.same_bytes else "",
     )

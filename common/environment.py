@@ -92,10 +92,10 @@ def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
     ranks = Ranks.from_environment()
     refuse_contradictions(cfg)
     ranks.check_batch(cfg.batch_size, cfg.accumulation_steps)
-    device = ranks.device(pick_device(cfg.runtime.device.value))
+    device = ranks.device(pick_device(cfg.runtime.device))
     parallel = cfg.runtime.parallel
     # Even a single process needs a process group if the user sets a parallel mode.
-    even_alone = parallel.mode.value not in ("auto", "none")
+    even_alone = parallel.mode not in ("auto", "none")
     timeout = timedelta(minutes=parallel.timeout_minutes)
     ranks.connect(device, timeout, parallel.nccl, even_alone)
     return ranks, device
@@ -161,7 +161,7 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
     """Raises ValueError if environment variables of `accelerate launch` contradict the runtime
     keys, because train.py follows the runtime keys alone."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
-    precision = cfg.runtime.precision.value
+    precision = cfg.runtime.precision
     accelerate_name = "no" if precision == "fp32" else precision
     if launched not in ("", accelerate_name, precision):
         raise UserError(

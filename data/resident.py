@@ -165,8 +165,7 @@ class ChunkedLatents(BlockLoader):
         return self.make_batch_of_rows(torch.cat(parts), position)
 
     def state_dict(self) -> dict[str, int]:
-        # The key is "window" because version 1 of fastlatent called a chunk a window, and runs of
-        # that version must still resume.
+        # To the user a chunk is a window of the set, as in the loader's messages.
         return super().state_dict() | {"window": self.order.chunk_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

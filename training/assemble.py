@@ -104,7 +104,7 @@ def build_stack(
     stack = kind(
         cfg.runtime.values(),
         device,
-        on_unavailable=cfg.runtime.on_unavailable.value,
+        on_unavailable=cfg.runtime.on_unavailable,
         deterministic=cfg.deterministic,
         extra_rows=extra_rows,
     )
@@ -155,8 +155,9 @@ class Training:
     @cached_property
     def shown(self) -> Conditions:
         """Conditions of the rows of a sample grid; all ranks must read it together."""
-        source = "held_out" if self.loader.held_out_count else "train"
-        return self.choose_conditions(source, GRID_ROWS)
+        return self.choose_conditions(
+            "held_out" if self.loader.held_out_count else "train", GRID_ROWS
+        )
 
     def choose_conditions(self, source: str, count: int) -> Conditions:
         """Returns the conditions of `count` samples of the model: all classes in turn or, for a

@@ -22,6 +22,7 @@ from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.load import describe_resume
 from training.checkpoint.save import Checkpoints
+from training.optim.groups import list_grads
 from training.preflight.memory import count_lasting_bytes
 from training.run import RUNNING_FILE
 
@@ -101,9 +102,8 @@ def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any
 
     norms = {}
     for name, parameters in parts.items():
-        gradients = [p.grad for p in parameters if p.grad is not None]
         norms[name] = {
-            "gradient_norm": to_json_number(float(total_norm(gradients)) / scale),
+            "gradient_norm": to_json_number(float(total_norm(list_grads(parameters))) / scale),
             "parameter_norm": to_json_number(float(total_norm([p.detach() for p in parameters]))),
         }
     step.optimizer.zero_grad(set_to_none=True)
@@ -126,6 +126,7 @@ def explain_failures(training: Training, folder: Path) -> Iterator[None]:
         with suppress(OSError):
             make_folder(folder)
             (folder / RUNNING_FILE).touch()
+
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:

@@ -145,8 +145,8 @@ class TrainState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned. Hyper-parameters, such as the learning rate, come from
-        the configuration, not from `state`. Raises ValueError if the tensors do not fit the
-        model."""
+        the configuration, not from `state`. Raises ValueError if the tensors do not fit the model,
+        or if a counter is no integer of at least 0."""
         load_weights(self.model, {**state["model"], **state["aux_heads"]})
         self.ema.load_state_dict(state["ema"])
         averages = nest(state["averages"])
@@ -157,7 +157,12 @@ class TrainState:
         if self.spikes is not None:
             self.spikes.load_state_dict(state["guards"])
         self.loader.load_state_dict(state["loader"])
-        self.load_counters(state["counters"])
+        for name in COUNTERS:
+            counter = state["counters"][name]
+            counts = counter.values() if name == "skipped_data" else [counter]
+            if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
+                raise UserError(f"the counter {name} is {counter}, which is no count.")
+            setattr(self, name, counter)
         self.meter.load_state_dict(state["window"])
 
         # Restore the GPUs' generators only if this process sees as many as the one that saved them.
@@ -167,16 +172,6 @@ class TrainState:
         if len(gpus) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(gpus)
         self.began_at = self.step
-
-    def load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counters from a checkpoint; raises ValueError for a value that is not an integer
-        of at least 0."""
-        for name in COUNTERS:
-            counter = saved[name]
-            counts = counter.values() if name == "skipped_data" else [counter]
-            if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
-                raise UserError(f"the counter {name} is {counter}, which is no count.")
-            setattr(self, name, counter)
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:

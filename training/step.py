@@ -18,6 +18,7 @@ from accel.sharding import replicate_like, to_local, total_norm
 from common.config.schema import TrainConfig
 from data.loader import Batch
 from training.objective import FlowMatching, Losses
+from training.optim.groups import list_grads
 from training.optim.schedule import Schedule
 from training.records.metrics import StepOutput
 from training.state import TrainState
@@ -122,7 +123,7 @@ class TrainStep:
 
         # Decide on the device whether the parameters are updated.
         self.phase = "the optimizer"
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = list_grads(self.parameters)
         norm = self.measure_norm()
         backed_off = torch.zeros_like(norm)
         if self.scaler is not None:
@@ -153,8 +154,8 @@ class TrainStep:
         """Returns the norm of the gradients without those of the internal head, which must not
         change how the others are clipped; NaN if a gradient of the head is not finite. Clipping
         divides the head's gradients by the same factor as all others."""
-        norm = total_norm([p.grad for p in self.other_parameters if p.grad is not None])
-        internal = [p.grad for p in self.internal_parameters if p.grad is not None]
+        norm = total_norm(list_grads(self.other_parameters))
+        internal = list_grads(self.internal_parameters)
         if not internal:
             return norm
         return torch.where(total_norm(internal).isfinite(), norm, torch.nan)

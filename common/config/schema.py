@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     auto = "auto"
     cuda = "cuda"
     cpu = "cpu"
 
 
-class PrecisionName(str, Enum):
+class PrecisionName(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
     fp8 = "fp8"
 
 
-class Fp8Recipe(str, Enum):
+class Fp8Recipe(StrEnum):
     tensorwise = "tensorwise"
     rowwise = "rowwise"
     rowwise_with_gw_hp = "rowwise_with_gw_hp"
 
 
-class FloatName(str, Enum):
+class FloatName(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
 
 
-class Solver(str, Enum):
+class Solver(StrEnum):
     """Names of the solvers that `sample` in models/sampler.py implements."""
 
     euler = "euler"
@@ -57,7 +57,7 @@ class Solver(str, Enum):
     sde = "sde"
 
 
-class AttentionName(str, Enum):
+class AttentionName(StrEnum):
     auto = "auto"
     flash = "flash"
     cudnn = "cudnn"
@@ -68,36 +68,35 @@ class AttentionName(str, Enum):
     flash4 = "flash4"
 
 
-class CompileScope(str, Enum):
+class CompileScope(StrEnum):
     blocks = "blocks"
     model = "model"
 
 
-# Use Enum's functional form, because names of torch.compile's modes, such as reduce-overhead,
+# Use StrEnum's functional form, because names of torch.compile's modes, such as reduce-overhead,
 # contain hyphens and so are no Python identifiers.
-CompileMode = Enum(
+CompileMode = StrEnum(
     "CompileMode",
     {
         "default": "default",
         "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs",
         "reduce-overhead": "reduce-overhead",
     },
-    type=str,
 )
 
 
-class OnUnavailable(str, Enum):
+class OnUnavailable(StrEnum):
     degrade = "degrade"
     error = "error"
     emulate = "emulate"
 
 
-class ScheduleKind(str, Enum):
+class ScheduleKind(StrEnum):
     constant = "constant"
     cosine = "cosine"
 
 
-class ParallelMode(str, Enum):
+class ParallelMode(StrEnum):
     auto = "auto"
     none = "none"
     ddp = "ddp"
@@ -105,29 +104,29 @@ class ParallelMode(str, Enum):
     hsdp = "hsdp"
 
 
-class LatentKind(str, Enum):
+class LatentKind(StrEnum):
     mean_std = "mean_std"
     sample = "sample"
 
 
-class CaptionLines(str, Enum):
+class CaptionLines(StrEnum):
     each = "each"
     whole = "whole"
 
 
-class CaptionsMissing(str, Enum):
+class CaptionsMissing(StrEnum):
     empty = "empty"
     drop = "drop"
     refuse = "refuse"
 
 
-class LatentDtype(str, Enum):
+class LatentDtype(StrEnum):
     float16 = "float16"
     bfloat16 = "bfloat16"
     float32 = "float32"
 
 
-class TextDtype(str, Enum):
+class TextDtype(StrEnum):
     float16 = "float16"
     int8 = "int8"
 

@@ -267,11 +267,11 @@ def refuse_other_adapters(place: str, config: Mapping[str, Any]) -> None:
         raise UserError(
             f"{place}: peft_type={str(config['peft_type'])[:80]} is not supported; LORA is."
         )
-    off = (None, False, "none", {}, [])
     refused = [
         key
         for key, value in config.items()
-        if key not in HARMLESS_KEYS and value not in (*off, PEFT_DEFAULTS.get(key))
+        if key not in HARMLESS_KEYS
+        and value not in (None, False, "none", {}, [], PEFT_DEFAULTS.get(key))
     ]
 
     numbers = {key: config.get(key) or {} for key in PATTERN_KEYS}

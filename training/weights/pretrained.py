@@ -242,8 +242,11 @@ def refuse_other_function(file: Path, then: Mapping[str, Any], now: Mapping[str,
     tensors: `then`, with which the weights in `file` were trained, and `now`."""
     old = fill_defaults(then, "model")
     new = fill_defaults(now, "model")
-    differing = [key for key in old | new if old.get(key) != new.get(key)]
-    words = [f"model.{key}={old.get(key)}" for key in differing if key not in HARMLESS_ARGUMENTS]
+    words = [
+        f"model.{key}={old.get(key)}"
+        for key in old | new
+        if key not in HARMLESS_ARGUMENTS and old.get(key) != new.get(key)
+    ]
     if words:
         raise UserError(
             f"{file} holds weights of a model with {', '.join(words)}, which shows in no tensor, "
