@@ -95,11 +95,10 @@ def precompute(composed: Composed) -> Path:
         ranks.say(plan.captions.describe())
 
     # 2. Accelerate the encoder, and encode one batch to check which techniques were active.
-    on_unavailable = cfg.runtime.on_unavailable
     stack = AccelerationStack(
         cfg.runtime.values(),
         device,
-        on_unavailable=on_unavailable,
+        on_unavailable=cfg.runtime.on_unavailable,
         only=[kind.key for kind in TECHNIQUES if kind.in_precompute],
         same_bytes=f"{SAME_BYTES}; same_bytes=false gives that up" if cfg.same_bytes else "",
     )
@@ -108,12 +107,13 @@ def precompute(composed: Composed) -> Path:
     step = stack.on_step(EncodeStep(autoencoder))
     refuse_large_encoding(step, cfg, device)
     first = read_first_images(images, cfg, device)
-    ledger = stack.warm_up(lambda: step(first[: cfg.batch_size]))
+    batch = first[: cfg.batch_size]
+    ledger = stack.warm_up(lambda: step(batch))
     ranks.say(f"\nledger ({device})\n{ledger.format_table()}\n")
 
     # 3. Check that encoding and decoding the first images reaches `min_psnr`.
     quality = measure_psnr(step, autoencoder, first[:PSNR_IMAGES], cfg)
-    shape = tuple(step(first[: cfg.batch_size])[0].shape[1:])
+    shape = tuple(step(batch)[0].shape[1:])
     ranks.say(f"reconstruction of the first images: {quality:.2f} dB; latents {shape}")
 
     encoder = ShardEncoder(step, cfg, out, device, plan.captions, reused)

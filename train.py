@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from common.config.build import build
 from common.config.compose import Composed, compose_from_hydra, report_user_errors
-from common.distributed.exit import Request, run_app
+from common.distributed.exit import Request, StopRequest, run_app
 from common.output import Progress
 from training.sweeps import run_trial
 
@@ -30,7 +30,7 @@ def train(composed: Composed) -> dict[str, Any]:
     which is also written to `run_dir/summary.json`."""
     from evaluation.evaluator import TrainingDistances  # imported here: torch slows down --help
     from training.assemble import assemble, describe_run, restore
-    from training.checkpoint.snapshots import save_snapshot_if_due
+    from training.checkpoint.snapshots import prepare_snapshots, save_snapshot_if_due
     from training.evaluate import draw_sample_grid, evaluate
     from training.failures import end_if_failed, explain_failures
     from training.preflight.memory import refuse_large_step
@@ -56,8 +56,8 @@ def train(composed: Composed) -> dict[str, Any]:
     state = training.state
     step = training.step
     meter = state.meter
-    spec = training.loader.spec
-    autoencoder = build_autoencoder(spec, run.device) if cfg.sample_every or cfg.fd_every else None
+    draws = cfg.sample_every or cfg.fd_every
+    autoencoder = build_autoencoder(training.loader.spec, run.device) if draws else None
     distances = TrainingDistances(training, autoencoder) if cfg.fd_every and autoencoder else None
     with explain_failures(training, run.folder):
         refuse_large_step(training)
@@ -65,9 +65,9 @@ def train(composed: Composed) -> dict[str, Any]:
 
     # 3. Restore the newest checkpoint, if there is one, or start from `resume` or `init_from`.
     checkpoints = run.open_checkpoints()
-    described = describe_run(run.composed, spec, ledger, training.base)
+    described = describe_run(run.composed, training, ledger)
     origin = restore(cfg, state, checkpoints, described)
-    origin += run.prepare_snapshots(state)
+    origin += ranks.broadcast_result(lambda: prepare_snapshots(cfg, state, run.folder))
     progress = Progress(
         cfg.total_samples, "samples", state.samples, plain=False, silent=not ranks.first
     )
@@ -84,7 +84,7 @@ def train(composed: Composed) -> dict[str, Any]:
             scores = evaluate(training) if state.is_due(cfg.eval_every) else {}
             scores |= distances() if distances and state.is_due(cfg.fd_every) else {}
             metrics |= scores | training.note_skipped_data()
-            run.append_metrics(metrics)
+            run.append_metrics(metrics, training.stack)
             logger.log(metrics, state.samples)
             progress.say(format_log_line(metrics, progress.format_time_left()))
         return scores
@@ -101,7 +101,11 @@ def train(composed: Composed) -> dict[str, Any]:
         checkpoints.save(state, described, scores)
 
     # 5. Loop: report, draw and save if due after the last step, then take the next step.
-    stop_request = ranks.make_stop_request(checkpoints.has_failed, training.has_skipped_too_many)
+    stop_request = StopRequest(
+        checkpoints.has_failed,
+        training.has_skipped_too_many,
+        begin_max=ranks.begin_max if ranks.world_size > 1 else None,
+    )
     with stop_request, logger, explain_failures(training, run.folder), checkpoints:
         run.announce_start(training, ledger, logger, origin)
         if distances:
@@ -117,7 +121,6 @@ def train(composed: Composed) -> dict[str, Any]:
             stopping = request is Request.stop
             ending = state.done and state.moved
             report_due = ending or state.is_due(cfg.log_every, cfg.eval_every, cfg.fd_every)
-            draw_due = state.is_due(cfg.sample_every)
 
             # Report before saving, because a checkpoint stores the scores of the report. Save also
             # if the score that decides which checkpoint is the best has never been better.
@@ -126,7 +129,7 @@ def train(composed: Composed) -> dict[str, Any]:
             save_due = state.is_due(cfg.save_every) or (wanted and cfg.save_every > 0)
             if ending or request is Request.look:
                 end_if_failed(training, run.folder, batches, checkpoints, request)
-            if draw_due:
+            if state.is_due(cfg.sample_every):
                 draw()
             # Write the snapshot before the checkpoint, because a run that resumes from the
             # checkpoint does not write earlier snapshots again.

@@ -213,5 +213,8 @@ def format_shares(seconds: Any) -> str:
     known = {kind: float(s) for kind, s in entries if is_figure(s)}
     total = max(1e-9, sum(known.values()))
     largest_first = sorted(known, key=known.__getitem__, reverse=True)
-    shown = [kind for kind in largest_first if known[kind] > 0.0005 * total]
-    return ", ".join(f"{known[kind] / total:.1%} {kind}" for kind in shown)
+    return ", ".join(
+        f"{known[kind] / total:.1%} {kind}"
+        for kind in largest_first
+        if known[kind] > 0.0005 * total
+    )

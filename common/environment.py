@@ -33,7 +33,7 @@ from common.config.secrets import redact_words
 from common.distributed.ranks import Ranks
 from common.errors import UserError
 from common.files import ROOT
-from common.memory import GIB, count_host_bytes
+from common.memory import GIB, count_host_bytes, read_text
 
 REPORTED_PACKAGES = (
     "torch",
@@ -136,8 +136,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def read_cpu_name() -> str:
     """Reads the CPU's name from /proc/cpuinfo; without one returns the architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    text = read_text(Path("/proc/cpuinfo"))
     match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 

@@ -20,8 +20,11 @@ from typing import NamedTuple
 from common.errors import UserError
 
 GIB = 2**30
-LIMITS = {"memory.max": "memory.current", "memory.high": "memory.current"}
-LIMITS |= {"memory.limit_in_bytes": "memory.usage_in_bytes"}
+LIMITS = {
+    "memory.max": "memory.current",
+    "memory.high": "memory.current",
+    "memory.limit_in_bytes": "memory.usage_in_bytes",
+}
 """File of a control group with a limit, of version 2 or 1 -> the file with what the group uses."""
 CACHED_FILES = re.compile(r"^(?:total_)?(?:in)?active_file (\d+)$", re.MULTILINE)
 """Matches the bytes of cached files in memory.stat, which Linux frees when memory is short."""

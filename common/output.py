@@ -82,9 +82,7 @@ class Progress:
         self.bar.close()
 
 
-def show_progress(
-    items: Iterable[Item], total: int, unit: str, silent: bool = False
-) -> Iterator[Item]:
+def show_progress(items: Iterable[Item], total: int, unit: str, silent: bool) -> Iterator[Item]:
     """Yields the items, and shows in a progress bar how many of `total` items the caller has
     finished; `unit` is their name, such as "batches"."""
     progress = Progress(total, unit, silent=silent, lasting=False)

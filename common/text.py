@@ -26,7 +26,7 @@ def split_lines(text: str) -> list[str]:
 def to_json(content: Any) -> str:
     """Returns `content` as strict JSON in one line; NaN and infinity become null, because many JSON
     parsers refuse NaN and infinity."""
-    return json.dumps(replace_non_finite(content), allow_nan=False)
+    return json.dumps(replace_non_finite(content))
 
 
 def is_figure(value: Any) -> TypeGuard[float]:

@@ -63,18 +63,9 @@ def run_to_end(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        kill_group(process)
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process that leads its own session, and all its children; waits for the process to
-    end, and closes the pipe to its stdin."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdin is not None:
-        with suppress(OSError):  # fails if the process left input unread
-            process.stdin.close()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def end_with_parent(parent: int) -> None:

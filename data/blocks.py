@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
-from jaxtyping import UInt8
 from safetensors.torch import load
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from common.workers import Prefetcher, Readers
 from data.caption_table import CaptionTable
 from data.loader import Batch, LatentLoader, LatentTensors, LoaderArgs, choose_captions
 from data.manifest import Block, Manifest, Normalisation, Shard, make_spec, read_manifest
-from data.rows import join_rows, split_rows
+from data.rows import Rows, join_rows, split_rows
 from data.source import Source, describe_failed_read, open_source
 from data.spec import LatentSpec
 
@@ -156,13 +155,13 @@ class BlockReader:
     def row_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.sample_template.values())
 
-    def read_rows(self, number: int) -> UInt8[Tensor, "n bytes"]:
+    def read_rows(self, number: int) -> Rows:
         """Reads a block as raw bytes, with all tensors of a sample in one row. A batch of rows then
         needs one slice, one copy and one file descriptor, instead of one for each tensor name."""
         tensors = self.read(number)
         return join_rows([tensors[name] for name in self.sample_template])
 
-    def unpack_rows(self, rows: UInt8[Tensor, "n bytes"]) -> LatentTensors:
+    def unpack_rows(self, rows: Rows) -> LatentTensors:
         """Converts rows of bytes, as `read_rows` returns them, to tensors on the device of
         `rows`. The rows may have further bytes, such as those of captions."""
         return LatentTensors(**split_rows(rows, self.sample_template))
@@ -325,12 +324,8 @@ def add_skipped(skipped: dict[str, int], reports: list[SkippedBlock]) -> None:
 
 
 def append_captions(
-    rows: UInt8[Tensor, "n bytes"],
-    blocks: BlockReader,
-    captions: CaptionTable | None,
-    seed: int,
-    epoch: Tensor | int,
-) -> UInt8[Tensor, "n bytes"]:
+    rows: Rows, blocks: BlockReader, captions: CaptionTable | None, seed: int, epoch: Tensor | int
+) -> Rows:
     """Returns rows of samples with the bytes of one caption at the end of each, which
     `choose_captions` chooses; without a table of captions returns `rows`. All tensors are on the
     CPU."""
@@ -338,7 +333,7 @@ def append_captions(
         return rows
     columns = split_rows(rows, blocks.sample_template, ("ids", "captions"))
     numbers = choose_captions(columns["captions"], columns["ids"], seed, epoch)
-    return torch.cat((rows, captions.gather_rows(numbers)), dim=1)
+    return torch.cat((rows, join_rows(list(captions.columns.select(numbers)))), dim=1)
 
 
 class BlockLoader(LatentLoader):
@@ -366,7 +361,7 @@ class BlockLoader(LatentLoader):
         """Bytes of a sample with its caption."""
         return self.blocks.row_bytes + (self.captions.row_bytes if self.captions else 0)
 
-    def make_batch_of_rows(self, rows: UInt8[Tensor, "B bytes"], position: Tensor) -> Batch:
+    def make_batch_of_rows(self, rows: Rows, position: Tensor) -> Batch:
         """Makes a training batch from rows of bytes, which `append_captions` made."""
         text = None
         if self.captions is not None:

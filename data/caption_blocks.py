@@ -53,13 +53,8 @@ class CaptionBlockReader(BlockReader):
             raise DamagedBlockError(f"holds {name} that are not finite")
 
 
-def split_text(content: Tensor) -> list[str]:
-    """Returns the texts of a block of captions."""
-    return json.loads(content.numpy().tobytes())
-
-
 def join_text(texts: list[str]) -> UInt8[Tensor, "bytes"]:
-    """Returns texts as bytes; the inverse of `split_text`."""
+    """Returns texts as bytes, the JSON list of a block."""
     return torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8)
 
 
@@ -74,7 +69,7 @@ def read_captions(blocks: BlockReader, level: str, device: torch.device) -> Capt
     for number, place in enumerate(reader.places):
         block = reader.read_verified(number)
         rows = slice(place.first, place.first + place.block.samples)
-        table.texts[rows] = split_text(block["text"])
+        table.texts[rows] = json.loads(block["text"].numpy().tobytes())
         for name in names:
             getattr(table.columns, name)[rows] = block[name].to(device)
     return table

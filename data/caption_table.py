@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Int
 from torch import Tensor
 
 from common.encoded_text import EncodedText
-from data.rows import join_rows, split_rows
+from data.rows import Rows, split_rows
 from data.spec import TextSpec
 
 
@@ -53,12 +53,8 @@ class CaptionTable:
         table's, the call waits for a copy."""
         return self.columns.select(numbers.to(self.device)).to(numbers.device)
 
-    def gather_rows(self, numbers: Int[Tensor, "B"]) -> UInt8[Tensor, "B bytes"]:
-        """Returns the captions of these numbers as bytes, with one caption in each row."""
-        return join_rows(list(self.columns.select(numbers)))
-
-    def unpack_rows(self, rows: UInt8[Tensor, "B bytes"]) -> EncodedText:
-        """Converts rows of bytes, as `gather_rows` returns them, to captions."""
+    def unpack_rows(self, rows: Rows) -> EncodedText:
+        """Converts rows of bytes, to which `join_rows` joined columns of captions, to captions."""
         return EncodedText(**split_rows(rows, self.template._asdict()))
 
 

@@ -160,6 +160,9 @@ class Int8Latents:
         self.scale[ids] = scale
 
 
+Latents = Float[Tensor, "N C H W"] | Int8Latents
+
+
 @dataclass
 class LatentTensors:
     """Raw samples of a latent set, not normalised. `mirrored` is the latents of the mirrored
@@ -167,13 +170,13 @@ class LatentTensors:
     `captions` are the numbers of each sample's captions, from 0, filled up with -1. These four are
     None if the set does not have them."""
 
-    latents: Float[Tensor, "N C H W"] | Int8Latents
+    latents: Latents
     labels: Int[Tensor, "N"]
     ids: Int[Tensor, "N"] = None  # pyright: ignore[reportAssignmentType]
     """Number of each sample within its split; 0, 1, 2 … by default."""
-    std: Float[Tensor, "N C H W"] | Int8Latents | None = None
-    mirrored: Float[Tensor, "N C H W"] | Int8Latents | None = None
-    mirrored_std: Float[Tensor, "N C H W"] | Int8Latents | None = None
+    std: Latents | None = None
+    mirrored: Latents | None = None
+    mirrored_std: Latents | None = None
     captions: Int[Tensor, "N M"] | None = None
 
     def __post_init__(self) -> None:

@@ -141,11 +141,10 @@ class Manifest:
 
         for shard in self.shards:
             yield from self.find_shard_faults(shard)
-        captions = self.text.count if self.text else 0
         for split, count in (
             ("train", self.count),
             ("held_out", self.held_out),
-            ("captions", captions),
+            ("captions", self.text.count if self.text else 0),
         ):
             total = sum(shard.count for shard in self.shards if shard.split == split)
             if total != count:
@@ -202,21 +201,16 @@ def read_manifest(folder: str | Path | Source) -> Manifest:
     try:
         manifest = SCHEMA.validate_json(content, strict=True)
     except ValidationError as error:
-        raise UserError(f"{file} {describe_fault(error)}; {rebuild}.") from error
+        fault = describe_first_fault(error, "manifest")
+        for wrong in error.errors(include_url=False):
+            if wrong["loc"] == ("format",):
+                fault = f"has format {str(wrong['input'])[:40]}, and this version reads {FORMAT}"
+        raise UserError(f"{file} {fault}; {rebuild}.") from error
     faults = list(manifest.find_faults())
     if faults:
         more = f" (the first of {len(faults)} faults)" if faults[1:] else ""
         raise UserError(f"{file}: {faults[0]}{more}; {rebuild}.")
     return manifest
-
-
-def describe_fault(error: ValidationError) -> str:
-    """Describes what is wrong with JSON that should be a manifest. Returns the end of a sentence
-    that begins with the file's name."""
-    for fault in error.errors(include_url=False):
-        if fault["loc"] == ("format",):
-            return f"has format {str(fault['input'])[:40]}, and this version reads {FORMAT}"
-    return describe_first_fault(error, "manifest")
 
 
 def make_spec(manifest: Manifest, source: Source, normalisation: Normalisation) -> LatentSpec:

@@ -152,24 +152,20 @@ class ChunkedLatents(BlockLoader):
             if self.chunk is None:
                 self.start_filling(chunk)
             while self.chunk != chunk:
-                self.take_next_chunk()
+                # Wait until the next chunk is on the device. The thread may then overwrite the
+                # buffer of the previous one, once the GPU has made its batches.
+                if self.last_batch is not None:
+                    self.last_batch.record(torch.cuda.current_stream(self.device))
+                self.chunk, self.rows, self.shuffled_ids = next(self.chunks)
+                add_skipped(self.skipped, self.blocks.take_reports())
             ids = self.shuffled_ids[offset : offset + missing]
             parts.append(self.rows.index_select(0, ids))
             start += len(ids)
             missing -= len(ids)
         return self.make_batch_of_rows(torch.cat(parts), position)
 
-    def take_next_chunk(self) -> None:
-        """Waits until the next chunk is on the device, and makes it the current chunk. The thread
-        may then overwrite the buffer of the previous chunk."""
-        if self.last_batch is not None:
-            self.last_batch.record(torch.cuda.current_stream(self.device))
-        self.chunk, self.rows, self.shuffled_ids = next(self.chunks)
-        add_skipped(self.skipped, self.blocks.take_reports())
-
     def state_dict(self) -> dict[str, int]:
-        # The key is "window" because version 1 of fastlatent called a chunk a window, and runs of
-        # that version must still resume.
+        # To the user a chunk is a window of the set, as in the loader's messages.
         return super().state_dict() | {"window": self.order.chunk_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -303,9 +299,7 @@ def format_gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def find_allowed_memory(
-    device: torch.device, configured_gib: float | None, world_size: int = 1
-) -> int:
+def find_allowed_memory(device: torch.device, configured_gib: float | None, world_size: int) -> int:
     """Returns how many bytes latents may take on the device: `configured_gib`; if that is None,
     half of the GPU's free memory, or on a CPU half of the host's memory.
 
@@ -314,16 +308,15 @@ def find_allowed_memory(
     """
     if configured_gib is not None:
         return int(configured_gib * GIB)
-    if device.type == "cuda":
-        allowed = torch.cuda.mem_get_info(device)[0] // 2
-    else:
-        allowed = count_host_bytes() // 2
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else count_host_bytes()
+    allowed = free // 2
 
     if world_size > 1 and torch.distributed.is_initialized():
         minimum = torch.tensor(allowed, device=device)
         torch.distributed.all_reduce(minimum, torch.distributed.ReduceOp.MIN)
         return int(minimum)
-    if world_size > 1 and device.type == "cuda":
+    if world_size > 1 and cuda:
         raise UserError(
             "data=resident in several processes needs data.device_memory_gib=<GiB>, the same for "
             "all."

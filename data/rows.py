@@ -9,17 +9,18 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+Rows = UInt8[Tensor, "n bytes"]
+"""Samples or captions as bytes: all columns of one in each row."""
 
-def join_rows(columns: list[Tensor]) -> UInt8[Tensor, "n bytes"]:
+
+def join_rows(columns: list[Tensor]) -> Rows:
     """Joins tensors with n rows each to the bytes of these rows."""
     flat = [column.reshape(len(column), math.prod(column.shape[1:])) for column in columns]
     return torch.cat([values.view(torch.uint8) for values in flat], dim=1)
 
 
 def split_rows(
-    rows: UInt8[Tensor, "n bytes"],
-    template: Mapping[str, Tensor],
-    names: Collection[str] | None = None,
+    rows: Rows, template: Mapping[str, Tensor], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
     """Splits rows that `join_rows` joined; `template` maps the names of the columns to one row of
     each. Returns name -> column for the columns `names` (None: all). The rows may have further

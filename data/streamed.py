@@ -18,7 +18,6 @@ from itertools import chain, count
 from typing import Annotated, Any, Unpack
 
 import torch
-from jaxtyping import UInt8
 from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -41,6 +40,7 @@ from data.caption_table import CaptionTable
 from data.loader import Batch, LoaderArgs
 from data.manifest import Normalisation
 from data.order import RankPositions, StreamOrder
+from data.rows import Rows
 from data.spec import Count, LatentSpec, Size
 
 MAX_STREAMS = 64
@@ -54,7 +54,7 @@ tensors, its rows."""
 
 def read_windows(
     order: StreamOrder, blocks: BlockReader, position: int
-) -> Iterator[tuple[int, UInt8[Tensor, "n bytes"]]]:
+) -> Iterator[tuple[int, Rows]]:
     """Yields (position of the first row, rows) for each window of a stream, endlessly, starting at
     `position`. The rows (n, bytes of a sample) are the window's samples, shuffled within the
     window. The first window lacks the samples before `position`."""
@@ -77,9 +77,14 @@ def read_windows(
         position += (window.size - offset) * order.streams
 
 
+Streams = dict[int, Iterator[tuple[int, Tensor]]]
+"""Number of a stream -> iterator of its samples: position and row of bytes."""
 WorkerBatch = tuple[Tensor, list[int], list[SkippedBlock]]
 """A worker's part of a batch: samples as rows of bytes, the position of each sample, and reports on
 the blocks that the worker skipped."""
+JoinedBatch = tuple[Tensor, Tensor, list[SkippedBlock]]
+"""The parts of a batch from all workers: samples as rows of bytes, sorted by position, their
+positions, and reports on skipped blocks."""
 
 
 @dataclass(eq=False)
@@ -102,7 +107,7 @@ class StreamDataset(IterableDataset):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         rank_streams = self.rank_positions.find_streams() or range(self.order.streams)
         readers = Readers(READERS_PER_WORKER, "reader")
-        streams: dict[int, Iterator[tuple[int, Tensor]]] = {}
+        streams: Streams = {}
         start = self.start
         try:
             while True:
@@ -118,11 +123,9 @@ class StreamDataset(IterableDataset):
         finally:
             readers.close()
 
-    def collect_batch(
-        self, streams: dict[int, Iterator[tuple[int, Tensor]]], readers: Readers, wanted: list[int]
-    ) -> WorkerBatch:
-        """Takes the samples at the positions `wanted` from `streams` (number of a stream ->
-        iterator of its samples); opens a stream when it is first needed."""
+    def collect_batch(self, streams: Streams, readers: Readers, wanted: list[int]) -> WorkerBatch:
+        """Takes the samples at the positions `wanted` from `streams`; opens a stream when it is
+        first needed."""
         every = self.order.streams
         for position in wanted:
             if position % every not in streams:
@@ -142,12 +145,8 @@ class StreamDataset(IterableDataset):
         return rows, wanted, self.blocks.take_reports()
 
 
-def join_batches(
-    loader: DataLoader, workers: int, pin_memory: bool
-) -> Generator[tuple[Tensor, Tensor, list[SkippedBlock]]]:
-    """Yields (rows, positions, reports) for each batch, endlessly: its samples as rows of bytes,
-    sorted by position, their positions, and reports on skipped blocks. Raises ValueError with the
-    reason if a worker fails.
+def join_batches(loader: DataLoader, workers: int, pin_memory: bool) -> Generator[JoinedBatch]:
+    """Yields the batches, endlessly. Raises ValueError with the reason if a worker fails.
 
     It must run in another thread than the main thread, because it starts the workers. If the main
     thread starts them and one dies, PyTorch's signal handler raises an error at whatever line the
@@ -250,14 +249,17 @@ class StreamedLatents(BlockLoader):
         self.configured_streams = streams
         self.window = window
         self.allowed_gib = host_memory_gib
-        self.batches: Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]] | None = None
+        self.batches: Prefetcher[JoinedBatch] | None = None
         self.use_streams(streams)
 
     def use_streams(self, configured: int | None) -> None:
         """Cuts the set into `configured` streams (None: as many as `choose_stream_count` returns),
         and prints how much host memory the streams take."""
         places = self.blocks.places
-        stream_bytes = count_stream_bytes(self.blocks, self.window)
+        # A stream takes two windows, the current one and the next, and the block in which the next
+        # window ends.
+        sample_bytes = max(place.block.size / place.block.samples for place in places)
+        stream_bytes = math.ceil((2 * self.window + max(self.blocks.counts)) * sample_bytes)
         streams = choose_stream_count(configured, len(places), stream_bytes, self.allowed_gib)
         self.order = StreamOrder(
             self.blocks.blocks_of_shard, self.blocks.counts, self.seed, streams, self.window
@@ -267,9 +269,8 @@ class StreamedLatents(BlockLoader):
             return
 
         windows = len(self.rank_positions.find_streams() or range(streams)) * stream_bytes
-        readers = max(1, self.num_workers)
         reading = (
-            readers
+            max(1, self.num_workers)
             * READERS_PER_WORKER
             * COPIES_OF_A_BLOCK
             * max(place.block.size for place in places)
@@ -285,16 +286,15 @@ class StreamedLatents(BlockLoader):
             size = count * self.captions.row_bytes / 2**20
             print(f"data: {count} captions take {size:.2f} MiB of host memory", flush=True)
 
-    def start_reading(self) -> Prefetcher[tuple[Tensor, Tensor, list[SkippedBlock]]]:
+    def start_reading(self) -> Prefetcher[JoinedBatch]:
         """Starts the workers, and the thread that joins their parts of batches; returns an iterator
         of the joined batches."""
-        batch_bytes = self.batch_size * self.row_bytes
         prefetch = self.prefetch_factor if self.num_workers else None
         if prefetch is not None:
             refuse_small_shared_memory(
                 "the workers of data=webdataset",
                 prefetch,
-                batch_bytes,
+                self.batch_size * self.row_bytes,
                 "lower data.prefetch_factor, or use data.num_workers=0",
             )
 
@@ -357,14 +357,6 @@ class StreamedLatents(BlockLoader):
         if streams != self.order.streams:
             self.use_streams(streams)
         self.stop_reading()
-
-
-def count_stream_bytes(blocks: BlockReader, window: int) -> int:
-    """Counts the bytes of host memory that one stream takes: two windows, the current one and the
-    next, and the block in which the next window ends."""
-    largest = max(blocks.counts)
-    sample_bytes = max(place.block.size / place.block.samples for place in blocks.places)
-    return math.ceil((2 * window + largest) * sample_bytes)
 
 
 def choose_stream_count(

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from common.config.build import to_kwargs
 from common.config.schema import PrecomputeConfig
 from common.environment import describe_environment
 from common.errors import UserError
@@ -113,8 +112,7 @@ def plan_captions(
     """Plans to encode the captions of the plan's images by `cfg.text_encoder`, except those in the
     table `earlier`."""
     captions = [entry.captions for _, _, images in plan.shards for _, entry in images]
-    values = to_kwargs(cfg)
-    settings = TextSettings(**{name: values[name] for name in TextSettings._fields})
+    settings = TextSettings(*(getattr(cfg, name) for name in TextSettings._fields))
     return CaptionJob(captions, cfg.text_encoder, settings, device, earlier)
 
 
@@ -136,8 +134,7 @@ def list_settings(cfg: PrecomputeConfig) -> dict[str, Any]:
         "kind",
         "dtype",
     )
-    values = to_kwargs(cfg)
-    return {key: values[key] for key in keys}
+    return {key: getattr(cfg, key) for key in keys}
 
 
 def describe_job(

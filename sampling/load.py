@@ -20,9 +20,8 @@ from torch import Tensor
 from accel.device_memory import refuse_large_batch
 from accel.ledger import Ledger, LedgerRow
 from accel.stack import SAME_BYTES, TECHNIQUES, AccelerationStack
-from common.config.build import to_kwargs
 from common.config.compose import apply_schema, read_config
-from common.config.schema import RuntimeConfig, SamplingConfig
+from common.config.schema import RuntimeConfig, SamplingConfig, to_plain
 from common.encoded_text import TextEncoder
 from common.environment import pick_device
 from common.errors import UserError
@@ -256,7 +255,7 @@ class SampleStream:
         These are the settings of the sampler, the data, and the precision in which the model
         computes with the techniques of `stack`.
         """
-        sampling = to_kwargs(self.sampling)
+        sampling = to_plain(vars(self.sampling))
         del sampling["per_class"]
         return {
             "count": count,

@@ -7,28 +7,26 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accel.composite_optimizer import Groups
 from accel.counted_rows import AdapterGradients, OptimizerState, find_promise
 from accel.ledger import Ledger
 from accel.sharding import get_world_size
 from accel.stack import AccelerationStack
 from accel.technique import Technique
 from common.clock import CLOCK
-from common.config.build import build, resolve_target, to_kwargs
+from common.config.build import build, resolve_target
 from common.config.compose import Composed
 from common.config.schema import TrainConfig
 from common.distributed.ranks import SINGLE, Ranks
 from common.environment import find_peak_flops
 from common.errors import UserError
 from data.loader import Batch, LatentLoader
-from data.spec import LatentSpec
 from models.adapters import count_passes
 from models.denoiser import Denoiser
 from models.sampler import check_internal_guidance
@@ -77,10 +75,7 @@ def build_optimizer(
     if kind is torch.optim.SGD:
         known.discard("fused")
     extra = {name: value for name, value in stack.make_optimizer_kwargs().items() if name in known}
-
-    def make(groups: Groups) -> torch.optim.Optimizer:
-        return build(node, "optim", groups, kind=torch.optim.Optimizer, **extra)
-
+    make = partial(build, node, "optim", kind=torch.optim.Optimizer, **extra)
     return stack.on_optimizer(make)(make_parameter_groups(model, node))
 
 
@@ -147,18 +142,20 @@ class Training:
         0, as many as the distances need. The first rank reads them; all ranks must read this
         property together."""
         cfg = self.cfg
-
-        def read() -> tuple[Tensor, Tensor]:
-            data = open_data(cfg.data, self.loader.spec, 0, "pooled")
-            return list_samples(data, "train", max(GRID_ROWS, cfg.fd.count))
-
-        return self.ranks.broadcast_result(read)
+        return self.ranks.broadcast_result(
+            lambda: list_samples(
+                open_data(cfg.data, self.loader.spec, 0, "pooled"),
+                "train",
+                max(GRID_ROWS, cfg.fd.count),
+            )
+        )
 
     @cached_property
     def shown(self) -> Conditions:
         """Conditions of the rows of a sample grid; all ranks must read it together."""
-        source = "held_out" if self.loader.held_out_count else "train"
-        return self.choose_conditions(source, GRID_ROWS)
+        return self.choose_conditions(
+            "held_out" if self.loader.held_out_count else "train", GRID_ROWS
+        )
 
     def choose_conditions(self, source: str, count: int) -> Conditions:
         """Returns the conditions of `count` samples of the model: all classes in turn or, for a
@@ -173,8 +170,13 @@ class Training:
             labels, numbers = list_samples(loader, source, count)
         else:
             labels, numbers = (column[:count] for column in self.first_samples)
-        rows = numbers.to(captions.device)
-        return Conditions(source, labels.to(self.device), rows, captions.texts, captions.columns)
+        return Conditions(
+            source,
+            labels.to(self.device),
+            numbers.to(captions.device),
+            captions.texts,
+            captions.columns,
+        )
 
     def take_batches(self) -> list[Batch]:
         """Takes the micro-batches of one step from the loader."""
@@ -204,7 +206,8 @@ class Training:
         """Says whether the last `guards.max_skipped_in_row` steps were all skipped. Uses a count
         that is a few steps old: it is already in host memory, so reading it does not wait for the
         device."""
-        return self.state.meter.has_skipped(self.cfg.guards.max_skipped_in_row)
+        seen = self.state.meter.in_row_seen
+        return seen is not None and float(seen) >= self.cfg.guards.max_skipped_in_row
 
     @CLOCK.count_as("warm_up")
     def warm_up(self) -> Ledger:
@@ -237,8 +240,9 @@ REAL_PARTS = Parts()
 def refuse_unfit(cfg: TrainConfig, loader: LatentLoader, model: Denoiser) -> None:
     """Raises a UserError for guidance that the data or the model does not allow, and for a sweep's
     metric that needs held-out samples if the data have none."""
-    level = find_text_level(cfg.model)
-    check_guidance(loader.spec, level, cfg.sampling.guidance, "sampling.guidance")
+    check_guidance(
+        loader.spec, find_text_level(cfg.model), cfg.sampling.guidance, "sampling.guidance"
+    )
     check_internal_guidance(model, cfg.sampling.internal_guidance, "sampling.")
     if cfg.sweep_metric == "eval_loss" and not loader.held_out_count:
         raise UserError(
@@ -260,8 +264,9 @@ def assemble(
     """
     # Build the loader, the objective and the model.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
-    level = find_text_level(cfg.model)
-    loader = parts.loader(cfg.data, cfg.seed, micro_batch, device, ranks, level)
+    loader = parts.loader(
+        cfg.data, cfg.seed, micro_batch, device, ranks, find_text_level(cfg.model)
+    )
     loader.wait_for_batch_seconds = 60.0 * cfg.runtime.parallel.timeout_minutes
     objective = build(cfg.objective, "objective")
     base = open_base(cfg, loader, ranks)
@@ -284,26 +289,23 @@ def assemble(
 
     # Build the state of the run, and the step, which changes that state.
     ema = EMA(model, cfg.ema.half_life_samples, cfg.ema.ramp)
-    lengths = LENGTHS if cfg.ema.snapshots else ()
-    schedule = Schedule(total_samples=cfg.total_samples, **to_kwargs(cfg.schedule))
+    schedule = Schedule(total_samples=cfg.total_samples, **vars(cfg.schedule))
     peak = find_peak_flops(device, stack.precision)
-    meter = Meter(
-        cfg.batch_size, model.tokens, model.flops_per_sample(), peak, ranks, count_passes(model)
-    )
+    flops = count_passes(model) * model.flops_per_sample()
+    meter = Meter(cfg.batch_size, model.tokens, flops, peak, ranks)
     spikes = None
     if cfg.guards.spike_sigmas:
         spikes = SpikeGuard(cfg.guards.spike_sigmas, cfg.guards.spike_window, device)
     state = TrainState(model, optimizer, ema, loader, meter, stack, spikes, cfg.total_samples)
-    state.power_averages = [PowerAverage(model, length) for length in lengths]
+    if cfg.ema.snapshots:
+        state.power_averages = [PowerAverage(model, length) for length in LENGTHS]
     step = stack.on_step(TrainStep(cfg, state, objective, schedule))
     return Training(
         cfg, device, ranks, micro_batch, loader, stack, model, state, step, kernels, base
     )
 
 
-def describe_run(
-    composed: Composed, spec: LatentSpec, ledger: Ledger, base: Base | None = None
-) -> dict[str, Any]:
+def describe_run(composed: Composed, training: Training, ledger: Ledger) -> dict[str, Any]:
     """Describes a run for its checkpoints, as nested dicts of JSON types.
 
     When a run resumes, its `model`, `data`, `objective`, `optimizer` and `adapter` (with its base
@@ -311,6 +313,8 @@ def describe_run(
     the differences.
     """
     cfg = composed.cfg
+    spec = training.loader.spec
+    base = training.base
     identity = select_identity(vars(cfg))
     settings = {key: node for key, node in composed.source.items() if key in CHANGEABLE_KEYS}
     settings |= {key: asdict(cfg)[key] for key in ("total_samples", "schedule", "ema")}
@@ -324,17 +328,12 @@ def describe_run(
         **identity,
         "base": base and str(base.file),
         "data": {"fingerprint": spec.fingerprint, **identity["data"]},
-        "settings": to_json_types(settings),
+        # JSON types, such as the value of an enum member
+        "settings": json.loads(json.dumps(settings)),
         "spec": spec.as_dict(),
         "choices": composed.choices,
         "ledger": ledger.as_dict(),
     }
-
-
-def to_json_types(node: Any) -> Any:
-    """Converts nested dicts and lists to JSON types, by writing and reading them as JSON: a tuple
-    becomes a list, an enum member its value."""
-    return json.loads(json.dumps(node))
 
 
 def restore(

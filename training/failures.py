@@ -6,7 +6,7 @@ import math
 import resource
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from data.loader import Batch
 from training.assemble import Training
 from training.checkpoint.load import describe_resume
 from training.checkpoint.save import Checkpoints
+from training.optim.groups import list_grads
 from training.preflight.memory import count_lasting_bytes
 from training.run import RUNNING_FILE
 
@@ -34,15 +35,30 @@ def end_if_failed(
     request: Request,
 ) -> None:
     """Raises ValueError if the last `guards.max_skipped_in_row` steps were skipped, or a background
-    save has failed. All ranks must call this function. If the steps were skipped, it also writes a
-    file in `folder/dumps` that describes the last step and `batches`, the micro-batches of that
-    step.
+    save has failed. All ranks must call this function.
+
+    If the steps were skipped, it also repeats the forward and backward pass of the last step on its
+    micro-batches, `batches`, without an update, and writes a report to a file in `folder/dumps`.
+    The report's key `samples` lists id, position in the stream, label, t and loss of each sample;
+    its key `blocks` maps each part of the model to the norm of the part's gradient and the norm of
+    its parameters.
     """
     limit = training.cfg.guards.max_skipped_in_row
     state = training.state
     skipped = state.meter.skipped_in_row
     if skipped >= limit:
-        file = write_dump(training, batches, folder / "dumps" / f"step-{state.step}.json")
+        with torch.compiler.set_stance("force_eager"):
+            content = {
+                "step": state.step,
+                "skipped_in_row": skipped,
+                "samples": describe_samples(training, batches),
+                "blocks": measure_norms(training, batches),
+            }
+        file = folder / "dumps" / f"step-{state.step}.json"
+        if training.ranks.first:
+            make_folder(file.parent)
+            write_json(file, content)
+
         # Wait until a background save has ended, because the error message names the newest
         # complete checkpoint.
         checkpoints.wait()
@@ -55,27 +71,6 @@ def end_if_failed(
         )
     if request is Request.look:
         checkpoints.finish(state.samples)
-
-
-def write_dump(training: Training, batches: Sequence[Batch], file: Path) -> Path:
-    """Repeats the forward and backward pass of the step on `batches`, without an update, and writes
-    a JSON report to `file`; returns `file`.
-
-    The report's key `samples` lists id, position in the stream, label, t and loss of each sample;
-    its key `blocks` maps each part of the model to the norm of the part's gradient and the norm of
-    its parameters.
-    """
-    state = training.state
-    content = {"step": state.step, "skipped_in_row": state.meter.skipped_in_row}
-    with torch.compiler.set_stance("force_eager"):
-        content |= {
-            "samples": describe_samples(training, batches),
-            "blocks": measure_norms(training, batches),
-        }
-    if training.ranks.first:
-        make_folder(file.parent)
-        write_json(file, content)
-    return file
 
 
 @torch.no_grad()
@@ -107,9 +102,8 @@ def measure_norms(training: Training, batches: Sequence[Batch]) -> dict[str, Any
 
     norms = {}
     for name, parameters in parts.items():
-        gradients = [p.grad for p in parameters if p.grad is not None]
         norms[name] = {
-            "gradient_norm": to_json_number(float(total_norm(gradients)) / scale),
+            "gradient_norm": to_json_number(float(total_norm(list_grads(parameters))) / scale),
             "parameter_norm": to_json_number(float(total_norm([p.detach() for p in parameters]))),
         }
     step.optimizer.zero_grad(set_to_none=True)
@@ -122,29 +116,19 @@ def to_json_number(value: float) -> float | str:
 
 
 @contextmanager
-def mark_folder(folder: Path) -> Iterator[None]:
-    """Inside the `with` block, `folder` has the file `RUNNING_FILE`."""
-    file = folder / RUNNING_FILE
-    with suppress(OSError):
-        make_folder(folder)
-        file.touch()
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
-            folder.rmdir()  # fails if the run has written to it
-
-
-@contextmanager
 def explain_failures(training: Training, folder: Path) -> Iterator[None]:
     """If the code in the `with` block runs out of memory or disk, raises a ValueError that says
     where this happened, how much memory was in use, and which configuration keys save most.
     Meanwhile the first rank keeps the file `RUNNING_FILE` in `folder`, by which the next start sees
     that this process was killed."""
+    first = training.ranks.first
+    if first:
+        with suppress(OSError):
+            make_folder(folder)
+            (folder / RUNNING_FILE).touch()
+
     try:
-        with mark_folder(folder) if training.ranks.first else nullcontext():
-            yield
+        yield
     except (OSError, RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             reason = describe_out_of_memory(training)
@@ -158,6 +142,11 @@ def explain_failures(training: Training, folder: Path) -> Iterator[None]:
         raise UserError(
             f"{reason}; {describe_resume(folder / 'checkpoints', training.state.samples)}."
         ) from error
+    finally:
+        if first:
+            with suppress(OSError):
+                (folder / RUNNING_FILE).unlink(missing_ok=True)
+                folder.rmdir()  # fails if the run has written to it
 
 
 def describe_out_of_memory(training: Training) -> str:
@@ -170,7 +159,7 @@ def describe_out_of_memory(training: Training) -> str:
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = count_lasting_bytes(training)
-    lasting = held.on_device - held.gradients
+    lasting = held.weights + held.averages + held.optimizer
     savings = training.stack.list_savings()
     return (
         f"out of memory in {step.phase} at step {training.state.step}: {peak / GIB:.3g} of "

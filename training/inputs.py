@@ -14,6 +14,7 @@ from accel.stack import AccelerationStack
 from accel.trial.choice import choose_kernels
 from common.clock import CLOCK
 from common.config.build import build, check_arguments, resolve_target
+from common.config.schema import TrainConfig
 from common.distributed.ranks import SINGLE, Ranks
 from data.loader import LatentLoader, LoaderArgs
 from data.spec import LatentSpec
@@ -44,29 +45,24 @@ def find_text_level(model: Mapping[str, Any]) -> str:
     return "tokens" if model.get("text_tokens") else "pooled"
 
 
-def foresee_latents(
-    node: dict[str, Any], seed: int, memory: float, text: str = "none"
-) -> tuple[LatentSpec, float]:
-    """Returns the spec of the latent set that `data` describes, and the bytes that its latents, and
-    the captions that `text` says, take on a device with `memory` bytes. If the loader's class
-    cannot forecast both, builds a loader on the CPU for the spec, and returns 0 bytes."""
-    kind = resolve_target(node.get("_target_", ""), "data")
+def foresee_latents(cfg: TrainConfig, memory: float) -> tuple[LatentSpec, float]:
+    """Returns the spec of a run's latent set, and the bytes that its latents, and the captions that
+    the model reads, take on a device with `memory` bytes. If the loader's class cannot forecast
+    both, builds a loader on the CPU for the spec, and returns 0 bytes."""
+    kind = resolve_target(cfg.data.get("_target_", ""), "data")
     if issubclass(kind, LatentLoader):
-        settings = check_arguments(kind, node, "data", LoaderArgs.__annotations__)
-        settings |= {"text": text} if text != "none" else {}
+        settings = check_arguments(kind, cfg.data, "data", LoaderArgs.__annotations__)
+        level = find_text_level(cfg.model)
+        settings |= {"text": level} if level != "none" else {}
         forecast = kind.foresee(memory, **settings)
         if forecast is not None:
             return forecast
-    return build_loader(node, seed, 1, torch.device("cpu")).spec, 0.0
+    return build_loader(cfg.data, cfg.seed, 1, torch.device("cpu")).spec, 0.0
 
 
 @CLOCK.count_as("warm_up")
 def prove_kernels(
-    stack: AccelerationStack,
-    model: Denoiser,
-    spec: LatentSpec,
-    samples: int,
-    folder: Path | None = None,
+    stack: AccelerationStack, model: Denoiser, spec: LatentSpec, samples: int, folder: Path | None
 ) -> dict[str, Any]:
     """Tests and times the fused kernels that the stack requests on micro-batches of `samples`
     samples. Returns the chosen kernels and their measurements, which the run writes to kernels.json

@@ -41,7 +41,6 @@ from training.checkpoint.load import (
     select_identity,
 )
 from training.checkpoint.save import Checkpoints
-from training.checkpoint.snapshots import prepare_snapshots
 from training.preflight.length import LENGTH_FILE, describe_length, measure_seconds, settle_length
 from training.preflight.tune import TUNING_FILE, make_ledger_row, tune_config
 from training.records.log_lines import format_summary
@@ -84,8 +83,6 @@ class Run:
         """Rows that the run adds to the ledger of techniques, such as a row about tuning."""
         self.reported_bounds: set[str] = set()
         """Limits of the step's speed, such as "data-bound", that the run has already printed."""
-        self.stack: AccelerationStack | None = None
-        """The run's techniques; None before `announce_start`."""
 
         earlier = [file for name in EARLIER_RUN_FILES for file in self.folder.glob(name)]
         if cfg.resume == "never" and earlier:
@@ -107,8 +104,15 @@ class Run:
         self.claimed = self.ranks.broadcast_result(
             lambda: self.folder.exists() and self.claim_folder()
         )
-        if self.claimed:
-            self.ranks.broadcast_result(self.report_kill)
+        # Say if the process that ran here last was killed: no other process runs here now, for this
+        # one has the lock.
+        if self.claimed and self.ranks.first and (self.folder / RUNNING_FILE).exists():
+            steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
+            print(
+                f"the last start in {self.folder} ended without a word after step "
+                f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
+                flush=True,
+            )
         self.environment = describe_environment(self.device) | {
             "choices": composed.choices,
             "overrides": composed.overrides,
@@ -131,17 +135,6 @@ class Run:
                 f"{key} cannot be written to ({error.strerror}); choose another folder."
             ) from error
         return True
-
-    def report_kill(self) -> None:
-        """Says if the process that ran here last was killed: no other process runs here now, for
-        this one has the lock."""
-        if (self.folder / RUNNING_FILE).exists():
-            steps = [line["step"] for line in read_metrics(self.metrics.file)[0]]
-            print(
-                f"the last start in {self.folder} ended without a word after step "
-                f"{max(steps, default=0)}; Linux's out-of-memory killer does that",
-                flush=True,
-            )
 
     def settle_length(self) -> None:
         """Sets `cfg`, and that of `composed`, to the configuration with the run's length."""
@@ -166,16 +159,12 @@ class Run:
             self.write_file(TUNING_FILE, choice)
             self.rows.append(make_ledger_row(choice))
         if self.cfg.budget_minutes is not None and not (self.folder / LENGTH_FILE).exists():
-            job = (self.cfg, self.device, self.ranks.world_size)
-            measured = self.ranks.broadcast_result(lambda: measure_seconds(*job))
+            measured = self.ranks.broadcast_result(
+                lambda: measure_seconds(self.cfg, self.device, self.ranks.world_size)
+            )
             self.write_file(LENGTH_FILE, measured)
             self.settle_length()
         return self.cfg
-
-    def prepare_snapshots(self, state: TrainState) -> str:
-        """Prepares the folder for snapshots of averages; returns a line about their space, empty
-        without snapshots."""
-        return self.ranks.broadcast_result(lambda: prepare_snapshots(self.cfg, state, self.folder))
 
     def open_checkpoints(self) -> Checkpoints:
         """Returns the object that saves, lists and deletes the checkpoints in the run folder."""
@@ -208,7 +197,6 @@ class Run:
         """Writes environment, ledger and configuration to the run folder, prints the ledger, and
         starts the logger. `origin` is a sentence that says from which checkpoint or weights the run
         starts."""
-        self.stack = training.stack
         ledger += self.rows
         rows = ledger.as_dict()
         self.write_file("environment.json", self.environment)
@@ -219,9 +207,8 @@ class Run:
         # Show the ledger, and pass it to the logger with the configuration.
         config = self.composed.source
         write_atomically(self.folder / "config.yaml", to_yaml(config))
-        hardware = self.environment["hardware"]
         print(
-            f"\nledger ({self.device}: {hardware})\n{ledger.format_table()}\n\n"
+            f"\nledger ({self.device}: {self.environment['hardware']})\n{ledger.format_table()}\n\n"
             f"{ledger.format_line()}\n\n{origin}\n{describe_length(self.cfg, training.loader)}",
             flush=True,
         )
@@ -239,22 +226,18 @@ class Run:
         if lines:
             state.meter.earlier_seconds = float(lines[-1].get("train_seconds") or 0.0)
 
-    def append_metrics(self, metrics: dict[str, Any]) -> None:
+    def append_metrics(self, metrics: dict[str, Any], stack: AccelerationStack) -> None:
         """Appends a line to metrics.jsonl. Adds the best score to `metrics` if they have a score.
-        If waiting for data or launching kernels limits the
-        speed of a step, prints a line that says so, with configuration keys to try; prints each of
-        the two possible lines at most once in a run."""
+        If waiting for data or launching kernels limits the speed of a step, prints a line that says
+        so, with configuration keys to try; prints each of the two possible lines at most once in a
+        run. `stack` holds the run's techniques."""
         if not self.ranks.first:
             return
         self.metrics.append(metrics)
         if self.cfg.keep_best in metrics:
             metrics |= find_best(self.metrics.file, self.cfg.keep_best)
-        stack = self.stack
-        if stack is None:
-            return
 
-        # If waiting for data or launching kernels limits the speed of a step, print a line that
-        # says so, at most once for each of the two limits.
+        # Find out whether waiting for data or launching kernels limits the speed of a step.
         step_ms = 1e3 * self.cfg.batch_size / metrics["samples_per_s"]
         data_ms = metrics["data_wait"] * step_ms
         explanation = explain_bound(
@@ -272,8 +255,7 @@ class Run:
         `saved` or `now` is set, otherwise at most every few seconds."""
         if self.ranks.first:
             state.meter.sum_waits()
-            step = state.step if saved else None
-            CLOCK.write(self.folder / TIME_FILE, step, now=saved or now)
+            CLOCK.write(self.folder / TIME_FILE, state.step if saved else None, now=saved or now)
 
     def show_finished(self) -> dict[str, Any]:
         """Prints and returns the summary of the finished run in this folder; changes no file.
@@ -349,9 +331,7 @@ class Run:
             "steps": state.step,
             "samples": state.samples,
             "samples_per_s": rate,
-            "mfu": latest.get("mfu"),
-            "gpu_busy": latest.get("gpu_busy"),
-            "memory_reserved_peak": latest.get("memory_reserved_peak"),
+            **{name: latest.get(name) for name in ("mfu", "gpu_busy", "memory_reserved_peak")},
             "skipped_steps": state.skipped_steps,
             "skipped_data": state.skipped_data,
             "seconds": time.perf_counter() - self.started,
@@ -377,9 +357,8 @@ class Run:
         if experiment is None or not self.ranks.first:
             return
 
-        choices = self.composed.choices
         chosen = {"experiment": experiment}
-        chosen |= {key: choices.get(key) for key in ("model", "runtime")}
+        chosen |= {key: self.composed.choices.get(key) for key in ("model", "runtime")}
         folders = (self.folder.parent, Path("runs"))
         files = {file.resolve() for folder in folders for file in folder.glob("*/summary.json")}
         for file in sorted(files, key=os.path.getmtime, reverse=True):

@@ -125,6 +125,8 @@ class TrainState:
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """Returns name of a piece of the state -> name within the piece -> tensor or number. The
         tensors are not copied: save or copy them before the next step changes them."""
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        rng = {f"cuda.{i}": state for i, state in enumerate(gpus)}
         return {
             "model": select_saved_weights(self.model),
             "ema": self.ema.state_dict(),
@@ -138,13 +140,13 @@ class TrainState:
             "loader": self.loader.state_dict(),
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "window": self.meter.state_dict(),
-            "rng": read_rng_state(),
+            "rng": {"torch": torch.get_rng_state(), **rng},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned. Hyper-parameters, such as the learning rate, come from
-        the configuration, not from `state`. Raises ValueError if the tensors do not fit the
-        model."""
+        the configuration, not from `state`. Raises ValueError if the tensors do not fit the model,
+        or if a counter is no integer of at least 0."""
         load_weights(self.model, {**state["model"], **state["aux_heads"]})
         self.ema.load_state_dict(state["ema"])
         averages = nest(state["averages"])
@@ -155,20 +157,21 @@ class TrainState:
         if self.spikes is not None:
             self.spikes.load_state_dict(state["guards"])
         self.loader.load_state_dict(state["loader"])
-        self.load_counters(state["counters"])
-        self.meter.load_state_dict(state["window"])
-        load_rng_state(state["rng"])
-        self.began_at = self.step
-
-    def load_counters(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counters from a checkpoint; raises ValueError for a value that is not an integer
-        of at least 0."""
         for name in COUNTERS:
-            counter = saved[name]
+            counter = state["counters"][name]
             counts = counter.values() if name == "skipped_data" else [counter]
             if not all(type(count) is int and 0 <= count < 2**53 for count in counts):
                 raise UserError(f"the counter {name} is {counter}, which is no count.")
             setattr(self, name, counter)
+        self.meter.load_state_dict(state["window"])
+
+        # Restore the GPUs' generators only if this process sees as many as the one that saved them.
+        rng = state["rng"]
+        torch.set_rng_state(rng["torch"])
+        gpus = [rng[f"cuda.{i}"] for i in range(len(rng) - 1)]
+        if len(gpus) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(gpus)
+        self.began_at = self.step
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
@@ -214,8 +217,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Loads unsharded tensors, by name, into a model, whose own tensors may be sharded. Raises
     ValueError if names or shapes do not fit."""
     current = model.state_dict()
-    frozen_names = current.keys() - select_saved_weights(model).keys()
-    frozen = {name: current[name] for name in frozen_names}
+    frozen = {name: current[name] for name in current.keys() - select_saved_weights(model).keys()}
     try:
         loaded = {name: shard_like(tensor, current.get(name)) for name, tensor in weights.items()}
         model.load_state_dict(frozen | loaded)
@@ -243,27 +245,10 @@ def load_moments(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Any]) ->
     for i, entries in saved.items():
         saved[i] = {name: shard_like(value, parameters[i]) for name, value in entries.items()}
 
-    tensors = [value for _, value in flatten(state)]
-    if saved.keys() != state.keys() or not all(isinstance(value, Tensor) for value in tensors):
+    if saved.keys() != state.keys() or not all(isinstance(t, Tensor) for _, t in flatten(state)):
         optimizer.load_state_dict(current | {"state": saved})
         return
     values = dict(flatten(saved))
     for name, tensor in flatten(state):
         value = values[name]
         tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
-
-
-def read_rng_state() -> dict[str, Tensor]:
-    """Returns the states of PyTorch's random generators: the state of the CPU's generator under the
-    key "torch", of GPU i's under "cuda.i"."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state()} | {f"cuda.{i}": state for i, state in enumerate(gpus)}
-
-
-def load_rng_state(saved: Mapping[str, Tensor]) -> None:
-    """Restores the states of PyTorch's random generators; those of the GPUs only if this process
-    sees as many GPUs as the process that saved them."""
-    torch.set_rng_state(saved["torch"])
-    gpus = [saved[f"cuda.{i}"] for i in range(len(saved) - 1)]
-    if len(gpus) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(gpus)

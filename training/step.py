@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from accel.sharding import replicate_like, to_local, total_norm
 from common.config.schema import TrainConfig
 from data.loader import Batch
 from training.objective import FlowMatching, Losses
+from training.optim.groups import list_grads
 from training.optim.schedule import Schedule
 from training.records.metrics import StepOutput
 from training.state import TrainState
@@ -62,13 +63,12 @@ class TrainStep:
         self.objective = objective
         self.optimizer = state.optimizer
         self.lr_schedule = schedule
-        self.ema = state.ema
         self.seed = cfg.seed
         self.batch_size = cfg.batch_size
         self.max_grad_norm = cfg.max_grad_norm or math.inf
         self.parameters = list(state.model.parameters())
-        has_internal = getattr(state.model, "internal_block", 0) > 0
-        internal = set(cast("Any", state.model).internal.parameters()) if has_internal else set()
+        head = state.model.internal if getattr(state.model, "internal_block", 0) else None
+        internal = set(head.parameters()) if head else set()
         self.internal_parameters = [p for p in self.parameters if p in internal]
         self.other_parameters = [p for p in self.parameters if p not in internal]
 
@@ -79,9 +79,9 @@ class TrainStep:
         if is_fused(self.optimizer):
             for group in self.optimizer.param_groups:
                 group["lr"] = torch.tensor(float(group["lr"]), device=device)
-        self.ema_weight = torch.zeros((), device=device)
-        self.power_averages = [(a, torch.zeros((), device=device)) for a in state.power_averages]
-        """Pairs (power-function average, its weight w as a scalar tensor on the device)."""
+        averages = (state.ema, *state.power_averages)
+        self.averages = [(average, torch.zeros((), device=device)) for average in averages]
+        """Pairs (average of the weights, its weight w as a scalar tensor on the device)."""
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         """Number of samples that the run has seen before the step, as a tensor of shape (1,) on the
         device."""
@@ -96,7 +96,7 @@ class TrainStep:
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             rate = base * factor
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        for average, weight in [(self.ema, self.ema_weight), *self.power_averages]:
+        for average, weight in self.averages:
             weight.fill_(average.compute_weight(end, self.batch_size))
         self.position.fill_(samples)
 
@@ -123,7 +123,7 @@ class TrainStep:
 
         # Decide on the device whether the parameters are updated.
         self.phase = "the optimizer"
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = list_grads(self.parameters)
         norm = self.measure_norm()
         backed_off = torch.zeros_like(norm)
         if self.scaler is not None:
@@ -134,7 +134,7 @@ class TrainStep:
             finite = torch.stack([*losses.values()]).isfinite().all()
             backed_off = (~norm.isfinite() & finite & (scale > 1.0)).float()
         taken = norm.isfinite() if self.spikes is None else self.spikes.admit(norm)
-        taken = taken.to(self.ema_weight.device)
+        taken = taken.to(self.position.device)
 
         # Update parameters and averages.
         self.update_parameters(grads, norm.to(taken.device), taken)
@@ -142,7 +142,7 @@ class TrainStep:
             self.scaler.update((~norm.isfinite()).float())
         self.mark("optimizer")
         self.phase = "the averages"
-        for average, weight in [(self.ema, self.ema_weight), *self.power_averages]:
+        for average, weight in self.averages:
             average.update(torch.where(taken, weight, 0.0))
         self.mark("ema")
         self.optimizer.zero_grad(set_to_none=True)
@@ -154,8 +154,8 @@ class TrainStep:
         """Returns the norm of the gradients without those of the internal head, which must not
         change how the others are clipped; NaN if a gradient of the head is not finite. Clipping
         divides the head's gradients by the same factor as all others."""
-        norm = total_norm([p.grad for p in self.other_parameters if p.grad is not None])
-        internal = [p.grad for p in self.internal_parameters if p.grad is not None]
+        norm = total_norm(list_grads(self.other_parameters))
+        internal = list_grads(self.internal_parameters)
         if not internal:
             return norm
         return torch.where(total_norm(internal).isfinite(), norm, torch.nan)

@@ -56,7 +56,12 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
         composed = compose_from_hydra(source)
         refuse_trial(composed, hydra.runtime.choices["hydra/sweeper"])
         train_apart(train, composed)
-        name, value = read_metric(composed.cfg)
+        cfg = composed.cfg
+        summary = read_object(Path(cfg.run_dir) / "summary.json")
+        name = cfg.sweep_metric or ("loss" if summary.get("eval_loss") is None else "eval_loss")
+        value = summary[name]
+        if value is None or not math.isfinite(value):
+            raise UserError(f"{name} is not finite at the end of run_dir={cfg.run_dir}.")
     except SystemExit:
         print(f"{trial} stopped; the same command with run_dir={hydra.sweep.dir} continues")
         raise
@@ -69,7 +74,7 @@ def run_trial(train: Callable[[Composed], Any], source: DictConfig) -> float | N
     if not ENDED:
         atexit.register(print_table)  # also if a trial fails, which ends Hydra
     ENDED.append((hydra.job.num, words, name, value))
-    return value if composed.cfg.sweep_metric else None
+    return value if cfg.sweep_metric else None
 
 
 def print_table() -> None:
@@ -150,14 +155,3 @@ def train_apart(train: Callable[[Composed], Any], composed: Composed) -> None:
     if process.exitcode:
         message = f"run_dir={composed.cfg.run_dir}: its process ended with code {process.exitcode}."
         raise UserError(receiver.recv() if receiver.poll() else message)
-
-
-def read_metric(cfg: Any) -> tuple[str, float]:
-    """Returns the metric `sweep_metric` of the finished run, if the key is null eval_loss or else
-    loss. ValueError if the metric is not finite."""
-    summary = read_object(Path(cfg.run_dir) / "summary.json")
-    name = cfg.sweep_metric or ("loss" if summary.get("eval_loss") is None else "eval_loss")
-    value = summary[name]
-    if value is None or not math.isfinite(value):
-        raise UserError(f"{name} is not finite at the end of run_dir={cfg.run_dir}.")
-    return name, value

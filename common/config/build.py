@@ -17,7 +17,6 @@ import json
 import os
 import typing
 from collections.abc import Collection, Iterable, Mapping
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,16 +122,6 @@ def fill_defaults(node: Mapping[str, Any], key: str) -> dict[str, Any]:
     return filled
 
 
-def build_nested(node: Mapping[str, Any], key: str) -> Any:
-    """Builds the object of a nested node, or, if the node has `_partial_: true`, a
-    functools.partial of its class."""
-    rest = {name: value for name, value in node.items() if name != "_partial_"}
-    if not node.get("_partial_"):
-        return build(rest, key)
-    target = resolve_target(node["_target_"], key)
-    return partial(target, **check_arguments(target, rest, key, partially=True))
-
-
 def check_arguments(
     target: type,
     node: Mapping[str, Any],
@@ -183,11 +172,17 @@ def check_argument(value: Any, annotation: Any, key: str) -> Any:
     """Converts a value of the configuration to the type `annotation` of its argument, by pydantic's
     strict rules for JSON: an integer may become a float, and a list a tuple.
 
-    For a nested node with a `_target_`, the function builds the object and returns it. ValueError
-    for a value that the type does not allow.
+    For a nested node with a `_target_`, the function builds the object and returns it, or, if the
+    node has `_partial_: true`, a functools.partial of its class. ValueError for a value that the
+    type does not allow.
     """
     if isinstance(value, Mapping) and "_target_" in value:
-        return build_nested(value, key)
+        node = {name: entry for name, entry in value.items() if name != "_partial_"}
+        if not value.get("_partial_"):
+            return build(node, key)
+        target = resolve_target(node["_target_"], key)
+        return partial(target, **check_arguments(target, node, key, partially=True))
+
     # imported here, because the import is slow and `--help` does not need it
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -233,9 +228,3 @@ def admit_extensions(words: Iterable[str]) -> list[str]:
 def is_admitted(target: object) -> bool:
     """Says whether `target`, the dotted path of a class, lies in an admitted extension."""
     return str(target).partition(".")[0] in admitted_packages
-
-
-def to_kwargs(node: Any) -> dict[str, Any]:
-    """Returns the fields of a configuration object as keyword arguments, enum members as
-    strings."""
-    return {k: v.value if isinstance(v, Enum) else v for k, v in vars(node).items()}

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -118,14 +118,14 @@ class Composed(NamedTuple):
     ${seed} stay unresolved, and secrets are redacted."""
 
 
-def compose(overrides: list[str] | None = None, config_name: str = "train") -> Composed:
+def compose(overrides: Sequence[str] = (), config_name: str = "train") -> Composed:
     """Composes and checks a configuration in the same way as the command line does; for scripts,
     notebooks and tests.
 
     `config_name` is a key of `SCHEMAS`. Any mistake in `overrides` raises a ValueError whose
     message names key, value and fix.
     """
-    words = list(overrides or [])
+    words = list(overrides)
     refuse_words(words)
     try:
         with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
@@ -161,8 +161,8 @@ def resolve_config(
     source: DictConfig, choices: Mapping[str, Any], overrides: list[str]
 ) -> Composed:
     """Resolves the interpolations of a configuration, checks it and turns it into a frozen
-    dataclass. ValueError for an invalid value, and if a file sets `extensions`: only the command
-    line or the environment may name extensions."""
+    dataclass. ValueError for an invalid value, if the command gives the length of a run twice, and
+    if a file sets `extensions`: only the command line or the environment may name extensions."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
     named = build.find_extension_names(overrides)
     from_file = [name for name in source.get("extensions") or [] if name not in named]
@@ -174,26 +174,22 @@ def resolve_config(
         )
     source["extensions"] = named
     if kind is TrainConfig:
-        choose_length(source, overrides)
+        # Let the command's word for the length of a run win over those of files. A word such as
+        # epochs=null says no length.
+        keys = ("total_samples", "epochs", "budget_minutes")
+        words = [find_given_word(key, overrides) for key in keys]
+        given = [word for word in words if "=" in word and not word.endswith("=null")]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} both say how long the run is; give one.")
+        for key in keys[1:]:
+            if given and key not in given[0]:
+                source[key] = None
     cfg = apply_schema(kind, source, overrides)
     cfg.check()
     files = {str(group): str(file) for group, file in choices.items() if "hydra/" not in str(group)}
     return Composed(
         cfg, files, redact_words(overrides), redact(OmegaConf.to_container(source, resolve=False))
     )
-
-
-def choose_length(source: DictConfig, overrides: list[str]) -> None:
-    """Lets the command's word for the length of a run win over those of files; a word such as
-    epochs=null says no length. Raises ValueError if the command has several."""
-    keys = ("total_samples", "epochs", "budget_minutes")
-    words = [find_given_word(key, overrides) for key in keys]
-    given = [word for word in words if "=" in word and not word.endswith("=null")]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} both say how long the run is; give one.")
-    for key in keys[1:]:
-        if given and key not in given[0]:
-            source[key] = None
 
 
 def refuse_strange_numbers(node: Any) -> None:

@@ -104,8 +104,7 @@ def check_contradictions(
     """Raises ValueError for the first rule in `CONTRADICTIONS` whose conditions all hold, or if
     `tune_seconds` is not below `timeout_minutes`, the time for which other processes wait.
     `optimizer` is the `_target_` of the optimizer, or None."""
-    values = vars(runtime) | {
-        "mode": runtime.parallel.mode,
+    values = runtime.values() | {
         "accumulates": accumulation_steps > 1,
         "deterministic": deterministic,
         "optimizer": optimizer,

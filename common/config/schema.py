@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Device = StrEnum("Device", "auto cuda cpu")
 PrecisionName = StrEnum("PrecisionName", "fp32 bf16 fp16 fp8")
 Fp8Recipe = StrEnum("Fp8Recipe", "tensorwise rowwise rowwise_with_gw_hp")
-WeightsName = StrEnum("WeightsName", "fp32 bf16")
+FloatName = StrEnum("FloatName", "fp32 bf16")
 Solver = StrEnum("Solver", "euler heun ab2 sde")
 """Names of the solvers that `sample` in models/sampler.py implements."""
 AttentionName = StrEnum("AttentionName", "auto flash cudnn efficient math flex flash3 flash4")
@@ -45,7 +45,6 @@ CompileMode = StrEnum(
 OnUnavailable = StrEnum("OnUnavailable", "degrade error emulate")
 ScheduleKind = StrEnum("ScheduleKind", "constant cosine")
 ParallelMode = StrEnum("ParallelMode", "auto none ddp fsdp hsdp")
-ReduceDtype = StrEnum("ReduceDtype", "fp32 bf16")
 LatentKind = StrEnum("LatentKind", "mean_std sample")
 CaptionLines = StrEnum("CaptionLines", "each whole")
 CaptionsMissing = StrEnum("CaptionsMissing", "empty drop refuse")
@@ -75,7 +74,7 @@ class ParallelConfig:
     # its backward pass
     reshard_after_forward: bool = True
     # dtype in which ranks exchange gradients; bf16 sends half the bytes of fp32
-    reduce_dtype: ReduceDtype = ReduceDtype.fp32
+    reduce_dtype: FloatName = FloatName.fp32
     bucket_cap_mb: Positive = 25  # for ddp: MiB of gradients in one all-reduce
     # for ddp: gradients are views of the all-reduce buckets, which saves a copy
     gradient_as_bucket_view: bool = True
@@ -103,6 +102,11 @@ class ParallelConfig:
         check_nccl(self.nccl)
 
 
+def to_plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings with the values of enum members in place of the members."""
+    return {key: v.value if isinstance(v, Enum) else v for key, v in settings.items()}
+
+
 CHECKPOINT_POLICY = re.compile(r"blocks|selective|every_([2-9]|[1-9]\d+)")
 KernelChoice = bool | str
 """Value of the runtime key of a Triton kernel. false: use the PyTorch code that defines the
@@ -125,7 +129,7 @@ class RuntimeConfig:
     fp8_recipe: Fp8Recipe = Fp8Recipe.tensorwise
     # dtype in which the weight matrices of linear layers are stored; an optimizer step rounds bf16
     # up or down at random, right on average; averages of the weights (EMA) stay in fp32
-    weights: WeightsName = WeightsName.fp32
+    weights: FloatName = FloatName.fp32
     residual_in_fp32: bool = True
     # for the next five keys: false: use the PyTorch code that defines the operation; true: use the
     # Triton kernel if its results agree with that code; auto: use the faster of the two on this
@@ -185,8 +189,7 @@ class RuntimeConfig:
         """Returns key -> value for all techniques and their options, including the keys of
         `parallel`. The key `parallel` itself maps to the parallel mode, such as "ddp". Enum members
         become strings."""
-        nodes = vars(self) | vars(self.parallel) | {"parallel": self.parallel.mode}
-        return {key: v.value if isinstance(v, Enum) else v for key, v in nodes.items()}
+        return to_plain(vars(self) | vars(self.parallel) | {"parallel": self.parallel.mode})
 
 
 KERNEL_KEYS = tuple(node.name for node in fields(RuntimeConfig) if node.type == "KernelChoice")

@@ -44,45 +44,41 @@ class Shape(NamedTuple):
 
     before: str
     value: str = VALUE_PATTERN
-    named: bool = True
+    named: bool = False
 
 
 SHAPES = {
-    "https://user:pass@word@host/": Shape(
-        r"(://)", r"([^\s/:@]+:(?!\d+/)\S*|[^\s/]*)(?=@)", named=False
-    ),
+    "https://user:pass@word@host/": Shape(r"(://)", r"([^\s/:@]+:(?!\d+/)\S*|[^\s/]*)(?=@)"),
     "user:pass@word@host": Shape(
-        r"((?<![\w/.{-])[\w.-]+:)", r"([^\s:/@]\S*)(?=@(?!sha256:)[\w.-])", named=False
+        r"((?<![\w/.{-])[\w.-]+:)", r"([^\s:/@]\S*)(?=@(?!sha256:)[\w.-])"
     ),
-    "https://host/path?query": Shape(r"(://[^\s?\"']*\?)", r"([^\s\"']+)", named=False),
+    "https://host/path?query": Shape(r"(://[^\s?\"']*\?)", r"([^\s\"']+)"),
     "Authorization: scheme value": Shape(
-        r"(\b[Aa]uthorization['\"]?\s*[:=]\s*)", r"([^\r\n,}\]]+)", named=False
+        r"(\b[Aa]uthorization['\"]?\s*[:=]\s*)", r"([^\r\n,}\]]+)"
     ),
-    "Cookie: name=value; name=value": Shape(
-        r"(\b[Cc]ookie['\"]?\s*:\s*)", r"([^\r\n}\]]+)", named=False
-    ),
-    "Bearer value": Shape(r"(\b[Bb]earer\s+)(?!tokens?\s)", r"([^\s,;'\"<]+)", named=False),
-    "Basic value": Shape(
-        r"(\b[Bb]asic\s+)", r"((?=\S*(?:=|[a-z\d][A-Z]))[\w+/-]{6,}=*)", named=False
-    ),
-    "name=value": Shape(r"((?<![\w.-])([\w.-]+)\s*=\s*)"),
-    "--name value": Shape(r"((?<!\S)--?([\w-]+)\s+)(?!-)"),
-    "X-Name: value": Shape(r"(\b([A-Za-z]+-[\w-]+):\s*)"),
+    "Cookie: name=value; name=value": Shape(r"(\b[Cc]ookie['\"]?\s*:\s*)", r"([^\r\n}\]]+)"),
+    "Bearer value": Shape(r"(\b[Bb]earer\s+)(?!tokens?\s)", r"([^\s,;'\"<]+)"),
+    "Basic value": Shape(r"(\b[Bb]asic\s+)", r"((?=\S*(?:=|[a-z\d][A-Z]))[\w+/-]{6,}=*)"),
+    "name=value": Shape(r"((?<![\w.-])([\w.-]+)\s*=\s*)", named=True),
+    "--name value": Shape(r"((?<!\S)--?([\w-]+)\s+)(?!-)", named=True),
+    "X-Name: value": Shape(r"(\b([A-Za-z]+-[\w-]+):\s*)", named=True),
     "{name: value}": Shape(
         r"([{,\[]\s*['\"]?([\w.-]+)['\"]?\s*:\s*)",
         rf"({QUOTED_PATTERN}|(?:[^,}}\]]|,(?!\s*['\"]?[\w.-]+['\"]?\s*:))+)",
+        named=True,
     ),
     "name: value, a line": Shape(
-        r"((?m:^)[ \t-]*['\"]?([\w.-]+)['\"]?:[ \t]+)", r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)"
+        r"((?m:^)[ \t-]*['\"]?([\w.-]+)['\"]?:[ \t]+)",
+        r"('[^']*'|\"[^\"]*\"|\S+)(?m:\s*$)",
+        named=True,
     ),
     "a provider's own form": Shape(
         r"(?<![\w-])()",
         r"((hf|gh[a-z]|github_pat|wandb_v1|[rs]k_live|[rs]k_test|npm|dckr_pat|r8|gsk|api_org)_\w{16,}"
         r"|(glpat|sk|pypi|nvapi|tskey|AGE-SECRET-KEY)-[\w-]{16,}|(ya29|hvs|SG)\.[\w.-]{16,}|xox[a-z]-[\w-]{10,}"
         r"|dapi[0-9a-f]{32}|A[KS]IA[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]+\.[\w-]+\.[\w-]*)",
-        named=False,
     ),
-    "a private key": Shape(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)", r"([^-]+)", named=False),
+    "a private key": Shape(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)", r"([^-]+)"),
 }
 """Example of a form in which text may hold a secret, such as `--name value` -> the regular
 expressions that find it. `redact_text` applies them in this order."""

@@ -142,7 +142,6 @@ NOT_A_FILE_NAME = re.compile(
 MAX_BRACKETS = 100
 """Largest number of opening brackets in one word of a command. No key needs more. Hydra and
 OmegaConf recurse once per bracket, so more brackets could exceed Python's recursion limit."""
-HELP_HINT = "`--help` lists the keys"
 HYDRA_FLAG = re.compile(
     "-(h|r|m|sc)|--(help|hydra-help|version|resolve|run|multirun|shell-completion)"
 )
@@ -243,7 +242,8 @@ def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
         if name in foreign:
             ours = fill_spelling(foreign[name], value or "true")
         is_key = re.fullmatch(r"[a-z_][\w.]+", name)
-        raise UserError(f"{word}{fault}; {f'write {ours}' if is_key else HELP_HINT}.")
+        remedy = f"write {ours}" if is_key else "`--help` lists the keys"
+        raise UserError(f"{word}{fault}; {remedy}.")
 
 
 def select_overrides(words: list[str]) -> list[str]:

@@ -183,11 +183,6 @@ class Ranks:
         dist.all_reduce(values, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
         return values / self.world_size if reduction == "mean" else values
 
-    def make_stop_request(self, *failure_checks: Callable[[], bool]) -> exit.StopRequest:
-        """Makes a `StopRequest` of all ranks."""
-        begin_max = None if self.world_size == 1 else self.begin_max
-        return exit.StopRequest(*failure_checks, begin_max=begin_max)
-
     def begin_max(self, value: int) -> Callable[[], int]:
         """Starts to compute the maximum of `value` over all ranks, and returns at once a function
         that waits for the maximum and returns it."""
@@ -240,7 +235,7 @@ class JointWork:
         self.advanced = time.monotonic()
 
     def advance(self, count: int = 0) -> None:
-        self.done = self.done + count
+        self.done += count
         self.advanced = time.monotonic()
 
     def run_everywhere(self, work: Callable[[], Any]) -> list[Any]:

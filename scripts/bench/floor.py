@@ -181,7 +181,7 @@ def run_block(model: Denoiser, batch: int) -> tuple[int, Traffic, Traffic]:
 def count_block(cfg: TrainConfig) -> BlockTraffic:
     """Counts the second block of a run's model: the slope between two batch sizes, so that weights
     and their casts drop out."""
-    spec = foresee_latents(cfg.data, cfg.seed, math.inf)[0]
+    spec = foresee_latents(cfg, math.inf)[0]
     with FakeTensorMode():
         model = switch_kernels(build_blank_model(cfg.model, spec, CPU))
         small, large = (run_block(model, batch) for batch in (2, 3))

@@ -33,7 +33,7 @@ from scripts.plan.counting import (
     count_update,
     with_few_blocks,
 )
-from training.inputs import find_text_level, foresee_latents
+from training.inputs import foresee_latents
 from training.optim.ema import EMA
 from training.optim.groups import make_parameter_groups
 from training.weights.first_weights import add_adapter, find_base
@@ -284,7 +284,7 @@ def group_by_role(peaks: dict[Place, Peak], depth: int, period: int) -> dict[Pla
 def make_question(cfg: TrainConfig, memory: float, gpus: int = 1, gpu: bool = True) -> Question:
     """Makes the `Question` of a forecast for a run on devices with `memory` bytes each. If the
     latents fit that memory, the forecast includes their bytes."""
-    spec, resident = foresee_latents(cfg.data, cfg.seed, memory, find_text_level(cfg.model))
+    spec, resident = foresee_latents(cfg, memory)
     return Question(cfg, spec, gpus, resident, gpu)
 
 

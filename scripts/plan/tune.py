@@ -51,7 +51,7 @@ from scripts.plan.savings import (
     list_micro_batches,
     merge_values,
 )
-from training.assemble import Parts, Training, assemble, to_json_types
+from training.assemble import Parts, Training, assemble
 from training.inputs import find_text_level
 from training.preflight.length import measure_pauses
 from training.preflight.memory import refuse_large_step
@@ -219,12 +219,7 @@ class Search:
         whose techniques must be on."""
         limit = self.seconds_left * (CANDIDATE_SHARE if self.reference else 1.0)
         until = time.monotonic() + 0.95 * limit
-        candidate = {
-            "cfg": to_json_types(asdict(cfg)),
-            "asked": asked,
-            "held": self.reserved,
-            "until": until,
-        }
+        candidate = {"cfg": asdict(cfg), "asked": asked, "held": self.reserved, "until": until}
         with tempfile.TemporaryFile() as log:
             code, result = run_apart({**self.job, **candidate}, limit, log)
             if result is not None:

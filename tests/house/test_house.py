@@ -23,8 +23,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_TOKENS_OF_FILE = 2400
 MAX_TOKENS_OF_FUNCTION = 450
 LONGER = {"train": 900, "precompute": 900}
-MAX_TOKENS_OF_CODE = 225_642
-MAX_TOKENS_OF_TESTS = 183_549
+MAX_TOKENS_OF_CODE = 224_395
+MAX_TOKENS_OF_TESTS = 183_521
 """A change that needs more room raises the number and says by how much. Packing saves no token."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}
@@ -152,7 +152,8 @@ def test_public_things_are_documented():
         assert ast.get_docstring(parse(file)), f"{place(file)} says nothing about itself"
         for node in parse(file).body:
             if isinstance(node, ast.ClassDef):
-                exempt = {ast.unparse(base) for base in node.bases} & {"Technique", "Enum"}
+                bases = {ast.unparse(base) for base in node.bases}
+                exempt = bases & {"Technique", "Enum", "StrEnum"}
                 assert exempt or ast.get_docstring(node), f"{node.name} has no docstring"
 
 

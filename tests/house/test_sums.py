@@ -42,7 +42,7 @@ def exact_mean(values):
 def test_the_loss_of_a_long_window():
     """1e-14 over 5,000 steps whose losses scarcely differ, as late in a run."""
     losses = draw_normal(5_000, mean=0.5371, std=1e-5).float()
-    meter = Meter(batch_size=1, tokens=1, flops_per_sample=1, peak_flops=None)
+    meter = Meter(batch_size=1, tokens=1, train_flops=3, peak_flops=None)
     zero = torch.zeros(())
     for loss in losses:
         meter.update(StepOutput({"loss": loss}, zero, zero, zero))

@@ -176,7 +176,7 @@ def test_rows_are_of_one_size_and_at_tuned_rates(setting, tokens):
     sizes = {}
     for case in cases:
         cfg = compose(case.overrides).cfg
-        model = build_on_meta(cfg.model, foresee_latents(cfg.data, cfg.seed, 2**40)[0])
+        model = build_on_meta(cfg.model, foresee_latents(cfg, 2**40)[0])
         assert model.tokens == tokens
         assert (cfg.optim["lr"] == 2e-3) == case.name.endswith("default_rate")
         sizes[case.name] = sum(p.numel() for p in model.parameters())

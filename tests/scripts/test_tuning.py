@@ -19,7 +19,6 @@ from scripts.plan.memory import Question, forecast
 from tests.harness.sets import wait_until_dead
 from tests.harness.words import CPU, TINY_RUN, TINY_SYNTHETIC
 from train import train
-from training.assemble import to_json_types
 from training.inputs import foresee_latents
 from training.preflight import tune
 
@@ -39,8 +38,8 @@ def own_cache(monkeypatch, tmp_path):
 
 
 def make_search(cfg, seconds=3600.0):
-    spec, resident = foresee_latents(cfg.data, cfg.seed, 1e9)
-    question = {"cfg": to_json_types(asdict(cfg)), "spec": spec.as_dict(), "resident": resident}
+    spec, resident = foresee_latents(cfg, 1e9)
+    question = {"cfg": asdict(cfg), "spec": spec.as_dict(), "resident": resident}
     deadline = time.monotonic() + seconds
     return tuner.Search(question | {"device": "cpu", "processes": 1, "deadline": deadline})
 
@@ -178,7 +177,7 @@ def test_memory_demands_micro_batches_before_checkpoints(monkeypatch):
     cfg = compose([*TINY_SYNTHETIC, "runtime=auto", *sizes]).cfg
     search = make_search(cfg)
     assert search.reserved == 2.2 * 64 * 256
-    spec = foresee_latents(cfg.data, cfg.seed, 1e9)[0]
+    spec = foresee_latents(cfg, 1e9)[0]
     recomputed = {"gradient_checkpointing": True, "checkpoint_policy": "blocks"}
     for changes in ({}, HALVES, recomputed | HALVES):
         changed = tune.apply_changes(cfg, changes)

@@ -24,7 +24,7 @@ def test_evaluation_is_fixed_and_uses_the_averages():
     for i, name in enumerate(("t0.00_0.25", "t0.25_0.50", "t0.50_0.75", "t0.75_1.00")):
         inside = loss[(t >= i / 4) & (t < (i + 1) / 4)]
         assert losses[f"eval_loss_{name}"] == pytest.approx(inside.mean().item(), rel=1e-5)
-    training.step.ema.averages[0].add_(0.1)
+    training.state.ema.averages[0].add_(0.1)
     assert evaluate(training) != losses
 
 

@@ -166,12 +166,12 @@ def test_a_step_has_the_rates_of_the_samples_it_ends_at():
     assert step.lr == pytest.approx(0.5e-3)
     step.schedule(152)
     assert step.lr == pytest.approx(1e-3)
-    assert step.ema_weight.item() == pytest.approx(0.5)
+    assert step.averages[0][1].item() == pytest.approx(0.5)
 
 
 def test_the_average_has_its_half_life_and_ramp():
     model = torch.nn.Linear(1, 1, bias=False)
-    ema = EMA(model, half_life_samples=100.0, ramp=0.05)
+    ema = EMA(model, 100.0)
     model.weight.data.fill_(0.0)
     ema.averages[0].fill_(1.0)
     for _ in range(10):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accel.sharding import find_first_row, to_full, to_local
-from common.distributed.ranks import SINGLE, Ranks
+from common.distributed.ranks import Ranks
 from common.errors import UserError
 from common.text import shorten_error
 from common.trees import flatten, nest
@@ -163,7 +163,7 @@ def copy_to_host(path: str, tensor: Tensor) -> Tensor:
 
 
 def assemble_state(
-    folder: Path, values: Mapping[str, Any], layouts: Mapping[str, Layout], ranks: Ranks = SINGLE
+    folder: Path, values: Mapping[str, Any], layouts: Mapping[str, Layout], ranks: Ranks
 ) -> dict[str, dict[str, Any]]:
     """Reads the checkpoint in `folder`, with the files of all ranks that wrote it; returns the
     state as piece -> name -> leaf, in which all tensors are unsharded.
@@ -255,10 +255,9 @@ def generate_bytes(
             raise TypeError(f"{name} is of {tensor.dtype}, which safetensors lacks.")
         offsets = [end, end + tensor.nbytes]
         end = offsets[1]
-        shape = list(tensor.shape)
         entries[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": shape,
+            "shape": list(tensor.shape),
             "data_offsets": offsets,
         }
 

@@ -41,10 +41,7 @@ RETRY_PAUSES = (0.2, 1.0, 5.0)
 READ_ATTEMPTS = 3
 """Number of attempts to read the newest checkpoint of a run; a run that is training may remove the
 checkpoint during an attempt."""
-MALFORMED_ERRORS = (
-    *(SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError),
-    *(ArithmeticError, RuntimeError),
-)
+MALFORMED_ERRORS = (*READ_ERRORS, SafetensorError, ArithmeticError, RuntimeError)
 """Errors that loading raises if a checkpoint holds values of an unexpected type or shape."""
 HASH_DIGITS = 64
 """Number of hexadecimal digits of the hash at the start of a latent set's fingerprint; after the
@@ -138,7 +135,7 @@ def describe_resume(folder: Path, samples: int) -> str:
     sentence = f"the same command continues from {newest.name}"
     try:
         lost = samples - read_state_file(newest)["counters"]["samples"]
-    except (OSError, ValueError, KeyError, TypeError):  # the checkpoint is damaged
+    except READ_ERRORS:  # the checkpoint is damaged
         return sentence
     return f"{sentence}; {lost} samples after it are lost" if lost else sentence
 
@@ -184,13 +181,10 @@ def find_branch(resume: str, folder: Path) -> Path | None:
             "in it."
         )
     branch = named[-1].resolve()
-    checkpoints = list_complete(folder)
-    if not checkpoints or branch.parent != folder.resolve():
-        return branch
-    newest = checkpoints[-1]
-    if branch != newest.resolve():
+    own = list_complete(folder)
+    if own and branch.parent == folder.resolve() and branch != own[-1].resolve():
         raise UserError(
-            f"resume={resume}: run_dir holds a later checkpoint, {newest.name}; use a new run_dir "
+            f"resume={resume}: run_dir holds a later checkpoint, {own[-1].name}; use a new run_dir "
             "to branch off."
         )
     return branch
@@ -236,7 +230,7 @@ def read_score(folder: Path, name: str) -> float:
     finite."""
     try:
         score = read_state_file(folder)["scores"][name]
-    except (OSError, ValueError, LookupError, TypeError):
+    except READ_ERRORS:
         return math.inf
     return score if isinstance(score, float) and math.isfinite(score) else math.inf
 

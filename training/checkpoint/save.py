@@ -78,17 +78,16 @@ class Save:
     def write_files(self, wrote: Callable[[int], None]) -> dict[str, Any]:
         """Writes this rank's files; returns file name -> {"bytes": its size, "sha256": its
         hash}."""
-        files: dict[str, Any] = {}
-        for kind, tensors in self.staged.whole.items():
-            file = self.temporary / f"{kind}.safetensors"
-            files[file.name] = write_tensors(
-                file, tensors, make_header(self.described, kind), wrote
-            )
-
+        contents = {
+            f"{kind}.safetensors": (tensors, make_header(self.described, kind))
+            for kind, tensors in self.staged.whole.items()
+        }
         name = RANK_FILE.format(rank=self.ranks.rank, world_size=self.ranks.world_size)
-        rows = {"rows": json.dumps(self.staged.rows)}
-        files[name] = write_tensors(self.temporary / name, self.staged.rank_tensors, rows, wrote)
-
+        contents[name] = (self.staged.rank_tensors, {"rows": json.dumps(self.staged.rows)})
+        files = {
+            name: write_tensors(self.temporary / name, *content, wrote)
+            for name, content in contents.items()
+        }
         if self.ranks.first:
             file = self.temporary / "state.json"
             write_json(file, replace_non_finite(self.described))
@@ -194,8 +193,9 @@ class Checkpoints:
         self.size = staged.nbytes
         size = sum(self.ranks.gather_objects(self.size))
         save = Save(self.folder / f"step-{state.step}", staged, described, size, self.ranks)
-        name = f"checkpoint-{state.step}"
-        self.thread = threading.Thread(target=self.write, args=(save,), name=name)
+        self.thread = threading.Thread(
+            target=self.write, args=(save,), name=f"checkpoint-{state.step}"
+        )
         self.thread.start()
         if not self.in_background:
             self.finish()
@@ -229,9 +229,13 @@ class Checkpoints:
         not raise the error of a failed save; `finish` does."""
         if self.thread is None:
             return
-        unit = f"MiB of {self.thread.name}"
-        done = self.joint_work.done >> 20
-        progress = Progress(self.size >> 20, unit, done, silent=not self.ranks.first, lasting=False)
+        progress = Progress(
+            self.size >> 20,
+            f"MiB of {self.thread.name}",
+            self.joint_work.done >> 20,
+            silent=not self.ranks.first,
+            lasting=False,
+        )
         while self.thread.is_alive():
             self.thread.join(0.5)
             progress.advance((self.joint_work.done >> 20) - progress.count)
@@ -276,8 +280,9 @@ class Checkpoints:
                 if isinstance(problem, TimeoutError):
                     raise TimeoutError(sentence) from problem
                 if pause is None:
-                    attempts = 1 + len(RETRY_PAUSES)
-                    raise OSError(f"{sentence}; it was tried {attempts} times") from problem
+                    raise OSError(
+                        f"{sentence}; it was tried {1 + len(RETRY_PAUSES)} times"
+                    ) from problem
                 self.ranks.say(f"warning: {sentence}; it is tried again in {pause:g} s")
                 time.sleep(pause)
         except BaseException as failure:

@@ -101,8 +101,9 @@ def save_snapshot_if_due(
     for average in state.power_averages:
         file = run / f"averages/samples-{state.samples}-{average.length:.2f}.safetensors"
         with state.meter.pause(), CLOCK.count_as("saving"):
-            pieces = {"ema": average.state_dict()}
-            staged = stage(pieces, {"ema": Layout.whole}, ranks.first, copy=False)
+            staged = stage(
+                {"ema": average.state_dict()}, {"ema": Layout.whole}, ranks.first, copy=False
+            )
             tensors = staged.whole.get("ema", {})
             ranks.broadcast_result(partial(write_average, file, tensors, header))
 

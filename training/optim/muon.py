@@ -37,6 +37,7 @@ from accel.composite_optimizer import PART_ELEMENTS, Groups
 from accel.sharding import add_up, divide_anew, locate_shard, to_local
 from common.errors import UserError
 from models.layers import Ranges
+from training.optim.groups import list_grads
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients a, b and c of the polynomial a·x + b·x³ + c·x⁵. Applied five times, it maps
@@ -215,10 +216,6 @@ def iterate(x: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
-
-
-def list_grads(parameters: list[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
 
 
 def list_gaps(ranges: Ranges, rows: int) -> Ranges:

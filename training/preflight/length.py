@@ -20,7 +20,7 @@ from common.environment import memory_of
 from common.errors import UserError
 from common.files import read_object
 from data.loader import LatentLoader
-from training.assemble import Training, to_json_types
+from training.assemble import Training
 from training.evaluate import draw_sample_grid, evaluate
 from training.inputs import find_text_level, foresee_latents
 from training.preflight.tune import measure_choice
@@ -38,8 +38,7 @@ def settle_length(cfg: TrainConfig, folder: Path, device: torch.device) -> Train
     """Returns the configuration with its length as `total_samples`; with a budget, as it is if the
     run's `folder` has no measurements yet."""
     if cfg.epochs is not None:
-        level = find_text_level(cfg.model)
-        spec, _ = foresee_latents(cfg.data, cfg.seed, memory_of(device), level)
+        spec, _ = foresee_latents(cfg, memory_of(device))
         return replace(cfg, total_samples=math.ceil(cfg.epochs * spec.count))
     file = folder / LENGTH_FILE
     return spend_budget(cfg, read_object(file)) if cfg.budget_minutes and file.exists() else cfg
@@ -78,8 +77,9 @@ def spend_budget(cfg: TrainConfig, seconds: Mapping[str, float]) -> TrainConfig:
 def measure_seconds(cfg: TrainConfig, device: torch.device, processes: int) -> dict[str, float]:
     """Measures the seconds of a step, an evaluation and a grid in another process."""
     print("measuring a step, an evaluation and a grid …", flush=True)
-    job = {"cfg": to_json_types(asdict(cfg)), "device": str(device), "processes": processes}
-    return measure_choice(job | {"measure": True})
+    return measure_choice(
+        {"cfg": asdict(cfg), "device": str(device), "processes": processes, "measure": True}
+    )
 
 
 def measure_pauses(training: Training, file: Path, processes: int) -> dict[str, float]:

@@ -41,10 +41,6 @@ class LastingBytes(NamedTuple):
     on_host: int
     """Bytes of the optimizer's state in host memory."""
 
-    @property
-    def on_device(self) -> int:
-        return self.weights + self.gradients + self.averages + self.optimizer
-
 
 def count_lasting_bytes(training: Training) -> LastingBytes:
     """Counts this process's bytes of weights, gradients, averages and optimizer state. The run must
@@ -52,17 +48,21 @@ def count_lasting_bytes(training: Training) -> LastingBytes:
     state."""
     step = training.step
     sizes = [(to_local(p.detach()).nbytes, p.requires_grad) for p in step.parameters]
-    kept = (training.state.ema, *training.state.power_averages)
-    averages = sum(to_local(tensor).nbytes for average in kept for tensor in average.averages)
+    averages = sum(to_local(t).nbytes for average, _ in step.averages for t in average.averages)
 
     # Count the bytes of the optimizer's state, and separately the bytes of tensors that techniques
     # keep in host memory.
-    entries = [
-        value for p in step.parameters for value in collect_state(step.optimizer, p).values()
-    ]
-    state = sum(to_local(value).nbytes for value in entries if isinstance(value, Tensor))
-    away = [t for technique in training.stack.techniques for t in technique.list_host_tensors()]
-    on_host = sum(count_bytes(tensor) for tensor in away)
+    state = sum(
+        to_local(value).nbytes
+        for p in step.parameters
+        for value in collect_state(step.optimizer, p).values()
+        if isinstance(value, Tensor)
+    )
+    on_host = sum(
+        count_bytes(tensor)
+        for technique in training.stack.techniques
+        for tensor in technique.list_host_tensors()
+    )
     return LastingBytes(
         weights=sum(size for size, _ in sizes),
         gradients=sum(size for size, trains in sizes if trains),

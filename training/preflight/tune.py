@@ -35,8 +35,7 @@ from common.environment import get_device_name, memory_of
 from common.errors import READ_ERRORS, UserError
 from common.files import ROOT, find_cache_folder, read_object, write_to_cache
 from common.text import replace_non_finite
-from training.assemble import to_json_types
-from training.inputs import find_text_level, foresee_latents
+from training.inputs import foresee_latents
 
 TUNING_FILE = "tuning.json"
 """Name of the file in a run folder that holds the choice of techniques."""
@@ -83,8 +82,7 @@ def find_choice(
         choice = read_choice(folder / TUNING_FILE, cfg, device, processes)
         if choice:
             return choice
-    level = find_text_level(cfg.model)
-    spec, resident = foresee_latents(cfg.data, cfg.seed, memory_of(device), level)
+    spec, resident = foresee_latents(cfg, memory_of(device))
     text = spec.text and (spec.text.width, spec.text.max_tokens)
     latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident, text)
     file = find_cache_folder("tuning") / f"{hash_facts(cfg, device, processes, *latents)}.json"
@@ -99,7 +97,7 @@ def find_choice(
     )
     choice = measure_choice(
         {
-            "cfg": to_json_types(asdict(cfg)),
+            "cfg": asdict(cfg),
             "spec": spec.as_dict(),
             "resident": resident,
             "device": str(device),
@@ -160,7 +158,7 @@ def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
     """Returns the configuration with `changes` (keys of `runtime`, such as "parallel.mode", or
     accumulation_steps -> value) and with tuning off. Raises ValueError if the new values contradict
     each other."""
-    runtime = to_json_types(asdict(cfg.runtime)) | {"tune": False}
+    runtime: dict[str, Any] = asdict(cfg.runtime) | {"tune": False}
     for key, value in changes.items():
         *outer, last = key.split(".")
         place = runtime
@@ -181,8 +179,7 @@ def is_available(cfg: TrainConfig, changes: Changes, device: torch.device, proce
         new = apply_changes(cfg, changes)
     except ValueError:
         return False
-    values = new.runtime.values()
-    stack = AccelerationStack(values, device, deterministic=cfg.deterministic)
+    stack = AccelerationStack(new.runtime.values(), device, deterministic=cfg.deterministic)
     divisible = cfg.batch_size % (new.accumulation_steps * processes) == 0
     return divisible and not stack.reasons.keys() & changes.keys()
 
@@ -194,24 +191,23 @@ def hash_facts(cfg: TrainConfig, device: torch.device, processes: int, *latents:
     for name in cfg.extensions:
         spec = find_spec(name)
         folders += map(Path, (spec.submodule_search_locations if spec else None) or [])
-    sources = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     machine = (get_device_name(device), memory_of(device), version("torch"))
     run = (cfg.model, cfg.objective, cfg.optim, cfg.max_grad_norm, cfg.runtime, cfg.deterministic)
     batch = (cfg.batch_size, cfg.accumulation_steps, processes)
     digest = hashlib.sha256(repr((machine, latents, run, batch)).encode())
-    for file in sources:
-        digest.update(file.read_bytes())
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
 
 
 def make_ledger_row(choice: Mapping[str, Any]) -> LedgerRow:
     """Makes the ledger's row about a choice: the chosen techniques, and the candidates that were
     tried with their milliseconds per step."""
-
-    def describe(row: Mapping[str, Any]) -> str:
-        return f"{row['words']}: " + (row["refusal"] or f"{row['step_ms']:.4g} ms")
-
-    candidates = "; ".join(map(describe, choice["tried"]))
+    candidates = "; ".join(
+        f"{row['words']}: " + (row["refusal"] or f"{row['step_ms']:.4g} ms")
+        for row in choice["tried"]
+    )
     return LedgerRow(
         "tune", AUTO, str(choice["words"]), candidates or "no other technique is available here"
     )

@@ -13,10 +13,7 @@ def format_log_line(metrics: Mapping[str, Any], time_left: str) -> str:
     parts = [f"step {metrics['step']:>6}", f"loss {metrics['loss']:.4f}"]
     if "eval_loss" in metrics:
         parts.append(f"eval_loss {metrics['eval_loss']:.4f}")
-        if (
-            metrics.get("best_step", metrics["step"]) < metrics["step"]
-            and "best_eval_loss" in metrics
-        ):
+        if "best_eval_loss" in metrics and metrics["best_step"] < metrics["step"]:
             parts[-1] += f" (best {metrics['best_eval_loss']:.4f} at step {metrics['best_step']})"
 
     # Show kernel distances only if there are no Fréchet distances, to keep the line short.

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from common.config.secrets import redact_words
 from common.text import shorten_error
 
+Values = Mapping[str, Any]
+"""Name of a setting or metric -> its value."""
 FINISH_SECONDS = 60.0
 """Seconds that W&B may take to upload the remaining data at the end of a run."""
 
@@ -21,17 +23,17 @@ class NoLogger:
     """Logs nothing. This is the interface of loggers; their methods may raise exceptions, because a
     run calls them through `SafeLogger`."""
 
-    def start(self, folder: Path, config: Mapping[str, Any], samples: int = 0) -> None:
+    def start(self, folder: Path, config: Values, samples: int = 0) -> None:
         """Starts logging a run, which has seen `samples` training samples; `config` holds the run's
         configuration and its ledger of techniques."""
 
-    def log(self, metrics: Mapping[str, Any], samples: int) -> None:
+    def log(self, metrics: Values, samples: int) -> None:
         """Logs metrics (name -> value) at `samples`, the number of training samples seen so far."""
 
     def image(self, name: str, file: Path, samples: int) -> None:
         """Logs an image file at `samples`, the number of training samples seen so far."""
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Values) -> None:
         """Ends logging; `summary` is the run's summary, or only its ledger if the run was stopped
         or failed."""
 
@@ -53,7 +55,7 @@ class WandbLogger(NoLogger):
         self.run: Any = None
         self.restart = 0
 
-    def start(self, folder: Path, config: Mapping[str, Any], samples: int = 0) -> None:
+    def start(self, folder: Path, config: Values, samples: int = 0) -> None:
         import wandb
 
         # Each start of the process makes a folder in wandb/.
@@ -105,7 +107,7 @@ class WandbLogger(NoLogger):
         self.run.define_metric("samples")
         self.run.define_metric("*", step_metric="samples")
 
-    def log(self, metrics: Mapping[str, Any], samples: int) -> None:
+    def log(self, metrics: Values, samples: int) -> None:
         self.run.log(
             {key: value for key, value in metrics.items() if value is not None}
             | {"samples": samples, "restart": self.restart}
@@ -116,7 +118,7 @@ class WandbLogger(NoLogger):
 
         self.run.log({name: wandb.Image(str(file)), "samples": samples})
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Values) -> None:
         """Uploads the remaining data; raises TimeoutError if that takes longer than
         `FINISH_SECONDS`."""
         import wandb
@@ -143,7 +145,7 @@ class TensorBoardLogger(NoLogger):
     def __init__(self) -> None:
         self.writer: Any = None
 
-    def start(self, folder: Path, config: Mapping[str, Any], samples: int = 0) -> None:
+    def start(self, folder: Path, config: Values, samples: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Hide the points that a killed process logged after its last checkpoint.
@@ -152,7 +154,7 @@ class TensorBoardLogger(NoLogger):
             "config", "\n".join(f"    {key}: {value}" for key, value in config.items())
         )
 
-    def log(self, metrics: Mapping[str, Any], samples: int) -> None:
+    def log(self, metrics: Values, samples: int) -> None:
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, samples)
@@ -163,6 +165,6 @@ class TensorBoardLogger(NoLogger):
 
         self.writer.add_image(name, np.asarray(Image.open(file)), samples, dataformats="HWC")
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Values) -> None:
         if self.writer is not None:
             self.writer.close()

@@ -72,21 +72,20 @@ class Meter:
     the graphs compiled there. `measure_wait()` surrounds calls that wait for data; `data_wait` is
     the share of the training time in which the device was idle because it had no batch.
 
-    The FLOPs of a step are `passes` times those of a forward pass: 3 times, or less where an
-    adapter's base is frozen; recomputation is left out. PyTorch's FLOP counter gives 2.99 to 3.00
+    `train_flops` is 3 times the FLOPs of a forward pass, or less where an adapter's base is frozen;
+    recomputation is left out. PyTorch's FLOP counter gives 2.99 to 3.00
     for fastlatent's models of size b, but up to 9.8 if it takes the backward pass of a depthwise
     convolution for a dense one.
     """
 
     batch_size: int
     tokens: int
-    flops_per_sample: int
+    train_flops: float
+    """FLOPs of a sample in a step, forward and backward."""
     peak_flops: float | None
     ranks: Ranks = SINGLE
-    passes: float = 3.0
 
     def __post_init__(self) -> None:
-        self.train_flops = self.passes * self.flops_per_sample
         self.in_row: Tensor | float = 0.0
         self.in_row_seen: Tensor | None = None
         """Copy of `in_row`, the number of consecutive skipped steps, in host memory. It is a few
@@ -189,11 +188,6 @@ class Meter:
         """Number of consecutive steps, up to the last one, that were skipped. Reading it waits for
         the device."""
         return int(float(self.in_row))
-
-    def has_skipped(self, limit: int) -> bool:
-        """Says whether the last `limit` steps were all skipped. Uses a count that is a few steps
-        old: it is already in host memory, so reading it does not wait for the device."""
-        return self.in_row_seen is not None and float(self.in_row_seen) >= limit
 
     def state_dict(self) -> dict[str, Tensor | int]:
         """Returns this rank's sums over the current log window, and the number of steps in that

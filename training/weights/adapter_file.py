@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from common.errors import UserError
@@ -37,11 +36,11 @@ from training.weights.pretrained import (
     Description,
     build_described,
     build_model,
-    explain_read_errors,
     find_description,
     fit_weights,
     load_pretrained,
     read_description,
+    read_header,
     read_tensors,
     refuse_misfit,
 )
@@ -158,8 +157,7 @@ def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
 
     # Check that the adapter's tensors fit, after translating PEFT's names to fastlatent's. Build
     # the model for this on the meta device, which allocates no memory.
-    all_tensors = [*base_tensors, *tensors.values()]
-    with build_described(file, description, all_tensors) as model:
+    with build_described(file, description, [*base_tensors, *tensors.values()]) as model:
         add_adapter(model, note.node, note.labels)
     parameters = find_trained_parameters(model)
     names = {to_peft_name(name): name for name in parameters}
@@ -245,8 +243,7 @@ def read_foreign_lora(
 def find_lora_config(file: Path) -> tuple[str, dict[str, Any]]:
     """Finds PEFT's configuration of the LoRA in `file`, beside it or in its header. Returns its
     place, for messages, and the configuration; ValueError if there is none."""
-    with explain_read_errors(file), safe_open(file, "pt") as opened:
-        text = (opened.metadata() or {}).get(DIFFUSERS_KEY)
+    text = read_header(file, DIFFUSERS_KEY)
     config_file = file.with_name(CONFIG_FILE)
     if text is None and config_file.is_file():
         return str(config_file), read_object(config_file)
@@ -270,11 +267,11 @@ def refuse_other_adapters(place: str, config: Mapping[str, Any]) -> None:
         raise UserError(
             f"{place}: peft_type={str(config['peft_type'])[:80]} is not supported; LORA is."
         )
-    off = (None, False, "none", {}, [])
     refused = [
         key
         for key, value in config.items()
-        if key not in HARMLESS_KEYS and value not in (*off, PEFT_DEFAULTS.get(key))
+        if key not in HARMLESS_KEYS
+        and value not in (None, False, "none", {}, [], PEFT_DEFAULTS.get(key))
     ]
 
     numbers = {key: config.get(key) or {} for key in PATTERN_KEYS}

@@ -4,7 +4,7 @@ of an adapter), checks that they fit the data, and loads a base."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.files import hash_file
 from common.trees import flatten
 from data.loader import LatentLoader
-from data.spec import LatentSpec, TextSpec
+from data.spec import LatentSpec
 from models.adapters import Adapter, attach
 from training.checkpoint.load import find_checkpoints, find_weights_file
 from training.weights.pretrained import (
@@ -50,10 +50,8 @@ class Base:
     new_classes: bool
     """True if the data has classes that the base model lacks; then the run also trains the table of
     label embeddings."""
-    text: TextSpec | None = None
-    """Description of the captions on which the base model was trained."""
-    classes: Sequence[str] = ()
-    """Names of the base model's classes."""
+    spec: LatentSpec
+    """Description of the latents on which the base model was trained, with its classes."""
 
     @cached_property
     def sha256(self) -> str:
@@ -70,7 +68,7 @@ def insert_pretrained(composed: Composed) -> Composed:
     if the file's description does not fit its tensors.
     """
     cfg = composed.cfg
-    node = dict(composed.cfg.model or {})
+    node = dict(cfg.model or {})
     if node.pop("of", None) is None:
         return keep_scan_order(composed)
 
@@ -79,7 +77,7 @@ def insert_pretrained(composed: Composed) -> Composed:
         description = read_description(file)
         refuse_foreign_targets(file, description)
     else:
-        file, description = read_base_model(str(cfg.init_from))
+        file, description = read_base_model(cfg)
         with build_described(file, description, read_tensors(file).values()):
             pass
 
@@ -132,9 +130,8 @@ def find_first_weights(cfg: TrainConfig) -> tuple[Path | None, Description | Non
     verify. The path is None if there is no such file or if its header cannot be read."""
     file = find_own_checkpoint(cfg)
     if file is None and cfg.init_from is not None:
-        named = Path(cfg.init_from).expanduser()
         newest = find_checkpoints(cfg.init_from)[-1:]
-        file = newest[0] / "ema.safetensors" if newest else named
+        file = newest[0] / "ema.safetensors" if newest else Path(cfg.init_from).expanduser()
     if file is not None:
         # `restore` (training/assemble.py) will report a file that cannot be read.
         with suppress(ValueError):
@@ -159,14 +156,14 @@ def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
     return None
 
 
-def read_base_model(init_from: str) -> tuple[Path, Description]:
+def read_base_model(cfg: TrainConfig) -> tuple[Path, Description]:
     """Returns the path of the weights file that the setting `init_from` names, and the description
     in its header; ValueError if the file holds an adapter."""
-    file = find_weights_file(init_from, "init_from").resolve()
+    file = find_weights_file(str(cfg.init_from), "init_from").resolve()
     description = read_description(file)
     if description.adapter is not None:
         raise UserError(
-            f"init_from={init_from} is an adapter, not a model; merge it first: python -m "
+            f"init_from={cfg.init_from} is an adapter, not a model; merge it first: python -m "
             "scripts.export run_dir=<its run> format=weights out=<file>.safetensors."
         )
     return file, description
@@ -182,7 +179,7 @@ def find_base_file(cfg: TrainConfig) -> Path:
         run = Path(str(cfg.init_from)).expanduser().resolve()
         if run in base.parents and base.is_file() and hash_file(base) == note.base_sha256:
             return base
-    return read_base_model(str(cfg.init_from))[0]
+    return read_base_model(cfg)[0]
 
 
 def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> None:
@@ -235,8 +232,7 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
             f"{setting} was trained on latents with another normalisation than the data's; use "
             "model=pretrained, which also takes the normalisation from there."
         )
-    classes = base_spec.names
-    return Base(file, not set(spec.names) <= set(classes), base_spec.text, classes)
+    return Base(file, not set(spec.names) <= set(base_spec.names), base_spec)
 
 
 def open_base(cfg: TrainConfig, loader: LatentLoader, ranks: Ranks) -> Base | None:
@@ -248,11 +244,11 @@ def open_base(cfg: TrainConfig, loader: LatentLoader, ranks: Ranks) -> Base | No
         return None
     spec = loader.spec
     base = find_base(cfg, spec, ranks)
-    if base.text and spec.text:
-        spec = replace(spec, text=replace(spec.text, mean=base.text.mean))
+    if base.spec.text and spec.text:
+        spec = replace(spec, text=replace(spec.text, mean=base.spec.text.mean))
     if spec.num_classes:
         # Leave classes out that are called by numbers: a number must name one class.
-        named = [name for name in base.classes if not name.isdecimal()]
+        named = [name for name in base.spec.names if not name.isdecimal()]
         names = list(dict.fromkeys([*spec.names, *named]))
         spec = replace(spec, class_names=names, num_classes=len(names))
     loader.spec = spec

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel.sharding import to_full
 from common.config.build import build, fill_defaults, is_admitted
+from common.config.explain import list_nodes
 from common.encoded_text import TextEncoder
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
@@ -87,11 +88,16 @@ def explain_read_errors(file: Path) -> Iterator[None]:
         ) from error
 
 
+def read_header(file: Path, key: str) -> str | None:
+    """Returns the value of `key` in the header of a safetensors file; None if it has none."""
+    with explain_read_errors(file), safe_open(file, "pt") as opened:
+        return (opened.metadata() or {}).get(key)
+
+
 def find_description(file: Path) -> Description | None:
     """Reads, checks and returns the description in a file's header; None if the header has none,
     because fastlatent did not write the file. ValueError if the description is invalid."""
-    with explain_read_errors(file), safe_open(file, "pt") as opened:
-        text = (opened.metadata() or {}).get(METADATA_KEY)
+    text = read_header(file, METADATA_KEY)
     if text is None:
         return None
     refusal = f"{file}: the description in its header"
@@ -174,35 +180,12 @@ def build_described(
     `tensors`.
     """
     refuse_foreign_targets(file, description)
-    max_tensors = MODEL_SIZE_FACTOR * len(tensors)
-    max_values = MODEL_SIZE_FACTOR * sum(tensor.numel() for tensor in tensors)
-    try:
-        with limit_parameters(max_tensors, max_values):
-            yield build_on_meta(description.model, description.spec)
-    except Exception as error:  # a class may raise any error for bad arguments
-        raise UserError(
-            f"{file} describes a model that cannot be built: {shorten_error(error)[:600]}"
-        ) from error
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a weights file by name, in host memory; ValueError if the file is
-    damaged, or has another hash than its header says."""
-    with explain_read_errors(file), safe_open(file, "pt") as opened:
-        sha256 = (opened.metadata() or {}).get(HASH_KEY)
-        tensors = load_file(file)
-    if sha256 not in (None, hash_tensors(tensors)):
-        raise UserError(f"{file} is damaged: its header has another hash; use another copy.")
-    return tensors
-
-
-@contextmanager
-def limit_parameters(tensors: int, values: int) -> Iterator[None]:
-    """Raises ValueError as soon as the modules that the `with` block builds have more than
-    `tensors` parameters, or more than `values` elements in all parameters together."""
-    # Number of parameters, and number of elements of parameters, that the code inside the `with`
-    # statement may still create.
-    remaining = [tensors, values]
+    # Number of parameters, and number of elements of parameters, that the model and the code inside
+    # the `with` statement may still create.
+    remaining = [
+        MODEL_SIZE_FACTOR * len(tensors),
+        MODEL_SIZE_FACTOR * sum(tensor.numel() for tensor in tensors),
+    ]
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None:
@@ -213,9 +196,23 @@ def limit_parameters(tensors: int, values: int) -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(count)
     try:
-        yield
+        yield build_on_meta(description.model, description.spec)
+    except Exception as error:  # a class may raise any error for bad arguments
+        raise UserError(
+            f"{file} describes a model that cannot be built: {shorten_error(error)[:600]}"
+        ) from error
     finally:
         hook.remove()
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a weights file by name, in host memory; ValueError if the file is
+    damaged, or has another hash than its header says."""
+    with explain_read_errors(file):
+        tensors = load_file(file)
+    if read_header(file, HASH_KEY) not in (None, hash_tensors(tensors)):
+        raise UserError(f"{file} is damaged: its header has another hash; use another copy.")
+    return tensors
 
 
 def refuse_misfit(
@@ -245,8 +242,11 @@ def refuse_other_function(file: Path, then: Mapping[str, Any], now: Mapping[str,
     tensors: `then`, with which the weights in `file` were trained, and `now`."""
     old = fill_defaults(then, "model")
     new = fill_defaults(now, "model")
-    differing = [key for key in old | new if old.get(key) != new.get(key)]
-    words = [f"model.{key}={old.get(key)}" for key in differing if key not in HARMLESS_ARGUMENTS]
+    words = [
+        f"model.{key}={old.get(key)}"
+        for key in old | new
+        if key not in HARMLESS_ARGUMENTS and old.get(key) != new.get(key)
+    ]
     if words:
         raise UserError(
             f"{file} holds weights of a model with {', '.join(words)}, which shows in no tensor, "
@@ -281,13 +281,16 @@ def fit_weights(
     ]
     old = spec if description is None else description.spec
 
-    if getattr(model, "text_embed", None) is not None and old.text and spec.text:
-        encoders = {old.text.encoder_sha256, spec.text.encoder_sha256}
-        if len(encoders) > 1:
-            raise UserError(
-                f"{file} was trained on captions of another text_encoder than the data's; encode "
-                "the captions with that one."
-            )
+    if (
+        getattr(model, "text_embed", None) is not None
+        and old.text
+        and spec.text
+        and old.text.encoder_sha256 != spec.text.encoder_sha256
+    ):
+        raise UserError(
+            f"{file} was trained on captions of another text_encoder than the data's; encode the "
+            "captions with that one."
+        )
 
     # Compare class names only if the file's spec or this run's spec has some. Without names,
     # `spec.names` makes a string per class, and a file may claim so many classes that these strings
@@ -342,14 +345,9 @@ def is_part_of_model(target: Any) -> bool:
     return str(target).startswith("models.") or is_admitted(target)
 
 
-def list_targets(node: Any) -> Iterator[Any]:
-    """Yields the value of every `_target_` in nested dicts and lists of a configuration."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from [value] if key == "_target_" else list_targets(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from list_targets(value)
+def list_targets(node: Any) -> list[Any]:
+    """Lists the value of every `_target_` in nested dicts and lists of a configuration."""
+    return [value for key, value in list_nodes(node) if key.rpartition(".")[2] == "_target_"]
 
 
 def build_model(node: Mapping[str, Any], spec: LatentSpec, device: torch.device) -> Denoiser:
@@ -380,7 +378,7 @@ def build_autoencoder(
     return build_encoder("encoder", Autoencoder, spec.encoder, spec.encoder_sha256, path).to(device)
 
 
-def build_text_encoder(text: TextSpec, path: str | None = None) -> TextEncoder:
+def build_text_encoder(text: TextSpec, path: str | None) -> TextEncoder:
     """Builds the text encoder that encoded the captions, as `build_autoencoder` does, on the
     CPU."""
     return build_encoder("text_encoder", TextEncoder, text.encoder, text.encoder_sha256, path)
@@ -395,7 +393,7 @@ def build_encoder(
     # Refuse an encoder that is no class of `models` or of an admitted extension, because the
     # latents, and so the class name in them, may come from anywhere.
     node = dict(node) if path is None else {**node, "path": path}
-    targets = list(list_targets(node))
+    targets = list_targets(node)
     if len(targets) != 1 or not is_part_of_model(targets[0]):
         raise UserError(
             f"the latents name {str(targets)[:200]} as their {key}, which is none; do not trust "

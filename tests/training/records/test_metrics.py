@@ -39,7 +39,7 @@ def meter(monkeypatch):
     monkeypatch.setattr("training.records.metrics.uses_gpu", lambda: True)
     monkeypatch.setattr(CLOCK, "kind", "start")
     monkeypatch.setattr(CLOCK, "seconds", defaultdict(float))
-    return Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    return Meter(batch_size=8, tokens=1, train_flops=3, peak_flops=None)
 
 
 def test_queued_work_is_training_and_a_wait_is_the_devices_own(meter, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_window_has_its_own_peak_of_memory_and_the_share_of_its_kernels(meter,
 
 
 def test_losses_are_means_over_the_steps_that_were_not_skipped():
-    meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    meter = Meter(batch_size=8, tokens=1, train_flops=3, peak_flops=None)
     for value, skipped in ((1.0, 0.0), (torch.nan, 1.0), (3.0, 0.0)):
         losses = {"loss": torch.tensor(value), "loss_size": torch.tensor(10.0 * value)}
         meter.update(StepOutput(losses, *torch.tensor([1.0, skipped, 0.0])))
@@ -104,7 +104,7 @@ def test_losses_are_means_over_the_steps_that_were_not_skipped():
 
 
 def test_the_first_rate_after_a_resume_is_of_new_steps_only():
-    meter = Meter(batch_size=8, tokens=1, flops_per_sample=1, peak_flops=None)
+    meter = Meter(batch_size=8, tokens=1, train_flops=3, peak_flops=None)
     sums = {"loss": 3.0, "skipped": 0.0, "backed_off": 0.0, "in_row": 0.0, "steps": 3}
     meter.load_state_dict(sums)
     meter.update(StepOutput({"loss": torch.tensor(5.0)}, *torch.zeros(3)))
