@@ -1,4 +1,4 @@
-"""Dotted names of the values in nested mappings."""
+"""Dotted names of the values in nested mappings and lists."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         key, _, entry = name.partition(".")
         tree.setdefault(key, {})[entry] = leaf
     return tree
+
+
+def list_nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for every entry of nested mappings and lists; an entry that is
+    itself a mapping or list is yielded before its entries. The key of a list entry is its index."""
+    entries = dict(enumerate(node)) if isinstance(node, list) else node
+    if isinstance(entries, dict):
+        for name, value in entries.items():
+            yield f"{prefix}{name}", value
+            yield from list_nodes(value, f"{prefix}{name}.")

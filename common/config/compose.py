@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from common.config import build
-from common.config.explain import explain, list_nodes
+from common.config.explain import explain
 from common.config.schema import PrecomputeConfig, SamplingConfig, TrainConfig
 from common.config.secrets import redact, redact_text, redact_words
 from common.config.words import (
@@ -46,6 +46,7 @@ from common.errors import UserError, describe_machine_fault
 from common.files import read_object
 from common.output import tolerate_broken_output
 from common.text import escape_unprintable
+from common.trees import list_nodes
 
 SCHEMAS = {"train": TrainConfig, "precompute_latents": PrecomputeConfig}
 """Name of a primary configuration file in conf/, without .yaml -> the dataclass that defines its

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
-from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -22,6 +20,7 @@ from common.config.words import (
     list_choices,
     suggest_key,
 )
+from common.trees import list_nodes
 
 UNKNOWN_KEY = re.compile(r"\ACould not override '([^']+)'|Key '([^']+)' (?:is )?not in")
 FAULT_IN_FILE = re.compile(r"\A(In '[^']+'): .*\n(.*)\n\s*full_key: (\S+)")
@@ -141,13 +140,3 @@ def map_keys_to_choices() -> dict[str, list[str]]:
         for key in dict(keys):
             choices_by_key[key].append(f"{group}={file.stem}")
     return choices_by_key
-
-
-def list_nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for every entry of nested mappings and lists; an entry that is
-    itself a mapping or list is yielded before its entries. The key of a list entry is its index."""
-    entries = dict(enumerate(node)) if isinstance(node, list) else node
-    if isinstance(entries, dict):
-        for name, value in entries.items():
-            yield f"{prefix}{name}", value
-            yield from list_nodes(value, f"{prefix}{name}.")

@@ -16,11 +16,11 @@ import yaml
 
 from common.config.build import build, resolve_target
 from common.config.compose import CONF_FOLDER, compose, parse_words, report_user_errors
-from common.config.explain import list_nodes
 from common.config.schema import PrecomputeConfig, RuntimeConfig, TrainConfig
 from common.config.words import FOREIGN_KEYS
 from common.distributed.exit import run_app
 from common.files import ROOT
+from common.trees import list_nodes
 from scripts.import_latents import ImportConfig
 from tests.harness.commands import run_command
 from tests.harness.refusals import expect_refusal

@@ -9,11 +9,11 @@ import yaml
 
 from common.config import secrets
 from common.config.compose import compose, report_user_errors
-from common.config.explain import list_nodes
 from common.config.secrets import SHAPES, redact, redact_text, redact_words
 from common.config.words import describe_unreadable
 from common.errors import UserError
 from common.files import ROOT
+from common.trees import list_nodes
 from scripts.import_latents import ImportConfig
 from tests.harness.words import TINY_RUN
 from train import train

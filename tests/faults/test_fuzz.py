@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from common.config.compose import compose
-from common.config.explain import list_nodes
 from common.config.schema import PrecomputeConfig
 from common.distributed.exit import run_app
+from common.trees import list_nodes
 from data.loader import LatentTensors, draw_samples
 from data.manifest import make_spec, read_manifest
 from data.resident import ResidentLatents

@@ -24,10 +24,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel.sharding import to_full
 from common.config.build import build, fill_defaults, is_admitted
-from common.config.explain import list_nodes
 from common.encoded_text import TextEncoder
 from common.errors import UserError, describe_first_fault
 from common.text import shorten_error
+from common.trees import list_nodes
 from data.spec import Count, LatentSpec, TextSpec, find_wrong_lengths
 from models.denoiser import Denoiser, drop_aux_heads
 from models.images import Autoencoder
