@@ -70,7 +70,7 @@ class Members(torch.optim.Optimizer):
 
     `state_dict` numbers the parameters in the order of `groups`, regardless of the members that
     update them. `stand_ins` maps a parameter to another tensor that the member updates instead of
-    the parameter, such as an fp32 copy. Raises ValueError for sharded parameters, because the
+    the parameter, such as an fp32 copy. Raises UserError for sharded parameters, because the
     members' state is not sharded.
     """
 

@@ -79,7 +79,7 @@ class AccelerationStack:
     `values` maps each technique's key to its requested value.
 
     `on_unavailable` decides about techniques that this machine cannot run: "degrade" switches them
-    off and names them in the ledger; "error" raises a ValueError that lists them all; "emulate"
+    off and names them in the ledger; "error" raises a UserError that lists them all; "emulate"
     does the same as "degrade", except that techniques on a CPU stay on if their value is in
     `Technique.emulated`.
 
@@ -141,7 +141,7 @@ class AccelerationStack:
         return technique.find_obstacle()
 
     def refuse(self, refused: list[str]) -> None:
-        """Under on_unavailable=error raises a ValueError that lists `refused`, the techniques that
+        """Under on_unavailable=error raises a UserError that lists `refused`, the techniques that
         this machine cannot run, each with its reason; otherwise does nothing."""
         if refused and self.strict:
             raise UserError(

@@ -79,7 +79,7 @@ class TextEncoder(nn.Module, ABC):
     def encode(self, texts: Sequence[str], max_tokens: int, batch_size: int = 64) -> EncodedText:
         """Encodes texts, `batch_size` at a time. Pooled vectors are of the first `max_length`
         tokens of a text; of the tokens' vectors each text has the first `max_tokens`, padded with
-        zeros to as many. The vectors are fp16, as latent sets store them. Raises ValueError for
+        zeros to as many. The vectors are fp16, as latent sets store them. Raises UserError for
         values that fp16 cannot hold."""
         starts = range(0, len(texts), batch_size)
         batches = [self.encode_batch(texts[i : i + batch_size], max_tokens) for i in starts]

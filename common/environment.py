@@ -82,7 +82,7 @@ CARDS = {
 def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
     """Finds the ranks of a run and the device of this rank, and joins the process group.
 
-    Raises ValueError if the launcher's environment variables contradict the configuration, the
+    Raises UserError if the launcher's environment variables contradict the configuration, the
     ranks cannot share the batch evenly, or this rank cannot reach the other ranks.
     """
     ranks = Ranks.from_environment()
@@ -98,7 +98,7 @@ def connect(cfg: TrainConfig) -> tuple[Ranks, torch.device]:
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device that `runtime.device` names. Raises ValueError for "cuda" if PyTorch sees
+    """Returns the device that `runtime.device` names. Raises UserError for "cuda" if PyTorch sees
     no GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
@@ -154,7 +154,7 @@ def read_git_state() -> dict[str, Any] | None:
 
 
 def refuse_contradictions(cfg: TrainConfig) -> None:
-    """Raises ValueError if environment variables of `accelerate launch` contradict the runtime
+    """Raises UserError if environment variables of `accelerate launch` contradict the runtime
     keys, because train.py follows the runtime keys alone."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
     precision = cfg.runtime.precision
@@ -180,7 +180,7 @@ def refuse_contradictions(cfg: TrainConfig) -> None:
 
 def find_card(hardware: str) -> Card:
     """Returns the entry of the table `CARDS` for the GPU model `hardware`: memory and peak FLOP/s.
-    ValueError if the table does not have this model."""
+    UserError if the table does not have this model."""
     if hardware not in CARDS:
         raise UserError(f"hardware={hardware} is not known; choose one of {', '.join(CARDS)}.")
     return CARDS[hardware]

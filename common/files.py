@@ -71,7 +71,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file. Raises ValueError if the file holds anything else, OSError
+    """Reads a JSON object from a file. Raises UserError if the file holds anything else, OSError
     if the file cannot be read."""
     try:
         content = json.loads(file.read_bytes())
@@ -91,7 +91,7 @@ def refuse_changes(
     keys: Iterable[str],
     remedy: str = "choose another out, or delete this folder if you need nothing in it",
 ) -> None:
-    """Raises ValueError if one of `keys` has another value in `job`, the settings of this command,
+    """Raises UserError if one of `keys` has another value in `job`, the settings of this command,
     than in `earlier`, those of the command that began the work in the folder `place`."""
     changes = [
         f"{key} was {earlier.get(key)}, is {job.get(key)}"
@@ -175,7 +175,7 @@ class FolderLock:
 
 
 def lock_folder(folder: Path, refusal: str, start: int = 0, length: int = 0) -> FolderLock:
-    """Locks an existing folder for this process. Raises ValueError with the message `refusal` if
+    """Locks an existing folder for this process. Raises UserError with the message `refusal` if
     another process holds the lock; only warns if the file system has no locks.
 
     Processes that share the work in a folder each lock `length` of its `LOCK_PARTS` parts, from

@@ -45,7 +45,7 @@ def silence_stderr() -> Iterator[None]:
 
 
 def import_optional(module: str, wanted_by: str) -> ModuleType:
-    """Imports `module` without its warnings. Raises ValueError if its package is missing; the
+    """Imports `module` without its warnings. Raises UserError if its package is missing; the
     message then says that `wanted_by`, such as "optim=adamw_8bit", needs the package."""
     package = module.partition(".")[0]
     try:

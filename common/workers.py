@@ -119,7 +119,7 @@ def run_watched(command: list[str], news: Path, log: Path, patience: Callable[[]
 
 
 def refuse_small_shared_memory(who: str, batches: int, batch_bytes: int, remedy: str) -> None:
-    """Raises ValueError if this machine's shared memory has no room for `batches` queued batches of
+    """Raises UserError if this machine's shared memory has no room for `batches` queued batches of
     `batch_bytes` bytes for each training process. `who` and `remedy` are parts of the message.
 
     Without this check, a worker that finds no room loses its batch, and the process that waits for

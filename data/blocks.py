@@ -276,7 +276,7 @@ def open_set(
     """Opens the latent set at `path`; returns its spec, and the block readers of the training split
     and of the held-out split. `group` is the value of the key `data`, which error messages name.
 
-    Raises ValueError if the set was made with another encoder than `encoder` or another scale than
+    Raises UserError if the set was made with another encoder than `encoder` or another scale than
     `latent_scale`; None allows any. `settings` may hold all other configuration keys of the loader;
     only those in `REMOTE_SETTINGS` have an effect here.
     """

@@ -11,7 +11,6 @@ encoded captions (data/caption_blocks.py).
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import UserError, describe_first_fault
-from common.files import write_json
+from common.files import hash_content, write_json
 from data.source import Source, describe_failed_read, open_source
 from data.spec import Above0, Count, Finite, LatentSpec, Size, TextSpec, find_wrong_lengths
 
@@ -124,7 +123,7 @@ class Manifest:
         if self.text is not None:
             facts["text"] = asdict(replace(self.text, encoder={}))  # its folder may move
         shards = [(shard.split, shard.sha256, shard.blocks) for shard in self.shards]
-        return hashlib.sha256(json.dumps([facts, shards], sort_keys=True).encode()).hexdigest()
+        return hash_content([facts, shards], sort_keys=True)
 
     def find_faults(self) -> Iterator[str]:
         """Yields a sentence for each contradiction between fields of the manifest."""
@@ -182,7 +181,7 @@ SCHEMA = TypeAdapter(Manifest)
 
 
 def read_manifest(folder: str | Path | Source) -> Manifest:
-    """Reads and checks `manifest.json` in `folder`. Raises ValueError that names the file and the
+    """Reads and checks `manifest.json` in `folder`. Raises UserError that names the file and the
     faulty field."""
     source = open_source(folder) if isinstance(folder, str | Path) else folder
     file = f"{source}/{MANIFEST_NAME}"

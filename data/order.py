@@ -90,7 +90,7 @@ class ChunkOrder:
     def __init__(self, counts: list[int], seed: int, chunk_size: int) -> None:
         if chunk_size < max(counts):
             raise UserError(
-                f"a window of {chunk_size} samples holds not even one block of {max(counts)}; "
+                f"a chunk of {chunk_size} samples holds not even one block of {max(counts)}; "
                 "raise data.device_memory_gib, or make the set with a smaller block_size."
             )
         self.count = sum(counts)

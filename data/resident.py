@@ -165,14 +165,13 @@ class ChunkedLatents(BlockLoader):
         return self.make_batch_of_rows(torch.cat(parts), position)
 
     def state_dict(self) -> dict[str, int]:
-        # To the user a chunk is a window of the set, as in the loader's messages.
-        return super().state_dict() | {"window": self.order.chunk_size}
+        return super().state_dict() | {"chunk": self.order.chunk_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Loads the state of a run, and uses that run's chunk size, because the order of samples
         depends on the chunk size."""
         super().load_state_dict(state)
-        self.order = ChunkOrder(self.blocks.counts, self.seed, state["window"])
+        self.order = ChunkOrder(self.blocks.counts, self.seed, state["chunk"])
         if self.chunk is not None:
             self.stop()
             self.chunk = None
@@ -251,13 +250,13 @@ class ResidentLatents(LatentLoader):
         elif storage == "int8":
             raise UserError(
                 f"data.storage=int8: {format_gib(sample_bytes * train.count)} do not fit into the "
-                f"{format_gib(allowed)} allowed; use storage=native, which takes a window at a "
+                f"{format_gib(allowed)} allowed; use storage=native, which takes a chunk at a "
                 "time, or raise data.device_memory_gib."
             )
         else:
             row_bytes = sample_bytes + caption_bytes // (spec.text.count if spec.text else 1)
             chunk_size = min(train.count, int(allowed // (2 * row_bytes)))
-            plan = f"a window of {chunk_size} samples on the device, and the next one on its way"
+            plan = f"a chunk of {chunk_size} samples on the device, and the next one on its way"
             self.loader = ChunkedLatents(spec, train, held_out, chunk_size, **args)
 
         if self.text != "none":
@@ -285,8 +284,8 @@ class ResidentLatents(LatentLoader):
         return self.loader.state_dict() | super().state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        if ("window" in state) != isinstance(self.loader, ChunkedLatents):
-            content = "a window of the set" if "window" in state else "all of the set"
+        if ("chunk" in state) != isinstance(self.loader, ChunkedLatents):
+            content = "a chunk of the set" if "chunk" in state else "all of the set"
             raise UserError(
                 f"the run was started with {content} on the device, which is another order of "
                 "samples; set data.device_memory_gib back to the value it had."

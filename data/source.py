@@ -59,7 +59,7 @@ class Source(Protocol):
 def open_source(
     path: str | Path, cache: str | None = None, timeout: float = 30.0, retries: int = 5
 ) -> Source:
-    """Opens the source at `path`, a folder or a URL. Raises ValueError for a pipe or a chain of
+    """Opens the source at `path`, a folder or a URL. Raises UserError for a pipe or a chain of
     URLs.
 
     A web server may take at most `timeout` seconds to connect, and for each pause while it sends; a

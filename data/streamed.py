@@ -146,7 +146,7 @@ class StreamDataset(IterableDataset):
 
 
 def join_batches(loader: DataLoader, workers: int, pin_memory: bool) -> Generator[JoinedBatch]:
-    """Yields the batches, endlessly. Raises ValueError with the reason if a worker fails.
+    """Yields the batches, endlessly. Raises UserError with the reason if a worker fails.
 
     It must run in another thread than the main thread, because it starts the workers. If the main
     thread starts them and one dies, PyTorch's signal handler raises an error at whatever line the
@@ -366,7 +366,7 @@ def choose_stream_count(
     streams that fit into `allowed_gib`, at most 64 and at most a quarter of the number of blocks.
 
     Two neighbouring streams both read the block at their border, so with a quarter as many streams
-    as blocks they read at most a quarter more blocks. Raises ValueError if the streams take more
+    as blocks they read at most a quarter more blocks. Raises UserError if the streams take more
     than `allowed_gib`.
     """
     fewest = configured or 1

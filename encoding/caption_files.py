@@ -99,7 +99,7 @@ class CaptionReader:
     def parse(self, place: str, content: bytes) -> tuple[str, ...]:
         """Returns the captions in the content of a file: of a text its lines, or all of it as one;
         JSON has a text, a list of texts, or an object with one of these under a key of
-        `CAPTION_NAMES`. `place` is the name of the file. Raises ValueError for other content."""
+        `CAPTION_NAMES`. `place` is the name of the file. Raises UserError for other content."""
         is_json = place.lower().endswith(".json")
         try:
             text = content.decode("utf-8-sig")
@@ -153,7 +153,7 @@ def tidy(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def tidy_value(place: str, value: Any) -> tuple[str, ...]:
-    """Returns the captions of a text or a list of texts, none for None; ValueError for any other
+    """Returns the captions of a text or a list of texts, none for None; UserError for any other
     value."""
     lines = value if isinstance(value, list) else [value]
     lines = [line for line in lines if line is not None]
@@ -191,7 +191,7 @@ def read_caption_column(path: Path, dataset: Any) -> list[tuple[str, ...]]:
 def read_table(file: Path) -> dict[str, tuple[str, ...]]:
     """Reads a table of captions: .jsonl or .csv with the image's name in a column of `FILE_NAMES`,
     or .json with a list of such rows or in COCO's format. Returns name -> captions of all its rows;
-    empty if no row has both. ValueError for any other content."""
+    empty if no row has both. UserError for any other content."""
     found: dict[str, tuple[str, ...]] = {}
     try:
         for row in read_rows(file):
@@ -290,7 +290,7 @@ def fill_templates(images: ImageList, file: str) -> ImageList:
 
 
 def settle_missing(images: ImageList, rule: CaptionsMissing | None) -> ImageList:
-    """Returns the images, by `rule` without those that have no caption. ValueError if the rule
+    """Returns the images, by `rule` without those that have no caption. UserError if the rule
     refuses them, without a rule if they are more than half, and if they are all."""
     lacking = [entry.key for entry in images.entries if not entry.captions]
     if not lacking:

@@ -58,7 +58,7 @@ class TextSettings(NamedTuple):
 class CaptionJob:
     """Encodes the captions of a latent set on `device`, except those in the table `earlier`, if
     that is of the same encoder. `captions` has those of each image, `node` is the text encoder's
-    configuration. Raises ValueError if no image has a caption."""
+    configuration. Raises UserError if no image has a caption."""
 
     def __init__(
         self,

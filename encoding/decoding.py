@@ -97,7 +97,7 @@ def make_decoding_loader(
     images: DecodedImages, batches: list[list[int]], workers: int
 ) -> DataLoader[Decoded]:
     """Makes a loader that yields these `batches`, given as indices into `images`; `workers`
-    processes decode ahead (0: the calling process decodes). Raises ValueError if shared memory is
+    processes decode ahead (0: the calling process decodes). Raises UserError if shared memory is
     too small."""
     if workers:
         batch_bytes = max(map(len, batches), default=0) * 3 * images.side**2

@@ -73,7 +73,7 @@ def make_decoded_images(entries: list[ImageEntry], cfg: PrecomputeConfig) -> Dec
 
 def read_first_images(images: ImageList, cfg: PrecomputeConfig, device: torch.device) -> Tensor:
     """Returns the first images that can be decoded, (n, 3, S, S) in [-1, 1]; n is at most
-    `batch_size` or `PSNR_IMAGES`, whichever is larger. Raises ValueError if no image can be
+    `batch_size` or `PSNR_IMAGES`, whichever is larger. Raises UserError if no image can be
     decoded."""
     decodable = (
         item for _, item in make_decoded_images(images.entries, cfg) if isinstance(item, Tensor)
@@ -103,7 +103,7 @@ def measure_psnr(
 ) -> float:
     """Encodes and decodes `images`, and returns the PSNR of the result in dB.
 
-    Raises ValueError if the PSNR is below `min_psnr` (a wrong scale, range or weights file causes
+    Raises UserError if the PSNR is below `min_psnr` (a wrong scale, range or weights file causes
     that), or if the resolution is no multiple of the encoder's downsampling.
     """
     decoded = torch.cat(
@@ -177,7 +177,7 @@ class ShardEncoder:
         progress: Progress,
     ) -> None:
         """Takes the next `remaining` images from `batches`, encodes them into the shard `name`, and
-        writes the shard's sidecar. Skips images that cannot be decoded; raises ValueError if the
+        writes the shard's sidecar. Skips images that cannot be decoded; raises UserError if the
         file of an image cannot be read."""
         sums = ChannelSums()
         skipped = []

@@ -2,7 +2,7 @@
 sample, or WebDataset tars.
 
 This module unpickles no Python objects: it reads `.npy` without objects, `.pt` with
-`weights_only=True`, safetensors, and labels in `.cls` or `.json`. It raises a ValueError if labels
+`weights_only=True`, safetensors, and labels in `.cls` or `.json`. It raises a UserError if labels
 and latents do not pair one to one; scripts/import_latents.py then checks the values of each sample.
 """
 
@@ -62,7 +62,7 @@ class ForeignLatents(NamedTuple):
 @contextmanager
 def translate_errors(source: Path | str, remedy: str = "copy or write it again") -> Iterator[None]:
     """Turns any exception in the `with` block, such as numpy, torch, tarfile or json raise for a
-    damaged file, into a ValueError that names the source and the remedy."""
+    damaged file, into a UserError that names the source and the remedy."""
     try:
         if isinstance(source, Path) and not source.is_file():
             raise FileNotFoundError("it is no file, or a link to none")
@@ -77,7 +77,7 @@ def translate_errors(source: Path | str, remedy: str = "copy or write it again")
 
 def open_foreign(source: str, options: ForeignOptions) -> ForeignLatents:
     """Recognises the format of the file or folder `source`, and counts its samples. Raises
-    ValueError if the format is unknown, or if the source lacks samples or labels."""
+    UserError if the format is unknown, or if the source lacks samples or labels."""
     path = Path(source).expanduser()
     if not path.exists():
         raise UserError(f"source={source} does not exist; give a file or a folder of latents.")
@@ -136,7 +136,7 @@ def map_array(file: Path) -> np.ndarray:
 
 def read_plain_tensors(file: Path) -> Any:
     """Reads a .pt file that holds tensors, or dicts or lists of tensors, with `weights_only=True`.
-    Raises ValueError if the file holds any other object."""
+    Raises UserError if the file holds any other object."""
     with translate_errors(file, PLAIN_REMEDY):
         return torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
@@ -152,7 +152,7 @@ def is_dense(value: Any) -> bool:
 
 def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict[str, str]:
     """Chooses among `keys`, the names of a file's tensors. Returns a dict: our name (`latents`,
-    `labels` or `mirrored`) -> the name in the file. Raises ValueError if the file lacks the
+    `labels` or `mirrored`) -> the name in the file. Raises UserError if the file lacks the
     latents, or if it lacks labels that are imported."""
     keys = list(keys)
     if options.latents_key not in keys:
@@ -176,7 +176,7 @@ def find_names(keys: Iterable[Any], options: ForeignOptions, file: Path) -> dict
 
 def count_samples(file: Path, columns: dict[str, Any]) -> int:
     """Counts the samples of a file. `columns` maps `latents`, `labels` and `mirrored` to arrays
-    with one entry per sample; raises ValueError if their lengths differ."""
+    with one entry per sample; raises UserError if their lengths differ."""
     counts = {name: len(column) if column.ndim else 0 for name, column in columns.items()}
     if len(set(counts.values())) > 1:
         lengths = " and ".join(f"{count} {name}" for name, count in counts.items())
@@ -332,7 +332,7 @@ def pair_members(
 ) -> Iterator[tuple[BinaryIO, str, tarfile.TarInfo, tarfile.TarInfo | None]]:
     """Yields for each sample of a tar: the open tar, the text "<file>: <key>" for messages, the
     member with its latents, and the member with its label (None with classes=none). Raises
-    ValueError for a sample that lacks one of these members."""
+    UserError for a sample that lacks one of these members."""
     with translate_errors(file), file.open("rb") as stream:
         unused = Unused()
         samples, cut = read_samples(file, stream, unused)

@@ -12,7 +12,7 @@ from common.errors import UserError
 
 
 def parse_class_index(label: Any, limit: int, where: str) -> int:
-    """Converts a label to its class index. Raises ValueError unless the label is a whole number
+    """Converts a label to its class index. Raises UserError unless the label is a whole number
     (such as 3.0) from 0 to `limit` - 1."""
     label = label.tolist() if hasattr(label, "tolist") else label
     while isinstance(label, list) and len(label) == 1:
@@ -34,7 +34,7 @@ def parse_class_index(label: Any, limit: int, where: str) -> int:
 
 
 def convert_latents(values: Any, where: str) -> Tensor:
-    """Converts an array to a tensor (C, H, W) in fp32. Raises ValueError unless the array has
+    """Converts an array to a tensor (C, H, W) in fp32. Raises UserError unless the array has
     finite floating-point numbers in that shape."""
     kind = getattr(values, "dtype", type(values).__name__)
     # Convert numpy arrays of floats to float64 in this machine's byte order: PyTorch accepts no

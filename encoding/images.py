@@ -205,7 +205,7 @@ def open_dataset(path: str) -> tuple[Any, str, list[str]]:
     """Opens a folder that Hugging Face `datasets` saved, without decoding its images. Returns the
     data set, the name of its image column, and the names of its label columns.
 
-    Raises ValueError if the folder cannot be opened, or if it has no column of images or several.
+    Raises UserError if the folder cannot be opened, or if it has no column of images or several.
     """
     try:
         datasets: Any = importlib.import_module("datasets")

@@ -73,7 +73,7 @@ class Plan:
 
 def plan_shards(images: ImageList, cfg: PrecomputeConfig) -> Plan:
     """Shuffles the images by `cfg.seed` and cuts the list into shards of `shard_size` images, the
-    held-out shards first. Raises ValueError if no image remains for training."""
+    held-out shards first. Raises UserError if no image remains for training."""
     generator = torch.Generator().manual_seed(cfg.seed)
     order = torch.randperm(len(images.entries), generator=generator).tolist()[: cfg.limit]
     chosen = [images.entries[i] for i in order]
@@ -180,7 +180,7 @@ def describe_job(
 
 
 def refuse_other_source(out: Path, plan: Plan, settings: Mapping[str, Any]) -> None:
-    """Raises ValueError if `out` holds the work of a job with other images, or with other of those
+    """Raises UserError if `out` holds the work of a job with other images, or with other of those
     `settings` that are known before an encoder is loaded."""
     earlier = read_job(out)
     remedy = f"encode into another folder, out=<new> reuse={out}, which copies what is the same"
@@ -194,7 +194,7 @@ def refuse_other_source(out: Path, plan: Plan, settings: Mapping[str, Any]) -> N
 
 def claim_folder(out: Path, job: dict[str, Any]) -> None:
     """Writes `job` to job.json in the folder `out`. If the file is there, first compares the
-    settings in it with those of `job`. Raises ValueError if the folder belongs to another job, or
+    settings in it with those of `job`. Raises UserError if the folder belongs to another job, or
     if job.json cannot be read."""
     file = out / JOB_FILE
     content = read_job(out)
@@ -206,7 +206,7 @@ def claim_folder(out: Path, job: dict[str, Any]) -> None:
 
 def read_job(out: Path) -> dict[str, Any]:
     """Returns the content of job.json in the folder `out`, empty if there is none. Raises
-    ValueError if the file cannot be read, or is not as a job has written it."""
+    UserError if the file cannot be read, or is not as a job has written it."""
     file = out / JOB_FILE
     try:
         content = read_object(file)
@@ -227,7 +227,7 @@ def hold_folder(out: Path, part: Part, job: dict[str, Any]) -> Iterator[None]:
     """Makes the folder `out`, locks the shards of `part` while the `with` block runs, and claims
     the folder for the job (see `claim_folder`).
 
-    Raises ValueError if another process holds some of these shards, or if the folder has files but
+    Raises UserError if another process holds some of these shards, or if the folder has files but
     no job.json.
     """
     try:
@@ -250,7 +250,7 @@ def hold_folder(out: Path, part: Part, job: dict[str, Any]) -> Iterator[None]:
 
 
 def lock_shards(out: Path, part: Part = WHOLE) -> FolderLock:
-    """Locks the shards of `part` in the folder `out`. Raises ValueError if another process holds
+    """Locks the shards of `part` in the folder `out`. Raises UserError if another process holds
     some of them, or if the lock file belongs to another user."""
     refusal = f"out={out}: another process works on these shards; wait for it, or stop it first."
     chosen = range(0) if part == WHOLE else part.find_range(LOCK_PARTS)  # length 0: everything
@@ -293,7 +293,7 @@ def describe_shards(shards: list[Shard], sums: list[dict[str, Any]]) -> dict[str
 
 def write_manifest(out: Path) -> Manifest:
     """Writes `manifest.json` from job.json and the sidecars of all shards, and returns it. Raises
-    ValueError if no training image was decoded."""
+    UserError if no training image was decoded."""
     job = read_job(out)
     names = chain(*job["shards"].values())
     sidecars = [read_object(out / f"{name}.json") for name in names]
@@ -316,7 +316,7 @@ def write_manifest(out: Path) -> Manifest:
 
 def finish_job(out: Path) -> Manifest:
     """Checks the hashes of all shards that the commands of a job have encoded in parts, writes the
-    manifest, and returns it. Needs neither the images nor the encoder. Raises ValueError that names
+    manifest, and returns it. Needs neither the images nor the encoder. Raises UserError that names
     the parts with an absent or damaged shard."""
     if not (out / JOB_FILE).is_file():
         raise UserError(f"out={out} has no {JOB_FILE}; encode its parts first: part=0/8, …")

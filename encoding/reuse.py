@@ -33,7 +33,7 @@ the draw of its first job."""
 
 
 class EarlierSet:
-    """A set, from which latents are copied. Raises ValueError if latents with the `settings`, keys
+    """A set, from which latents are copied. Raises UserError if latents with the `settings`, keys
     of job.json, would differ."""
 
     def __init__(self, path: str, settings: Mapping[str, Any]) -> None:

@@ -183,7 +183,7 @@ def cast_tensors(
     tensors: Mapping[str, Tensor], dtype: str, samples: Sequence[str]
 ) -> dict[str, Tensor]:
     """Casts the latents of a batch to `dtype`, and moves them to the CPU. `samples` are the names
-    of the batch's samples: if a value overflows in `dtype`, a ValueError names the first sample
+    of the batch's samples: if a value overflows in `dtype`, a UserError names the first sample
     with such a value."""
     block = dict(tensors)
     for name in sorted(tensors.keys() - {"labels", "captions"}):

@@ -1,6 +1,6 @@
 """Finds the images of a source: a folder with a subfolder per class, WebDataset tars, or a folder
 that Hugging Face `datasets` saved. This module counts the files that it does not use. It raises a
-ValueError for what is surely a mistake, and adds a sentence to `ImageList.notes` for what may be a
+UserError for what is surely a mistake, and adds a sentence to `ImageList.notes` for what may be a
 mistake.
 """
 
@@ -101,7 +101,7 @@ def list_images(
     `classes` may give their number: the largest label does not show it, because a part of a set may
     lack images of some classes. `order` may give the order of all class folders; else they are in
     the order of their names, or of their numbers if all names are numbers. `reader` also reads the
-    captions of the images. Raises ValueError if the source is absent, has no image, has an image
+    captions of the images. Raises UserError if the source is absent, has no image, has an image
     without a label, or has both tars and images. Also raises it if a tar is truncated or damaged,
     unless `allow_cut` is true.
     """
@@ -288,7 +288,7 @@ def list_entries(
 
 def check_class_folders(path: Path, folders: list[Files], names: list[str]) -> list[str]:
     """Returns notes on class folders that may be splits of the set, or may hold several classes.
-    Raises ValueError if more than half of the folders are named like splits (train, test, …)."""
+    Raises UserError if more than half of the folders are named like splits (train, test, …)."""
     splits = [name for name in names if SPLIT_NAME.fullmatch(name)]
     if 2 * len(splits) > len(names):
         raise UserError(

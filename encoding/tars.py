@@ -34,7 +34,7 @@ def list_tars(
     label the integer in `<key>.cls`; with classes="none" all labels are 0. `reader` reads the
     sample's captions in `<key>.txt`, `<key>.caption` or `<key>.json`.
 
-    Raises ValueError for a tar that is truncated or damaged, unless `allow_cut` is true; for a
+    Raises UserError for a tar that is truncated or damaged, unless `allow_cut` is true; for a
     sample with two images or without a label; and for a label that is no valid class index (see
     `name_classes`).
     """
@@ -77,7 +77,7 @@ def name_classes(
     the source gives names, else the numbers from 0 as text. The number of classes is the length of
     `names`, or else `classes`; if neither gives the number, it is the largest label plus one.
 
-    Raises ValueError unless each label is an integer of 0 or more, and less than the number of
+    Raises UserError unless each label is an integer of 0 or more, and less than the number of
     classes. If neither `names` nor `classes` gives that number, a label must be less than the
     number of images.
     """
@@ -105,7 +105,7 @@ def make_entry(
     unused: Unused,
 ) -> ImageEntry | None:
     """Returns the image of a sample, or None if the sample has no image; `labelled` says whether it
-    must have a label. Raises ValueError if the sample has two images, or if it has no label and
+    must have a label. Raises UserError if the sample has two images, or if it has no label and
     must have one."""
     images = [member for extension, member in sample.items() if is_image(extension)]
     if len(images) > 1:
@@ -146,7 +146,7 @@ def make_entry(
 
 
 def read_label(file: Path, stream: BinaryIO, member: tarfile.TarInfo) -> int:
-    """Reads the class index that a `.cls` member holds as text; raises ValueError for any other
+    """Reads the class index that a `.cls` member holds as text; raises UserError for any other
     text."""
     problem = f"{file}: {escape_name(member.name)} must hold a class index, not"
     if member.size > MAX_LABEL_BYTES:
@@ -165,7 +165,7 @@ def read_samples(
     file name. Returns two values: key -> sample; and, if the tar's end marker is missing, a
     sentence about the truncation or damage, else None.
 
-    Raises ValueError if two members have the same name.
+    Raises UserError if two members have the same name.
     """
     members, cut = read_members(file, stream)
     samples: dict[str, Sample] = {}
@@ -198,7 +198,7 @@ def read_members(file: Path, stream: BinaryIO) -> tuple[list[tarfile.TarInfo], s
     and, if the file does not end with a tar's end marker (two or more blocks of zeros), a sentence
     about the truncation or damage, else None.
 
-    The function reads on after an end marker, because another tar may follow. Raises ValueError if
+    The function reads on after an end marker, because another tar may follow. Raises UserError if
     the file is no tar.
     """
     size = os.fstat(stream.fileno()).st_size

@@ -27,7 +27,7 @@ class ClipScore:
     (Hessel et al. 2021, https://arxiv.org/abs/2104.08718, without their factor 2.5).
 
     `path` is a folder or hub id with a model that transformers saved as safetensors, `conditions`
-    are those of the samples, and `decode` turns latents into images. Raises ValueError if the
+    are those of the samples, and `decode` turns latents into images. Raises UserError if the
     samples have no captions, or if the model cannot be opened.
     """
 

@@ -55,7 +55,7 @@ class Moments:
     def add(self, features: Float[Tensor, "B D"]) -> None:
         """Adds a batch of any float type from any device.
 
-        Raises ValueError if the features have another width than `dim`, a NaN or an infinity.
+        Raises UserError if the features have another width than `dim`, a NaN or an infinity.
         """
         if features.ndim != 2 or features.shape[1] != len(self.mean):
             raise UserError(
@@ -104,7 +104,7 @@ def frechet_distance(a: Moments, b: Moments) -> float:
     """Returns the Fréchet distance of two Gaussians with the moments `a` and `b` (Heusel et al.
     2017, eq. 6). As usual it is the square of the distance, in squared units of the features.
 
-    Both sets must be so large that `explain_too_few` returns None. Raises ValueError if a
+    Both sets must be so large that `explain_too_few` returns None. Raises UserError if a
     covariance has an eigenvalue that is too negative to be a rounded 0.
 
     With the means mu and the covariances S the distance is |mu1 - mu2|² + tr S1 + tr S2 - 2
@@ -125,7 +125,7 @@ def clamp_eigenvalues(eigenvalues: Float[Tensor, "D"], largest: Tensor) -> Float
     """Sets negative eigenvalues to 0 if rounding explains them: if they are at least
     -`EIGENVALUE_ROUNDING` times `largest`.
 
-    Raises ValueError if an eigenvalue is more negative than that, or NaN.
+    Raises UserError if an eigenvalue is more negative than that, or NaN.
     """
     if not (eigenvalues >= -EIGENVALUE_ROUNDING * largest.abs()).all():
         raise UserError(

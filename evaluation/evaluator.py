@@ -83,7 +83,7 @@ def make_folder_source(folder: str, side: int, limit: int) -> ReferenceImages:
 
     Labels are ignored. If there are more than `limit` images, it takes `limit` of them, the same
     ones every time. While images are read, it prints which ones cannot be decoded, and leaves them
-    out. Raises ValueError if the folder has no images, or later, if a file cannot be read.
+    out. Raises UserError if the folder has no images, or later, if a file cannot be read.
     """
     path = Path(folder).expanduser()
     try:
@@ -131,7 +131,7 @@ def make_reconstructions(
     shuffled order of seed 0. `node` is the run's data configuration.
 
     The returned object reads only the latents in the ranges that its caller asks for, into host
-    memory. While reading, it raises ValueError if the data that `node` names are no longer the set
+    memory. While reading, it raises UserError if the data that `node` names are no longer the set
     that `spec` describes.
     """
 
@@ -169,7 +169,7 @@ class Evaluator:
     """Feature spaces by name, and the statistics of the reference's features in each space.
 
     All processes must build an evaluator at the same time; only the evaluator of the first process
-    gets the statistics. Raises ValueError if neither `cfg.reference` nor `data` names a reference,
+    gets the statistics. Raises UserError if neither `cfg.reference` nor `data` names a reference,
     if the reference has fewer than `MIN_IMAGES` images, or if the reference is a folder although
     the samples are not square.
     """
@@ -299,7 +299,7 @@ class TrainingDistances:
     """Computes the distances `fd_<space>` and `kd_<space>` of a model while it trains; each call
     draws samples from the same noise and labels.
 
-    Raises ValueError if `fd.count` samples are too few for the distance that `keep_best` names.
+    Raises UserError if `fd.count` samples are too few for the distance that `keep_best` names.
     """
 
     def __init__(self, training: Training, autoencoder: Autoencoder) -> None:
@@ -327,12 +327,12 @@ class TrainingDistances:
 
     def record(self, folder: Path) -> None:
         """Writes the settings on which the distances depend to `PROTOCOL_FILE` in the run's folder.
-        Raises ValueError if the file already has other settings."""
+        Raises UserError if the file already has other settings."""
         self.training.ranks.broadcast_result(lambda: self.write_protocol(folder / PROTOCOL_FILE))
 
     def write_protocol(self, file: Path) -> None:
         """Writes the settings on which the distances depend, and the distances between the halves
-        of the reference, to `file`. Raises ValueError if the file already has other settings."""
+        of the reference, to `file`. Raises UserError if the file already has other settings."""
         samples = self.stream.describe_protocol(self.training.stack, self.count)
         protocol = samples | self.evaluator.describe_protocol() | {"weights": "ema"}
 

@@ -189,7 +189,7 @@ class InceptionFeatures(Features):
     """The 2048 pooled features of FID's Inception v3, computed by torch-fidelity.
 
     `weights` is the path of `INCEPTION_FILE`, checked by its hash; the class downloads nothing.
-    Raises ValueError if the file is missing or damaged, or if torch-fidelity or a torchvision that
+    Raises UserError if the file is missing or damaged, or if torch-fidelity or a torchvision that
     fits torch is missing.
     """
 
@@ -219,7 +219,7 @@ class Dinov2Features(Features):
     """DINOv2's class token after the last norm (Oquab et al. 2023), 768 values for the base model.
 
     `path` is a folder or hub id with a model that transformers saved as safetensors. Raises
-    ValueError if the folder is missing or holds another model, or if transformers is missing.
+    UserError if the folder is missing or holds another model, or if transformers is missing.
     """
 
     name = "dinov2"
@@ -272,7 +272,7 @@ class Dinov2Features(Features):
 
 def import_attribute(space: str, module: str, name: str) -> Any:
     """Imports `name` from a module that the feature space `space` needs. If that fails, a
-    ValueError says how to install the package."""
+    UserError says how to install the package."""
     package = module.partition(".")[0]
     try:
         return getattr(importlib.import_module(module), name)
@@ -298,7 +298,7 @@ def build_features(
     """Builds the feature spaces that `cfg.features` names: built-in ones, or classes in packages
     that the key `extensions` names. Returns a dict: name -> feature space.
 
-    `example` is an image that the autoencoder decoded. Raises ValueError if the list is empty, if a
+    `example` is an image that the autoencoder decoded. Raises UserError if the list is empty, if a
     name in it is unknown or occurs twice, or if weights are missing or wrong.
     """
     builders: dict[str, Callable[[], Features]] = {
@@ -318,7 +318,7 @@ def build_features(
 
 
 def import_feature_class(name: str, known: str) -> Callable[[], Features]:
-    """Imports the class of a user's feature space from its dotted path `name`. Raises ValueError if
+    """Imports the class of a user's feature space from its dotted path `name`. Raises UserError if
     the package is not allowed, or if the path leads to no subclass of `Features`. `known` lists the
     built-in names, for the message."""
     module, _, attribute = name.rpartition(".")

@@ -178,7 +178,7 @@ def attach(model: nn.Module, adapter: Adapter, train_labels: bool = False) -> No
     """Freezes the model and attaches the adapter to the layers that fit it; if `train_labels`, the
     label embedding stays trainable.
 
-    Raises ValueError if the model has no layer that the adapter fits.
+    Raises UserError if the model has no layer that the adapter fits.
     """
     model.requires_grad_(False)
     for table in [m.table for m in model.modules() if isinstance(m, LabelEmbedding)]:

@@ -50,7 +50,7 @@ class DiffusersAutoencoder(Autoencoder):
 
     `path` is a local folder or a hub id, the owner/name of a Hugging Face repository; `revision`
     pins a hub id to a commit. It reads weights from safetensors only, and runs no code of the
-    folder. Raises ValueError if the weights do not fit exactly, that is, if a tensor is missing,
+    folder. Raises UserError if the weights do not fit exactly, that is, if a tensor is missing,
     unknown or of another shape.
     """
 
@@ -145,7 +145,7 @@ def find_folder(
 
 def load_strictly(kind: str, folder: Path, config: dict) -> nn.Module:
     """Builds the diffusers class named `kind` and loads its weights from `folder`; raises
-    ValueError if a tensor does not fit."""
+    UserError if a tensor does not fit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -344,7 +344,7 @@ def refuse_shape(
     drop_path: float,
     blocks: dict[str, int],
 ) -> None:
-    """Raises ValueError if one of `sizes` is below 1, if patch_size does not divide a side of
+    """Raises UserError if one of `sizes` is below 1, if patch_size does not divide a side of
     `latents`, if `mlp_ratio` is negative, if `drop_path` is not in [0, 1), or if one of `blocks`,
     numbers of blocks from 1 or 0 for none, is negative or above the depth."""
     refuse_below_one(sizes)

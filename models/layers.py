@@ -19,7 +19,7 @@ from common.errors import UserError
 
 
 def count_heads(width: int, head_dim: int, name: str) -> int:
-    """Returns the number of heads of size `head_dim` in `width` channels. Raises ValueError if
+    """Returns the number of heads of size `head_dim` in `width` channels. Raises UserError if
     `head_dim` does not divide `width`; `name` is what the message calls the width."""
     if width % head_dim:
         raise UserError(

@@ -18,7 +18,7 @@ def pair_conditions(
     labels; in prompts a ? replaces what has no code in UTF-8. Both may be one value, a list, an
     array or None.
 
-    Raises ValueError unless these are what a model with this conditioning needs: labels, prompts,
+    Raises UserError unless these are what a model with this conditioning needs: labels, prompts,
     or as many of each.
     """
     labels = list_values(labels)
@@ -52,7 +52,7 @@ def find_class_numbers(labels: Sequence[int | str], names: list[str], count: int
     classes. A str is a name, even "3"; without classes only the number 0 is known. Names with
     composed and with decomposed accents are equal.
 
-    Raises ValueError for a class that is not there, for a name that several classes have, and for a
+    Raises UserError for a class that is not there, for a name that several classes have, and for a
     number that is the name of another class.
     """
     numbers = []

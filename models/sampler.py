@@ -91,7 +91,7 @@ def sample(
       ε̂ = x + (1 - t)·v. `fresh(i)` returns the standard normal noise of step i; the last step adds
       none.
 
-    Raises ValueError for fewer than one step, an unknown solver, or "sde" without `fresh`.
+    Raises UserError for fewer than one step, an unknown solver, or "sde" without `fresh`.
     """
     if steps < 1:
         raise UserError(f"steps={steps} must be at least 1.")

@@ -126,7 +126,7 @@ def build_text_embedding(
     conditioning: str, with_tokens: bool, text: Mapping[str, Any] | None, dim: int
 ) -> TextEmbedding | None:
     """Builds the embedding of captions that a denoiser needs; None if it is conditioned on classes
-    only. Raises ValueError if the latent set has no captions, or stores no tokens."""
+    only. Raises UserError if the latent set has no captions, or stores no tokens."""
     if conditioning == "class":
         if with_tokens:
             raise UserError("model.text_tokens=true needs model.conditioning=text; set both.")

@@ -64,7 +64,7 @@ def open_transformers(
     """Opens what the library transformers saved in a folder, or in a repository of the Hugging Face
     hub at the commit `revision`. Returns the frozen model, of the class `kind` or else of that in
     `TEXT_CLASSES`; its tokenizer; the folder; and one sha256 of all files on which vectors depend.
-    Raises ValueError, which names the key `key`, if that fails."""
+    Raises UserError, which names the key `key`, if that fails."""
     example = f"'owner/name'; correct {key}, or give a local folder."
     folder = find_folder(key, path, [*TEXT_FILES], example, revision)
     try:

@@ -82,7 +82,7 @@ class ModelConfig:
 
     def find_model(self, say: Callable[[str], object] = print) -> str:
         """Returns the path of the run, checkpoint or weights file to load; calls `say` if the run's
-        best checkpoint is better. Raises ValueError if there is no such checkpoint."""
+        best checkpoint is better. Raises UserError if there is no such checkpoint."""
         from training.checkpoint.load import choose_checkpoint, read_newest
 
         path, note = read_newest(self.path, lambda: choose_checkpoint(self.path, self.checkpoint))
@@ -91,7 +91,7 @@ class ModelConfig:
         return path
 
     def refuse_no_model(self, action: str) -> None:
-        """Raises a ValueError unless exactly one of `run_dir` and `weights` is set. `action`, such
+        """Raises a UserError unless exactly one of `run_dir` and `weights` is set. `action`, such
         as "sample", is a verb for the message."""
         if (self.run_dir is None) == (self.weights is None):
             unset = self.run_dir is None
@@ -137,7 +137,7 @@ class DrawConfig(ModelConfig):
     device: str = "auto"
 
     def check(self) -> None:
-        """Raises a ValueError if a value of the configuration is invalid."""
+        """Raises a UserError if a value of the configuration is invalid."""
         self.refuse_no_model("sample")
         refuse_values(self)
 
@@ -178,7 +178,7 @@ class SampleJob:
     def choose_conditions(self) -> Conditions:
         """Returns what the samples are drawn of.
 
-        Raises ValueError for a label that the model or the data does not have, and for labels or
+        Raises UserError for a label that the model or the data does not have, and for labels or
         prompts that the model does not take.
         """
         from training.drawing import Conditions, open_data, read_conditions, read_prompts
@@ -237,7 +237,7 @@ class SampleJob:
 
         First prints the number of samples and the ledger. `content(labels, latents)` returns, for a
         batch, name -> tensor to write to the chunk. `job` holds the values that determine what
-        `content` returns. Raises ValueError if `folder` has chunks of another `job`, or if latents
+        `content` returns. Raises UserError if `folder` has chunks of another `job`, or if latents
         are not finite.
         """
         import torch
@@ -299,7 +299,7 @@ class ResumableChunks:
 
     `job` holds all values on which the chunks' content depends. The folder is locked until `close`
     or the end of the process. If another command has locked the folder, the constructor waits if
-    `waits` is set, and otherwise raises ValueError. It also raises ValueError if the folder has
+    `waits` is set, and otherwise raises UserError. It also raises UserError if the folder has
     chunks of another job.
     """
 
@@ -322,7 +322,7 @@ class ResumableChunks:
 
     def claim(self) -> bool:
         """Creates and locks the folder, and returns True. If another process holds the lock,
-        returns False if `waits` is set, and otherwise raises ValueError."""
+        returns False if `waits` is set, and otherwise raises UserError."""
         try:
             make_folder(self.folder)
             self.lock = lock_folder(
@@ -339,7 +339,7 @@ class ResumableChunks:
         return self.lock is not None
 
     def refuse_another(self, job: dict[str, Any]) -> None:
-        """Writes `job` to job.json if the folder has no such file. Raises ValueError if the file
+        """Writes `job` to job.json if the folder has no such file. Raises UserError if the file
         describes another job."""
         file = self.folder / "job.json"
         if not file.is_file():
@@ -370,7 +370,7 @@ class ResumableChunks:
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Writes the chunk `number`, from `tensors`, name -> tensor in host memory. Raises
-        ValueError if the file cannot be written."""
+        UserError if the file cannot be written."""
         from training.checkpoint.files import write_tensors
 
         temporary = self.folder / f"{number:06d}-tmp"
@@ -385,7 +385,7 @@ class ResumableChunks:
             ) from error
 
     def read(self, number: int) -> dict[str, Tensor]:
-        """Reads the chunk `number`: name -> tensor. Raises ValueError if the chunk is absent or
+        """Reads the chunk `number`: name -> tensor. Raises UserError if the chunk is absent or
         damaged."""
         from safetensors.torch import load
 

@@ -87,7 +87,7 @@ class TrainedModel:
 
     @cached_property
     def text_encoder(self) -> TextEncoder:
-        """The encoder of the captions. Raises ValueError if it is absent, or another one."""
+        """The encoder of the captions. Raises UserError if it is absent, or another one."""
         assert self.spec.text is not None
         return build_text_encoder(self.spec.text, self.text_encoder_path)
 
@@ -98,7 +98,7 @@ class TrainedModel:
         say: Callable[[str], None] = print,
     ) -> Conditions:
         """Returns the conditions for samples of these labels, prompts, or pairs of both. Calls
-        `say` with a note for each prompt that is cut. Raises ValueError for an unknown label, and
+        `say` with a note for each prompt that is cut. Raises UserError for an unknown label, and
         if the model needs other conditions."""
         labels, prompts = pair_conditions(self.conditioning, labels, prompts)
         numbers = find_class_numbers(labels, self.spec.names, self.spec.num_classes)
@@ -132,7 +132,7 @@ class TrainedModel:
 
     def change_sampling(self, **changes: Any) -> SamplingConfig:
         """Returns the run's configuration `sampling` with the values of `changes`. Raises
-        ValueError if a value is invalid."""
+        UserError if a value is invalid."""
         known = asdict(self.sampling)
         for name in changes.keys() - known.keys():
             raise TypeError(
@@ -159,7 +159,7 @@ class TrainedModel:
         class, or for each of `prompts`; a model of classes and captions takes both, in pairs.
 
         `changes` replace values of `sampling`, such as steps=50 or guidance=2.0. Calls with equal
-        arguments return equal latents, not normalised, as `decode` reads them. Raises ValueError
+        arguments return equal latents, not normalised, as `decode` reads them. Raises UserError
         for an unknown label or an invalid value.
         """
         if batch_size < 1:
@@ -285,7 +285,7 @@ def load_run(
     merges this adapter too; its base model must still be at the same path. The model uses the run's
     own runtime keys, except those in `runtime`; its ledger names techniques that this machine
     cannot run. Fused kernels are chosen for batches of twice `batch_size`, as guidance needs. Like
-    training, sets process-wide flags (TF32, deterministic cuDNN). Raises ValueError if the weights
+    training, sets process-wide flags (TF32, deterministic cuDNN). Raises UserError if the weights
     are absent or damaged, or if the autoencoder is not the one that made the latents.
     """
     chosen = pick_device(device) if isinstance(device, str) else device

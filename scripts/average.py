@@ -75,7 +75,7 @@ def fit_profile(snapshots: Sequence[Snapshot], wanted: Snapshot) -> tuple[np.nda
 
 
 def average(cfg: AverageConfig) -> Path:
-    """Writes the average that `cfg` describes, and returns the path of the file. Raises ValueError
+    """Writes the average that `cfg` describes, and returns the path of the file. Raises UserError
     if a key is missing or out of range, or if the run's snapshots do not suffice."""
     if cfg.run_dir is None or cfg.length is None:
         raise UserError("run_dir or length is not set; say run_dir=runs/<name> length=0.08.")

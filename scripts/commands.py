@@ -35,7 +35,7 @@ def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[K
 
 def replace_between(text: str, start: str, end: str, content: str, page: str) -> str:
     """Returns `text` with `content` in place of the text between the marks `start` and `end`.
-    Raises a ValueError that names `page` if a mark is missing."""
+    Raises a UserError that names `page` if a mark is missing."""
     if start not in text or end not in text:
         raise UserError(
             f"{page} has lost the lines {start.strip()} and {end}; put them around the table."

@@ -113,7 +113,7 @@ def examine(measure: bool) -> dict[str, Any]:
 def compare_cards(names: Sequence[str]) -> list[list[str]]:
     """Returns the rows of a table, column heads first. A row shows for a technique on which of the
     GPU models `names` it is available, and what it needs. This machine needs no GPU. Raises
-    ValueError for an unknown name."""
+    UserError for an unknown name."""
     import torch
 
     from accel.machine import pretend_gpu

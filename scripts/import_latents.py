@@ -91,7 +91,7 @@ class ImportConfig:
 
 
 def check_config(cfg: ImportConfig) -> ImportConfig:
-    """Returns the configuration unchanged. Raises ValueError for keys that are missing or wrong."""
+    """Returns the configuration unchanged. Raises UserError for keys that are missing or wrong."""
     hints = {
         "source": "<file or folder of latents>",
         "out": "<new folder>",
@@ -144,7 +144,7 @@ def find_class_names(cfg: ImportConfig) -> list[str] | None:
 
 
 def read_class_names(file: str) -> list[str]:
-    """Reads a text file with one class name per line; ValueError if it has none."""
+    """Reads a text file with one class name per line; UserError if it has none."""
     remedy = "give a number, none, or a text file with one class name per line"
     refuse_missing("classes", file, remedy)
     try:
@@ -222,7 +222,7 @@ def read_chunks(foreign: ForeignLatents, names: list[str] | None) -> Iterator[di
     C, H, W), `labels` (n,) and, if the source has latents of mirrored images, `mirrored` (n, C, H,
     W). `names` are the class names from `find_class_names`.
 
-    Raises a ValueError that names the first sample whose label is no class index, or whose latents
+    Raises a UserError that names the first sample whose label is no class index, or whose latents
     are not finite floating-point numbers of the same shape as in the samples before.
     """
     import torch
@@ -280,7 +280,7 @@ def undo_scale(cfg: ImportConfig, chunk: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def check_encoder(cfg: ImportConfig, chunk: dict[str, Tensor], autoencoder: Autoencoder) -> None:
-    """Raises a ValueError unless the encoder can have made these latents: the encoder can decode
+    """Raises a UserError unless the encoder can have made these latents: the encoder can decode
     latents of this shape, and their std fits the encoder's scaling factor."""
     from common.text import shorten_error
 

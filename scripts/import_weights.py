@@ -68,7 +68,7 @@ class WeightsConfig:
     else the published number (72 in a model of width 1152, 64 in all others)."""
 
     def check(self) -> None:
-        """Checks the keys. Raises ValueError if some are missing or contradict each other."""
+        """Checks the keys. Raises UserError if some are missing or contradict each other."""
         # Ask for each missing key and guess none, because a model draws noise if its encoder or
         # normalisation is wrong.
         hints = {
@@ -102,7 +102,7 @@ class WeightsConfig:
 
 
 def import_weights(cfg: WeightsConfig) -> Path:
-    """Writes the weights file and returns its path. Raises ValueError if the checkpoint holds
+    """Writes the weights file and returns its path. Raises UserError if the checkpoint holds
     another model than `kind`."""
     cfg.check()
     import torch

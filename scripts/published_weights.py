@@ -67,7 +67,7 @@ def read_checkpoint(file: Path, weights: str) -> dict[str, Tensor]:
     """Reads the tensors of a .safetensors or .pt file; a .pt may also hold an `argparse.Namespace`.
 
     From a training checkpoint it takes the tensors under the name `weights`: "ema" (the averaged
-    ones) or "model". Raises ValueError if a value is no tensor, or if the file is a checkpoint of
+    ones) or "model". Raises UserError if a value is no tensor, or if the file is a checkpoint of
     DiT.
     """
     if file.suffix == ".safetensors":
@@ -115,7 +115,7 @@ class Keys:
         return name in self.remaining
 
     def read_shape(self, name: str, dims: int) -> tuple[int, ...]:
-        """Returns the shape of a tensor that `take` has not removed yet. Raises ValueError if the
+        """Returns the shape of a tensor that `take` has not removed yet. Raises UserError if the
         tensor is absent, or if it does not have `dims` dimensions."""
         if name not in self.remaining:
             raise UserError(
@@ -129,7 +129,7 @@ class Keys:
         return tuple(self.remaining[name].shape)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Removes the tensor `name` from `remaining` and returns it in fp32. Raises ValueError if
+        """Removes the tensor `name` from `remaining` and returns it in fp32. Raises UserError if
         the tensor is absent or does not have this shape."""
         file_shape = self.read_shape(name, len(shape))
         if file_shape != shape:
@@ -147,7 +147,7 @@ class Keys:
         return torch.cat([self.take(f"{name}.bias", rows)[:, None], weight], dim=1)
 
     def refuse_rest(self) -> None:
-        """Raises a ValueError if `take` has not removed all tensors: our model has no place for a
+        """Raises a UserError if `take` has not removed all tensors: our model has no place for a
         tensor that remains."""
         if self.remaining:
             first, *others = self.remaining
@@ -160,7 +160,7 @@ def convert_published(
 ) -> Published:
     """Converts a published model to our denoiser; `tensors` maps its published names to tensors.
 
-    `head_dim` is the width of an attention head (None: `find_head_dim` finds it). Raises ValueError
+    `head_dim` is the width of an attention head (None: `find_head_dim` finds it). Raises UserError
     if a tensor is missing or unknown, or does not fit the shapes of the others.
     """
     keys = Keys(file, tensors)

@@ -55,7 +55,7 @@ class SampleConfig(DrawConfig):
     or samples/drawn-<hash> if `weights` names a file that lies in no run folder."""
 
     def check(self) -> None:
-        """Checks the keys. Raises ValueError for values with which no sample can be drawn."""
+        """Checks the keys. Raises UserError for values with which no sample can be drawn."""
         super().check()
         if self.grid and self.format is Format.latents:
             raise UserError(

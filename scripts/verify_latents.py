@@ -189,7 +189,7 @@ def read_first_latents(source: Source, manifest: Manifest, count: int) -> Tensor
 
 def read_originals(folder: str, source: Source, manifest: Manifest, count: int) -> Tensor:
     """Reads the images of the first training latents as a tensor (N, 3, H, W) in [-1, 1]. Raises
-    ValueError if `folder` has other images than the latents were made from."""
+    UserError if `folder` has other images than the latents were made from."""
     import torch
 
     from common.text import shorten_error

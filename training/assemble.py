@@ -87,8 +87,8 @@ def build_stack(
 ) -> AccelerationStack:
     """Builds the stack of acceleration techniques that `cfg.runtime` selects.
 
-    Raises ValueError if a technique is unavailable and `on_unavailable` is "error". Also raises
-    ValueError if several processes train without synchronising gradients, unless `alone` is true.
+    Raises UserError if a technique is unavailable and `on_unavailable` is "error". Also raises
+    UserError if several processes train without synchronising gradients, unless `alone` is true.
     `kind` is the class of the stack; scripts.plan passes a subclass that assumes a GPU with all
     techniques.
     """
@@ -260,7 +260,7 @@ def assemble(
     """Builds the loader, the model, its techniques, the optimizer, the state and the step.
 
     `folder` is the run folder; if the run chose fused kernels before, the folder holds that choice.
-    Raises ValueError, with a one-sentence message, if a part cannot be built.
+    Raises UserError, with a one-sentence message, if a part cannot be built.
     """
     # Build the loader, the objective and the model.
     micro_batch = cfg.batch_size // cfg.accumulation_steps // ranks.world_size
@@ -344,7 +344,7 @@ def restore(
 
     If this run has no checkpoint, it starts from the checkpoint that `resume` names (or the newest
     one of the run that `resume` names), else from an adapter on its base model, the weights of
-    `init_from`, or new weights. Raises ValueError if `resume` names a checkpoint of this same run
+    `init_from`, or new weights. Raises UserError if `resume` names a checkpoint of this same run
     that is not its newest.
     """
     ranks = checkpoints.ranks

@@ -77,7 +77,7 @@ def list_samples(
 ) -> tuple[Int[Tensor, "N"], Int[Tensor, "N"]]:
     """Returns the labels of the first `count` samples of a loader, held-out ones if `source` is
     "held_out", and the numbers of their captions, if the loader reads captions; else the labels
-    again; on the CPU. Raises ValueError if there are no held-out samples."""
+    again; on the CPU. Raises UserError if there are no held-out samples."""
     batches = loader.held_out(loader.batch_size) if source == "held_out" else loader
     rows = [
         (batch.labels, batch.labels if batch.text is None else batch.text.numbers)
@@ -96,7 +96,7 @@ def open_data(
 ) -> LatentLoader:
     """Opens the data `node` on which a model of the set `spec` was trained; latents go to host
     memory, not onto the device. `level` says what is read of the captions (see `LoaderArgs`).
-    Raises ValueError if the data are another set now."""
+    Raises UserError if the data are another set now."""
     loader = build_loader(node, seed, batch_size, torch.device("cpu"), text=level)
     # Made data have no path, and their fingerprint may have the seed.
     if "path" in node and spec.fingerprint != loader.spec.fingerprint:
@@ -125,7 +125,7 @@ def read_conditions(
 
 
 def read_prompts(file: str) -> list[str]:
-    """Reads a text file with a prompt on each line. Raises ValueError if it has none."""
+    """Reads a text file with a prompt on each line. Raises UserError if it has none."""
     try:
         lines = split_lines(Path(file).expanduser().read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
@@ -142,7 +142,7 @@ def read_prompts(file: str) -> list[str]:
 def check_guidance(
     spec: LatentSpec, text_level: str, guidance: float, key: str = "guidance"
 ) -> None:
-    """Raises a ValueError if guidance is on (not 1) but the data has no classes and the model reads
+    """Raises a UserError if guidance is on (not 1) but the data has no classes and the model reads
     no captions; its message names `key`, the configuration key of `guidance`."""
     if guidance != 1.0 and not spec.num_classes and text_level == "none":
         captions = "model.conditioning=text, for it has captions, or " if spec.text else ""

@@ -34,7 +34,7 @@ def end_if_failed(
     checkpoints: Checkpoints,
     request: Request,
 ) -> None:
-    """Raises ValueError if the last `guards.max_skipped_in_row` steps were skipped, or a background
+    """Raises UserError if the last `guards.max_skipped_in_row` steps were skipped, or a background
     save has failed. All ranks must call this function.
 
     If the steps were skipped, it also repeats the forward and backward pass of the last step on its
@@ -117,7 +117,7 @@ def to_json_number(value: float) -> float | str:
 
 @contextmanager
 def explain_failures(training: Training, folder: Path) -> Iterator[None]:
-    """If the code in the `with` block runs out of memory or disk, raises a ValueError that says
+    """If the code in the `with` block runs out of memory or disk, raises a UserError that says
     where this happened, how much memory was in use, and which configuration keys save most.
     Meanwhile the first rank keeps the file `RUNNING_FILE` in `folder`, by which the next start sees
     that this process was killed."""

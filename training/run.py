@@ -122,7 +122,7 @@ class Run:
 
     def claim_folder(self) -> bool:
         """Creates the run folder if it does not exist, locks it, and returns True. Raises
-        ValueError if another run holds the lock."""
+        UserError if another run holds the lock."""
         key = f"run_dir={self.folder}"
         try:
             make_folder(self.folder)
@@ -259,7 +259,7 @@ class Run:
 
     def show_finished(self) -> dict[str, Any]:
         """Prints and returns the summary of the finished run in this folder; changes no file.
-        Raises ValueError if that run has another model, data, objective, optimizer or adapter than
+        Raises UserError if that run has another model, data, objective, optimizer or adapter than
         this configuration."""
         assert self.finished is not None
         state = f"run_dir={self.folder} holds a finished run"

@@ -145,7 +145,7 @@ class TrainState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned. Hyper-parameters, such as the learning rate, come from
-        the configuration, not from `state`. Raises ValueError if the tensors do not fit the model,
+        the configuration, not from `state`. Raises UserError if the tensors do not fit the model,
         or if a counter is no integer of at least 0."""
         load_weights(self.model, {**state["model"], **state["aux_heads"]})
         self.ema.load_state_dict(state["ema"])
@@ -215,7 +215,7 @@ def select_saved_weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Loads unsharded tensors, by name, into a model, whose own tensors may be sharded. Raises
-    ValueError if names or shapes do not fit."""
+    UserError if names or shapes do not fit."""
     current = model.state_dict()
     frozen = {name: current[name] for name in current.keys() - select_saved_weights(model).keys()}
     try:

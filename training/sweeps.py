@@ -89,7 +89,7 @@ def print_table() -> None:
 
 
 def refuse_trial(composed: Composed, sweeper: str) -> None:
-    """Raises ValueError if `sweeper`, Hydra's choice of hydra/sweeper, needs a metric and none is
+    """Raises UserError if `sweeper`, Hydra's choice of hydra/sweeper, needs a metric and none is
     set, or if torchrun started several processes."""
     cfg = composed.cfg
     if sweeper != "basic" and cfg.sweep_metric is None:
@@ -105,7 +105,7 @@ def refuse_trial(composed: Composed, sweeper: str) -> None:
 
 
 def refuse_other_run(composed: Composed) -> None:
-    """Raises ValueError if the trial's folder holds a run with other settings."""
+    """Raises UserError if the trial's folder holds a run with other settings."""
     file = Path(composed.cfg.run_dir) / "config.yaml"
     if not file.exists():
         return

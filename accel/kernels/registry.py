@@ -148,7 +148,7 @@ def pack_heads(t: Tensor) -> Tensor:
 
 
 def refuse_empty(operator: str, t: Tensor) -> None:
-    """Raises ValueError if `t` has no sample, token or channel."""
+    """Raises UserError if `t` has no sample, token or channel."""
     if t.numel() == 0:
         raise UserError(
             f"{operator} got a tensor of shape {tuple(t.shape)}; give it at least one sample, "

@@ -109,7 +109,7 @@ class CapturedUpdate:
     from earlier calls belong to the stream of the capture. At least one call must come before the
     capture: it creates moments, workspaces and kernels, which a replay must not create again.
 
-    Raises ValueError if the step cannot be captured. The run must then end, and later measurements
+    Raises UserError if the step cannot be captured. The run must then end, and later measurements
     in the same process are invalid: some versions of PyTorch leave the memory allocator in the
     state of a capture.
     """

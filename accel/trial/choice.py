@@ -26,7 +26,7 @@ def choose_kernels(
     dict to write to kernels.json in the run's `folder`; {} if no kernel was requested.
 
     `forward()` runs the unchanged model on two samples; `samples` is the number of samples in a
-    micro-batch. Call this before `on_model`. Raises ValueError if a kernel that was requested with
+    micro-batch. Call this before `on_model`. Raises UserError if a kernel that was requested with
     `true` fails its parity test, under on_unavailable=error; otherwise the kernel stays off.
     """
     kernels = [

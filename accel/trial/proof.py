@@ -28,7 +28,7 @@ from accel.ledger import AUTO
 from accel.sharding import gather_objects, is_first_rank
 from accel.technique import blocks_of
 from accel.techniques.fused_kernels import Proof
-from common.files import ROOT, find_cache_folder, write_to_cache
+from common.files import ROOT, find_cache_folder, hash_content, write_to_cache
 from common.text import shorten_error
 from common.workers import run_watched
 
@@ -110,7 +110,7 @@ def prove(
     # the findings in the cache. The ranks use these findings only if all ranks have the same facts
     # (GPU, versions, blocks, …); otherwise all ranks run the trials.
     facts = collect_facts(question, uses)
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    name = hash_content(facts, sort_keys=True)
     cache = find_cache_folder("kernels") / f"{name}.json"
     earlier = read_findings(folder / KERNELS_FILE) if folder else {}
     ranks = gather_objects((facts, earlier, read_findings(cache)))

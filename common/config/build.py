@@ -37,7 +37,7 @@ OUTSIDE_TARGETS = tuple(f"torch.optim.{name}" for name in ("Adafactor", "Adam", 
 
 
 def resolve_target(target: str, key: str) -> type:
-    """Imports and returns the class that `target`, a dotted path, names. ValueError unless `target`
+    """Imports and returns the class that `target`, a dotted path, names. UserError unless `target`
     is in `OUTSIDE_TARGETS`, or a module of `TARGET_PACKAGES` or of an admitted extension defines
     the class.
 
@@ -77,10 +77,10 @@ def build(
     arguments of the class that `_target_` names are `args`, the node's other keys, and `runtime`.
 
     First the function checks the node's keys against the signature of the class. An unknown or
-    missing key, or a value of another type, raises a ValueError that names `key` (the node's place
+    missing key, or a value of another type, raises a UserError that names `key` (the node's place
     in the configuration), the value and the fix. The function builds nested nodes before the outer
     one; a nested node with `_partial_: true` becomes a functools.partial of its class. An argument
-    in `runtime` that the signature lacks raises a TypeError, not a ValueError, because it is a
+    in `runtime` that the signature lacks raises a TypeError, not a UserError, because it is a
     mistake of the calling code, not of the user.
     """
     if not isinstance(node, Mapping) or "_target_" not in node:
@@ -173,7 +173,7 @@ def check_argument(value: Any, annotation: Any, key: str) -> Any:
     strict rules for JSON: an integer may become a float, and a list a tuple.
 
     For a nested node with a `_target_`, the function builds the object and returns it, or, if the
-    node has `_partial_: true`, a functools.partial of its class. ValueError for a value that the
+    node has `_partial_: true`, a functools.partial of its class. UserError for a value that the
     type does not allow.
     """
     if isinstance(value, Mapping) and "_target_" in value:
@@ -209,7 +209,7 @@ def admit_extensions(words: Iterable[str]) -> list[str]:
     environment variable `EXTENSIONS_VARIABLE`, names; does not import the packages.
 
     Returns Hydra overrides that add the packages' `conf` folders to Hydra's search path, [] if no
-    package has one. ValueError if Python cannot find a package.
+    package has one. UserError if Python cannot find a package.
     """
     folders = []
     for name in find_extension_names(words):

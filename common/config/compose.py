@@ -123,7 +123,7 @@ def compose(overrides: Sequence[str] = (), config_name: str = "train") -> Compos
     """Composes and checks a configuration in the same way as the command line does; for scripts,
     notebooks and tests.
 
-    `config_name` is a key of `SCHEMAS`. Any mistake in `overrides` raises a ValueError whose
+    `config_name` is a key of `SCHEMAS`. Any mistake in `overrides` raises a UserError whose
     message names key, value and fix.
     """
     words = list(overrides)
@@ -149,7 +149,7 @@ def is_library_error(error: BaseException) -> bool:
 
 
 def compose_from_hydra(source: DictConfig) -> Composed:
-    """Checks and returns the configuration that `hydra.main` composed. ValueError for an invalid
+    """Checks and returns the configuration that `hydra.main` composed. UserError for an invalid
     value, and for a path in the configuration that does not exist or lacks the expected files (see
     `refuse_paths`)."""
     hydra = HydraConfig.get()
@@ -162,7 +162,7 @@ def resolve_config(
     source: DictConfig, choices: Mapping[str, Any], overrides: list[str]
 ) -> Composed:
     """Resolves the interpolations of a configuration, checks it and turns it into a frozen
-    dataclass. ValueError for an invalid value, if the command gives the length of a run twice, and
+    dataclass. UserError for an invalid value, if the command gives the length of a run twice, and
     if a file sets `extensions`: only the command line or the environment may name extensions."""
     kind = TrainConfig if "model" in source else PrecomputeConfig
     named = build.find_extension_names(overrides)
@@ -194,7 +194,7 @@ def resolve_config(
 
 
 def refuse_strange_numbers(node: Any) -> None:
-    """Raises ValueError if nested dicts and lists contain NaN or infinity, which a later check of a
+    """Raises UserError if nested dicts and lists contain NaN or infinity, which a later check of a
     range may let pass, or an integer beyond 64 bits."""
     for key, value in list_nodes(node):
         if isinstance(value, float) and not math.isfinite(value):
@@ -297,7 +297,7 @@ def apply_schema(schema: type[Words], values: Any, words: list[str]) -> Words:
     """Makes an object of the frozen dataclass `schema` from a mapping; missing keys get the
     dataclass's defaults.
 
-    A key that the dataclass lacks, or a value of another type, raises a ValueError. Its message
+    A key that the dataclass lacks, or a value of another type, raises a UserError. Its message
     quotes the word of `words`, the command line, that set the key.
     """
     node = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
@@ -320,7 +320,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Reads a YAML configuration into dicts and lists. ValueError if the file holds no
+    """Reads a YAML configuration into dicts and lists. UserError if the file holds no
     configuration, OSError if it cannot be read."""
     try:
         content = parse_yaml(file.read_text())
@@ -334,7 +334,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
-    """Raises ValueError if a path in the configuration of a run or an encoding job does not exist
+    """Raises UserError if a path in the configuration of a run or an encoding job does not exist
     or lacks the expected files, or if an output folder is a file."""
     if isinstance(cfg, PrecomputeConfig):
         refuse_missing("source", cfg.source, "name a folder of images, or tars")
@@ -363,7 +363,7 @@ def refuse_paths(cfg: TrainConfig | PrecomputeConfig) -> None:
 
 
 def refuse_drawing(cfg: Any) -> None:
-    """Raises ValueError for settings with which sampling is impossible, and for a path without
+    """Raises UserError for settings with which sampling is impossible, and for a path without
     weights; `cfg` is a `DrawConfig` of sampling/draw.py."""
     cfg.check()
     names = [
@@ -374,7 +374,7 @@ def refuse_drawing(cfg: Any) -> None:
 
 
 def refuse_no_weights(key: str, path: str | None) -> None:
-    """Raises ValueError if a local `path` is neither a run with a checkpoint, nor a checkpoint, nor
+    """Raises UserError if a local `path` is neither a run with a checkpoint, nor a checkpoint, nor
     a .safetensors file. `key` is the configuration key that holds the path, for the message."""
     names = () if str(path).endswith(".safetensors") else ("checkpoints", "state.json", "step-*")
     refuse_missing(
@@ -383,7 +383,7 @@ def refuse_no_weights(key: str, path: str | None) -> None:
 
 
 def refuse_no_set(key: str, path: Any) -> None:
-    """Raises ValueError if a local `path` lacks the manifest.json of a finished latent set. `key`
+    """Raises UserError if a local `path` lacks the manifest.json of a finished latent set. `key`
     is the configuration key that holds the path, for the message."""
     job = f"python precompute_latents.py source=<images> out={path}"
     refuse_missing(
@@ -395,7 +395,7 @@ def refuse_no_set(key: str, path: Any) -> None:
 
 
 def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
-    """Raises ValueError if the local path does not exist, or is a folder in which no entry matches
+    """Raises UserError if the local path does not exist, or is a folder in which no entry matches
     any of the glob patterns `names`. `remedy` ends the message. URLs and `pipe:` commands are not
     checked."""
     if not isinstance(path, str) or "://" in path or path.startswith("pipe:"):
@@ -408,7 +408,7 @@ def refuse_missing(key: str, path: Any, remedy: str, *names: str) -> None:
 
 
 def refuse_file(key: str, path: str | None) -> None:
-    """Raises ValueError if the output folder `path` is a file or inside a file, if a name in the
+    """Raises UserError if the output folder `path` is a file or inside a file, if a name in the
     path has over 255 bytes, or if the path begins with `~user` and there is no such user."""
     folder = Path(os.path.expanduser(path or "."))
     if str(folder).startswith("~"):

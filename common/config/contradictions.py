@@ -101,7 +101,7 @@ CONTRADICTIONS: tuple[Rule, ...] = (
 def check_contradictions(
     runtime: Any, accumulation_steps: int, deterministic: bool, optimizer: str | None
 ) -> None:
-    """Raises ValueError for the first rule in `CONTRADICTIONS` whose conditions all hold, or if
+    """Raises UserError for the first rule in `CONTRADICTIONS` whose conditions all hold, or if
     `tune_seconds` is not below `timeout_minutes`, the time for which other processes wait.
     `optimizer` is the `_target_` of the optimizer, or None."""
     values = runtime.values() | {
@@ -130,7 +130,7 @@ def check_contradictions(
 
 
 def check_momentum(optim: Mapping[str, Any]) -> None:
-    """Raises ValueError for a momentum below 0 or from 1 on, with which the updates diverge;
+    """Raises UserError for a momentum below 0 or from 1 on, with which the updates diverge;
     `optim` is the optimizer's configuration node."""
     momentum = optim.get("momentum", 0.0)
     if isinstance(momentum, int | float) and not 0.0 <= momentum < 1.0:
@@ -138,7 +138,7 @@ def check_momentum(optim: Mapping[str, Any]) -> None:
 
 
 def check_nccl(variables: Iterable[str]) -> None:
-    """Raises ValueError for an environment variable whose name is not in `NCCL_VARIABLES`.
+    """Raises UserError for an environment variable whose name is not in `NCCL_VARIABLES`.
 
     `NCCL_VARIABLES` leaves out variables that name a library, an output file, or a file of further
     variables (*_PLUGIN, *_FILE, CONF_FILE): a configuration must not load code or write files.

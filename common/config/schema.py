@@ -87,7 +87,7 @@ class ParallelConfig:
     nccl: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ValueError for options that contradict the mode, and for NCCL variables that a
+        """Raises UserError for options that contradict the mode, and for NCCL variables that a
         configuration must not set."""
         if self.shard_degree is not None and self.mode is not ParallelMode.hsdp:
             raise UserError(
@@ -171,7 +171,7 @@ class RuntimeConfig:
     def check(
         self, accumulation_steps: int = 1, deterministic: bool = False, optimizer: str | None = None
     ) -> None:
-        """Raises ValueError for an invalid value, and for techniques that contradict each other on
+        """Raises UserError for an invalid value, and for techniques that contradict each other on
         every machine."""
         self.parallel.check()
         for key in KERNEL_KEYS:
@@ -258,7 +258,7 @@ class SamplingConfig:
     per_class: Positive = 20
 
     def check(self, prefix: str = "sampling.") -> None:
-        """Raises ValueError for a value with which sampling is impossible; `prefix` stands before
+        """Raises UserError for a value with which sampling is impossible; `prefix` stands before
         the key in the error's message."""
         refuse_values(self, prefix)
         for key in ("guidance_interval", "internal_interval"):
@@ -293,7 +293,7 @@ class FdConfig:
 
 
 def refuse_unmeasured(key: str, name: str, measured: list[str]) -> None:
-    """Raises ValueError if `name`, the value of the key `key`, is not in `measured`, the metrics of
+    """Raises UserError if `name`, the value of the key `key`, is not in `measured`, the metrics of
     the run."""
     if name not in measured:
         raise UserError(f"{key}={name} is not measured by this run; choose {', '.join(measured)}.")
@@ -373,7 +373,7 @@ class TrainConfig:
         return [*scores, "loss", "samples_per_s"]
 
     def check(self) -> None:
-        """Raises ValueError for a value, or a combination of keys, with which no run can train."""
+        """Raises UserError for a value, or a combination of keys, with which no run can train."""
         refuse_values(self)
         if self.init_from is None and (self.adapter or (self.model or {}).get("of")):
             raise UserError(
@@ -480,7 +480,7 @@ class PrecomputeConfig:
     text_encoder: Any = None
 
     def check(self) -> None:
-        """Raises ValueError for a value with which no encoding job can run."""
+        """Raises UserError for a value with which no encoding job can run."""
         if not self.source and not self.finish:
             raise UserError("source is not set; say which: source=<a folder of images or tars>.")
         if not self.out:
@@ -536,7 +536,7 @@ def make_type_adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def refuse_values(node: Any, prefix: str = "") -> None:
-    """Raises ValueError if a field of the dataclass object `node` has a value that the field's type
+    """Raises UserError if a field of the dataclass object `node` has a value that the field's type
     does not allow; `prefix` stands before the key in the error's message."""
     from pydantic import ValidationError
 

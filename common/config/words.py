@@ -182,7 +182,7 @@ def fill_spelling(spelling: str, value: str) -> str:
 
 
 def refuse_words(words: list[str]) -> None:
-    """Raises ValueError for a word that is not of the form key=value, for a key of another trainer,
+    """Raises UserError for a word that is not of the form key=value, for a key of another trainer,
     and for a configuration group whose value names no file, such as model=null."""
     refuse_form(words, FOREIGN_KEYS)
     for word in words:
@@ -199,7 +199,7 @@ def refuse_words(words: list[str]) -> None:
 
 
 def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
-    """Raises ValueError for a key of another trainer; the message says how to write the setting in
+    """Raises UserError for a key of another trainer; the message says how to write the setting in
     fastlatent. `foreign` maps a key of another trainer to fastlatent's spelling, with {} for the
     value, such as lr -> optim.lr={}."""
     for word in words:
@@ -211,7 +211,7 @@ def refuse_foreign(words: list[str], foreign: Mapping[str, str]) -> None:
 
 
 def refuse_form(words: list[str], foreign: Mapping[str, str]) -> None:
-    """Raises ValueError for a word that is not `key=value`; the message suggests how to write the
+    """Raises UserError for a word that is not `key=value`; the message suggests how to write the
     word. `foreign` maps a key of another trainer to fastlatent's spelling, with {} for the value,
     such as lr -> optim.lr={}."""
     for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):

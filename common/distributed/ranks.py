@@ -41,7 +41,7 @@ class Ranks:
     @classmethod
     def from_environment(cls) -> Ranks:
         """Returns a `Ranks` with the numbers in the environment variables RANK, WORLD_SIZE and
-        LOCAL_RANK, or in Slurm's variables; rank 0 of 1 if neither are set. ValueError if the
+        LOCAL_RANK, or in Slurm's variables; rank 0 of 1 if neither are set. UserError if the
         variables contradict each other."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if "WORLD_SIZE" not in os.environ:
@@ -76,7 +76,7 @@ class Ranks:
             print(text, flush=True)
 
     def check_batch(self, batch_size: int, accumulation_steps: int) -> None:
-        """Raises ValueError unless `batch_size`, the number of samples per step over all ranks,
+        """Raises UserError unless `batch_size`, the number of samples per step over all ranks,
         splits evenly into the micro-batches of all ranks."""
         if batch_size % (accumulation_steps * self.world_size):
             raise UserError(
@@ -86,7 +86,7 @@ class Ranks:
             )
 
     def device(self, chosen: torch.device) -> torch.device:
-        """Returns this rank's GPU if `chosen` is a GPU, otherwise `chosen`; ValueError if the
+        """Returns this rank's GPU if `chosen` is a GPU, otherwise `chosen`; UserError if the
         machine has fewer GPUs than ranks."""
         if chosen.type != "cuda" or self.world_size == 1:
             return chosen
@@ -108,7 +108,7 @@ class Ranks:
     ) -> None:
         """Joins the process group of all ranks. If there is only one rank, it joins a process group
         of one rank if `even_alone` is true, otherwise none. `variables` are environment variables
-        for NCCL. ValueError if the process cannot reach the other ranks."""
+        for NCCL. UserError if the process cannot reach the other ranks."""
         if dist.is_initialized() or (self.world_size == 1 and not even_alone):
             return
 

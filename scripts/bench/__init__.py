@@ -154,12 +154,3 @@ class SpeedrunConfig(SeedsConfig):
     """Speed-ups to try, in ascending order, until every figure is worse than the baseline's."""
     sets: Positive = 2
     """Number of sets of generated samples over which a distance is averaged."""
-
-
-@dataclass(frozen=True)
-class DataConfig(BenchConfig):
-    """Keys of the command `data`, which measures loaders."""
-
-    step_ms: float = 100.0
-    """Milliseconds that a training step is assumed to take; the command measures the share of time
-    in which a loop of such steps waits for batches."""

@@ -30,7 +30,7 @@ def measure(command: str, words: Words) -> None:
 
 
 def main(words: Words) -> None:
-    """Runs the bench command that the first argument names. ValueError if there is no such
+    """Runs the bench command that the first argument names. UserError if there is no such
     command."""
     if not words or words[0] in ("-h", "--help"):
         print((scripts.bench.__doc__ or "").strip())

@@ -22,7 +22,6 @@ from scripts.bench import (
     TABLES,
     BenchConfig,
     Case,
-    DataConfig,
     LadderConfig,
     MixersConfig,
     SeedsConfig,
@@ -210,7 +209,7 @@ COMMANDS: dict[str, tuple[type[BenchConfig], Plan]] = {
     "techniques": (TechniquesConfig, plan_techniques),
     "kernels": (BenchConfig, plan_operators),
     "mixers": (MixersConfig, plan_mixers),
-    "data": (DataConfig, make_plan(data.measure_loader, dict.fromkeys(data.LOADERS, ""))),
+    "data": (BenchConfig, make_plan(data.measure_loader, dict.fromkeys(data.LOADERS, ""))),
     "step": (BenchConfig, make_plan(step.measure_phases, {"step": ""})),
     "profile": (BenchConfig, make_plan(step.write_profile, {"profile": ""})),
     "precision": (SeedsConfig, make_plan(measure.measure_seeds, PRECISIONS)),
@@ -240,7 +239,7 @@ def plan_job(command: str, words: Words, help_text: str = "") -> Job:
     overrides of the setting come before the user's overrides, so the user's overrides win.
 
     If the user overrides a whole config group (data=digits), all overrides of the setting for that
-    group are left out. ValueError if a key or an override is wrong.
+    group are left out. UserError if a key or an override is wrong.
     """
     schema, plan = COMMANDS[command]
     cfg, user_overrides = split_words(schema, words, help_text)

@@ -2,8 +2,7 @@
 
 All loaders read the same latents in fp16, one loader after the other. `first_samples_per_s` is the
 speed of the first epoch, including the time to open the loader; `samples_per_s` is the speed of
-later epochs. `wait` is the share of time that a training loop waits for batches if its step takes
-`step_ms` milliseconds. The usual ways are webdataset's pipeline as its documentation shows it (one
+later epochs. The usual ways are webdataset's pipeline as its documentation shows it (one
 .npy per sample, shuffle, `.decode()`), and random reads of a memory-mapped file.
 """
 
@@ -24,7 +23,7 @@ import torch
 from common.environment import pick_device
 from data.resident import GIB, ResidentLatents
 from data.streamed import StreamedLatents
-from scripts.bench import Case, DataConfig, Figures
+from scripts.bench import BenchConfig, Case, Figures
 from scripts.timing import measure_seconds, summarise
 
 SETTING_SIZES = {"tiny": (2048, 64, 8), "s32": (8192, 32, 32)}
@@ -131,9 +130,8 @@ LOADERS: dict[str, Callable[[Path, int, torch.device], Iterator[Any]]] = {
 in a name stands for two workers with a `prefetch_factor` of four."""
 
 
-def measure_loader(case: Case, cfg: DataConfig) -> Figures:
-    """Measures the samples per second of a loader in its first epoch and in later epochs, and the
-    share of time that a training loop with steps of `cfg.step_ms` waits for batches."""
+def measure_loader(case: Case, cfg: BenchConfig) -> Figures:
+    """Measures the samples per second of a loader in its first epoch and in later epochs."""
     count, size, side = SETTING_SIZES.get(str(cfg.setting), USUAL_SIZES)
     folder = write_latent_files(count, side)
     device = pick_device("auto")
@@ -150,19 +148,4 @@ def measure_loader(case: Case, cfg: DataConfig) -> Figures:
     measure_seconds(read_epoch, device)
     first = number * size / (time.perf_counter() - began)
     warm = [number * size / measure_seconds(read_epoch, device) for _ in range(cfg.repeats)]
-
-    # Simulate the training step by a sleep of this length, during which the loader's workers read
-    # ahead.
-    busy = cfg.step_ms / 1e3
-    waited = 0.0
-    for _ in range(cfg.steps):
-        start = time.perf_counter()
-        next(batches)
-        waited += time.perf_counter() - start
-        time.sleep(busy)
-    return {
-        **summarise("samples_per_s", warm),
-        "first_samples_per_s": first,
-        "wait": waited / (waited + cfg.steps * busy),
-        "step_ms": cfg.step_ms,
-    }
+    return {**summarise("samples_per_s", warm), "first_samples_per_s": first}

@@ -190,7 +190,7 @@ def count_block(cfg: TrainConfig) -> BlockTraffic:
 
 
 def find_floor(cfg: TrainConfig, card: str) -> Floor:
-    """Finds the floor of a run's training step on a card. ValueError if the card has no measured
+    """Finds the floor of a run's training step on a card. UserError if the card has no measured
     rates."""
     if card not in RATES:
         raise UserError(

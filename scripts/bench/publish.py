@@ -8,7 +8,6 @@ measured" where there is no result; the README leaves such a row out.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import string
@@ -27,7 +26,7 @@ from accel.stack import TECHNIQUES
 from common.config.compose import read_config
 from common.environment import read_git_state
 from common.errors import UserError
-from common.files import ROOT, write_atomically, write_json
+from common.files import ROOT, hash_content, write_atomically, write_json
 from scripts.bench import TABLES, Case, Figures, Words
 from scripts.bench.cases import hash_case, plan_job
 from scripts.bench.floor import RATES, describe_floor
@@ -194,7 +193,7 @@ def identify(name: str, run: Figures) -> str:
     a result stays a result after the next commit, and says by which code it was measured."""
     versions = [run["versions"].get(package) for package in ("torch", "triton")]
     facts = [name, run["hardware"], versions, run.get("config")]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    return hash_content(facts, sort_keys=True)[:12]
 
 
 @contextmanager

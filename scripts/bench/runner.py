@@ -94,7 +94,7 @@ def run_child(connection: Connection, words: Words, folder: Path) -> None:
 
 class Child:
     """A child process that measures cases, as the parent process sees it. The constructor starts
-    the process; ValueError if the process does not become ready."""
+    the process; UserError if the process does not become ready."""
 
     def __init__(self, words: Words, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ class Child:
         self.machine: Figures = self.await_reply()
 
     def await_reply(self) -> Any:
-        """Returns the child's next message. ValueError if the child ends, or sends no message
+        """Returns the child's next message. UserError if the child ends, or sends no message
         within `START_SECONDS`."""
         try:
             return self.receive(START_SECONDS)

@@ -6,20 +6,19 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 
 from accel.ledger import AUTO, Ledger
 from accel.stack import AccelerationStack
 from common.config.schema import KERNEL_KEYS
 from common.environment import pick_device
 from common.files import make_folder
-from scripts.bench import TABLES, BenchConfig, Case, Figures, Words
+from scripts.bench import BenchConfig, Case, Figures, Words
 from scripts.capabilities import measure_rates
 from scripts.commands import format_table
 from scripts.timing import MemoryPeak, measure_seconds, summarise, synchronise, time_in_turn
@@ -28,9 +27,6 @@ from training.weights.first_weights import compose_pretrained
 
 NO_INTERRUPTIONS = ["sample_every=0", "eval_every=0", "save_every=0", "log_every=0"]
 PHASES = ("data", "forward", "backward", "optimizer", "ema", "logging", "whole step", "rest")
-POINTWISE_PREFIXES = ("triton_poi", "triton_red", "triton_per")
-"""Prefixes of the names of Inductor's kernels without matrix products. `sum_busy_ms` checks these
-prefixes first, because the name of such a kernel may contain the name of a product."""
 
 
 class Loop:
@@ -209,43 +205,13 @@ def profile_step(workload: Workload) -> torch.profiler.profile:
     return profiler
 
 
-def sum_busy_ms(events: Iterable[Any], cuda: bool) -> tuple[float, float]:
-    """Returns two sums of milliseconds over the events of a profile: the time of all GPU kernels
-    (on a CPU, of all operators), and the time of the matrix products among them."""
-    total = 0.0
-    products = 0.0
-    for event in events:
-        # On a GPU skip the events of operators, because an operator's time is the time of its
-        # kernels, and each kernel has its own event.
-        if cuda and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
-            continue
-        ms = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
-        name = event.key.lower()
-        total += ms
-        if not name.startswith(POINTWISE_PREFIXES) and any(
-            part in name for part in TABLES["products"]
-        ):
-            products += ms
-    return total, products
-
-
 def measure_phases(case: Case, cfg: BenchConfig) -> Figures:
-    """Measures a whole training step, its phases, and what of it are products."""
+    """Measures a whole training step, and its phases."""
     workload = Workload(case.overrides)
-    figures = workload.describe_steps(
-        time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
-    )
+    step_ms = time_steps({"step": workload}, cfg.steps, cfg.repeats)["step"]
     phases_ms = time_phases(workload, cfg.steps)
-    cuda = workload.device.type == "cuda"
-    busy, products = sum_busy_ms(profile_step(workload).key_averages(), cuda)
-
     text = format_table([("", "ms"), *((phase, f"{ms:.3f}") for phase, ms in phases_ms.items())])
-    return figures | {
-        "phases_ms": phases_ms,
-        "busy_ms": busy,
-        "products_ms": products,
-        "text": text,
-    }
+    return workload.describe_steps(step_ms) | {"phases_ms": phases_ms, "text": text}
 
 
 def write_profile(case: Case, cfg: BenchConfig) -> Figures:

@@ -54,7 +54,7 @@ class ExportConfig(ModelConfig):
     dry_run: bool = False
 
     def check(self) -> None:
-        """Checks the keys. Raises ValueError if some are missing or contradict each other."""
+        """Checks the keys. Raises UserError if some are missing or contradict each other."""
         self.refuse_no_model("export")
         if self.out is None:
             raise UserError("out is not set; say where to write: out=exported/<name>.")
@@ -73,7 +73,7 @@ class ExportConfig(ModelConfig):
 
 
 def export(cfg: ExportConfig) -> Path:
-    """Exports a model as `cfg` says and returns the path. Raises ValueError if the path exists
+    """Exports a model as `cfg` says and returns the path. Raises UserError if the path exists
     already, or if the format cannot hold the model."""
     cfg.check()
     out = Path(str(cfg.out)).expanduser()

@@ -167,7 +167,7 @@ class FastlatentPipeline(DiffusionPipeline):
         interval of times with guidance, the same two of internal guidance, the solver (euler, heun,
         ab2, sde), and the timestep shift.
         `latents` (N, C, H, W) replaces the noise of `seed`. `output_type` is "pil", "np" (uint8, N
-        × H × W × 3) or "latent" (raw, ready to decode). Raises ValueError for an unknown class or
+        × H × W × 3) or "latent" (raw, ready to decode). Raises UserError for an unknown class or
         value.
         """
         facts = self.transformer.config.latents
@@ -211,7 +211,7 @@ class FastlatentPipeline(DiffusionPipeline):
 
     def encode(self, prompts: Sequence[str]) -> EncodedText:
         """Encodes prompts by the text encoder that encoded the captions; opens it at the first
-        call. Raises ValueError if its weights are others."""
+        call. Raises UserError if its weights are others."""
         facts = self.transformer.config.text
         encoder: Any = getattr(self, "text_encoder", None)
         if encoder is None:
@@ -277,7 +277,7 @@ class FastlatentPipeline(DiffusionPipeline):
 
 
 def check_decoder(vae: Any, facts: dict[str, Any]) -> None:
-    """Raises a ValueError if the latents are no pixels and `vae` is None, or if `vae` decodes the
+    """Raises a UserError if the latents are no pixels and `vae` is None, or if `vae` decodes the
     latents wrongly."""
     needed = facts["autoencoder"]
     parameters = () if vae is None else vae.named_parameters()

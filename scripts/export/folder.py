@@ -37,7 +37,7 @@ AUTO_MAP = {"auto_map": {"AutoModel": f"{MODELLING}.{TRANSFORMER}"}}
 
 
 def refuse_own_code(node: Mapping[str, Any]) -> None:
-    """Raises a ValueError for a model with the user's own code, which cannot be copied into one
+    """Raises a UserError for a model with the user's own code, which cannot be copied into one
     file."""
     for target in list_targets(node):
         known = "models." if target != node["_target_"] else "models.denoiser.Denoiser"

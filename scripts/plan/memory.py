@@ -292,7 +292,7 @@ def forecast(question: Question) -> Forecast:
     """Forecasts the memory of a run; takes seconds.
 
     Building the run changes process-wide flags of PyTorch, but no random number generator.
-    ValueError for a batch that the GPUs cannot share, and for a model whose step fails on fake
+    UserError for a batch that the GPUs cannot share, and for a model whose step fails on fake
     tensors.
     """
     cfg = question.cfg

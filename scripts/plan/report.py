@@ -100,7 +100,7 @@ def forecast_run(words: Sequence[str], cfg: PlanConfig, card: Card) -> Forecast:
 
 def find_rate(cfg: PlanConfig, plan: Forecast, card: Card) -> float | None:
     """Returns the samples per second of all GPUs together, or None if no key states a rate.
-    ValueError if `mfu` is set and the GPU's peak FLOP/s are unknown, or if the run that `rate_of`
+    UserError if `mfu` is set and the GPU's peak FLOP/s are unknown, or if the run that `rate_of`
     names states no rate."""
     if cfg.mfu is not None:
         if not card.flops_16bit:
@@ -269,7 +269,7 @@ def tune(cfg: TuneConfig, words: list[str]) -> str:
     """Tries techniques, writes the fastest combination to a runtime file, and returns a table of
     all combinations that it tried.
 
-    ValueError if nothing was measured, if the folder of `out` does not exist, or if `out` is the
+    UserError if nothing was measured, if the folder of `out` does not exist, or if `out` is the
     runtime file from which the search starts.
     """
     composed = compose_pretrained([*words, f"runtime.tune_seconds={cfg.seconds}"])

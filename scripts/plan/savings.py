@@ -32,7 +32,7 @@ OPTIM = "optim"
 EIGHT_BIT = Saving({OPTIM: "adamw_8bit"}, "8-bit moments", 60)
 Apply = Callable[[Mapping[str, Any]], TrainConfig]
 """Function that applies changes (key -> value) to a run's configuration and returns the new
-configuration; ValueError if the changes contradict other keys."""
+configuration; UserError if the changes contradict other keys."""
 
 
 def format_overrides(changes: Mapping[str, Any]) -> list[str]:

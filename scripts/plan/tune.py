@@ -139,7 +139,7 @@ class Search:
         """Returns changes that lower the memory of a step until it fits the device, and that keep
         the step's result; {} if the step fits without changes, or if no forecast is possible. The
         forecast includes the run's latents and ddp's copies of the gradients, although the step of
-        a candidate has neither. ValueError if no changes make the step fit."""
+        a candidate has neither. UserError if no changes make the step fit."""
         memory = memory_of(self.device)
 
         def apply(changes: Mapping[str, Any]) -> TrainConfig:

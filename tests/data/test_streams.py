@@ -228,7 +228,7 @@ def test_samples_are_those_of_the_set(folder, open_set):
 
 def test_a_set_that_does_not_fit_comes_in_chunks_and_says_why(folder, capsys):
     assert isinstance(chunked(folder).loader, ChunkedLatents)
-    assert re.search(r"are allowed \(as given\), so a window of", capsys.readouterr().out)
+    assert re.search(r"are allowed \(as given\), so a chunk of", capsys.readouterr().out)
 
 
 def test_a_resumed_run_keeps_the_size_of_its_chunks(folder):
@@ -239,13 +239,13 @@ def test_a_resumed_run_keeps_the_size_of_its_chunks(folder):
 
 
 def test_a_chunk_too_small_for_a_block_is_refused(folder):
-    with expect_refusal(r"a window of 2 samples holds not even one block of 4; raise data.device"):
+    with expect_refusal(r"a chunk of 2 samples holds not even one block of 4; raise data.device"):
         chunked(folder, 2)
 
 
 def test_a_run_is_not_resumed_in_the_other_mode(folder):
-    with expect_refusal(r"started with a window of the set.*device_memory_gib"):
-        resident(folder).load_state_dict({"samples_seen": 4, "window": 15})
+    with expect_refusal(r"started with a chunk of the set.*device_memory_gib"):
+        resident(folder).load_state_dict({"samples_seen": 4, "chunk": 15})
 
 
 def test_int8_states_its_error_and_keeps_to_it(folder, capsys):

@@ -44,7 +44,7 @@ def find_share(way, gpus, samples, size, parts):
 
 def test_the_table_of_several_gpus_is_that_of_its_formulas():
     cfg = compose(WORDS).cfg
-    model = build_on_meta(cfg.model, foresee_latents(cfg.data, cfg.seed, inf)[0])
+    model = build_on_meta(cfg.model, foresee_latents(cfg, inf)[0])
     size = 4.0 * sum(p.numel() for p in model.parameters())
     page = (ROOT / "docs/scaling.md").read_text()
     for way, samples in (("ddp", 8), ("hsdp", 8), ("fsdp", 32), ("fsdp", 8)):

@@ -128,9 +128,9 @@ def test_mixers_are_compared_at_equal_parameters(tmp_path):
 def test_loaders_feed_the_same_latents(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "SETTING_SIZES", {"tiny": (2048, 256, 4)})
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    entries = measure_tiny("data", tmp_path, "step_ms=1")
+    entries = measure_tiny("data", tmp_path)
     assert list(entries) == list(data.LOADERS)
-    assert all(e["samples_per_s"] > 0 and 0 <= e["wait"] <= 1 for e in entries.values())
+    assert all(entry["samples_per_s"] > 0 for entry in entries.values())
 
 
 def test_precisions_are_compared_over_seeds_also_without_their_instructions(tmp_path, monkeypatch):

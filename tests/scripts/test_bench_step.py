@@ -1,13 +1,12 @@
 """Steps of the benchmarks: the newcomer's loop, times, and what bounds a step."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 
 from scripts.bench.cases import SETTINGS
 from scripts.bench.newcomer import NewcomersLoop
-from scripts.bench.step import Workload, sum_busy_ms, sum_phases
+from scripts.bench.step import Workload, sum_phases
 from scripts.timing import compute_ratios, shows_no_difference, summarise, time_in_turn
 from tests.harness.words import CPU
 
@@ -49,14 +48,3 @@ def test_the_newcomers_loop_learns_as_the_framework_does(storage, overrides, tmp
 def test_a_phase_takes_what_lies_between_its_marks():
     marks = [("start", 0.0), ("forward", 1.0), ("backward", 3.0), ("forward", 3.5)]
     assert sum_phases(marks) == {"forward": 1500.0, "backward": 2000.0}
-
-
-def test_products_are_told_from_the_rest_by_name():
-    times = {
-        "nvjet_tst_128x256": 3e3,
-        "triton_poi_fused_convolution_mm_3": 2e3,
-        "aten::mm": 1e3,
-        "Memcpy": 4e3,
-    }
-    events = [SimpleNamespace(key=name, self_cpu_time_total=us) for name, us in times.items()]
-    assert sum_busy_ms(events, False) == (10, 4)

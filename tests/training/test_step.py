@@ -107,11 +107,11 @@ def test_the_loss_scale_cancels():
 
 
 def test_the_loss_scale_grows_and_backs_off_like_gradscalers():
-    scaler = LossScaler(CPU, 8.0)
-    reference = torch.amp.GradScaler("cpu", 8.0, growth_interval=2000)
+    scaler = LossScaler(CPU)
+    reference = torch.amp.GradScaler("cpu", growth_interval=2000)
     for _ in range(2000):
         scaler.update(torch.zeros(()))
-    grown = 8.0 * reference.get_growth_factor()
+    grown = reference.get_growth_factor() * 2.0**16
     assert scaler.scale == grown
     scaler.update(torch.ones(()))
     assert scaler.scale == grown * reference.get_backoff_factor()

@@ -141,7 +141,7 @@ def describe_resume(folder: Path, samples: int) -> str:
 
 
 def verify(folder: Path) -> Path:
-    """Returns `folder` if the checkpoint in it is intact; ValueError if the checkpoint is
+    """Returns `folder` if the checkpoint in it is intact; UserError if the checkpoint is
     damaged."""
     problem = find_damage(folder)
     if problem:
@@ -152,7 +152,7 @@ def verify(folder: Path) -> Path:
 
 
 def read_state_file(folder: Path) -> dict[str, Any]:
-    """Reads `state.json` of a checkpoint; ValueError or OSError if that fails."""
+    """Reads `state.json` of a checkpoint; UserError or OSError if that fails."""
     return read_object(folder / "state.json")
 
 
@@ -169,7 +169,7 @@ def find_branch(resume: str, folder: Path) -> Path | None:
     """Finds the checkpoint that the setting `resume` names, or, if `resume` names a run, the newest
     checkpoint of that run; None for `auto` and `never`.
 
-    `folder` holds the checkpoints of the run that resumes. ValueError if `resume` names no
+    `folder` holds the checkpoints of the run that resumes. UserError if `resume` names no
     checkpoint, or a checkpoint in `folder` that is not the newest one there.
     """
     if resume in ("auto", "never"):
@@ -210,7 +210,7 @@ def find_weights_file(path: str, key: str) -> Path:
     """Returns the path of the safetensors file that the setting `key=path` names: `path` itself, or
     `ema.safetensors` (averaged parameters) of a checkpoint, or of the newest checkpoint of a run.
 
-    ValueError if there is no such file, or if the checkpoint that holds it is damaged.
+    UserError if there is no such file, or if the checkpoint that holds it is damaged.
     """
     file = Path(path).expanduser()
     if file.suffix == ".safetensors" and file.is_file():
@@ -238,7 +238,7 @@ def read_score(folder: Path, name: str) -> float:
 def choose_checkpoint(path: str, which: str) -> tuple[str, str]:
     """Returns the path of the checkpoint `which` of a run, `best` by the score that `keep_best`
     named, or a step; for `last`, `path` itself. Also returns a note if the best checkpoint is
-    better than the last by more than two standard errors, else "". ValueError if there is no such
+    better than the last by more than two standard errors, else "". UserError if there is no such
     checkpoint."""
     folders = find_checkpoints(path)
     steps = {folder.name.removeprefix("step-"): folder for folder in folders}
@@ -290,7 +290,7 @@ def find_newest_verified(folder: Path) -> Path | None:
     """Returns the newest intact checkpoint in `folder`; None if there is no checkpoint.
 
     If a checkpoint is damaged, the function warns, renames it to `step-N.corrupt` and tries the
-    next older checkpoint. ValueError if all are damaged: the user must decide to start over. The
+    next older checkpoint. UserError if all are damaged: the user must decide to start over. The
     function also deletes folders that an interrupted save or removal has left, so the caller must
     hold the lock on the run's folder.
     """

@@ -175,7 +175,7 @@ class Checkpoints:
         `run` is the description of this run that `describe_run` returns. It goes into `state.json`,
         with the `scores` measured at this step (name -> value). All ranks must call the method. A
         failed save is retried after each of `RETRY_PAUSES`, but not after a timeout. Raises
-        ValueError if the save fails in the end; with `in_background`, the next call of `save` or
+        UserError if the save fails in the end; with `in_background`, the next call of `save` or
         `finish` raises it. A failed save leaves complete checkpoints as they are.
         """
         self.finish(state.samples)
@@ -205,7 +205,7 @@ class Checkpoints:
     def finish(self, samples: int | None = None) -> None:
         """Waits for the save that a thread is still writing, if any, and shows its progress.
 
-        ValueError if the save failed. `samples` is the number of samples that training has seen by
+        UserError if the save failed. `samples` is the number of samples that training has seen by
         now, which the message about lost samples needs; None: the number is unchanged.
         """
         if samples is not None:

@@ -60,7 +60,7 @@ def count_due(cfg: TrainConfig, samples: int) -> int:
 def prepare_snapshots(cfg: TrainConfig, state: TrainState, run: Path) -> str:
     """Prepares the run folder `run` for the snapshots after the step at which this process starts.
     Returns a line about the space that they will need at most, or "" if the run writes none. Raises
-    ValueError if the disk has less space. Only the first rank may call the function."""
+    UserError if the disk has less space. Only the first rank may call the function."""
     if not cfg.ema.snapshots:
         return ""
 

@@ -43,7 +43,7 @@ class PowerAverage(MovingAverage):
         return 1.0 - (1.0 - batch_size / samples) ** (self.exponent + 1.0)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the average. Raises ValueError if `state` is empty, because an average of the whole
+        """Loads the average. Raises UserError if `state` is empty, because an average of the whole
         run cannot begin in its middle."""
         if not state:
             raise UserError(

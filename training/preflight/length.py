@@ -46,7 +46,7 @@ def settle_length(cfg: TrainConfig, folder: Path, device: torch.device) -> Train
 
 def spend_budget(cfg: TrainConfig, seconds: Mapping[str, float]) -> TrainConfig:
     """Returns the configuration with as many samples as the budget allows; warm-up, averages and
-    the intervals of `PAUSES` change in the same proportion. Raises ValueError if the budget is too
+    the intervals of `PAUSES` change in the same proportion. Raises UserError if the budget is too
     short."""
     budget = 60.0 * (cfg.budget_minutes or 0.0)
     paused = 0.0

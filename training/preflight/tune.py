@@ -60,7 +60,7 @@ def tune_config(
     `find_choice`). Uses an earlier choice if the run's `folder` or the cache has one.
 
     Only the first rank measures, on its device; all ranks use the choice of the first rank. Raises
-    ValueError if no candidate's step fits into memory.
+    UserError if no candidate's step fits into memory.
     """
     choice = ranks.broadcast_result(lambda: find_choice(cfg, device, ranks.world_size, folder))
     new = apply_changes(cfg, choice["changes"])
@@ -112,7 +112,7 @@ def find_choice(
 
 def measure_choice(job: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the tuner and returns its choice (see `find_choice`), or the seconds that it has
-    measured. Raises ValueError if the tuner fails or refuses the run."""
+    measured. Raises UserError if the tuner fails or refuses the run."""
     code, choice = run_apart(job)
     if choice is None:
         raise UserError(
@@ -156,7 +156,7 @@ def read_choice(
 
 def apply_changes(cfg: TrainConfig, changes: Changes) -> TrainConfig:
     """Returns the configuration with `changes` (keys of `runtime`, such as "parallel.mode", or
-    accumulation_steps -> value) and with tuning off. Raises ValueError if the new values contradict
+    accumulation_steps -> value) and with tuning off. Raises UserError if the new values contradict
     each other."""
     runtime: dict[str, Any] = asdict(cfg.runtime) | {"tune": False}
     for key, value in changes.items():

@@ -111,7 +111,7 @@ def load_model(file: Path, device: torch.device, adapter: str | None = None) -> 
     diffusers, an adapter's file, a checkpoint or a run. If `adapter` is None and `file` itself
     holds an adapter, loads the base model of that adapter and merges the adapter.
 
-    ValueError if the adapter was trained on another model, or its tensors do not fit the model.
+    UserError if the adapter was trained on another model, or its tensors do not fit the model.
     """
     if adapter is not None:
         for name in (TENSORS_FILE, DIFFUSERS_FILE):
@@ -134,7 +134,7 @@ def load_model(file: Path, device: torch.device, adapter: str | None = None) -> 
 
 
 def load_adapted(file: Path, base: Path, device: torch.device) -> OpenedModel:
-    """Loads the model in the file `base`, and merges the adapter in `file` into it. ValueError if
+    """Loads the model in the file `base`, and merges the adapter in `file` into it. UserError if
     the adapter was trained on other weights, or does not fit the model."""
     base_description = read_description(base)
     base_tensors = read_tensors(base).values()
@@ -197,7 +197,7 @@ def read_foreign_lora(
     base_tensors: Collection[Tensor],
 ) -> tuple[dict[str, Tensor], Description]:
     """Returns the tensors of a LoRA that another tool wrote to `file`, by our names, and its
-    description; it was trained on the model in `base`, which has `base_tensors`. ValueError if it
+    description; it was trained on the model in `base`, which has `base_tensors`. UserError if it
     is anything other than plain LoRA, if its alpha is not stated, or if a tensor belongs to no
     linear layer of that model."""
     place, config = find_lora_config(file)
@@ -242,7 +242,7 @@ def read_foreign_lora(
 
 def find_lora_config(file: Path) -> tuple[str, dict[str, Any]]:
     """Finds PEFT's configuration of the LoRA in `file`, beside it or in its header. Returns its
-    place, for messages, and the configuration; ValueError if there is none."""
+    place, for messages, and the configuration; UserError if there is none."""
     text = read_header(file, DIFFUSERS_KEY)
     config_file = file.with_name(CONFIG_FILE)
     if text is None and config_file.is_file():
@@ -261,7 +261,7 @@ def find_lora_config(file: Path) -> tuple[str, dict[str, Any]]:
 
 
 def refuse_other_adapters(place: str, config: Mapping[str, Any]) -> None:
-    """Raises ValueError if PEFT's configuration describes anything except a plain LoRA on unchanged
+    """Raises UserError if PEFT's configuration describes anything except a plain LoRA on unchanged
     weights of the base model: merging any other adapter here gives another result than PEFT's."""
     if config.get("peft_type", "LORA") != "LORA":
         raise UserError(
@@ -290,7 +290,7 @@ def refuse_other_adapters(place: str, config: Mapping[str, Any]) -> None:
 
 def write_peft(file: Path, folder: Path) -> None:
     """Reads the adapter in `file`, the weights file of a checkpoint, and writes it to a new
-    `folder` in PEFT's format. ValueError if the file holds no adapter."""
+    `folder` in PEFT's format. UserError if the file holds no adapter."""
     description = read_description(file)
     tensors = read_tensors(file)
     note = description.adapter

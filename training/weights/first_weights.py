@@ -64,7 +64,7 @@ def insert_pretrained(composed: Composed) -> Composed:
     any other model, only the scan's order of tokens may change (`keep_scan_order`).
 
     A resumed run takes the model, mean and std from its own checkpoint instead. Keys that the user
-    sets in `model` override those in the file. ValueError if fastlatent did not write the file, or
+    sets in `model` override those in the file. UserError if fastlatent did not write the file, or
     if the file's description does not fit its tensors.
     """
     cfg = composed.cfg
@@ -99,7 +99,7 @@ def keep_scan_order(composed: Composed) -> Composed:
     Weights without the key `SCAN_ORDER` in their description were trained row by row.
 
     The shapes of the weights do not depend on the order, so no other check would find the mistake.
-    Every rank reads the same file, so all ranks decide the same. ValueError if the command itself
+    Every rank reads the same file, so all ranks decide the same. UserError if the command itself
     asks for another order.
     """
     cfg = composed.cfg
@@ -158,7 +158,7 @@ def find_own_checkpoint(cfg: TrainConfig) -> Path | None:
 
 def read_base_model(cfg: TrainConfig) -> tuple[Path, Description]:
     """Returns the path of the weights file that the setting `init_from` names, and the description
-    in its header; ValueError if the file holds an adapter."""
+    in its header; UserError if the file holds an adapter."""
     file = find_weights_file(str(cfg.init_from), "init_from").resolve()
     description = read_description(file)
     if description.adapter is not None:
@@ -183,7 +183,7 @@ def find_base_file(cfg: TrainConfig) -> Path:
 
 
 def refuse_other_encoder(setting: str, then: LatentSpec, now: LatentSpec) -> None:
-    """Raises ValueError if two latent sets were made with different encoders: the set of the
+    """Raises UserError if two latent sets were made with different encoders: the set of the
     trained model, `then`, and the set of this run, `now`. The function compares the hashes of the
     encoders' weights, or the encoders' names if a hash is missing. The message begins with
     `setting`, a key and its value."""
@@ -213,7 +213,7 @@ def find_base(cfg: TrainConfig, spec: LatentSpec, ranks: Ranks = SINGLE) -> Base
     """Finds the base model for the adapter of a run on latents of `spec`; reads only the header of
     the base model's file.
 
-    ValueError if the base model was trained on latents of another encoder or with another
+    UserError if the base model was trained on latents of another encoder or with another
     normalisation.
     """
     file = ranks.broadcast_result(lambda: find_base_file(cfg))

@@ -79,7 +79,7 @@ class Description:
 
 @contextmanager
 def explain_read_errors(file: Path) -> Iterator[None]:
-    """If the `with` block fails to read `file` as safetensors, raises a ValueError that says so."""
+    """If the `with` block fails to read `file` as safetensors, raises a UserError that says so."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -96,7 +96,7 @@ def read_header(file: Path, key: str) -> str | None:
 
 def find_description(file: Path) -> Description | None:
     """Reads, checks and returns the description in a file's header; None if the header has none,
-    because fastlatent did not write the file. ValueError if the description is invalid."""
+    because fastlatent did not write the file. UserError if the description is invalid."""
     text = read_header(file, METADATA_KEY)
     if text is None:
         return None
@@ -124,7 +124,7 @@ def find_description(file: Path) -> Description | None:
 
 
 def read_description(file: Path) -> Description:
-    """Reads, checks and returns the description in a file's header. ValueError if the description
+    """Reads, checks and returns the description in a file's header. UserError if the description
     is invalid, or absent because fastlatent did not write the file."""
     description = find_description(file)
     if description is None:
@@ -136,7 +136,7 @@ def read_description(file: Path) -> Description:
 
 def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentSpec]:
     """Loads the model in `file`; returns the model, in evaluation mode, and the spec of its
-    latents. ValueError if the file does not describe its model.
+    latents. UserError if the file does not describe its model.
 
     A file may come from anywhere, so its `_target_`s may name only classes of the package `models`
     and of extensions that this command has admitted. The function allocates memory for the model
@@ -154,7 +154,7 @@ def load_pretrained(file: Path, device: torch.device) -> tuple[Denoiser, LatentS
 
 
 def refuse_foreign_targets(file: Path, description: Description) -> None:
-    """Raises ValueError if a `_target_` in the description names a class outside of the package
+    """Raises UserError if a `_target_` in the description names a class outside of the package
     `models` and of admitted extensions."""
     note = description.adapter
     for name in list_targets([description.model, note and note.node]):
@@ -175,7 +175,7 @@ def build_described(
 ) -> Iterator[Denoiser]:
     """Yields the model that the description in `file` defines, built on the meta device.
 
-    ValueError if the description names a class that is not allowed, if the model cannot be built,
+    UserError if the description names a class that is not allowed, if the model cannot be built,
     or if the model, with the modules that the `with` block builds, is much larger than the file's
     `tensors`.
     """
@@ -206,7 +206,7 @@ def build_described(
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a weights file by name, in host memory; ValueError if the file is
+    """Returns the tensors of a weights file by name, in host memory; UserError if the file is
     damaged, or has another hash than its header says."""
     with explain_read_errors(file):
         tensors = load_file(file)
@@ -222,7 +222,7 @@ def refuse_misfit(
     model_tensors: Mapping[str, Tensor],
     hint: str = "",
 ) -> None:
-    """Raises ValueError unless a file's tensors and a model's tensors have the same names and
+    """Raises UserError unless a file's tensors and a model's tensors have the same names and
     shapes; the message names the first difference, calls the model `model_name`, and ends with
     `hint`."""
     for name in [*model_tensors, *file_tensors]:
@@ -238,7 +238,7 @@ def refuse_misfit(
 
 
 def refuse_other_function(file: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError if the models of two nodes compute different functions from the same
+    """Raises UserError if the models of two nodes compute different functions from the same
     tensors: `then`, with which the weights in `file` were trained, and `now`."""
     old = fill_defaults(then, "model")
     new = fill_defaults(now, "model")
@@ -262,7 +262,7 @@ def fit_weights(
     table, "" if the classes are the same.
 
     In a label table, a class gets the row that the file has for the class of the same name; a class
-    that the file lacks keeps the row of `model`. ValueError if another tensor does not fit, if the
+    that the file lacks keeps the row of `model`. UserError if another tensor does not fit, if the
     file's model is another function, or if the classes have no names and their number differs. All
     ranks must call the function together, because the model may be sharded.
     """
@@ -373,7 +373,7 @@ def build_autoencoder(
     spec: LatentSpec, device: torch.device, path: str | None = None
 ) -> Autoencoder:
     """Builds the autoencoder that encoded the latents of `spec`, and loads its weights from `path`,
-    or, if `path` is None, from the place that `spec` names. ValueError if the weights have another
+    or, if `path` is None, from the place that `spec` names. UserError if the weights have another
     hash than those that encoded the latents."""
     return build_encoder("encoder", Autoencoder, spec.encoder, spec.encoder_sha256, path).to(device)
 

@@ -173,7 +173,7 @@ def fused_add_norm(
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Computes `add_norm` as one operator; copies `branch` or `residual` if it is not contiguous.
-    Raises ValueError if the tensors are empty, if `branch` and `residual` differ in shape, or if
+    Raises UserError if the tensors are empty, if `branch` and `residual` differ in shape, or if
     they have more than 8,192 channels."""
     refuse_empty("add_norm", branch)
     if branch.shape != residual.shape:

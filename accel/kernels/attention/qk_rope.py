@@ -151,7 +151,7 @@ def fused_qk_rope(
     rotations: Tensor | None,
     eps: float = 1e-6,
 ) -> Heads:
-    """Computes `qk_rope` as one operator. Raises ValueError for an empty tensor, one weight without
+    """Computes `qk_rope` as one operator. Raises UserError for an empty tensor, one weight without
     the other, shapes that do not fit, or a head dim that is not a power of two of at least 8."""
     refuse_empty("qk_rope", qkv)
     inputs = {"q_weight": q_weight, "k_weight": k_weight, "rotations": rotations}

@@ -118,7 +118,7 @@ differentiable_mix = make_differentiable(keep_inputs(operator), compute_gradient
 
 def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, int]) -> Tensor:
     """Computes `local_mix` as one operator. Reads x in place, even if x is a slice of a projection;
-    copies x only if its channels are not neighbours in memory. Raises ValueError for an empty
+    copies x only if its channels are not neighbours in memory. Raises UserError for an empty
     tensor, an even number of taps along a side, or a grid whose size is not the number of
     tokens."""
     refuse_empty("local_mix", x)
@@ -128,7 +128,7 @@ def fused_local_mix(x: Tensor, weight: Tensor, bias: Tensor, grid: tuple[int, in
 
 
 def check_shape(x: Tensor, weight: Tensor, grid: tuple[int, int]) -> None:
-    """Raises ValueError for an even number of taps along a side, or a grid whose size is not the
+    """Raises UserError for an even number of taps along a side, or a grid whose size is not the
     number of tokens."""
     taps = tuple(weight.shape[2:])
     tokens = x.shape[1]

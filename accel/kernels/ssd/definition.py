@@ -72,7 +72,7 @@ def bidirectional_ssd(
 
 
 def require_norm_weight(norm_weight: Tensor | None) -> Tensor:
-    """Returns `norm_weight`; raises ValueError if it is None, because the norm after the gate z
+    """Returns `norm_weight`; raises UserError if it is None, because the norm after the gate z
     needs a weight."""
     if norm_weight is None:
         raise UserError(

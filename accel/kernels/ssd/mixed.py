@@ -134,7 +134,7 @@ def fused_mixed_ssd(
     for up to 512 tokens.
 
     The projection holds the gate z, then x, B_in and C_out, then dt: W = K·P + E + 2·K; its
-    gradient is one tensor. Raises ValueError for a head dim or state size that the matrix units do
+    gradient is one tensor. Raises UserError for a head dim or state size that the matrix units do
     not support, or for more than 512 tokens.
     """
     refuse_empty("bidirectional_ssd", projected)

@@ -167,7 +167,7 @@ def fused_bidirectional_ssd(
     after the launch for steps and decays, one launch scans inside the chunks, one writes states,
     one reads them, and one applies gate and norm.
 
-    Raises ValueError for a head dim or state size that the matrix units do not support. If the
+    Raises UserError for a head dim or state size that the matrix units do not support. If the
     inputs are slices of one projection, the kernels read them in place.
     """
     refuse_empty("bidirectional_ssd", x)
@@ -202,7 +202,7 @@ def fused_bidirectional_ssd(
 
 
 def check_sizes(head_dim: int, state_dim: int) -> None:
-    """Raises ValueError for a head dim or state size that the GPU's matrix units do not support."""
+    """Raises UserError for a head dim or state size that the GPU's matrix units do not support."""
     if head_dim not in MATRIX_UNIT_SIZES or state_dim not in MATRIX_UNIT_SIZES:
         raise UserError(
             "runtime.fused_scan=true takes head_dim and state_dim of "

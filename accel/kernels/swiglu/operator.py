@@ -81,7 +81,7 @@ differentiable_swiglu = make_differentiable(
 
 def fused_swiglu(joined: Tensor) -> Tensor:
     """Computes `silu_product` of the first half (gate) and the second half (value) of the channels,
-    as one operator. Raises ValueError for an empty tensor, or an odd number of channels."""
+    as one operator. Raises UserError for an empty tensor, or an odd number of channels."""
     refuse_empty("swiglu", joined)
     if joined.shape[-1] % 2:
         raise UserError(
