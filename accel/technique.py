@@ -130,9 +130,6 @@ class Technique(ABC):
     savings: ClassVar[tuple[Saving, ...]] = ()
     """Changes of runtime keys that a plan (scripts/plan) tries and proposes if a run needs too much
     memory."""
-    plan_note: ClassVar[str] = ""
-    """Sentence that a plan (scripts/plan) prints beside the technique. It says what the plan's
-    count of bytes does not show."""
     tried_with: ClassVar[str] = ""
     """Name of a group of techniques that runtime=auto tries together; empty: runtime=auto tries the
     technique alone."""

@@ -92,6 +92,11 @@ class LatentSpec:
         return range(max(1, self.num_classes))
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (C, H, W) of a latent."""
+        return self.channels, self.height, self.width
+
+    @property
     def null_label(self) -> int:
         """The label that stands for "no class": the number of classes. A set with captions has at
         least one class, because the null label also drops the caption."""

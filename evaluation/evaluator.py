@@ -185,7 +185,7 @@ class Evaluator:
     ) -> None:
         self.autoencoder = autoencoder
         self.device = device
-        blank = torch.zeros(1, spec.channels, spec.height, spec.width, device=device)
+        blank = torch.zeros(1, *spec.shape, device=device)
         with torch.no_grad():
             example = autoencoder.decode(blank)
         spaces = build_features(cfg, autoencoder, example)

@@ -7,7 +7,7 @@ Letters: B samples, C channels, H W latent height and width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -35,9 +35,9 @@ def make_guided_velocity(
     labels: Int[Tensor, "B"],
     null_label: int,
     guidance: float = 1.0,
-    guidance_interval: tuple[float, float] = (0.0, 1.0),
+    guidance_interval: Sequence[float] = (0.0, 1.0),
     internal_guidance: float = 1.0,
-    internal_interval: tuple[float, float] = (0.0, 1.0),
+    internal_interval: Sequence[float] = (0.0, 1.0),
 ) -> Velocity:
     """Returns a function of (x, t) that computes the velocity in fp32: v_null + guidance·(v_label -
     v_null) for t inside `guidance_interval`, v_label outside it.

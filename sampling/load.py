@@ -201,7 +201,7 @@ class TrainedModel:
 
         def run(samples: int) -> Tensor:
             count = samples * (1 if guidance == 1.0 else 2)
-            x = torch.zeros(count, spec.channels, spec.height, spec.width, device=self.device)
+            x = torch.zeros(count, *spec.shape, device=self.device)
             t = torch.full((count,), 0.5, device=self.device)
             labels = torch.zeros(count, dtype=torch.int64).to(self.device)
             _, text = conditions(torch.arange(samples, device=self.device))

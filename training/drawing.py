@@ -162,20 +162,19 @@ def draw_latents(
 ) -> Float[Tensor, "B C H W"]:
     """Samples raw latents, which the autoencoder can decode. The noise of a sample depends only on
     `seed` and the sample's entry of `position`. `text` has a caption for each sample."""
-    shape = (spec.channels, spec.height, spec.width)
 
     def fresh(step: int) -> Tensor:
-        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, shape)
+        return counter_normal(seed, Purpose.SAMPLE_STEP, position + step * STEP_STRIDE, spec.shape)
 
-    noise = counter_normal(seed, Purpose.SAMPLE, position, shape)
+    noise = counter_normal(seed, Purpose.SAMPLE, position, spec.shape)
     velocity = make_guided_velocity(
         add_text(model, text),
         labels,
         spec.null_label,
         sampling.guidance,
-        (sampling.guidance_interval[0], sampling.guidance_interval[1]),
+        sampling.guidance_interval,
         sampling.internal_guidance,
-        (sampling.internal_interval[0], sampling.internal_interval[1]),
+        sampling.internal_interval,
     )
     return spec.denormalise(
         sample(velocity, noise, sampling.steps, sampling.solver, sampling.shift, fresh)

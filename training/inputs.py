@@ -68,7 +68,7 @@ def prove_kernels(
     samples. Returns the chosen kernels and their measurements, which the run writes to kernels.json
     in its folder."""
     device = model.pos_embed.device
-    latents = torch.zeros(2, spec.channels, spec.height, spec.width, device=device)
+    latents = torch.zeros(2, *spec.shape, device=device)
     t = torch.full((2,), 0.5, device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)
     return choose_kernels(stack, model, lambda: model(latents, t, labels), samples, folder)

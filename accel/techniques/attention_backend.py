@@ -96,7 +96,6 @@ class AttentionBackend(Technique):
     in_sampling = True
     changes_kernels = "time"
     may_keep_less = ("flex",)
-    plan_note = "all kernels but math keep the same tensors"
     layers: Sequence[Sequence[torch.nn.Module]] = ()
     """For each block the list of its attention layers."""
     failure: str | None = None

@@ -43,7 +43,6 @@ class Compile(Technique):
     options: ClassVar = {"compile_scope": "blocks", "compile_mode": "default"}
     examples = tuple({"compile": True, "compile_scope": scope} for scope in ("blocks", "model"))
     savings = (Saving({"compile": True}, "a minute of warm-up", 10),)
-    plan_note = "the workspace of a compiled block is an upper bound"
     # Inductor reorders arithmetic, which in 16 bits can change the loss by up to 1 %; in fp32 the
     # loss changes far less.
     loss_rtol = 1e-2

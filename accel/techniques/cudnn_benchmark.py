@@ -29,7 +29,6 @@ class CudnnBenchmark(Technique):
     in_sampling = True
     in_precompute = True
     changes_kernels = "time"
-    plan_note = "it tries convolutions once, in warm-up"
     nondeterministic = True
     chosen: Set[str] = frozenset()
     """Names of the kernels that run in a step with the autotuner, but not in a step without it."""

@@ -19,7 +19,6 @@ from accel.technique import Observation, Technique
 class EmptyCacheAtEval(Technique):
     key = "empty_cache_at_eval"
     summary = "gives unused memory back around evaluation only"
-    plan_note = "it acts between training and evaluation, not in a step"
     loss_rtol = 0.0
     without_gpu = "PyTorch keeps no cache of memory on {device}."
 

@@ -44,7 +44,6 @@ class FusedKernel(Technique):
     these operators instead of `op`."""
     loss_rtol = 1e-2
     in_sampling = True
-    plan_note = "it is planned as on; the trial on the GPU decides"
     tried_with = "kernels"
     switches: Sequence[torch.nn.Module] = ()
     proof: Proof | None = None

@@ -9,12 +9,10 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Ge, Gt, Le
 
-from accel.stack import TECHNIQUES
 from common.config.compose import to_yaml
-from common.config.schema import Positive, TrainConfig, refuse_values
+from common.config.schema import Positive, refuse_values
 from common.config.words import CONF_FOLDER
 from common.distributed.ranks import SINGLE
 from common.environment import (
@@ -40,7 +38,6 @@ from scripts.plan.savings import (
     make_apply,
     merge_values,
 )
-from training.checkpoint.snapshots import count_snapshot_bytes
 from training.preflight.tune import STEPS_KEY, tune_config
 from training.weights.first_weights import compose_pretrained
 
@@ -158,6 +155,17 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
     per_second = find_rate(cfg, plan, card)
     hours = per_second and train.total_samples / per_second / 3600
     price = cfg.price_per_hour
+
+    # Find the cheapest changes that make the run fit, if there are any.
+    change = None
+    if not fits:
+        taken, changed = find_cheapest_change(plan, card.memory, make_apply(train))
+        if changed.needs.total <= card.memory:
+            change = {
+                "words": format_overrides(merge_values(taken)),
+                "costs": "; ".join(saving.costs for saving in taken),
+                "peak_gib": changed.needs.total / GIB,
+            }
     return {
         "hardware": name,
         "gpus": cfg.gpus,
@@ -169,40 +177,15 @@ def plan_run(cfg: PlanConfig, words: list[str]) -> dict[str, Any]:
         "phases_gib": {phase: needs.total / GIB for phase, needs in plan.phases.items()},
         "kept_mib_a_block_and_sample": plan.kept / (plan.model.depth * samples * 2**20),
         "on_host_gib": plan.lasting["on_host"] / GIB,
-        "snapshots_gib": train.ema.snapshots * count_snapshot_bytes(plan.model) / GIB,
         "micro_batch": samples,
         "largest_micro_batch": find_largest_micro_batch(plan, card.memory),
         "samples": train.total_samples,
         "samples_per_s": per_second,
         "hours": hours,
         "cost": None if hours is None or price is None else cfg.gpus * price * hours,
-        "change": None if fits else find_change_that_fits(plan, card.memory),
+        "change": change,
         "savings": [] if fits else count_savings(plan),
-        "not_counted": list_not_counted(train, plan.question.gpu),
     }
-
-
-def find_change_that_fits(now: Forecast, memory: float) -> dict[str, Any] | None:
-    """Returns the cheapest changes that make a run fit `memory` bytes, ready for JSON; None if no
-    changes make it fit."""
-    taken, changed = find_cheapest_change(now, memory, make_apply(now.question.cfg))
-    peak = changed.needs.total
-    if peak > memory:
-        return None
-    costs = "; ".join(saving.costs for saving in taken)
-    return {"words": format_overrides(merge_values(taken)), "costs": costs, "peak_gib": peak / GIB}
-
-
-def list_not_counted(train: TrainConfig, gpu: bool) -> dict[str, list[str]]:
-    """Returns a mapping: sentence that says what the plan simplifies -> keys of the techniques that
-    the sentence is about. If `gpu` is false, techniques that need a GPU are left out."""
-    values = train.runtime.values()
-    notes: dict[str, list[str]] = {}
-    for kind in TECHNIQUES:
-        technique = kind(values[kind.key], torch.device("cpu"))
-        if technique.plan_note and technique.enabled and (gpu or not technique.find_obstacle()):
-            notes.setdefault(technique.plan_note, []).append(f"runtime.{kind.key}")
-    return notes
 
 
 def format_plan(plan: dict[str, Any]) -> str:
@@ -234,8 +217,6 @@ def format_plan(plan: dict[str, Any]) -> str:
         + (f"; {on_host:.2f} GiB lie in host memory" if on_host else ""),
         time,
     ]
-    if plan["snapshots_gib"]:
-        lines.append(f"ema.snapshots: {plan['snapshots_gib']:.2f} GiB on the disk")
     change = plan["change"]
     if change:
         lines.append(
@@ -255,8 +236,6 @@ def format_plan(plan: dict[str, Any]) -> str:
         ]
         lines += ["", format_table([("each by itself", "saves GiB", "at the cost of"), *rows])]
     lines.append("")
-    for why, keys in plan["not_counted"].items():
-        lines.append(f"simplified: {', '.join(keys)}: {why}")
     if gpu:
         lines.append(
             f"assumed: {CONTEXT_BYTES / GIB:.1f} GiB of context and {ALLOCATOR_SLACK:.0%} lost by "

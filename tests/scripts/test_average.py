@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector
 from common.config.compose import compose
 from sampling.load import load_run
 from scripts.average import MAX_RESIDUAL, AverageConfig, average, fit_profile
-from scripts.plan.report import PlanConfig, format_plan, plan_run
+from scripts.plan.report import PlanConfig, plan_run
 from tests.harness.plans import PLANNED_RUN
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import flip_byte
@@ -125,7 +125,7 @@ def test_what_snapshots_cannot_give_is_refused(changes, sentence, kept):
         average(AverageConfig(**settings))
 
 
-def test_a_plan_counts_both_averages_and_the_disk():
+def test_a_plan_counts_both_averages():
     without, planned = (
         plan_run(PlanConfig(hardware="h100"), [*PLANNED_RUN, f"ema.snapshots={count}"])
         for count in (0, 32)
@@ -133,9 +133,6 @@ def test_a_plan_counts_both_averages_and_the_disk():
     parameters = without["parts_gib"]["averages"] / 4
     added = planned["parts_gib"]["averages"] - without["parts_gib"]["averages"]
     assert added == pytest.approx(8 * parameters)
-    assert planned["snapshots_gib"] == pytest.approx(32 * 8 * parameters)
-    assert "ema.snapshots: " in format_plan(planned)
-    assert "ema.snapshots: " not in format_plan(without)
 
 
 @pytest.mark.fault(

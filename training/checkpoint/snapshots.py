@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.clock import CLOCK
 from common.config.schema import TrainConfig
@@ -46,12 +46,6 @@ def list_snapshots(run: Path) -> list[Snapshot]:
     return sorted(snapshots)
 
 
-def count_snapshot_bytes(model: nn.Module) -> int:
-    """Returns the bytes of a snapshot, which has averages of all `LENGTHS` in fp32."""
-    averaged = drop_aux_heads(find_trained_parameters(model))
-    return 4 * len(LENGTHS) * sum(p.numel() for p in averaged.values())
-
-
 def count_due(cfg: TrainConfig, samples: int) -> int:
     """Returns how many snapshots a run must have written when it has seen `samples` samples."""
     return samples * cfg.ema.snapshots // cfg.total_samples
@@ -69,11 +63,13 @@ def prepare_snapshots(cfg: TrainConfig, state: TrainState, run: Path) -> str:
         if snapshot.samples > state.samples:
             snapshot.file.unlink()
 
-    # Compare the space that later snapshots need with the free space.
+    # Compare the space that later snapshots need with the free space; each has averages of all
+    # `LENGTHS` in fp32.
     folder = run / "averages"
     make_folder(folder)
     count = cfg.ema.snapshots - count_due(cfg, state.samples)
-    size = count * count_snapshot_bytes(state.model)
+    averaged = drop_aux_heads(find_trained_parameters(state.model))
+    size = count * 4 * len(LENGTHS) * sum(p.numel() for p in averaged.values())
     free = shutil.disk_usage(folder).free
     sentence = f"{count} snapshots of {len(LENGTHS)} averages: {size / GIB:.3g} GiB in {folder}"
     if free < size:

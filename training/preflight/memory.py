@@ -23,7 +23,7 @@ def make_blank_batch(training: Training, samples: int) -> Batch:
     """Makes a batch of zeros with the shapes of the run's batches."""
     spec = training.loader.spec
     device = training.device
-    latents = torch.zeros(samples, spec.channels, spec.height, spec.width, device=device)
+    latents = torch.zeros(samples, *spec.shape, device=device)
     numbers = torch.zeros(samples, dtype=torch.int64, device=device)
     table = make_blank_table(spec.text, find_text_level(training.cfg.model), device)
     return Batch(latents, numbers, numbers, numbers, table and table.gather(numbers))

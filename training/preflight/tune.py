@@ -84,7 +84,7 @@ def find_choice(
             return choice
     spec, resident = foresee_latents(cfg, memory_of(device))
     text = spec.text and (spec.text.width, spec.text.max_tokens)
-    latents = (spec.channels, spec.height, spec.width, spec.num_classes, resident, text)
+    latents = (*spec.shape, spec.num_classes, resident, text)
     file = find_cache_folder("tuning") / f"{hash_facts(cfg, device, processes, *latents)}.json"
     choice = read_choice(file, cfg, device, processes)
     if choice:
