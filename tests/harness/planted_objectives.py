@@ -25,7 +25,7 @@ class WithExtraTerm(FlowMatching):
 
 
 class PlainTuple(FlowMatching):
-    """Returns loss and time only, as objectives of earlier versions did."""
+    """Returns loss and time only, as a short objective of your own may."""
 
     def compute_losses(self, model, batch, **options):  # pyright: ignore[reportIncompatibleMethodOverride]
         losses = super().compute_losses(model, batch, **options)
