@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel.composite_optimizer import parameters_of
 from accel.techniques.weights import RoundedUpdate, Weights, round_stochastically
 from tests.harness.steps import ledger_of, tiny_training
 
@@ -93,7 +94,15 @@ def leave_rounding_to_pytorch(monkeypatch):
     monkeypatch.setattr(Weights, "on_optimizer", lambda self, make: make)
 
 
-@pytest.mark.parametrize("sabotage", [leave_layer_in_fp32, leave_rounding_to_pytorch])
+def leave_parameters_out(monkeypatch):
+    monkeypatch.setattr(
+        "accel.techniques.weights.parameters_of", lambda member: parameters_of(member)[::2]
+    )
+
+
+@pytest.mark.parametrize(
+    "sabotage", [leave_layer_in_fp32, leave_rounding_to_pytorch, leave_parameters_out]
+)
 def test_weights_that_are_bf16_in_part_are_missing(sabotage, monkeypatch):
     sabotage(monkeypatch)
     assert ledger_of("dit", weights="bf16")["weights"].missing

@@ -1,6 +1,7 @@
 """scripts.plan: the plan of a run, the largest model, rates and refusals."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from common.environment import CARDS, match_card
 from common.memory import GIB
 from scripts.plan.__main__ import main
+from scripts.plan.largest import find_largest
 from scripts.plan.report import (
     PlanConfig,
     choose_card,
@@ -81,6 +83,18 @@ def test_the_largest_model_fits_and_one_step_more_does_not(capsys, monkeypatch):
         assert inside.needs.total <= card.memory < beyond.needs.total
     assert sizes[0] < sizes[1]
     assert "optim=nothing: there is no such file in conf/optim" in lines[3]
+
+
+@pytest.mark.parametrize("start", [2, 12, 4096])
+def test_the_search_ends_at_the_last_depth_that_fits(start):
+    """Also if the bytes are no line."""
+
+    def forecast_depth(depth):
+        return SimpleNamespace(depth=depth, needs=SimpleNamespace(total=depth**1.5))
+
+    for memory, depth in ((0.5, None), (1.0, 1), (1000.0, 100), (1014.9, 100), (1e9, 4096)):
+        found = find_largest(forecast_depth, memory, start)
+        assert (found and found.depth) == depth
 
 
 def test_hours_and_cost_follow_a_rate(tmp_path, capsys):
