@@ -42,8 +42,17 @@ ATTENTION_FAMILY = "dit"
 family with it."""
 PRECISIONS = TABLES["precisions"]
 TECHNIQUE_EXCEPTIONS = TABLES["techniques"]
-PACKAGES = ("accel", "common", "data", "encoding", "evaluation", "models", "sampling")
-PACKAGES += ("scripts", "training")
+PACKAGES = (
+    "accel",
+    "common",
+    "data",
+    "encoding",
+    "evaluation",
+    "models",
+    "sampling",
+    "scripts",
+    "training",
+)
 """Packages whose code a result depends on."""
 
 

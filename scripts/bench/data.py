@@ -2,8 +2,8 @@
 
 All loaders read the same latents in fp16, one loader after the other. `first_samples_per_s` is the
 speed of the first epoch, including the time to open the loader; `samples_per_s` is the speed of
-later epochs. The usual ways are webdataset's pipeline as its documentation shows it (one
-.npy per sample, shuffle, `.decode()`), and random reads of a memory-mapped file.
+later epochs. The usual ways are webdataset's pipeline as its documentation shows it (one .npy per
+sample, shuffle, `.decode()`), and random reads of a memory-mapped file.
 """
 
 from __future__ import annotations
