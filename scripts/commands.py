@@ -4,6 +4,7 @@ parts of pages."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -31,6 +32,19 @@ def split_words(schema: type[Keys], words: list[str], help_text: str) -> tuple[K
     overrides = [word for word in words if "=" in word and word.partition("=")[0] not in keys]
     key_words = [word for word in words if word not in overrides]
     return parse_words(schema, key_words, help_text), overrides
+
+
+def format_rows(value: Any, levels: int = 2) -> str:
+    """Formats lists and dicts as JSON. A value that lies `levels` levels deep stands on one line
+    with all that it contains."""
+    if levels == 0 or not isinstance(value, (dict, list)):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        lines = [
+            f"{json.dumps(key)}: {format_rows(item, levels - 1)}" for key, item in value.items()
+        ]
+        return "{\n" + ",\n".join(lines) + "\n}"
+    return "[\n" + ",\n".join(format_rows(item, levels - 1) for item in value) + "\n]"
 
 
 def replace_between(text: str, start: str, end: str, content: str, page: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import string
 import tarfile
 from collections import defaultdict
@@ -26,11 +27,11 @@ from accel.stack import TECHNIQUES
 from common.config.compose import read_config
 from common.environment import read_git_state
 from common.errors import UserError
-from common.files import ROOT, hash_content, write_atomically, write_json
+from common.files import ROOT, hash_content, write_atomically
 from scripts.bench import TABLES, Case, Figures, Words
 from scripts.bench.cases import hash_case, plan_job
 from scripts.bench.floor import RATES, describe_floor
-from scripts.commands import format_table, replace_between
+from scripts.commands import format_rows, format_table, replace_between
 from scripts.doctor import compare_cards
 from scripts.timing import shows_no_difference
 
@@ -53,6 +54,13 @@ GUIDES = read_config(Path(__file__).with_name("guides.yaml"))
 to fast training promise, and the benchmark that checks it on a GPU."""
 CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
 """GPU models that are the columns of the table of hardware in docs/kernels.md."""
+PRINTED = (
+    *("name", "reason", "error", "text", "not_on", "baseline_not_on", "emulated", "part", "key"),
+    *("n", "batch_size", "speed", "speed_q1", "speed_q3", "memory_reserved_peak"),
+    *("baseline_memory_reserved_peak", "board", "parameters", "cost", "cost_q1", "cost_q3", "tried"),
+    *("k", "k_fd_encoder", "k_fd_random", "k_eval_loss", "k_flops"),
+)
+"""Figures that results.md.jinja and `add_remarks` name."""
 UNITS = {"M": 1e6, "G": 1e9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -125,6 +133,14 @@ def format_entries(command: str, entries: Sequence[Figures]) -> Words:
     return [format_table(rows), *(entry["text"] for entry in entries if "text" in entry)]
 
 
+def find_fields(command: str) -> set[str]:
+    """Returns the names of the figures of a command's entries that a page or a table prints."""
+    forms = [*TABLES["columns"].get(command, {}).values()]
+    forms += [row["shows"] for group in GUIDES.values() for row in group["rows"] if "shows" in row]
+    parsed = [field for form in forms for _, field, *_ in string.Formatter().parse(form)]
+    return {*PRINTED, *filter(None, parsed)}
+
+
 class Result(NamedTuple):
     """The figures of one case, and the facts of their measurement: hardware, versions, git commit,
     date and command."""
@@ -192,7 +208,7 @@ def identify(name: str, run: Figures) -> str:
     and Triton, overrides and keys. `run` is the result's `environment`. The code is no part of it:
     a result stays a result after the next commit, and says by which code it was measured."""
     versions = [run["versions"].get(package) for package in ("torch", "triton")]
-    facts = [name, run["hardware"], versions, run.get("config")]
+    facts = [name, run["hardware"], versions, *map(run.get, ("words", "baseline", "keys"))]
     return hash_content(facts, sort_keys=True)[:12]
 
 
@@ -233,7 +249,7 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
         if entry.get("mfu") and run["command"].split()[3] == "mixers" and card in RATES:
             # The run may have keys that are gone.
             with suppress(UserError):
-                floor = describe_floor(run["config"][0], card, entry["step_ms"])
+                floor = describe_floor(shlex.split(run["words"]), card, entry["step_ms"])
                 entry["text"] = f"{entry['name']}: {floor}"
         groups[f"{card}/{record['benchmark']}.json"].append(Result(entry, run))
 
@@ -255,14 +271,17 @@ def collect_pages(folder: Path, docs: Path) -> Iterator[Page]:
 def write_figures(page: Page, docs: Path) -> None:
     """Writes the results of a page as JSON: under `environment` the facts of the newest result
     (hardware, versions, git commit and others), and under `measured` of each other entry the facts
-    that differ from these."""
+    that differ from these. Leaves out figures that no page prints."""
     entries = []
+    fields = find_fields(page.command)
     for entry, run in page.results:
+        printed = {key: value for key, value in entry.items() if key in fields}
         different = {key: value for key, value in run.items() if page.newest.get(key) != value}
-        entries.append(entry | ({"measured": different} if different else {}))
+        entries.append(printed | ({"measured": different} if different else {}))
     file = docs / page.file
     file.parent.mkdir(exist_ok=True)
-    write_json(file, {"benchmark": page.name, "environment": page.newest, "cases": entries})
+    content = {"benchmark": page.name, "environment": page.newest, "cases": entries}
+    write_atomically(file, format_rows(content) + "\n")
     print(file)
 
 

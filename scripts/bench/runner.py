@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import tarfile
@@ -297,7 +298,9 @@ class Runner:
         return {
             "hardware": self.machine["hardware"],
             "versions": self.machine["versions"],
-            "config": [case.overrides, case.baseline, keys],
+            "words": shlex.join(case.overrides),
+            "baseline": shlex.join(case.baseline),
+            "keys": keys,
         }
 
     def find_file(self, job: Job, case: Case) -> Path:

@@ -189,6 +189,7 @@ def measure_speedup(case: Case, cfg: SpeedrunConfig) -> Figures:
         **{f"k_{name}": value for name, value in best.items()},
         "k_flops": k * cost["cost"] / cost["flops_ratio"],
         "baseline": baseline,
+        "tried": [attempt["times_faster"] for attempt in attempts],
         "attempts": replace_non_finite(attempts),
         "text": format_table(rows),
     }

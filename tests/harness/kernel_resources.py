@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.config.compose import parse_words, report_user_errors
-from common.files import write_json
-from scripts.commands import format_table
+from scripts.commands import format_rows, format_table
 from tests.harness.kernel_cases import Case, cases
 
 SHARED_MEMORY_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -124,12 +123,12 @@ def main() -> None:
     with report_user_errors():
         cfg = parse_words(ResourcesConfig, sys.argv[1:], __doc__ or "")
         measured = {
-            f"{case.name} sm_{architecture}": measure(case, architecture)
+            (case.name, architecture): measure(case, architecture)
             for architecture in (ARCHITECTURES if cfg.arch is None else (cfg.arch,))
             for case in cases(architecture)
             if cfg.like in case.name
         }
-        rows = [(name, *resources) for name, resources in measured.items()]
+        rows = [(f"{name} sm_{arch}", *found) for (name, arch), found in measured.items()]
         print(format_table([("kernel", *Resources._fields), *rows]))
         if cfg.out is None:
             return
@@ -137,11 +136,12 @@ def main() -> None:
         # Keep the rows of the file for this version of Triton that this call did not measure.
         file = Path(cfg.out)
         tables: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        rows = {name: " ".join(map(str, resources)) for name, resources in measured.items()}
-        if cfg.arch is not None or cfg.like:
-            rows = tables.get(triton.__version__, {}) | rows
-        tables |= {"fields": " ".join(Resources._fields), triton.__version__: rows}
-        write_json(file, tables)
+        partial = cfg.arch is not None or cfg.like
+        kernels = tables.get(triton.__version__, {}) if partial else {}
+        for (name, architecture), found in measured.items():
+            kernels.setdefault(name, {})[f"sm_{architecture}"] = " ".join(map(str, found))
+        tables |= {"fields": " ".join(Resources._fields), triton.__version__: kernels}
+        file.write_text(format_rows(tables) + "\n")
 
 
 def read_recorded(path: Path) -> dict[str, dict[str, Resources]]:
@@ -150,8 +150,12 @@ def read_recorded(path: Path) -> dict[str, dict[str, Resources]]:
     tables = json.loads(path.read_text())
     assert tables.pop("fields").split() == list(Resources._fields)
     return {
-        version: {name: Resources(*map(int, row.split())) for name, row in rows.items()}
-        for version, rows in tables.items()
+        version: {
+            f"{name} {architecture}": Resources(*map(int, row.split()))
+            for name, rows in kernels.items()
+            for architecture, row in rows.items()
+        }
+        for version, kernels in tables.items()
     }
 
 
