@@ -1,7 +1,7 @@
 """Every operator of accel/kernels: its fused form, its definition, and random inputs for both."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,10 @@ class Sizes:
     device: str = "cpu"
     padding: int = 0
     """Values between the tokens of an activation, as in a slice of a projection."""
+    bias: float = -4.0
+    """Centre of dt_bias: steps of the scan are around 0.02 at -4, around 1 at 0."""
+    most_decay: float = 16.0
+    """Limit of the decays exp(A_log) of the scan."""
 
     @property
     def tokens(self):
@@ -66,12 +70,14 @@ class Case(NamedTuple):
     digits: the gradients of dt, its bias and A, and under a norm that of D."""
 
 
-def make_add_norm(sizes, **rows):
+def make_add_norm(sizes, **options):
     channels = sizes.heads * sizes.head_dim
     gate, scale, shift = (sizes.draw_vectors(channels) for _ in range(3))
     residual = sizes.draw(sizes.batch, sizes.tokens, channels)
     inputs = [sizes.draw_tokens(channels), gate, residual, scale, shift]
-    return Case(lambda *t: fused_add_norm(*t, **rows), lambda *t: add_norm(*t, **rows), inputs)
+    return Case(
+        lambda *t: fused_add_norm(*t, **options), lambda *t: add_norm(*t, **options), inputs
+    )
 
 
 def make_add_norm_with_rows(sizes):
@@ -80,9 +86,9 @@ def make_add_norm_with_rows(sizes):
 
 
 def draw_decays(sizes):
-    """dt_bias and A_log: steps around 0.02, decays between 0 and 16."""
-    dt_bias = sizes.draw(2, sizes.heads).detach() - 4.0
-    A_log = (16.0 * torch.rand_like(dt_bias)).log()
+    """dt_bias and A_log."""
+    dt_bias = sizes.draw(2, sizes.heads).detach() + sizes.bias
+    A_log = (sizes.most_decay * torch.rand_like(dt_bias)).log()
     return [dt_bias.requires_grad_(), A_log.requires_grad_()]
 
 
@@ -181,6 +187,8 @@ def make_selective_scan(sizes):
 CASES = {
     "add_norm": make_add_norm,
     "add_norm, rows": make_add_norm_with_rows,
+    "add_norm, centred": lambda sizes: make_add_norm(sizes, centred=True),
+    "add_norm, 16 bits": lambda sizes: make_add_norm(sizes, residual_in_fp32=False),
     "ssd": make_ssd,
     "ssd, gated": make_gated_ssd,
     "ssd_decays": make_decays,
@@ -195,6 +203,104 @@ CASES = {
 }
 OF_TRITON = [name for name in CASES if name != "selective_scan"]
 """Operators whose kernels are part of this project."""
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+"""dtype -> bound of a kernel's error in the interpreter: its norm over the norm of the answer."""
+
+
+class Row(NamedTuple):
+    """An operator at sizes at which its results are compared with those of its definition."""
+
+    operator: str
+    sizes: Sizes
+    chunk: int | None = None
+    """Tokens of a chunk of the scan, where sequences are to be cut."""
+    dtypes: tuple[torch.dtype, ...] = tuple(TOLERANCE)
+    """Dtypes in which the interpreter runs the kernels; in fp64 the operator runs everywhere."""
+    factor: float = 2.0
+    """Tolerances of the error."""
+    skip: tuple[int, ...] = ()
+    """Results that are zero but for rounding."""
+
+
+def make_scan_row(
+    length, batch=2, heads=3, head_dim=32, state_dim=16, most_decay=1.0, fp16=True, **how
+):
+    """A row of the bidirectional scan with steps around 1."""
+    sizes = Sizes((1, length), batch, heads, head_dim, state_dim, bias=0.0, most_decay=most_decay)
+    dtypes = tuple(TOLERANCE) if fp16 else (torch.float32,)
+    return Row("ssd", sizes, dtypes=dtypes, **how)
+
+
+ADD_NORM = [((1, 1), 16), ((7, 9), 64), ((1, 5), 192)]
+QK_ROPE = [Sizes((1, 1), heads=1, head_dim=8), Sizes((5, 9), head_dim=64)]
+ROWS = [
+    *(
+        Row(f"add_norm{kind}", Sizes(grid, heads=6, head_dim=head_dim))
+        for kind in ("", ", rows", ", centred", ", 16 bits")
+        for grid, head_dim in ADD_NORM
+    ),
+    *(
+        Row(f"qk_rope{kind}", sizes)
+        for kind in ("", ", not rotated", ", not normed")
+        for sizes in QK_ROPE
+    ),
+    Row("gated_norm", Sizes((1, 1), head_dim=32)),
+    Row("gated_norm", Sizes((1, 31), heads=1, head_dim=48)),
+    Row("gated_norm", Sizes((1, 100), heads=2, head_dim=128)),
+    Row("local_mix", Sizes((1, 1), heads=1, head_dim=96)),
+    Row("local_mix", Sizes((8, 9), heads=1, head_dim=200)),
+    Row("local_mix", Sizes((1, 50), heads=1, head_dim=96, taps=(1, 7))),
+    Row("local_mix", Sizes((50, 1), heads=1, head_dim=96)),
+    Row("swiglu", Sizes((1, 1), heads=1)),
+    Row("swiglu", Sizes((1, 5), heads=1, head_dim=300)),
+    Row("swiglu", Sizes((1, 7), heads=8)),
+    Row("ssd_mixed", Sizes((4, 7), heads=2, head_dim=32)),
+    Row("ssd_decays", Sizes((1, 20), heads=5)),
+    Row("selective_scan", Sizes((1, 1)), dtypes=()),
+    Row("selective_scan", Sizes((7, 9)), dtypes=()),
+    # The gradient of A of a single token is zero.
+    make_scan_row(1, fp16=False, skip=(4,)),
+    *(make_scan_row(length, fp16=False) for length in (63, 64, 65)),
+    make_scan_row(100),
+    # Long sequences lose a digit of their running sums.
+    make_scan_row(300, batch=1, fp16=False, factor=8.0),
+    *(
+        make_scan_row(70, 1, 2, head_dim, state_dim, fp16=False)
+        for head_dim, state_dim in ((16, 16), (64, 64), (128, 32), (32, 128))
+    ),
+    # Where everything decays at once, or nothing does, the gradients of dt, its bias and A are
+    # zero.
+    *(
+        make_scan_row(100, most_decay=decay, fp16=False, factor=20.0, skip=(2, 3, 4))
+        for decay in (0.0, 50.0, 1e4)
+    ),
+    make_scan_row(100, most_decay=1e-3, fp16=False, factor=20.0),
+    *(
+        make_scan_row(70, 1, heads, head_dim, state_dim, chunk=32, factor=4.0)
+        for heads, head_dim, state_dim in ((2, 64, 64), (3, 16, 32), (1, 32, 16))
+    ),
+    # A single token only scales x, which the norm takes out again.
+    Row("ssd, gated", Sizes((1, 1), 1, 2, 32), skip=tuple(range(2, 8))),
+    Row("ssd, gated", Sizes((1, 100), 1, 2, 64)),
+    Row("ssd, gated", Sizes((1, 64), 1, 2, 128)),
+    Row("ssd, gated", Sizes((1, 37)), chunk=16, dtypes=()),
+]
+"""What is compared everywhere: sequences of one token, of odd lengths, along a row or a column, and
+in chunks."""
+
+
+def name_rows(rows):
+    """Names for pytest: operator, and shape of its tokens."""
+    return [f"{row.operator}-{'x'.join(map(str, row.sizes.grid))}" for row in rows]
+
+
+def make_row(row, dtype, monkeypatch):
+    """The case of a row, whose activations are slices of a projection: its tokens lie apart."""
+    if row.chunk:
+        shorten_chunks(monkeypatch, row.chunk)
+    return CASES[row.operator](replace(row.sizes, dtype=dtype, padding=24))
 
 
 def as_tuple(outputs):
@@ -212,7 +318,3 @@ def run_both_ways(function, inputs):
 
 def assert_all_close(actual, expected, rtol=1e-9):
     torch.testing.assert_close(list(actual), list(expected), rtol=rtol, atol=rtol)
-
-
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
-"""Norm of the error over the norm of the answer."""

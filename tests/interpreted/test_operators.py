@@ -1,63 +1,99 @@
 """Every Triton kernel against the definition of its operator in fp64, and the layout of its
 outputs, which compiled code asserts."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from accel.kernels.add_norm.kernels_triton import choose_splits, launch_forward
+from accel.kernels.ssd import decays_triton, forward_triton
 from tests.harness.operators import (
     CASES,
     OF_TRITON,
-    TOLERANCE,
+    ROWS,
+    Case,
     Sizes,
     as_tuple,
+    make_add_norm,
+    make_decays,
+    make_row,
+    make_scan_row,
+    name_rows,
     run_both_ways,
     shorten_chunks,
 )
 from tests.harness.pretended_gpu import Launching
 
-ADD_NORM = [
-    Sizes((1, 1), heads=6),
-    Sizes((7, 9), heads=6, head_dim=64),
-    Sizes((1, 5), heads=6, head_dim=192),
-]
-LOCAL_MIX = [
-    Sizes((1, 1), heads=1, head_dim=96),
-    Sizes((8, 9), heads=1, head_dim=200),
-    Sizes((1, 50), heads=1, head_dim=96, taps=(1, 7)),
-]
-GATED_NORM = [
-    Sizes((1, 1), heads=3, head_dim=32),
-    Sizes((1, 31), heads=1, head_dim=48),
-    Sizes((1, 100), heads=2, head_dim=128),
-]
-QK_ROPE = [Sizes((1, 1), heads=1, head_dim=8), Sizes((5, 9), heads=3, head_dim=64)]
-SIZES = {
-    "add_norm": ADD_NORM,
-    "add_norm, rows": ADD_NORM,
-    "ssd_mixed": [Sizes((4, 7), heads=2, head_dim=32)],
-    "gated_norm": GATED_NORM,
-    "local_mix": LOCAL_MIX,
-    "swiglu": [
-        Sizes((1, 1), heads=1),
-        Sizes((1, 5), heads=1, head_dim=300),
-        Sizes((1, 7), heads=8),
-    ],
-    "qk_rope": QK_ROPE,
-    "qk_rope, not rotated": QK_ROPE,
-    "qk_rope, not normed": QK_ROPE,
-}
+PAIRS = [(row, dtype) for row in ROWS for dtype in row.dtypes]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    ("operator", "sizes"), [(name, sizes) for name, row in SIZES.items() for sizes in row]
-)
-def test_kernels_equal_the_definition(operator, sizes, dtype, compare):
-    """Inputs are slices of a projection, whose tokens lie apart."""
-    compare(CASES[operator](replace(sizes, dtype=dtype, padding=24)))
+@pytest.mark.parametrize(("row", "dtype"), PAIRS, ids=name_rows(row for row, _ in PAIRS))
+def test_kernels_equal_the_definition(row, dtype, compare, monkeypatch):
+    compare(make_row(row, dtype, monkeypatch), row.factor, row.skip)
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_other_tiles_of_the_scan(block, compare, monkeypatch):
+    choice = (block, 4, None, 2)
+    monkeypatch.setattr(forward_triton, "choose_configuration", lambda *a, **k: choice)
+    compare(make_row(make_scan_row(100), torch.float32, monkeypatch))
+
+
+@pytest.mark.slow
+def test_512_tokens(compare, monkeypatch):
+    compare(make_row(make_scan_row(512, batch=1), torch.float32, monkeypatch), factor=8.0)
+
+
+def test_large_decays_do_not_round_off_the_small_ones_after_them(compare, monkeypatch):
+    """Steps of 30 and of 1e-3 with A = 1e3, over 256 tokens: three digits."""
+    row = make_scan_row(256, batch=1, heads=1, most_decay=1e3)
+    case = make_row(row, torch.float32, monkeypatch)
+    with torch.no_grad():
+        case.inputs[1] += torch.where(case.inputs[1] > 1.2, 30.0, -7.0)
+    compare(case, factor=200.0)
+
+
+@pytest.mark.parametrize(("length", "piece"), [(1, 1), (100, 100), (300, 256), (513, 256)])
+@pytest.mark.parametrize("heads", [1, 5, 24])
+def test_the_prelude_and_its_gradients(length, piece, heads, compare):
+    """With steps far from both limits of softplus, and at them."""
+    sizes = Sizes((1, length), heads=heads, dtype=torch.float32, padding=3, bias=0.0)
+    case = make_decays(sizes, piece)
+    with torch.no_grad():
+        case.inputs[0] *= 30.0
+    compare(case)
+
+
+def test_small_steps_keep_their_digits(poison):
+    """softplus(-15) is 3e-7: log(1 + exp) would lose it."""
+    dt = torch.full((1, 4, 2, 1), -15.0)
+    zero = torch.zeros(2, 1)
+    poison()
+    steps, _ = decays_triton.launch_forward(dt, zero, zero, 4)
+    torch.testing.assert_close(steps, torch.full_like(steps, 3.0590227e-7), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_an_output_of_add_norm_without_gradient_costs_none(output, compare):
+    fused, definition, inputs, _ = make_add_norm(Sizes((7, 9), dtype=torch.float32))
+    needed, rest = (inputs, []) if output == 0 else (inputs[:3], inputs[3:])
+    compare(
+        Case(lambda *t: fused(*t, *rest)[output], lambda *t: definition(*t, *rest)[output], needed)
+    )
+
+
+def test_the_stream_is_never_written_in_place():
+    inputs = make_add_norm(Sizes(dtype=torch.float32)).inputs
+    before = inputs[2].clone()
+    launch_forward(*inputs, None, None, 1e-6, True, False)
+    assert torch.equal(inputs[2], before)
+
+
+@pytest.mark.parametrize(("batch", "length", "block"), [(256, 256, 2), (8, 100, 4), (2, 1, 16)])
+def test_stretches_cover_every_row_once(batch, length, block):
+    splits, rows = choose_splits(batch, length, block, processors=132)
+    assert rows % block == 0
+    assert splits * rows >= length > (splits - 1) * rows
 
 
 @pytest.mark.parametrize("operator", [*OF_TRITON, "ssd in chunks"])

@@ -2,10 +2,10 @@
 gpu`."""
 
 import os
-import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,84 +18,70 @@ from models.mixers.attention import Attention
 from tests.harness.operators import (
     CASES,
     OF_TRITON,
+    ROWS,
+    Row,
     Sizes,
     as_tuple,
+    make_row,
     make_selective_scan,
     make_ssd,
+    name_rows,
     run_both_ways,
 )
 
 DTYPES = [torch.bfloat16, torch.float32]
-GRIDS = [(1, 1), (7, 9), (16, 16)]
-HEADS = [1, 6, 24]
-CHOICES = {
-    "add_norm": {
-        "grid": [*GRIDS, (1, 300)],
-        "batch": [1, 3, 32],
-        "heads": [6],
-        "head_dim": [16, 64, 128, 192],
-    },
-    "ssd": {
-        "grid": [(7, 9), (8, 8), (1, 100), (16, 16), (1, 300), (1, 512), (32, 32)],
-        "batch": [1, 3],
-        "heads": HEADS,
-        "head_dim": [32, 64, 128],
-        "state_dim": [16, 64, 128],
-    },
-    "ssd_decays": {"heads": HEADS},
-    "ssd_mixed": {"grid": GRIDS[1:], "heads": [1, 6, 12], "head_dim": [32, 64]},
-    "gated_norm": {"heads": HEADS, "head_dim": [32, 64, 128]},
-    "local_mix": {
-        "grid": [(16, 16), (7, 5), (1, 300)],
-        "taps": [(3, 3), (1, 7)],
-        "heads": [1],
-        "head_dim": [96, 768, 1792],
-    },
-    "swiglu": {"heads": [1], "head_dim": [96, 1024, 2736]},
-    "qk_rope": {"heads": [1, 6, 12], "head_dim": [16, 64, 128]},
-}
-"""Operator -> sizes of which a seed chooses one each."""
+LARGE = [
+    Row("add_norm", Sizes((1, 300), 32, 6, 192)),
+    Row("add_norm, rows", Sizes((16, 16), 3, 6, 128)),
+    Row("gated_norm", Sizes((16, 16), 3, 24, 128)),
+    Row("local_mix", Sizes((16, 16), 3, 1, 1792)),
+    Row("qk_rope", Sizes((16, 16), 3, 12, 128)),
+    Row("ssd", Sizes((16, 16), 3, 24, 64, 64)),
+    Row("ssd", Sizes((32, 32), 3, 6, 128, 128)),
+    Row("ssd, gated", Sizes((1, 512), 1, 24, 32)),
+    Row("ssd_decays", Sizes((16, 16), 3, 24)),
+    Row("ssd_mixed", Sizes((16, 16), 3, 12, 64)),
+    Row("swiglu", Sizes((16, 16), 3, 1, 2736)),
+]
+"""Sizes of models, beside the small ones of the table."""
+ON_A_GPU = [row for row in ROWS + LARGE if row.operator in OF_TRITON]
 
 
-def make_case(operator, seed, dtype, device="cuda"):
-    """Inputs of sizes that depend on the seed."""
-    chooser = random.Random(seed)
-    choices = {"grid": GRIDS, "batch": [3]} | CHOICES[operator.partition(",")[0]]
-    sizes = {name: chooser.choice(values) for name, values in choices.items()}
-    torch.manual_seed(seed)
-    return CASES[operator](Sizes(dtype=dtype, device=device, **sizes))
-
-
-def assert_near_the_definition(operator, seed, dtype, device):
+def assert_near_the_definition(row, dtype, device, monkeypatch):
     """The bound is that of a run's own trial, but results that cancel may be a single value, whose
     rounding is a matter of luck, and the definition's may be lucky: they may lose a digit more."""
-    fused, definition, inputs, cancelling = make_case(operator, seed, dtype, device)
+    sized = row._replace(sizes=replace(row.sizes, device=device))
+    fused, definition, inputs, cancelling = make_row(sized, dtype, monkeypatch)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     with disable_tf32():
         results = [run_both_ways(f, inputs) for f in (fused, fused, definition)]
         exact = run_both_ways(definition, wide)
     for i, tensors in enumerate(zip(*results, exact, strict=True)):
         compared = compare_output(f"output {i}", *tensors)
-        assert compared.excess <= (10.0 if i in cancelling else 1.0), compared
+        limit = 10.0 if i in cancelling else 1.0
+        assert i in row.skip or compared.excess <= limit, compared
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("operator", OF_TRITON)
-def test_near_the_definition_and_the_same_twice(operator, seed, dtype):
-    assert_near_the_definition(operator, seed, dtype, "cuda")
+@pytest.mark.parametrize("row", ON_A_GPU, ids=name_rows(ON_A_GPU))
+def test_near_the_definition_and_the_same_twice(row, dtype, monkeypatch):
+    assert_near_the_definition(row, dtype, "cuda", monkeypatch)
 
 
-@pytest.mark.parametrize("seed", [1, 5, 7])
-def test_on_a_cpu_the_bound_admits_the_definitions_own_rounding(seed):
-    assert_near_the_definition("ssd_mixed", seed, torch.bfloat16, "cpu")
+@pytest.mark.parametrize("row", ROWS, ids=name_rows(ROWS))
+def test_on_a_cpu_the_bound_admits_the_definitions_own_rounding(row, monkeypatch):
+    assert_near_the_definition(row, torch.bfloat16, "cpu", monkeypatch)
+
+
+def make_case(operator):
+    return CASES[operator](Sizes((7, 9), 3, 6, 64, dtype=torch.bfloat16, device="cuda"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OF_TRITON)
 def test_operators_compile_and_replay_in_a_graph(operator):
-    fused, _, inputs, _ = make_case(operator, 2, torch.bfloat16)
+    fused, _, inputs, _ = make_case(operator)
     with torch.no_grad():
         expected = fused(*inputs)
         compiled = torch.compile(fused, fullgraph=True)(*inputs)
@@ -185,12 +171,8 @@ def run_once(operator):
     if operator == "draws":
         counter_normal(0, 3, torch.arange(3, device="cuda"), (3, 17))
     else:
-        for seed in (0, 3):
-            fused, _, inputs, _ = make_case(operator, seed, torch.bfloat16)
-            run_both_ways(fused, inputs)
-            # An error shows in the case that made it.
-            torch.cuda.synchronize()
-            print(operator, seed, "passed", flush=True)
+        fused, _, inputs, _ = make_case(operator)
+        run_both_ways(fused, inputs)
     torch.cuda.synchronize()
 
 
