@@ -93,7 +93,9 @@ POLICIES = [
     "values",
     [pytest.param(EIGHT, marks=HERE), pytest.param(GW_HP, marks=[ROWWISE, pytest.mark.slow])],
 )
-@pytest.mark.parametrize("scope", [None, "blocks", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scope", [None, *(pytest.param(scope, marks=pytest.mark.slow) for scope in ("blocks", "model"))]
+)
 def test_products_are_counted_whatever_recomputes_and_compiles_them(policy, values, scope):
     rows = ledger_of("dit", **values, **checkpoint_values(policy), **compile_values(scope))
     assert not [key for key, row in rows.items() if row.missing]

@@ -1,6 +1,7 @@
 """The ledger says what one real step shows, and notices when a technique does nothing."""
 
 import inspect
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,18 @@ def test_a_residual_that_may_be_16_bits_wide_is_so_where_products_are(precision,
     assert rows["residual_in_fp32"].active is wide
 
 
-@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.slow), "hybrid"])
-@pytest.mark.parametrize("scope", [None, "blocks", pytest.param("model", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", [None, "blocks", "every_2", "selective"])
+@pytest.mark.parametrize("family", ["mamba", "hybrid"])
+@pytest.mark.parametrize(
+    ("scope", "policy"),
+    [
+        ("blocks", "selective"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in product((None, "blocks", "model"), (None, "blocks", "every_2", "selective"))
+            if row != ("blocks", "selective")
+        ),
+    ],
+)
 def test_checkpointing_is_seen_in_what_the_blocks_keep(family, scope, policy):
     rows = ledger_of(family, **checkpoint_values(policy), **compile_values(scope))
     assert rows["gradient_checkpointing"].active is (policy is not None)

@@ -98,7 +98,7 @@ def test_leftovers_go(checkpoints):
         ({"keep": 1}, [4, 14]),
     ],
 )
-def test_what_is_kept(options, steps, run_whole, tmp_path):
+def test_the_newest_every_kth_and_the_best_checkpoint_stay(options, steps, run_whole, tmp_path):
     """The newest, every K-th, and the one with the lowest score."""
     losses = {2: float("nan"), 4: 0.1, 6: None, 8: 0.7, 10: None, 12: 0.6}
     copy_newest(run_whole, tmp_path, *losses, 14)

@@ -298,7 +298,7 @@ def use_images(source, contents):
         assert Path(entry.file).read_bytes()[entry.offset :][: entry.size] not in contents
 
 
-SUBJECTS = {break_set: 40, break_weights: 24, break_command: 24, break_images: 16}
+SUBJECTS = {break_set: 20, break_weights: 12, break_command: 12, break_images: 8}
 """Examples of each in `make test`; many more are slow."""
 MANY = pytest.param(100, marks=pytest.mark.slow)
 

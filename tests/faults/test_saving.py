@@ -92,7 +92,9 @@ def test_room_is_looked_for_first(small_disk, run_whole):
     "stops in a sentence; the checkpoint before loads; goes on to the same bits",
 )
 @BACKGROUND
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.9))]
+)
 def test_a_disk_that_fills_up_in_a_save(share, background, saved, run_whole, monkeypatch):
     """Another program takes the room after the run has looked for it."""
     monkeypatch.setattr(save, "FREE_SPACE_FACTOR", 0.0)

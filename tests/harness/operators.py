@@ -250,9 +250,9 @@ ROWS = [
     Row("gated_norm", Sizes((1, 31), heads=1, head_dim=48)),
     Row("gated_norm", Sizes((1, 100), heads=2, head_dim=128)),
     Row("local_mix", Sizes((1, 1), heads=1, head_dim=96)),
-    Row("local_mix", Sizes((8, 9), heads=1, head_dim=200)),
-    Row("local_mix", Sizes((1, 50), heads=1, head_dim=96, taps=(1, 7))),
-    Row("local_mix", Sizes((50, 1), heads=1, head_dim=96)),
+    Row("local_mix", Sizes((8, 9), 1, heads=1, head_dim=100)),
+    Row("local_mix", Sizes((1, 50), 1, heads=1, head_dim=96, taps=(1, 7))),
+    Row("local_mix", Sizes((9, 1), heads=1)),
     Row("swiglu", Sizes((1, 1), heads=1)),
     Row("swiglu", Sizes((1, 5), heads=1, head_dim=300)),
     Row("swiglu", Sizes((1, 7), heads=8)),
@@ -263,9 +263,9 @@ ROWS = [
     # The gradient of A of a single token is zero.
     make_scan_row(1, fp16=False, skip=(4,)),
     *(make_scan_row(length, fp16=False) for length in (63, 64, 65)),
-    make_scan_row(100),
+    make_scan_row(100, 1),
     # Long sequences lose a digit of their running sums.
-    make_scan_row(300, batch=1, fp16=False, factor=8.0),
+    make_scan_row(300, 1, 1, fp16=False, factor=8.0),
     *(
         make_scan_row(70, 1, 2, head_dim, state_dim, fp16=False)
         for head_dim, state_dim in ((16, 16), (64, 64), (128, 32), (32, 128))
@@ -273,10 +273,10 @@ ROWS = [
     # Where everything decays at once, or nothing does, the gradients of dt, its bias and A are
     # zero.
     *(
-        make_scan_row(100, most_decay=decay, fp16=False, factor=20.0, skip=(2, 3, 4))
+        make_scan_row(100, 1, most_decay=decay, fp16=False, factor=20.0, skip=(2, 3, 4))
         for decay in (0.0, 50.0, 1e4)
     ),
-    make_scan_row(100, most_decay=1e-3, fp16=False, factor=20.0),
+    make_scan_row(100, 1, most_decay=1e-3, fp16=False, factor=20.0),
     *(
         make_scan_row(70, 1, heads, head_dim, state_dim, chunk=32, factor=4.0)
         for heads, head_dim, state_dim in ((2, 64, 64), (3, 16, 32), (1, 32, 16))

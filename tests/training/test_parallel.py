@@ -289,7 +289,7 @@ def test_processes_never_train_apart(word, sentence, zygote, folder):
 @pytest.mark.parametrize(
     "words", [["runtime.parallel.mode=ddp"], [FSDP], [FSDP, "runtime.parallel.cpu_offload=true"]]
 )
-def test_one_gpu_on_the_path_of_many(words, tmp_path):
+def test_one_process_over_nccl_trains_as_one_without_it(words, tmp_path):
     """NCCL with one process: the same losses as without it. CUDA allows no fork."""
     for name, chosen in (("plain", ["runtime.parallel.mode=none"]), ("many", words)):
         options = [f"run_dir={tmp_path / name}", "runtime.device=cuda", *chosen]
@@ -319,6 +319,16 @@ def test_a_bad_gradient_in_one_process_is_a_step_skipped_by_all(mode, run_ranks,
     assert are_equal(*(read_weights(folder, step, "model") for step in (bad, bad + 1)))
 
 
+@pytest.mark.fault("kill -9 of one of two processes", "the same command again: the same losses")
+def test_the_command_of_a_killed_process_ends_the_same(zygote, run_ranks, single, folder):
+    environment = {"FAULT": "die:1:3", "FAULT_MARKER": f"{folder}.died"}
+    codes = zygote(folder, *FOUR_STEPS, "save_every=1", ranks=2, environment=environment)
+    assert codes[1] == -9
+    run_ranks(folder, "save_every=1")
+    assert_same_metrics(folder, single)
+
+
+@pytest.mark.slow
 @pytest.mark.fault(
     "kill -9 of one process under torchrun --max-restarts", "all start again; the same losses"
 )
@@ -340,10 +350,12 @@ def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote, folder):
     assert re.search("imed out|imeout", read_output(folder))
 
 
+# tests/faults/test_kills.py signals processes that are forked.
+@pytest.mark.slow
 @pytest.mark.fault(
     "SIGTERM or SIGUSR1 to torchrun", "saved at the next step; the same command goes on"
 )
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name, run_ranks, folder):
     process = launch(folder, "total_samples=1200000", "save_every=100000", "log_every=5")
     while not (folder / "metrics.jsonl").exists():
