@@ -1,7 +1,12 @@
 """Faults that only a GPU would show, found on a CPU: captured steps and grids."""
 
 import importlib
+import json
+import os
 import pkgutil
+import shutil
+import subprocess
+import sys
 from copy import deepcopy
 
 import pytest
@@ -12,11 +17,14 @@ import accel.kernels
 from accel.kernels.counter_noise.draws import Purpose
 from accel.kernels.registry import MAX_SAMPLES_PER_LAUNCH, OPERATORS
 from accel.techniques.cuda_graph import CapturedUpdate
+from common.files import ROOT
 from data.loader import Batch
 from tests.harness.captions import save_digits
 from tests.harness.operators import CASES, Sizes
 from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.pretended_gpu import Launching, pretend_graphs, run_backward
+from tests.harness.pretended_worker import COMPILED, STEP_COUNT
+from tests.harness.pretended_worker import STEPS as WORKER_STEPS
 from tests.harness.steps import allow_any_precision, tiny_training
 from tests.harness.words import CPU
 
@@ -176,3 +184,85 @@ def test_every_operator_with_a_kernel_is_launched(grids):
     # The selective scan's kernel is mamba-ssm's.
     others = {"selective_scan", "selective_scan_backward"}
     assert with_kernel - planted - launched <= others
+
+
+# Whole steps on fake CUDA tensors, and Inductor's code for CUDA, where nothing is computed, but
+# devices, shapes, waits of the host, graphs and generated code are real; `-s` shows the results.
+
+SOURCES = ROOT / "tests" / "assets" / "pretended_cuda"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Runs all cases in a process that pretends to have an H100: name -> what it prints."""
+    if sys.platform != "linux":
+        pytest.skip("a library that is loaded first, by LD_PRELOAD, needs Linux")
+    if torch.version.cuda is None:
+        pytest.skip("this PyTorch was built without CUDA")
+    folder = tmp_path_factory.mktemp("pretended")
+    shim = folder / "libpretended.so"
+    libraries = {shim: ("g++", "shim.cpp"), folder / "libcuda.so.1": ("gcc", "libcuda.c")}
+    for library, (compiler, source) in libraries.items():
+        if shutil.which(compiler) is None:
+            pytest.skip(f"there is no {compiler} on the PATH")
+        command = [compiler, "-shared", "-fPIC", "-o", library, SOURCES / source]
+        subprocess.run(command, check=True)
+    places = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    environment = {
+        "PRETENDED_CUDA": str(shim),
+        "LD_PRELOAD": str(shim),
+        "LD_LIBRARY_PATH": os.pathsep.join(places),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.harness.pretended_worker"],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    print(f"\n{done.stdout}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["case"]: line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORKER_STEPS)
+def test_a_step_stays_on_the_device_and_the_host_never_waits(name, results):
+    """A step waits for one flag where the optimizer is not fused; PyTorch's Adafactor also waits
+    for its norms."""
+    result = results[f"step {name}"]
+    assert "failed" not in result, result["failed"]
+    waits = [place for place in result["waits"] if "torch/optim/_adafactor.py" not in place]
+    assert waits == ([] if result["fused"] else ["training/step.py reads a value"] * STEP_COUNT)
+    assert result["fused"] is not (name.endswith("eager") or name in ("muon", "adafactor", "sgd"))
+    if result["fused"] and name != "optimizer's state on the host":
+        assert result["state"] == ["cuda"]
+
+
+CALLED = {
+    "mamba": {"add_norm", "ssd_mixed"},
+    "zigzag": {"add_norm", "ssd_mixed"},
+    "mamba1": {"add_norm", "selective_scan"},
+    "ssd_mlp": {"add_norm", "ssd_mixed", "swiglu"},
+    "hybrid": {"add_norm", "ssd_mixed", "qk_rope", "swiglu"},
+    "conv": {"add_norm", "local_mix", "swiglu"},
+    "dit": {"add_norm", "qk_rope", "swiglu"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_blocks_become_at_most_three_graphs_that_call_our_operators(name, results):
+    """A third one where blocks of rows and of columns take turns."""
+    result = results[f"compiled {name}"]
+    assert "failed" not in result, result["failed"]
+    assert result["breaks"] == {}
+    assert 1 <= result["forward"] <= 3
+    assert 1 <= result["backward"] <= 3
+    assert result["kernels"] > 0
+    expected = CALLED[COMPILED[name].split()[0]]
+    assert expected | {f"{operator}_backward" for operator in expected} <= set(result["operators"])

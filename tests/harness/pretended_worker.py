@@ -1,14 +1,13 @@
 """Training steps on fake CUDA tensors, and Inductor's code for CUDA, in a process that pretends to
 have an H100.
 
-tests/accel/test_pretended_cuda.py starts it with two small libraries in its environment: one counts
-devices, one stands for the driver. `python -m tests.harness.pretended_cuda_worker <kind>` prints a
-line of JSON for each case of that kind.
+tests/accel/test_pretended_gpu.py starts it with two small libraries in its environment: one counts
+devices, one stands for the driver. `python -m tests.harness.pretended_worker` prints a line
+of JSON for each case.
 """
 
 import json
 import re
-import sys
 import traceback
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -29,7 +28,7 @@ from common.encoded_text import EncodedText
 from common.files import ROOT
 from data.loader import Batch
 from data.spec import LatentSpec, TextSpec
-from tests.harness.pretended_cuda import always, pretend_compiler, pretend_device, pretend_launches
+from tests.harness.pretended_gpu import always, pretend_compiler, pretend_device, pretend_launches
 from tests.harness.steps import HEADS
 from training.assemble import Parts, assemble, build_stack
 from training.weights.pretrained import build_on_meta
@@ -300,20 +299,20 @@ def run_compiled(words):
     }
 
 
-def main(kind):
+def main():
     torch.set_num_threads(1)
     pretend_device()
     pretend_launches()
-    if kind == "compiled":
-        pretend_compiler()
-    cases, run = (COMPILED, run_compiled) if kind == "compiled" else (STEPS, run_steps)
-    for name, words in cases.items():
-        try:
-            result = run(words)
-        except Exception:
-            result = {"failed": traceback.format_exc()[-3000:]}
-        print(json.dumps({"case": name, **result}), flush=True)
+    for kind, cases, run in (("step", STEPS, run_steps), ("compiled", COMPILED, run_compiled)):
+        if kind == "compiled":
+            pretend_compiler()
+        for name, words in cases.items():
+            try:
+                result = run(words)
+            except Exception:
+                result = {"failed": traceback.format_exc()[-3000:]}
+            print(json.dumps({"case": f"{kind} {name}", **result}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

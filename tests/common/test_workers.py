@@ -1,0 +1,121 @@
+"""Child processes and threads: how they are ended, and what is heard of their end."""
+
+import os
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from common import workers
+from common.workers import Prefetcher, Readers, refuse_small_shared_memory, run_to_end, run_watched
+from tests.harness.refusals import expect_refusal
+from tests.harness.zygote import HANG
+
+LEAVE_CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+sys.exit(3)
+"""
+
+
+def python(code):
+    return [sys.executable, "-c", code]
+
+
+def wait_until_gone(pid):
+    """A killed process stays until its new parent has heard of it."""
+    deadline = time.monotonic() + HANG
+    while os.path.exists(f"/proc/{pid}/exe") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{pid}/exe")
+
+
+def test_a_command_takes_its_children_along(tmp_path):
+    with (tmp_path / "log").open("wb") as output:
+        assert run_to_end(python(LEAVE_CHILD), output=output) == 3
+    wait_until_gone(int((tmp_path / "log").read_text()))
+
+
+def test_a_command_that_takes_too_long_is_ended():
+    assert run_to_end(python("import time; time.sleep(600)"), seconds=0.1) is None
+
+
+def test_a_child_imports_what_its_parent_does_and_does_not_get_what_is_left_out(monkeypatch):
+    monkeypatch.setenv("SECRET", "x")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    environment = workers.make_child_environment(without=["SECRET"])
+    assert "SECRET" not in environment
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == os.getcwd()
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("print('no'); raise SystemExit(4)", "ended with code 4 (no)"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with signal SIGKILL"),
+        ("import time; time.sleep(600)", "did not answer for 1 s"),
+    ],
+)
+def test_the_end_of_a_watched_command_is_described(code, end, tmp_path):
+    patience = 1.0 if "sleep" in code else HANG
+    news = tmp_path / "news"
+    assert run_watched(python(code), news, tmp_path / "log", lambda: patience) == end
+
+
+def test_news_give_a_watched_command_a_new_limit(tmp_path):
+    news = tmp_path / "news"
+    code = f"import time; open({str(news)!r}, 'w'); time.sleep(600)"
+    limits = iter([HANG, 0.5])
+    end = run_watched(python(code), news, tmp_path / "log", lambda: next(limits))
+    assert end == "did not answer for 0 s"
+
+
+def test_shared_memory_must_hold_the_batches_of_all_processes(monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=9 * 2**20))
+    refuse_small_shared_memory("workers", 6, 2**20, "use none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with expect_refusal(r"workers need 17.0 MiB of .*, which has 9.0 MiB free; .*, or use none"):
+        refuse_small_shared_memory("workers", 6, 2**20, "use none")
+
+
+def test_readers_answer_with_results_and_errors_and_drop_what_waits_at_their_end():
+    readers = Readers(1, "reader")
+    assert readers.submit(divmod, 7, 2).result(HANG) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        readers.submit(divmod, 1, 0).result(HANG)
+    release = threading.Event()
+    running = threading.Event()
+    first = readers.submit(lambda: running.set() or release.wait(HANG))
+    waiting = readers.submit(divmod, 1, 1)
+    running.wait(HANG)
+    readers.close()
+    release.set()
+    assert first.result(HANG)
+    readers.close(wait=True)
+    assert not waiting.done()
+    assert not any(thread.is_alive() for thread in readers.threads)
+
+
+def test_a_prefetcher_is_one_item_ahead_and_says_when_one_is_late():
+    ahead = threading.Event()
+    release = threading.Event()
+
+    def make_items():
+        yield 1
+        ahead.set()
+        release.wait(HANG)
+        yield 2
+
+    readers = Readers(1, "reader")
+    items = Prefetcher(make_items(), readers)
+    assert next(items) == 1
+    assert ahead.wait(HANG)
+    with pytest.raises(TimeoutError):
+        items.get(0.01)
+    release.set()
+    assert list(items) == [2]
+    readers.close(wait=True)
