@@ -1,15 +1,12 @@
 """A user's code lies outside the checkout: a command that names its package may use it, and nothing
 else may."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 
 from common.config import build
 from common.config.compose import compose, parse_words, parse_yaml
-from common.files import ROOT
 from scripts.sample import SampleConfig, sample_run
 from tests.harness.own_code import forget_package
 from tests.harness.words import CPU, TINY_RUN
@@ -63,6 +60,7 @@ def myproj(tmp_path, monkeypatch, own_code):
     (folder / "mixer.py").write_text(MIXER)
     (folder / "conf" / "model" / "shuffle.yaml").write_text(YAML)
     monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.setenv("PYTHONPATH", str(folder.parent))
     return folder
 
 
@@ -70,6 +68,8 @@ def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(myproj
     folder = tmp_path / "run"
     train(compose([*SHORT, "extensions=[myproj]", f"run_dir={folder}"]))
     assert parse_yaml((folder / "config.yaml").read_text())["extensions"] == ["myproj"]
+    # The record is published, so it names no folder of this machine.
+    assert str(myproj.parent) not in (folder / "environment.json").read_text()
     forget_package()
     words = [f"run_dir={folder}", "count=2", "steps=2", "device=cpu", f"out={tmp_path / 'samples'}"]
     with pytest.raises(
@@ -77,16 +77,6 @@ def test_a_mixer_in_a_package_of_ones_own_is_trained_recorded_and_sampled(myproj
     ):
         sample_run(parse_words(SampleConfig, words, ""))
     assert sample_run(parse_words(SampleConfig, [*words, "extensions=[myproj]"], "")).is_file()
-
-
-def test_the_commands_take_it_too(myproj, tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(myproj.parent)}
-    words = [*SHORT, f"run_dir={tmp_path / 'run'}", "save_every=0"]
-    command = [sys.executable, "train.py", *words, "extensions=[myproj]"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    # The record is published, so it names no folder of this machine.
-    assert str(myproj.parent) not in (tmp_path / "run" / "environment.json").read_text()
 
 
 def test_a_package_is_not_admitted_by_a_file(myproj, monkeypatch):

@@ -270,13 +270,6 @@ def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
     assert np.array_equal(found["model"].decode(found["latents"]), same)
     with Image.open("seven.png") as picture:
         assert picture.size == (8, 8)
-    for words, said in (
-        (["modle=dit_xs"], "did you mean model?"),
-        (["model=nothing"], "choose one of conv_b"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(said)) as caught:
-            compose(words)
-        assert "\n" not in str(caught.value)
     for labels, change, kind, said in (
         ([11], {}, ValueError, "11 is no class"),
         ([3], {"guidence": 2.0}, TypeError, "got an unexpected keyword argument 'guidence'"),

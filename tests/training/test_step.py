@@ -5,7 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from accel.techniques.precision import LossScaler
-from data.digits import DigitLatents
 from tests.harness.denoisers import fill_zero_layers, make_denoiser
 from tests.harness.outcomes import are_equal, read_columns
 from tests.harness.steps import (
@@ -144,19 +143,6 @@ def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypat
         assert training.take_step().skipped == 1.0
     assert [float(training.take_step().skipped) for _ in range(3)] == [0.0] * 3
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
-
-
-def test_accumulation_equals_one_large_batch():
-    _, step, _, loader = assemble(fused_adamw=True)
-    whole = step([next(loader)])
-    _, accumulated, _, _ = assemble(fused_adamw=True)
-    pieces = DigitLatents(batch_size=2, seed=0, device=CPU)
-    output = accumulated([next(pieces) for _ in range(4)])
-    assert_close(output[:2], whole[:2], rtol=1e-5, atol=0.0)
-    moments = (optimizer.state.values() for optimizer in (step.optimizer, accumulated.optimizer))
-    # After one step the first moment is the gradient, times 0.1.
-    for a, b in zip(*moments, strict=True):
-        assert_close(a["exp_avg"], b["exp_avg"], rtol=1e-4, atol=1e-7)
 
 
 def test_a_step_has_the_rates_of_the_samples_it_ends_at():
