@@ -6,30 +6,21 @@ from collections import Counter
 import pytest
 import torch
 
-from common.encoded_text import EncodedText
-from data.blocks import BlockReader, DamagedBlockError
-from data.caption_blocks import read_captions
+from data.blocks import DamagedBlockError
 from data.caption_table import quantise
 from data.loader import choose_captions
 from data.manifest import read_manifest
-from data.source import open_source
 from models.text_encoders import WordLlama
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, resident, take
-from tests.harness.captions import plan_captions, rewrite_captions, save_captioned_set
+from tests.harness.captions import plan_captions, read_table, rewrite_captions, save_captioned_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import edit_manifest, flip_byte, save_random_set
-from tests.harness.words import CPU
 
 
 @pytest.fixture
 def folder(tmp_path):
     return save_captioned_set(tmp_path / "set", 20, 16, held_out=5)
-
-
-def read_table(folder, level="tokens"):
-    manifest = read_manifest(folder)
-    return read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
@@ -81,22 +72,22 @@ def test_a_run_of_classes_reads_no_captions(folder):
         resident(folder, text="pooled")
 
 
-def zero_one(stored):
-    stored["pooled"][3] = 0.0
-    return stored
+def set_row(name, value):
+    """Damages one caption, and writes it with the right hash, as a faulty program would."""
 
+    def change(stored):
+        stored[name][3] = value
+        return stored
 
-def lengthen(stored):
-    stored["lengths"][3] = 99
-    return stored
+    return lambda folder: rewrite_captions(folder, change)
 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
         (lambda f: flip_byte(f / "captions-00000.tar", 2000), "is damaged: its sha256 differs"),
-        (lambda f: rewrite_captions(f, zero_one), "holds a caption whose vector is zero"),
-        (lambda f: rewrite_captions(f, lengthen), "holds captions of more than"),
+        (set_row("pooled", 0.0), "holds a caption whose vector is zero"),
+        (set_row("lengths", 99), "holds captions of more than"),
     ],
     ids=["another byte", "a zeroed caption", "too many tokens"],
 )
@@ -126,29 +117,19 @@ def test_a_manifest_that_contradicts_itself(changes, sentence, folder):
 
 
 def test_captions_that_the_table_lacks(folder):
-    text = vars(read_manifest(folder).text)
-    edit_manifest(folder, text=text | {"count": 8}, shards=cut_captions(folder))
+    """Of the captions only the first block of 8 is there."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    captions = manifest["shards"][-1]
+    captions |= {"count": 8, "blocks": captions["blocks"][:1]}
+    edit_manifest(folder, text=manifest["text"] | {"count": 8}, shards=manifest["shards"])
     with expect_refusal(r"holds captions from -1 to \d+, but there are 8 captions"):
         resident(folder)
-
-
-def cut_captions(folder):
-    """The manifest's shards, without the captions after the first block of 8."""
-    *others, captions = json.loads((folder / "manifest.json").read_text())["shards"]
-    return [*others, captions | {"count": 8, "blocks": captions["blocks"][:1]}]
 
 
 def test_older_sets_have_no_captions(tmp_path):
     loader = resident(save_random_set(tmp_path, 8), text="tokens")
     assert loader.spec.text is None
     assert next(loader).text is None
-
-
-def test_captions_are_repeated_for_guidance():
-    text = EncodedText(*(torch.arange(2) for _ in range(4)))
-    assert text.repeat_to(4).numbers.tolist() == [0, 1, 0, 1]
-    with pytest.raises(AssertionError, match="3 samples for 2 captions"):
-        text.repeat_to(3)
 
 
 def test_small_vectors_keep_their_direction_in_8_bits():

@@ -4,6 +4,7 @@ import torch
 from safetensors.torch import load
 
 from data.blocks import BlockReader
+from data.caption_blocks import read_captions
 from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.source import open_source
@@ -83,6 +84,12 @@ def save_digits(folder, templates=TEMPLATES, count=None, captionless=None, **set
     facts |= {"kind": "sample", "dtype": "float32", "flips": False}
     save_latent_set(folder, shards, plan_captions(captions, **settings), **facts)
     return folder
+
+
+def read_table(folder, level="tokens"):
+    """The captions of a latent set, encoded."""
+    manifest = read_manifest(folder)
+    return read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
 
 
 def rewrite_captions(folder, change):
