@@ -106,8 +106,9 @@ def test_refusals_speak_of_images_before_an_encoder_is_loaded(job, done, more_ph
     nowhere = "encoder.path=nowhere"
     with expect_refusal(r"is a set of 20 images, and the source now has 24; .* reuse=.*/out"):
         job(nowhere, source=more_photos)
-    with expect_refusal(r"flips was False, is True\); encode into another folder"):
-        job(nowhere, "flips=true")
+    changes = "flips was False, is True; seed was 0, is 1"
+    with expect_refusal(rf"another command .{changes}\); encode into another folder"):
+        job(nowhere, "flips=true", "seed=1")
     reuse = f"reuse={tmp_path / 'out'}"
     with expect_refusal(r"reuse=.*resolution was 16, is 32\); leave reuse out"):
         job(nowhere, reuse, "resolution=32", out="new")
