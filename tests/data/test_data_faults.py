@@ -20,8 +20,8 @@ from encoding.decoding import DecodedImages, make_decoding_loader
 from tests.harness.batches import LOADERS, assert_same
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, flip_byte, save_latent_set, save_random_set
+from tests.harness.steps import tiny_training
 from tests.harness.words import CPU
-from training.assemble import assemble
 
 KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
 SHARD = "train-00001.tar"
@@ -71,11 +71,13 @@ DAMAGES = [
     (delete_shard, " of train) is missing", 20),
     (write_nan, "(samples 28–31 of train) holds latents that are not finite", 4),
 ]
-every_damage = pytest.mark.parametrize(("plant", "sentence", "lost"), DAMAGES)
+every_damage_and_kind = pytest.mark.parametrize(
+    ("kind", "plant", "sentence", "lost"),
+    [(kind, *damage) for i, kind in enumerate(KINDS) for damage in (DAMAGES[i - 1], DAMAGES[i])],
+)
 
 
-@every_damage
-@pytest.mark.parametrize("kind", KINDS)
+@every_damage_and_kind
 @pytest.mark.fault("damaged or missing shards", "one sentence that names shard and samples")
 def test_damage_ends_in_one_sentence(folder, kind, plant, sentence, lost):
     plant(folder)
@@ -86,8 +88,7 @@ def test_damage_ends_in_one_sentence(folder, kind, plant, sentence, lost):
     assert "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip" in message
 
 
-@every_damage
-@pytest.mark.parametrize("kind", KINDS)
+@every_damage_and_kind
 def test_or_is_skipped_and_counted(folder, kind, plant, sentence, lost, capsys):
     """Other samples stand in: the stream stays as long as it was, and a resume stays exact."""
     plant(folder)
@@ -224,5 +225,5 @@ def test_readers_that_stop_are_not_waited_for(folder, monkeypatch):
 
 
 def test_the_patience_of_a_loader_is_that_of_the_run():
-    cfg = compose(["runtime=eager", "runtime.parallel.timeout_minutes=0.5"]).cfg
-    assert assemble(cfg, CPU).loader.wait_for_batch_seconds == 30.0
+    loader = tiny_training("conv", "runtime.parallel.timeout_minutes=0.5").loader
+    assert loader.wait_for_batch_seconds == 30.0

@@ -257,11 +257,8 @@ def test_parts_write_and_compare_settings_one_after_the_other(job, monkeypatch):
 
 
 def test_a_rank_that_cannot_be_is_refused(job, tmp_path, monkeypatch):
-    for name, value in {"RANK": "8", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with expect_refusal("RANK=8 does not fit WORLD_SIZE=8"):
-        job()
-    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(exit, "group_joined", False)  # undoes afterwards what `job` sets
     with expect_refusal("MASTER_ADDR is not set, and WORLD_SIZE is 8"):
         job()
@@ -391,25 +388,16 @@ def test_a_broken_job_file_is_a_sentence(tmp_path, content):
         claim_folder(tmp_path, {})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "resolution=8",
-        "seed=1",
-        "same_bytes=false",
-        "dtype=float32",
-        "held_out=0.5",
-        "background=black",
-        "max_megapixels=9",
-        "classes=none",
-    ],
-)
-def test_what_images_are_taken_for_is_part_of_the_job(change):
-    one, other = (
-        list_settings(compose(["source=x", "out=x", *more], "precompute_latents").cfg)
-        for more in ([], [change])
-    )
-    assert one != other
+def test_what_images_are_taken_for_is_part_of_the_job():
+    changes = ["resolution=8", "seed=1", "same_bytes=false", "dtype=float32", "held_out=0.5"]
+    changes += ["background=black", "max_megapixels=9", "classes=none"]
+    words = ["source=x", "out=x"]
+    settings = [
+        list_settings(compose([*words, *more], "precompute_latents").cfg)
+        for more in ([], *([change] for change in changes))
+    ]
+    for number, one in enumerate(settings):
+        assert one not in settings[:number], changes[number - 1]
 
 
 def test_changed_images_or_weights_are_another_job(done, job, vae, more_photos, tmp_path):
