@@ -1,6 +1,5 @@
 """Captions beside latents: stored once, chosen in an exact order, verified."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -10,10 +9,11 @@ from data.blocks import DamagedBlockError
 from data.caption_table import quantise
 from data.loader import choose_captions
 from data.manifest import read_manifest
+from encoding.caption_job import CaptionJob
 from models.text_encoders import WordLlama
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, resident, take
-from tests.harness.captions import plan_captions, read_table, rewrite_captions, save_captioned_set
+from tests.harness.captions import plan_captions, read_table, save_captioned_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import edit_manifest, flip_byte, save_random_set
 
@@ -72,31 +72,32 @@ def test_a_run_of_classes_reads_no_captions(folder):
         resident(folder, text="pooled")
 
 
-def set_row(name, value):
-    """Damages one caption, and writes it with the right hash, as a faulty program would."""
-
-    def change(stored):
-        stored[name][3] = value
-        return stored
-
-    return lambda folder: rewrite_captions(folder, change)
-
-
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("name", "value", "sentence"),
     [
-        (lambda f: flip_byte(f / "captions-00000.tar", 2000), "is damaged: its sha256 differs"),
-        (set_row("pooled", 0.0), "holds a caption whose vector is zero"),
-        (set_row("lengths", 99), "holds captions of more than"),
+        ("", 0, "is damaged: its sha256 differs"),
+        ("pooled", 0.0, "holds a caption whose vector is zero"),
+        ("lengths", 99, "holds captions of more than"),
     ],
-    ids=["another byte", "a zeroed caption", "too many tokens"],
 )
-def test_damaged_captions_stop_a_run_and_are_found(damage, sentence, folder, capsys):
-    damage(folder)
+def test_damaged_captions_stop_a_run_and_are_found(name, value, sentence, monkeypatch, tmp_path):
+    """Also those of a faulty program, whose hashes are right."""
+    encode = CaptionJob.encode
+
+    def encode_wrong(self, texts):
+        block = encode(self, texts)
+        if name:
+            block[name][3] = value
+        return block
+
+    monkeypatch.setattr(CaptionJob, "encode", encode_wrong)
+    folder = save_captioned_set(tmp_path, 20, 16)
+    if not name:
+        flip_byte(folder / "captions-00000.tar", 2000)
     for on_corrupt in ("error", "skip"):
         with expect_refusal(sentence):
             resident(folder, text="tokens", on_corrupt=on_corrupt)
-    (problem,) = [line for line in verify(VerifyConfig(str(folder), count=0)) if sentence in line]
+    problem = next(line for line in verify(VerifyConfig(str(folder), count=0)) if sentence in line)
     assert "of captions)" in problem
 
 
@@ -116,14 +117,11 @@ def test_a_manifest_that_contradicts_itself(changes, sentence, folder):
         read_manifest(folder)
 
 
-def test_captions_that_the_table_lacks(folder):
-    """Of the captions only the first block of 8 is there."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    captions = manifest["shards"][-1]
-    captions |= {"count": 8, "blocks": captions["blocks"][:1]}
-    edit_manifest(folder, text=manifest["text"] | {"count": 8}, shards=manifest["shards"])
-    with expect_refusal(r"holds captions from -1 to \d+, but there are 8 captions"):
-        resident(folder)
+def test_captions_that_the_table_lacks(monkeypatch, tmp_path):
+    number = CaptionJob.number_captions
+    monkeypatch.setattr(CaptionJob, "number_captions", lambda *args: 9 * number(*args).abs())
+    with expect_refusal(r"holds captions from \d to \d+, but there are 31 captions"):
+        resident(save_captioned_set(tmp_path, 20, 16))
 
 
 def test_older_sets_have_no_captions(tmp_path):

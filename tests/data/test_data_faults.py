@@ -161,6 +161,7 @@ def test_nothing_left_to_stand_in_is_an_error(folder):
         ({"path": None}, "data=webdataset needs data.path"),
         ({"path": "pipe:curl x"}, "pipes and chained URLs are not opened"),
         ({"path": "simplecache::s3://x"}, "pipes and chained URLs are not opened"),
+        ({"path": "http://x/y?a=1#part"}, "data.path=http://x/y has a fragment behind a #; leave"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(folder, changes, sentence):

@@ -1,12 +1,11 @@
 """Shards and manifests: the manifest describes what the writer wrote, and a reader refuses every
 other set by name."""
 
-import hashlib
 import json
 
 import pytest
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from data.manifest import read_manifest
 from scripts.verify_latents import VerifyConfig, verify
@@ -127,10 +126,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(folder, place, value, sen
     [
         (b'{"channels": 3,', "not valid JSON"),
         (b'{"format": 2}', "lacks channels"),
-        (b"", ""),
         (b"\xff\xfe", ""),
         (b"[" * 10**6, ""),
-        (b"\x00" * 100, ""),
     ],
 )
 def test_a_manifest_that_is_none_is_refused(folder, content, words):
@@ -160,24 +157,10 @@ def test_a_block_with_a_right_hash_and_wrong_content_is_refused(tmp_path, names,
         tensor = tensors.pop(name, None)
         if change:
             tensors[name] = change(tensor)
-    good = draw_random_samples(4, seed=0)
-    save_latent_set(tmp_path, [("train", good), ("train", good)])
-    rewrite_block(tmp_path, 1, save(tensors))
+    save_latent_set(tmp_path, [("train", draw_random_samples(4, seed=0)), ("train", tensors)])
     assert_says(read_refusal(tmp_path), "train-00001.tar (samples 4–7 of train)", sentence, AGAIN)
     problems = verify(VerifyConfig(path=str(tmp_path), count=0))
     assert any(sentence in problem for problem in problems)
-
-
-def rewrite_block(folder, shard, payload):
-    """Replaces a shard by one block, with its true length and hash in the manifest."""
-    shards = json.loads((folder / "manifest.json").read_text())["shards"]
-    entry = shards[shard]
-    content = bytes(512) + payload
-    (folder / entry["file"]).write_bytes(content)
-    digest = hashlib.sha256(payload).hexdigest()
-    entry["blocks"] = [[512, len(payload), entry["count"], digest]]
-    entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    edit_manifest(folder, shards=shards)
 
 
 @pytest.mark.parametrize("open_set", [resident, lambda path, **on: chunked(path, 4, **on)])

@@ -178,14 +178,6 @@ def test_mirroring_depends_on_seed_and_position_only():
     assert torch.equal(flips, draw_often(loader, 5, 2000).flatten() < 0)
     assert not torch.equal(flips, draw_often(other_seed, 0, 2000).flatten() < 0)
     assert abs(flips.float().mean() - 0.5) < 0.05
-    stream = take(loader, 20)
-    assert torch.equal(stream.latents.abs().flatten(), stream.ids + 1.0)
-    assert torch.equal(stream.latents.flatten() < 0, flips[:160])
-
-
-def test_held_out_is_neither_mirrored_nor_sampled():
-    loader = in_memory(latents=STEPS, mirrored=-STEPS, std=STEPS, mirrored_std=STEPS)
-    assert torch.equal(join(loader.held_out(5)).latents, STEPS)
 
 
 def test_posterior_has_the_stored_mean_and_std():

@@ -9,7 +9,6 @@ import torch
 
 from common.config.compose import compose
 from data.manifest import read_manifest
-from models.adapters import find_trained_parameters
 from sampling.load import load_run
 from scripts.plan.memory import forecast, make_question
 from tests.harness.captions import DIGITS, save_bert, save_digits
@@ -146,4 +145,3 @@ def test_forecasts_count_what_the_text_keeps(digits):
     assert counted == pytest.approx(measured, rel=0.05)
     plain = tiny_training("dit", "data=resident", f"data.path={digits}", depth=4)
     assert measured > 1.02 * measure_kept_bytes(plain, 32)
-    assert len(find_trained_parameters(training.model)) > len(find_trained_parameters(plain.model))
