@@ -158,7 +158,7 @@ def test_nothing_left_to_stand_in_is_an_error(folder):
         ({"streams": 0}, "data.streams=0 must be at least 1"),
         ({"timeout": 0.0}, "data.timeout=0.0 must be above 0"),
         ({"on_corrupt": "ignore"}, "data.on_corrupt=ignore must be 'error' or 'skip'"),
-        ({"path": None}, "data=webdataset needs data.path"),
+        ({"path": None}, "data=webdataset needs data.path=<folder of latents>.*data=digits"),
         ({"path": "pipe:curl x"}, "pipes and chained URLs are not opened"),
         ({"path": "simplecache::s3://x"}, "pipes and chained URLs are not opened"),
         ({"path": "http://x/y?a=1#part"}, "data.path=http://x/y has a fragment behind a #; leave"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from data.manifest import read_manifest
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, chunked, join, resident
 from tests.harness.refusals import expect_refusal
@@ -57,10 +56,6 @@ def read_refusal(folder, kind="resident", **settings):
 def assert_says(message, *parts):
     for part in parts:
         assert str(part) in message
-
-
-def test_no_path_is_refused():
-    assert_says(read_refusal(None), "data.path=<folder of latents>", "data=digits")
 
 
 def test_a_folder_without_manifest_is_refused(tmp_path):
@@ -172,9 +167,16 @@ def test_a_held_out_sample_that_stands_in_keeps_its_own_id(tmp_path, open_set):
     assert batch.position.tolist() == list(range(8))
 
 
-def test_statistics_and_class_names_are_part_of_the_fingerprint(folder):
-    fingerprints = {read_manifest(folder).compute_fingerprint()}
-    for changes in ({"std": [2.0] * 3}, {"class_names": ["a", "b"]}, {"class_names": ["a\nb"]}):
+def test_the_fingerprint_tells_sets_and_orders_apart(folder, tmp_path):
+    loaders = [
+        resident(save_random_set(tmp_path / "other", 5)),
+        resident(folder),
+        resident(folder, normalisation="scale_shift"),
+        resident(folder, storage="int8"),
+        LOADERS["webdataset"](folder),
+        LOADERS["webdataset"](folder, window=7),
+    ]
+    for changes in ({"std": [2.0] * 3}, {"class_names": [*"abcd"]}, {"class_names": [*"abc\n"]}):
         edit_manifest(folder, **changes)
-        fingerprints.add(read_manifest(folder).compute_fingerprint())
-    assert len(fingerprints) == 4
+        loaders.append(resident(folder))
+    assert len({loader.spec.fingerprint for loader in loaders}) == len(loaders)

@@ -15,15 +15,7 @@ from data.resident import InMemoryLatents
 from data.spec import LatentSpec
 from data.synthetic import SyntheticLatents
 from tests.harness import batches
-from tests.harness.batches import (
-    assert_same,
-    chunked,
-    join,
-    resident,
-    sort_by_position,
-    streamed,
-    take,
-)
+from tests.harness.batches import assert_same, chunked, join, resident, sort_by_position, take
 from tests.harness.captions import save_captioned_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, save_random_set
@@ -118,19 +110,6 @@ def test_another_seed_gives_another_order(make):
     assert not torch.equal(take(make(seed=0), 3).ids, take(make(seed=1), 3).ids)
 
 
-def test_the_fingerprint_tells_sets_apart(latent_folder, tmp_path):
-    save_random_set(tmp_path, 5)
-    loaders = [
-        resident(latent_folder),
-        resident(tmp_path),
-        resident(latent_folder, normalisation="scale_shift"),
-        resident(latent_folder, storage="int8"),
-        streamed(latent_folder),
-        streamed(latent_folder, window=7),
-    ]
-    assert len({loader.spec.fingerprint for loader in loaders}) == len(loaders)
-
-
 def test_nothing_held_out_gives_no_batches(tmp_path):
     save_random_set(tmp_path, 5)
     assert list(resident(tmp_path).held_out(2)) == []
@@ -163,13 +142,10 @@ def in_memory(seed=0, **tensors):
     return InMemoryLatents(spec, split, split, batch_size=8, seed=seed, device=CPU)
 
 
-def draw(loader, ids, position):
-    """Draws any samples at any positions, raw."""
-    return draw_samples(loader.train.gather(ids), loader.seed, position)
-
-
 def draw_often(loader, sample, count):
-    return draw(loader, torch.full((count,), sample), torch.arange(count))
+    """Draws a sample at the first `count` positions, raw."""
+    rows = loader.train.gather(torch.full((count,), sample))
+    return draw_samples(rows, loader.seed, torch.arange(count))
 
 
 def test_mirroring_depends_on_seed_and_position_only():
