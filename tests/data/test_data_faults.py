@@ -113,8 +113,9 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, 
     flip_bit(folder)
     held_out, offset, _ = find_block(folder, 3, 1)
     held_out.write_bytes(held_out.read_bytes()[: offset + 100])
-    words = [*words, f"data.path={folder}", "data.on_corrupt=skip", "save_every=1", "eval_every=4"]
-    summary = run(*words, "log_every=100", "total_samples=80")
+    words = [*words, f"data.path={folder}", "data.on_corrupt=skip", "save_every=5", "eval_every=5"]
+    words += ["model=conv_xs", "log_every=100"]
+    summary = run(*words, "total_samples=80")
     lost = [f"{SHARD} (samples 28–31 of train)", "held_out-00003.tar (samples 4–7 of held_out)"]
     assert summary["skipped_data"] == dict.fromkeys(lost, 4)
     sentence = f"8 samples of 2 damaged blocks were replaced by others: {', '.join(lost)}"
@@ -122,7 +123,7 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, 
 
     for file, content in files.items():
         file.write_bytes(content)
-    resumed = run(*words, "log_every=100", "total_samples=120")
+    resumed = run(*words, "total_samples=120")
     assert resumed["skipped_data"] == summary["skipped_data"]
     last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["skipped_data"] == 8

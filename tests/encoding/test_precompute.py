@@ -146,7 +146,7 @@ def test_the_plan_is_said_once_before_the_encoder_is_looked_for(job, more_photos
 
 
 def test_the_ledger_sees_a_compiled_encoder(job, capsys, monkeypatch):
-    monkeypatch.setattr(Compile, "backend", "aot_eager")
+    monkeypatch.setattr(Compile, "backend", "eager")
     job("runtime.compile=true", "runtime.on_unavailable=error")
     assert re.search(r"compile +on +on ", capsys.readouterr().out)
 
