@@ -50,7 +50,7 @@ DAMAGES = [
     edit(lambda content: content[:-1] + b"x", SECOND),
     lambda folder: (folder / f"{SECOND}.json").unlink(),
     edit(lambda content: b"[" * 100_000),
-    edit(lambda content: b'{"shard": 5}'),
+    edit(lambda content: b'{"sha256": "", "shard": 5}'),
     edit(lambda content: content.replace(b"0", b"1", 1)),
 ]
 
@@ -375,11 +375,14 @@ def test_a_broken_job_file_is_a_sentence(tmp_path, content):
         claim_folder(tmp_path, {})
 
 
-def test_changed_images_or_weights_are_another_job(done, job, vae, more_photos, tmp_path):
+def test_changed_images_or_weights_are_another_job(
+    done, job, vae, more_photos, tmp_path, monkeypatch
+):
     """But not an encoder that was moved."""
     done()
     moved = shutil.copytree(vae, tmp_path / "moved")
-    assert read_manifest(job(f"encoder.path={moved}")).encoder["path"] == str(moved)
+    monkeypatch.chdir(tmp_path)
+    assert read_manifest(job("encoder.path=moved")).encoder["path"] == str(moved)
     flip_byte(moved / WEIGHTS_FILE)
     with expect_refusal("encoder_sha256 was"):
         job(f"encoder.path={moved}")
