@@ -88,7 +88,6 @@ FAULTS = [
     ("std.1", 0.0, "std.1 should be greater than 0.000000000001, and is 0.0"),
     ("mean.1", float("inf"), "mean.1 should be a finite number"),
     # normalised latents would overflow fp32
-    ("std.0", 1e-40, "std.0 should be"),
     ("std.0", 1e300, "std.0 should be"),
     ("channels", 0, "channels should be greater than or equal to 1"),
     ("count", 12, "the train shards hold 9 samples, and it says 12"),
@@ -133,7 +132,6 @@ def test_a_manifest_that_is_none_is_refused(folder, content, words):
 BLOCKS = [
     ("labels", lambda labels: labels + 1, "labels from 1 to 3, but there are 3 classes"),
     ("latents", torch.Tensor.float, "latents float32[4, 3, 4, 2], the manif"),
-    ("latents", lambda latents: latents[:, :2].clone(), "latents float16[4, 2, 4, 2], the"),
     ("std", torch.neg, "holds std below 0"),
     ("std", lambda std: std / 0, "holds std that are not finite"),
     ("mirrored", None, "holds labels, latents, mirrored_std, std, but a block of"),
