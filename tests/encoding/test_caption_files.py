@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +13,6 @@ from data.manifest import read_manifest
 from encoding.caption_files import CaptionReader, fill_templates
 from encoding.sources import list_images
 from models.text_encoders import HubTextEncoder, WordLlama
-from scripts.import_latents import ImportConfig, check_config, import_latents
 from tests.harness.captions import read_table, save_bert
 from tests.harness.foreign import read_set
 from tests.harness.refusals import expect_refusal
@@ -131,23 +129,20 @@ def test_captions_that_nobody_wrote(job, tmp_path):
         job("captions=templates.txt")
 
 
-def test_an_import_takes_captions(vae, tmp_path):
-    np.save(tmp_path / "latents.npy", np.random.default_rng(0).normal(size=(6, 2, 8, 8)) * 2.0)
-    (tmp_path / "captions.json").write_text(
-        json.dumps(["one", ["two", "three"], [], "one"] + ["x"] * 2)
-    )
-    cfg = {"source": str(tmp_path / "latents.npy"), "out": str(tmp_path / "set"), "scale": 1.0}
-    cfg |= {"encoder": str(vae), "classes": "none", "captions": str(tmp_path / "captions.json")}
+def test_an_import_takes_captions(import_files, tmp_path):
+    file = tmp_path / "captions.json"
+    captions = [["one"], ["two", "three"], [], *[["x"]] * 27]
+    file.write_text(json.dumps(["one", *captions[1:]]))
     with expect_refusal("and text_encoder=None: set both, or none"):
-        check_config(ImportConfig(**cfg))
-    import_latents(ImportConfig(**cfg, text_encoder="wordllama", held_out=0.0))
-    texts = [*read_table(tmp_path / "set", "pooled").texts]
-    numbers = read_set(tmp_path / "set")["captions"].tolist()
-    own = sorted([texts[n] for n in row if n >= 0] for row in numbers)
-    assert own == sorted([["one"], ["two", "three"], [], ["one"], ["x"], ["x"]])
-    (tmp_path / "captions.json").write_text('["one"]')
-    with expect_refusal("must be a list with 6 entries"):
-        import_latents(ImportConfig(**cfg | {"out": "other"}, text_encoder="wordllama"))
+        import_files(captions=str(file))
+    settings = {"captions": str(file), "text_encoder": "wordllama"}
+    out = import_files(**settings)
+    texts = [*read_table(out, "pooled").texts]
+    numbers = read_set(out)["captions"].tolist()
+    assert sorted([texts[n] for n in row if n >= 0] for row in numbers) == sorted(captions)
+    file.write_text('["one"]')
+    with expect_refusal("must be a list with 30 entries"):
+        import_files(out=str(tmp_path / "other"), **settings)
 
 
 @pytest.fixture(scope="module")
