@@ -405,4 +405,6 @@ def test_a_folder_with_other_files_is_refused(job, tmp_path):
             job()
         contents = {file.name: file.read_text() for file in out.iterdir()}
         assert contents == dict.fromkeys(names, "mine")
-        (out / names[0]).unlink()
+        (out / names[-1]).unlink()
+    (out / "job.json.tmp").write_text("left by a kill, beside .lock")
+    assert read_manifest(job()).count == 16
