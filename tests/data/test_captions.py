@@ -1,35 +1,26 @@
 """Captions beside latents: stored once, chosen in an exact order, verified."""
 
-import json
 from collections import Counter
 
 import pytest
 import torch
 
-from common.encoded_text import EncodedText
-from data.blocks import BlockReader, DamagedBlockError
-from data.caption_blocks import read_captions
+from data.blocks import DamagedBlockError
 from data.caption_table import quantise
 from data.loader import choose_captions
 from data.manifest import read_manifest
-from data.source import open_source
+from encoding.caption_job import CaptionJob
 from models.text_encoders import WordLlama
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, resident, take
-from tests.harness.captions import plan_captions, rewrite_captions, save_captioned_set
+from tests.harness.captions import plan_captions, read_table, save_captioned_set
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import edit_manifest, flip_byte, save_random_set
-from tests.harness.words import CPU
 
 
 @pytest.fixture
 def folder(tmp_path):
     return save_captioned_set(tmp_path / "set", 20, 16, held_out=5)
-
-
-def read_table(folder, level="tokens"):
-    manifest = read_manifest(folder)
-    return read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
@@ -81,31 +72,32 @@ def test_a_run_of_classes_reads_no_captions(folder):
         resident(folder, text="pooled")
 
 
-def zero_one(stored):
-    stored["pooled"][3] = 0.0
-    return stored
-
-
-def lengthen(stored):
-    stored["lengths"][3] = 99
-    return stored
-
-
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("name", "value", "sentence"),
     [
-        (lambda f: flip_byte(f / "captions-00000.tar", 2000), "is damaged: its sha256 differs"),
-        (lambda f: rewrite_captions(f, zero_one), "holds a caption whose vector is zero"),
-        (lambda f: rewrite_captions(f, lengthen), "holds captions of more than"),
+        ("", 0, "is damaged: its sha256 differs"),
+        ("pooled", 0.0, "holds a caption whose vector is zero"),
+        ("lengths", 99, "holds captions of more than"),
     ],
-    ids=["another byte", "a zeroed caption", "too many tokens"],
 )
-def test_damaged_captions_stop_a_run_and_are_found(damage, sentence, folder, capsys):
-    damage(folder)
+def test_damaged_captions_stop_a_run_and_are_found(name, value, sentence, monkeypatch, tmp_path):
+    """Also those of a faulty program, whose hashes are right."""
+    encode = CaptionJob.encode
+
+    def encode_wrong(self, texts):
+        block = encode(self, texts)
+        if name:
+            block[name][3] = value
+        return block
+
+    monkeypatch.setattr(CaptionJob, "encode", encode_wrong)
+    folder = save_captioned_set(tmp_path, 20, 16)
+    if not name:
+        flip_byte(folder / "captions-00000.tar", 2000)
     for on_corrupt in ("error", "skip"):
         with expect_refusal(sentence):
             resident(folder, text="tokens", on_corrupt=on_corrupt)
-    (problem,) = [line for line in verify(VerifyConfig(str(folder), count=0)) if sentence in line]
+    problem = next(line for line in verify(VerifyConfig(str(folder), count=0)) if sentence in line)
     assert "of captions)" in problem
 
 
@@ -125,30 +117,17 @@ def test_a_manifest_that_contradicts_itself(changes, sentence, folder):
         read_manifest(folder)
 
 
-def test_captions_that_the_table_lacks(folder):
-    text = vars(read_manifest(folder).text)
-    edit_manifest(folder, text=text | {"count": 8}, shards=cut_captions(folder))
-    with expect_refusal(r"holds captions from -1 to \d+, but there are 8 captions"):
-        resident(folder)
-
-
-def cut_captions(folder):
-    """The manifest's shards, without the captions after the first block of 8."""
-    *others, captions = json.loads((folder / "manifest.json").read_text())["shards"]
-    return [*others, captions | {"count": 8, "blocks": captions["blocks"][:1]}]
+def test_captions_that_the_table_lacks(monkeypatch, tmp_path):
+    number = CaptionJob.number_captions
+    monkeypatch.setattr(CaptionJob, "number_captions", lambda *args: 9 * number(*args).abs())
+    with expect_refusal(r"holds captions from \d to \d+, but there are 31 captions"):
+        resident(save_captioned_set(tmp_path, 20, 16))
 
 
 def test_older_sets_have_no_captions(tmp_path):
     loader = resident(save_random_set(tmp_path, 8), text="tokens")
     assert loader.spec.text is None
     assert next(loader).text is None
-
-
-def test_captions_are_repeated_for_guidance():
-    text = EncodedText(*(torch.arange(2) for _ in range(4)))
-    assert text.repeat_to(4).numbers.tolist() == [0, 1, 0, 1]
-    with pytest.raises(AssertionError, match="3 samples for 2 captions"):
-        text.repeat_to(3)
 
 
 def test_small_vectors_keep_their_direction_in_8_bits():

@@ -20,8 +20,8 @@ from encoding.decoding import DecodedImages, make_decoding_loader
 from tests.harness.batches import LOADERS, assert_same
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import draw_random_samples, flip_byte, save_latent_set, save_random_set
+from tests.harness.steps import tiny_training
 from tests.harness.words import CPU
-from training.assemble import assemble
 
 KINDS = ["resident", "chunks", "webdataset", "webdataset, 2 workers"]
 SHARD = "train-00001.tar"
@@ -71,11 +71,13 @@ DAMAGES = [
     (delete_shard, " of train) is missing", 20),
     (write_nan, "(samples 28–31 of train) holds latents that are not finite", 4),
 ]
-every_damage = pytest.mark.parametrize(("plant", "sentence", "lost"), DAMAGES)
+every_damage_and_kind = pytest.mark.parametrize(
+    ("kind", "plant", "sentence", "lost"),
+    [(kind, *damage) for i, kind in enumerate(KINDS) for damage in (DAMAGES[i - 1], DAMAGES[i])],
+)
 
 
-@every_damage
-@pytest.mark.parametrize("kind", KINDS)
+@every_damage_and_kind
 @pytest.mark.fault("damaged or missing shards", "one sentence that names shard and samples")
 def test_damage_ends_in_one_sentence(folder, kind, plant, sentence, lost):
     plant(folder)
@@ -86,8 +88,7 @@ def test_damage_ends_in_one_sentence(folder, kind, plant, sentence, lost):
     assert "run precompute_latents.py again to rebuild it, or set data.on_corrupt=skip" in message
 
 
-@every_damage
-@pytest.mark.parametrize("kind", KINDS)
+@every_damage_and_kind
 def test_or_is_skipped_and_counted(folder, kind, plant, sentence, lost, capsys):
     """Other samples stand in: the stream stays as long as it was, and a resume stays exact."""
     plant(folder)
@@ -112,8 +113,9 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, 
     flip_bit(folder)
     held_out, offset, _ = find_block(folder, 3, 1)
     held_out.write_bytes(held_out.read_bytes()[: offset + 100])
-    words = [*words, f"data.path={folder}", "data.on_corrupt=skip", "save_every=1", "eval_every=4"]
-    summary = run(*words, "log_every=100", "total_samples=80")
+    words = [*words, f"data.path={folder}", "data.on_corrupt=skip", "save_every=5", "eval_every=5"]
+    words += ["model=conv_xs", "log_every=100"]
+    summary = run(*words, "total_samples=80")
     lost = [f"{SHARD} (samples 28–31 of train)", "held_out-00003.tar (samples 4–7 of held_out)"]
     assert summary["skipped_data"] == dict.fromkeys(lost, 4)
     sentence = f"8 samples of 2 damaged blocks were replaced by others: {', '.join(lost)}"
@@ -121,7 +123,7 @@ def test_a_run_on_damaged_data_says_so_at_its_end(folder, run, tmp_path, words, 
 
     for file, content in files.items():
         file.write_bytes(content)
-    resumed = run(*words, "log_every=100", "total_samples=120")
+    resumed = run(*words, "total_samples=120")
     assert resumed["skipped_data"] == summary["skipped_data"]
     last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["skipped_data"] == 8
@@ -157,9 +159,10 @@ def test_nothing_left_to_stand_in_is_an_error(folder):
         ({"streams": 0}, "data.streams=0 must be at least 1"),
         ({"timeout": 0.0}, "data.timeout=0.0 must be above 0"),
         ({"on_corrupt": "ignore"}, "data.on_corrupt=ignore must be 'error' or 'skip'"),
-        ({"path": None}, "data=webdataset needs data.path"),
+        ({"path": None}, "data=webdataset needs data.path=<folder of latents>.*data=digits"),
         ({"path": "pipe:curl x"}, "pipes and chained URLs are not opened"),
         ({"path": "simplecache::s3://x"}, "pipes and chained URLs are not opened"),
+        ({"path": "http://x/y?a=1#part"}, "data.path=http://x/y has a fragment behind a #; leave"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(folder, changes, sentence):
@@ -224,5 +227,5 @@ def test_readers_that_stop_are_not_waited_for(folder, monkeypatch):
 
 
 def test_the_patience_of_a_loader_is_that_of_the_run():
-    cfg = compose(["runtime=eager", "runtime.parallel.timeout_minutes=0.5"]).cfg
-    assert assemble(cfg, CPU).loader.wait_for_batch_seconds == 30.0
+    loader = tiny_training("conv", "runtime.parallel.timeout_minutes=0.5").loader
+    assert loader.wait_for_batch_seconds == 30.0

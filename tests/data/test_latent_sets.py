@@ -1,14 +1,12 @@
 """Shards and manifests: the manifest describes what the writer wrote, and a reader refuses every
 other set by name."""
 
-import hashlib
 import json
 
 import pytest
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 
-from data.manifest import read_manifest
 from scripts.verify_latents import VerifyConfig, verify
 from tests.harness.batches import LOADERS, chunked, join, resident
 from tests.harness.refusals import expect_refusal
@@ -60,15 +58,11 @@ def assert_says(message, *parts):
         assert str(part) in message
 
 
-def test_no_path_is_refused():
-    assert_says(read_refusal(None), "data.path=<folder of latents>", "data=digits")
-
-
 def test_a_folder_without_manifest_is_refused(tmp_path):
     assert_says(read_refusal(tmp_path), tmp_path / "manifest.json", "precompute_latents.py source=")
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", ["resident", "webdataset"])
 @pytest.mark.parametrize(
     ("key", "wrong", "right"),
     [
@@ -94,7 +88,6 @@ FAULTS = [
     ("std.1", 0.0, "std.1 should be greater than 0.000000000001, and is 0.0"),
     ("mean.1", float("inf"), "mean.1 should be a finite number"),
     # normalised latents would overflow fp32
-    ("std.0", 1e-40, "std.0 should be"),
     ("std.0", 1e300, "std.0 should be"),
     ("channels", 0, "channels should be greater than or equal to 1"),
     ("count", 12, "the train shards hold 9 samples, and it says 12"),
@@ -127,10 +120,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(folder, place, value, sen
     [
         (b'{"channels": 3,', "not valid JSON"),
         (b'{"format": 2}', "lacks channels"),
-        (b"", ""),
         (b"\xff\xfe", ""),
         (b"[" * 10**6, ""),
-        (b"\x00" * 100, ""),
     ],
 )
 def test_a_manifest_that_is_none_is_refused(folder, content, words):
@@ -141,7 +132,6 @@ def test_a_manifest_that_is_none_is_refused(folder, content, words):
 BLOCKS = [
     ("labels", lambda labels: labels + 1, "labels from 1 to 3, but there are 3 classes"),
     ("latents", torch.Tensor.float, "latents float32[4, 3, 4, 2], the manif"),
-    ("latents", lambda latents: latents[:, :2].clone(), "latents float16[4, 2, 4, 2], the"),
     ("std", torch.neg, "holds std below 0"),
     ("std", lambda std: std / 0, "holds std that are not finite"),
     ("mirrored", None, "holds labels, latents, mirrored_std, std, but a block of"),
@@ -160,24 +150,10 @@ def test_a_block_with_a_right_hash_and_wrong_content_is_refused(tmp_path, names,
         tensor = tensors.pop(name, None)
         if change:
             tensors[name] = change(tensor)
-    good = draw_random_samples(4, seed=0)
-    save_latent_set(tmp_path, [("train", good), ("train", good)])
-    rewrite_block(tmp_path, 1, save(tensors))
+    save_latent_set(tmp_path, [("train", draw_random_samples(4, seed=0)), ("train", tensors)])
     assert_says(read_refusal(tmp_path), "train-00001.tar (samples 4–7 of train)", sentence, AGAIN)
     problems = verify(VerifyConfig(path=str(tmp_path), count=0))
     assert any(sentence in problem for problem in problems)
-
-
-def rewrite_block(folder, shard, payload):
-    """Replaces a shard by one block, with its true length and hash in the manifest."""
-    shards = json.loads((folder / "manifest.json").read_text())["shards"]
-    entry = shards[shard]
-    content = bytes(512) + payload
-    (folder / entry["file"]).write_bytes(content)
-    digest = hashlib.sha256(payload).hexdigest()
-    entry["blocks"] = [[512, len(payload), entry["count"], digest]]
-    entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    edit_manifest(folder, shards=shards)
 
 
 @pytest.mark.parametrize("open_set", [resident, lambda path, **on: chunked(path, 4, **on)])
@@ -189,9 +165,16 @@ def test_a_held_out_sample_that_stands_in_keeps_its_own_id(tmp_path, open_set):
     assert batch.position.tolist() == list(range(8))
 
 
-def test_statistics_and_class_names_are_part_of_the_fingerprint(folder):
-    fingerprints = {read_manifest(folder).compute_fingerprint()}
-    for changes in ({"std": [2.0] * 3}, {"class_names": ["a", "b"]}, {"class_names": ["a\nb"]}):
+def test_the_fingerprint_tells_sets_and_orders_apart(folder, tmp_path):
+    loaders = [
+        resident(save_random_set(tmp_path / "other", 5)),
+        resident(folder),
+        resident(folder, normalisation="scale_shift"),
+        resident(folder, storage="int8"),
+        LOADERS["webdataset"](folder),
+        LOADERS["webdataset"](folder, window=7),
+    ]
+    for changes in ({"std": [2.0] * 3}, {"class_names": [*"abcd"]}, {"class_names": [*"abc\n"]}):
         edit_manifest(folder, **changes)
-        fingerprints.add(read_manifest(folder).compute_fingerprint())
-    assert len(fingerprints) == 4
+        loaders.append(resident(folder))
+    assert len({loader.spec.fingerprint for loader in loaders}) == len(loaders)

@@ -87,7 +87,6 @@ def test_a_server_that_hangs_is_given_up_on(server):
     [
         (500, r"tar \(samples .* cannot be read: the server answers 500 \(3 attempts\)"),
         (404, r"tar \(samples .* is missing \(the server answers 404\)"),
-        (403, r"tar \(samples .* cannot be read: the server answers 403;"),
     ],
 )
 def test_what_fails_for_good_is_named(server, status, sentence):
@@ -213,11 +212,6 @@ def test_the_cache_of_a_plain_url_is_where_it_was(server, tmp_path):
     open_source(url, cache=str(tmp_path)).read(FIRST, 0, 4)
     digest = hashlib.sha256(url.encode()).hexdigest()
     assert find_copies(tmp_path) == [tmp_path / digest[:16] / FIRST]
-
-
-def test_a_fragment_is_refused():
-    with expect_refusal(r"^data.path=http://host/set has a fragment behind a #; leave it out"):
-        open_source("http://host/set?a=1#part")
 
 
 def test_an_address_of_numbers_is_no_chain():

@@ -34,12 +34,6 @@ def autoencoder(vae):
     return DiffusersAutoencoder(str(vae))
 
 
-def encode(autoencoder, pixels):
-    """Means and standard deviations, image by image."""
-    posteriors = [autoencoder.encode(image[None]) for image in pixels]
-    return [torch.cat(parts) for parts in zip(*posteriors, strict=True)]
-
-
 # Stored latents
 
 
@@ -84,8 +78,8 @@ def test_statistics_are_those_of_what_training_sees(encoded):
 
 def test_latents_labels_and_flips_are_those_of_the_images(encoded, pixels, autoencoder):
     tensors = read_set(encoded("flips=true", EXACT))
-    mean, std = encode(autoencoder, pixels)
-    mirrored, mirrored_std = encode(autoencoder, pixels.flip(3))
+    mean, std = autoencoder.encode(pixels)
+    mirrored, mirrored_std = autoencoder.encode(pixels.flip(3))
     index = match(mean, tensors["latents"], 1e-4)
     for name, expected in (
         ("std", std),
@@ -109,19 +103,12 @@ def test_a_sample_is_one_standard_normal_draw_from_the_posterior(encoded):
     assert (noise[1:] - noise[:-1]).flatten(1).abs().amax(1).min() > 0.1
 
 
-def test_samples_are_the_same_each_time_and_at_any_batch_size(encoded, job):
-    first = read_set(encoded("kind=sample", EXACT))["latents"]
-    assert torch.equal(first, read_set(job("kind=sample", EXACT))["latents"])
-    other = read_set(encoded("kind=sample", EXACT, "batch_size=3"))["latents"]
-    torch.testing.assert_close(first, other, rtol=1e-4, atol=1e-4)
-
-
 def test_a_damaged_image_does_not_move_the_draws_of_others(encoded, job, more_photos):
-    """A draw belongs to the image's place in the list, which no other image shares."""
-    settings = ["kind=sample", EXACT, "held_out=0", "batch_size=20", "shard_size=20"]
-    intact = read_set(encoded(*settings))["latents"]
+    """A draw belongs to the image's place in the list, at any batch size."""
+    settings = ["kind=sample", EXACT, "held_out=0", "shard_size=20"]
+    intact = read_set(encoded(*settings, "batch_size=20"))["latents"]
     (more_photos / "cat" / "004.jpg").write_bytes(b"no image at all")
-    rest = read_set(job(*settings, source=more_photos))["latents"]
+    rest = read_set(job(*settings, "batch_size=6", source=more_photos))["latents"]
     distance = (rest.flatten(1)[:, None] - intact.flatten(1)[None]).abs().amax(2)
     assert len(rest) == 19
     assert distance.amin(1).max() < 1e-3
@@ -159,7 +146,7 @@ def test_the_plan_is_said_once_before_the_encoder_is_looked_for(job, more_photos
 
 
 def test_the_ledger_sees_a_compiled_encoder(job, capsys, monkeypatch):
-    monkeypatch.setattr(Compile, "backend", "aot_eager")
+    monkeypatch.setattr(Compile, "backend", "eager")
     job("runtime.compile=true", "runtime.on_unavailable=error")
     assert re.search(r"compile +on +on ", capsys.readouterr().out)
 

@@ -17,15 +17,11 @@ def find_problems(folder, **settings):
     return verify(VerifyConfig(path=str(folder), **{"count": 0} | settings))  # pyright: ignore[reportArgumentType]
 
 
-def test_a_set_of_ours_has_none(encoded, capsys):
-    assert find_problems(encoded("flips=true", "limit=15")) == []
-    assert "12 training and 3 held-out latents of 2×8×8 in float16" in capsys.readouterr().out
-
-
-def test_decoded_latents_stand_beside_their_originals(encoded, photos, vae, tmp_path):
+def test_decoded_latents_stand_beside_their_originals(encoded, photos, vae, tmp_path, capsys):
     out = tmp_path / "grid.png"
-    folder = encoded()
+    folder = encoded("flips=true", "limit=15")
     assert find_problems(folder, count=3, source=str(photos), out=str(out)) == []
+    assert "12 training and 3 held-out latents of 2×8×8 in float16" in capsys.readouterr().out
     with Image.open(out) as grid:
         assert grid.width == 6 * grid.height  # three pairs in a row
     source = open_source(folder)

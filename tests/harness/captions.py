@@ -1,15 +1,14 @@
 """Captions for latent sets: random samples, and handwritten digits described by templates."""
 
 import torch
-from safetensors.torch import load
 
 from data.blocks import BlockReader
+from data.caption_blocks import read_captions
 from data.digits import DigitLatents
 from data.manifest import read_manifest
 from data.source import open_source
 from encoding.caption_job import CaptionJob, TextSettings
-from encoding.shards import ShardWriter
-from tests.harness.sets import edit_manifest, save_files, save_latent_set, save_random_set
+from tests.harness.sets import save_files, save_latent_set, save_random_set
 from tests.harness.words import CPU
 
 WORDLLAMA = {"_target_": "models.text_encoders.WordLlama"}
@@ -85,23 +84,7 @@ def save_digits(folder, templates=TEMPLATES, count=None, captionless=None, **set
     return folder
 
 
-def rewrite_captions(folder, change):
-    """Changes the tensors of the captions and writes them with right hashes, as a faulty program
-    would. `change` maps name -> tensor of all captions to new tensors."""
+def read_table(folder, level="tokens"):
+    """The captions of a latent set, encoded."""
     manifest = read_manifest(folder)
-    source = open_source(str(folder))
-    places = BlockReader(source, manifest, "captions").places
-    blocks = [load(source.read(p.shard.file, p.block.offset, p.block.size)) for p in places]
-    names = ("pooled", "tokens", "lengths")
-    changed = change({name: torch.cat([block[name] for block in blocks]) for name in names})
-
-    shards = [shard for shard in manifest.shards if shard.split != "captions"]
-    for file in dict.fromkeys(place.shard.file for place in places):
-        with ShardWriter(folder / file, "captions", 8) as writer:
-            for place, block in zip(places, blocks, strict=True):
-                if place.shard.file == file:
-                    rows = slice(place.first, place.first + place.block.samples)
-                    new = {name: value[rows].contiguous() for name, value in changed.items()}
-                    writer.write_member(block | new, place.block.samples)
-            shards.append(writer.close())
-    edit_manifest(folder, shards=[vars(shard) for shard in shards])
+    return read_captions(BlockReader(open_source(str(folder)), manifest, "train"), level, CPU)

@@ -1,10 +1,8 @@
 """Encodes the parts of a job in processes that start in the same moment. Each is killed a few times
-just before it changes a file, and started again:
-`python -m tests.harness.parts <parts> <kills of each> <out> key=value …`."""
+just before it changes a file, and started again."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import signal
@@ -15,12 +13,6 @@ from common.config.compose import compose
 from precompute_latents import precompute
 from tests.harness.zygote import die_at
 
-IMPORTED_ONCE = [
-    "accel.stack",
-    "diffusers.models.autoencoders.autoencoder_kl",
-    "encoding.encoder",
-    "models.text_encoders",
-]
 LATEST_KILL = 12
 """Changes of files after which a process is killed at the latest."""
 
@@ -59,9 +51,3 @@ def run_parts(parts: int, kills: int, out: str, words: list[str]) -> None:
         assert code == (-signal.SIGKILL if left else 0), f"part={part} ended with {code}"
         if left:
             start_again(part, left - 1)
-
-
-if __name__ == "__main__":
-    for module in IMPORTED_ONCE:
-        importlib.import_module(module)
-    run_parts(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
