@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from common import workers
 from common.workers import Prefetcher, Readers, refuse_small_shared_memory, run_to_end, run_watched
 from tests.harness.refusals import expect_refusal
+from tests.harness.sets import wait_until_dead
 from tests.harness.zygote import HANG
 
 LEAVE_CHILD = """
@@ -25,18 +25,10 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
-def wait_until_gone(pid):
-    """A killed process stays until its new parent has heard of it."""
-    deadline = time.monotonic() + HANG
-    while os.path.exists(f"/proc/{pid}/exe") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not os.path.exists(f"/proc/{pid}/exe")
-
-
 def test_a_command_takes_its_children_along(tmp_path):
     with (tmp_path / "log").open("wb") as output:
         assert run_to_end(python(LEAVE_CHILD), output=output) == 3
-    wait_until_gone(int((tmp_path / "log").read_text()))
+    wait_until_dead(int((tmp_path / "log").read_text()))
 
 
 def test_a_command_that_takes_too_long_is_ended():
