@@ -91,27 +91,8 @@ def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
     before = read_results(tmp_path)
     assert run_all(faulty, tmp_path) == entries
     assert read_results(tmp_path) == before
-    provenance = {"hardware", "versions", "device", "code", "git", "date", "command", "config"}
-    provenance.add("seconds")
-    assert next(iter(before.values()))["environment"].keys() == provenance
-
-
-@pytest.mark.parametrize(
-    ("again", "measured"),
-    [("failed", [False, True]), pytest.param("all", [True, True], marks=pytest.mark.slow)],
-)
-def test_again_measures_what_failed_or_all(again, measured, tmp_path):
-    faulty = planted.plan_job(value, raises)
-    run_all(faulty, tmp_path)
-    for file in tmp_path.glob("step_tiny/*.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"old": True}))
-    run_all(faulty, tmp_path, again)
-    assert ["old" not in result for result in read_results(tmp_path).values()] == measured
-
-
-def test_again_has_two_values(tmp_path):
-    with pytest.raises(ValueError, match="again=true: choose all, failed, or leave it out"):
-        run_all(planted.plan_job(value), tmp_path, "true")
+    provenance = "hardware versions words baseline keys code device git date seconds command"
+    assert next(iter(before.values()))["environment"].keys() == {*provenance.split()}
 
 
 def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
@@ -183,48 +164,44 @@ def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
 
 def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkeypatch):
     job = planted.plan_job(value)
+    other = job._replace(cfg=replace(job.cfg, steps=7))
     run_all(job, tmp_path)
-    runs = Runner(tmp_path)
+    ((_, result),) = read_results(tmp_path).items()
+    runs = Runner(tmp_path, machine=result["environment"])
     assert runs.find_result(job, job.cases[0])
+    assert not runs.find_result(other, job.cases[0])
     runs.machine = {**runs.machine, "hardware": "another"}
     assert not runs.find_result(job, job.cases[0])
-    runs.close()
-    run_all(job._replace(cfg=replace(job.cfg, steps=7)), tmp_path)
-    assert len(read_results(tmp_path)) == 2
     # Other code measures again, and replaces the result.
     monkeypatch.setattr(runner, "hash_case", lambda case: "other code")
     run_all(job, tmp_path)
-    codes = [result["environment"]["code"] for result in read_results(tmp_path).values()]
-    assert len(codes) == 2
-    assert codes.count("other code") == 1
+    ((_, result),) = read_results(tmp_path).items()
+    assert result["environment"]["code"] == "other code"
 
 
-@pytest.mark.slow
 def test_the_order_is_by_need(tmp_path, monkeypatch):
     """Never measured, failed with other code, of other code and the oldest first; what failed with
     this code waits for `again`."""
-    job = planted.plan_job(value, value, raises, value, raises, value)
-    monkeypatch.setattr(runner, "hash_case", lambda case: "old" if case.name < "case 4" else "new")
-    dates = {f"case {i}": f"2026-11-2{9 - i}" for i in range(6)}
-    run_all(job._replace(cases=job.cases[1:]), tmp_path)
-    for file in tmp_path.glob("step_tiny/*.json"):
-        result = json.loads(file.read_text())
-        result["environment"]["date"] = dates[result["entry"]["name"]]
-        file.write_text(json.dumps(result))
-
+    job = planted.plan_job(*[value] * 6)
     monkeypatch.setattr(runner, "hash_case", lambda case: "new")
-    runs = Runner(tmp_path)
+    runs = Runner(tmp_path, machine={"hardware": "a CPU", "versions": {}})
+    for number, case in enumerate(job.cases[1:], 1):
+        entry = {"error": "planted"} if number in (2, 4) else {}
+        environment = {"code": "old" if number < 4 else "new", "date": f"2026-11-2{9 - number}"}
+        file = runs.find_file(job, case)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"entry": entry, "environment": environment}))
     tasks = [(job, case) for case in job.cases]
     for again, expected in ((None, "0231"), ("failed", "04231"), ("all", "042315")):
         assert [case.name[-1] for _, case in runs.order(tasks, again)] == list(expected), again
-    runs.close()
+    with pytest.raises(ValueError, match="again=true: choose all, failed, or leave it out"):
+        runs.run(tasks, "true")
 
 
 def test_a_folder_has_one_bench_at_a_time(tmp_path):
-    words = [sys.executable, "-m", "scripts.bench", "gpu", "only=[step]", f"out={tmp_path}"]
-    with open_runner(str(tmp_path)):
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert "another bench measures into it" in done.stderr
+    refused = pytest.raises(ValueError, match="another bench measures into it")
+    with open_runner(str(tmp_path)), get_context("fork").Pool(1) as pool, refused:
+        pool.apply(run_queue, [[f"out={tmp_path}", "only=[step]"]])
 
 
 def test_items_are_understood_and_the_first_nine_minutes_tell_most():
