@@ -2,9 +2,10 @@
 two processes."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
+import socket
+from multiprocessing import get_context
 from unittest.mock import DEFAULT, Mock
 
 import numpy as np
@@ -15,7 +16,6 @@ from PIL import Image
 from common.config.compose import compose
 from common.config.schema import FdConfig
 from common.distributed.ranks import SINGLE
-from common.files import ROOT
 from evaluation import evaluator as comparing
 from evaluation.distances import collect_stats, compute_figures
 from evaluation.evaluator import Evaluator, make_folder_source
@@ -154,8 +154,7 @@ def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained,
 
 
 def test_the_count_that_is_needed_is_said_before_samples_are_drawn(trained, tmp_path, capsys):
-    few = {"count": 100, "steps": 1, "features": ["encoder"], "out": str(tmp_path / "few")}
-    evaluate_run(EvaluateConfig(run_dir=str(trained), **few))
+    evaluate(tmp_path / "few", trained, count=100, steps=1, features=["encoder"])
     output = capsys.readouterr().out
     note = output.index(
         "note: encoder: fd of 64 features needs more than 128 samples, there are 100"
@@ -205,42 +204,40 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsy
     assert not list(tmp_path.glob("*.parts"))
 
 
-def run_command(program, trained, out):
-    """Evaluates in pieces in a process that `program` starts."""
-    settings = CHUNKS | {"features": "[encoder]", "run_dir": trained, "out": out, "device": "cpu"}
-    words = [f"{key}={value}" for key, value in settings.items()]
-    command = [sys.executable, *program, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-DYING = """
-import os, runpy, sampling.draw
-write = sampling.draw.ResumableChunks.write
-
-def write_or_die(self, number, tensors):
-    if "samples.parts" in str(self.folder) and number == 1:
-        os.kill(os.getpid(), 9)
-    write(self, number, tensors)
-
-sampling.draw.ResumableChunks.write = write_or_die
-runpy.run_module("scripts.evaluate", None, "__main__", True)
-"""
-
-
-def test_a_killed_command_goes_on_to_the_same_figures(trained, whole, tmp_path):
-    """SIGKILL ends the command in the second of three pieces."""
+def test_a_stopped_command_goes_on_to_the_same_figures(trained, whole, tmp_path, monkeypatch):
+    """It stops in the second of three pieces."""
     out = tmp_path / "samples"
-    assert run_command(["-c", DYING], trained, out).returncode == -9
+    write = ResumableChunks.write
+
+    def write_or_stop(self, number, tensors):
+        if number == 1 and self.folder.suffix == ".parts":
+            raise KeyboardInterrupt
+        write(self, number, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableChunks, "write", write_or_stop)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(out, trained, **CHUNKS)
     assert len(list((tmp_path / "samples.parts").glob("*.safetensors"))) == 1
     assert evaluate(out, trained, **CHUNKS)["features"] == whole
 
 
+def evaluate_share(rank, port, out, trained):
+    """Evaluates as one of two processes that torchrun starts."""
+    facts = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    os.environ.update(word.split("=") for word in facts.split())
+    return evaluate(out, trained, **CHUNKS)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_two_processes_come_to_the_same_figures(trained, whole, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = run_command([*launcher, "-m", "scripts.evaluate"], trained, tmp_path / "two")
-    assert process.returncode == 0, process.stderr[-3000:]
-    figures = json.loads((tmp_path / "two.json").read_text())["features"]["encoder"]
-    assert figures == pytest.approx(whole["encoder"], rel=1e-9)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    calls = [(rank, port, tmp_path / "two", trained) for rank in (0, 1)]
+    with get_context("fork").Pool(2) as pool:
+        first, second = pool.starmap(evaluate_share, calls, chunksize=1)
+    assert first["features"]["encoder"] == pytest.approx(whole["encoder"], rel=1e-9)
+    assert second == {}
 
 
 def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, digits, tmp_path, monkeypatch):
