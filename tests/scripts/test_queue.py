@@ -1,14 +1,12 @@
 """The runner of the benchmarks loses no result, whatever happens to a case, a child or a queue."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from multiprocessing import get_context, get_start_method
+from multiprocessing import get_context, get_start_method, set_start_method
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,27 +108,6 @@ def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
     assert limits == [START_SECONDS, START_SECONDS, 123.0]
 
 
-@pytest.mark.slow
-def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, children):
-    """The killed runner's children start as they really do."""
-    running = subprocess.Popen(
-        [sys.executable, "-m", "tests.harness.planted_cases", str(tmp_path)], cwd=ROOT
-    )
-    while len(read_results(tmp_path)) < 2:
-        assert running.poll() is None
-        time.sleep(0.02)
-    pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    running.kill()
-    running.wait()
-    for pid in pids:
-        wait_until_dead(int(pid))
-    before = read_results(tmp_path)
-    entries = run_all(planted.plan_job(value, value, hangs, value), tmp_path)
-    assert [entry.get("value") for entry in entries] == ["case 0", "case 1", None, "case 3"]
-    assert {result["entry"]["workers"] for result in before.values()} == {get_start_method()}
-    assert read_results(tmp_path).items() > before.items()
-
-
 def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_path, monkeypatch):
     """On the test's clock a case takes a second, or all of its time if it hangs."""
     now = [0.0]
@@ -165,7 +142,11 @@ def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
 def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkeypatch):
     job = planted.plan_job(value)
     other = job._replace(cfg=replace(job.cfg, steps=7))
-    run_all(job, tmp_path)
+    usual = get_start_method()
+    set_start_method("spawn", force=True)  # as in a child of the runner
+    (entry,) = run_all(job, tmp_path)
+    set_start_method(usual, force=True)
+    assert entry["workers"] == usual, "a loader's workers start otherwise than in train.py"
     ((_, result),) = read_results(tmp_path).items()
     runs = Runner(tmp_path, machine=result["environment"])
     assert runs.find_result(job, job.cases[0])
@@ -261,17 +242,21 @@ def test_an_archive_is_whole_or_refused(kept, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_queue_goes_on_in_another_clone_two_commits_later(tmp_path):
-    """The archive brings each result back whole, and neither commit touches code of these cases."""
+    """The killed runner takes its child along. The archive brings each result back whole, and
+    neither commit touches code of these cases."""
     archive = tmp_path / "results.tar.gz"
     bench = [sys.executable, "-m", "scripts.bench"]
     gpu = [*bench, "gpu", "setting=tiny", "only=[kernels]", "seconds=3600"]
     words = [*gpu, f"out={tmp_path / 'out'}", f"pack={archive}"]
-    running = subprocess.Popen(words, cwd=ROOT, start_new_session=True)
+    running = subprocess.Popen(words, cwd=ROOT)
     while len(list(tmp_path.glob("out/kernels_tiny/*.json"))) < 4:
         assert running.poll() is None
         time.sleep(0.05)
-    os.killpg(running.pid, signal.SIGKILL)
+    pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    running.kill()
     running.wait()
+    for pid in pids:
+        wait_until_dead(int(pid))
     with publish.open_results(archive) as folder:
         kept = {json.loads(f.read_text())["entry"]["name"] for f in folder.glob("*/*.json")}
     assert len(kept) >= 3
