@@ -51,16 +51,25 @@ def test_solvers_converge_with_their_order(solver, order, bound, shift):
     assert fine < bound
 
 
+def test_ab2_weighs_steps_by_their_lengths():
+    """It follows a velocity that is linear in time, but for the first step, which is Euler's."""
+    end = sample(lambda x, t: torch.full_like(x, t), torch.zeros(1, 1, 1, 1), 4, "ab2", shift=3.0)
+    assert end.item() == pytest.approx(-0.5 - (1.0 - 0.9) ** 2 / 2)
+
+
 def test_the_sde_draws_the_distribution_of_the_data():
     """It does not follow the paths of the ODE: one starting point spreads."""
     draw = torch.Generator().manual_seed(0)
     velocity = gaussian(0.7, 0.4)
+    steps = []
 
-    def draw_noise(*_):
+    def draw_noise(*step):
+        steps.extend(step)
         return torch.randn(40_000, 1, 1, 1, generator=draw)
 
     noise = draw_noise()
     ends = sample(velocity, noise, 200, "sde", fresh=draw_noise)
+    assert steps == [*range(199)]  # the last step adds none
     # four standard errors, and the error of 200 steps
     assert ends.mean().item() == pytest.approx(0.7, abs=0.013)
     assert ends.std().item() == pytest.approx(0.4, rel=0.03)
