@@ -30,27 +30,6 @@ def quick_starts(monkeypatch):
     monkeypatch.setattr(runner, "SPAWN", get_context("fork"))
 
 
-class PatientChild(runner.Child):
-    """Ends a case that hangs after a second, and waits for any other however slow the machine."""
-
-    def measure(self, case, cfg, limit):
-        return super().measure(case, cfg, 1.0 if case.measure is hangs else START_SECONDS)
-
-
-@pytest.fixture
-def children(monkeypatch):
-    """Process ids of all children from now on; the children are patient."""
-    pids = []
-
-    def start(*arguments):
-        child = PatientChild(*arguments)
-        pids.append(child.process.pid)
-        return child
-
-    monkeypatch.setattr(runner, "Child", start)
-    return pids
-
-
 def run_all(job, folder, again=None, **more):
     """Measures the cases of a job that need it; returns the figures of each, None without any."""
     folder.mkdir(exist_ok=True)
@@ -69,7 +48,16 @@ def read_results(folder):
 
 
 @pytest.mark.slow
-def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
+def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, monkeypatch):
+    """A case that hangs ends after a second, any other has its time however slow the machine."""
+    children = []
+
+    class PatientChild(runner.Child):
+        def measure(self, case, cfg, limit):
+            children.append(self.process.pid)
+            return super().measure(case, cfg, 1.0 if case.measure is hangs else START_SECONDS)
+
+    monkeypatch.setattr(runner, "Child", PatientChild)
     faulty = planted.plan_job(value, raises, value, exhausts, is_killed, hangs, value)
     entries = run_all(faulty, tmp_path)
     assert [entry.get("value") or entry.get("error") for entry in entries] == [
@@ -82,7 +70,7 @@ def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
         "case 6",
     ]
     # After a fault the next case begins in a new process.
-    assert len(children) == 5
+    assert len({*children}) == 5
     for pid in children:
         wait_until_dead(pid)
 
