@@ -8,7 +8,6 @@ import socket
 from multiprocessing import get_context
 from unittest.mock import DEFAULT, Mock
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -88,32 +87,23 @@ def whole(trained, tmp_path_factory):
     return evaluate(out, trained, **CHUNKS)["features"]
 
 
-@pytest.fixture(scope="module")
-def evaluator():
-    """An evaluator of the digits, without a run."""
-    cfg = FdConfig(reference_count=50_000)
-    spec = build_loader(DIGITS, 0, 64, CPU).spec
-    return Evaluator(cfg, spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
-
-
-@pytest.fixture(scope="module")
-def digits(evaluator):
-    """The images of the training split."""
-    (batches,) = evaluator.source.images([range(1617)])
-    return torch.cat(list(batches)).numpy()
-
-
-def compute_stats(evaluator, images):
-    return collect_stats(map(evaluator.compute_features, torch.from_numpy(images).split(300)))
-
-
-def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(evaluator, digits):
+def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure():
     """tests/house/test_digits.py finds samples of a trained model between the two."""
+    spec = build_loader(DIGITS, 0, 64, CPU).spec
+    cfg = FdConfig(reference_count=50_000)
+    evaluator = Evaluator(cfg, spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
     assert evaluator.source.facts["kind"] == "reconstructions"
+    (batches,) = evaluator.source.images([range(1617)])
+    digits = torch.cat(list(batches))
     assert len(digits) == evaluator.source.facts["count"] == 1617
-    noise = np.random.default_rng(0).integers(0, 256, digits.shape, dtype=np.uint8)
-    same = compute_figures(compute_stats(evaluator, digits), evaluator.reference)
-    other = compute_figures(compute_stats(evaluator, noise), evaluator.reference)
+
+    def compare(images):
+        stats = collect_stats(map(evaluator.compute_features, images.split(300)))
+        return compute_figures(stats, evaluator.reference)
+
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, digits.shape, dtype=torch.uint8, generator=draw)
+    same, other = map(compare, (digits, noise))
     for name in ("encoder", "random"):
         of_digits = same[name]
         of_noise = other[name]
@@ -235,26 +225,24 @@ def test_two_processes_come_to_the_same_figures(trained, whole, tmp_path):
     assert second == {}
 
 
-def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, digits, tmp_path, monkeypatch):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    for i, image in enumerate(digits[:300]):
-        Image.fromarray(image).save(folder / f"{i:04d}.png")
-    (folder / "damaged.png").write_bytes(b"no image")
-    folder.chmod(0o555)  # a read-only set works
-    settings = {"reference": str(folder), "reference_count": 400}
-    result = evaluate(tmp_path / "a", trained, **settings)
-    facts = result["protocol"]["reference"]
-    assert (facts["kind"], facts["count"]) == ("images", 300)
-    monkeypatch.setattr(comparing, "DecodedImages", None)  # the reference is not read again
-    assert evaluate(tmp_path / "b", trained, **settings)["features"] == result["features"]
-
-
 def save_flat(folder, count):
     folder.mkdir()
     for i in range(count):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / f"{i}.bmp")
     return str(folder)
+
+
+def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, tmp_path, monkeypatch):
+    folder = tmp_path / "images"
+    save_flat(folder, 200)
+    (folder / "damaged.png").write_bytes(b"no image")
+    folder.chmod(0o555)  # a read-only set works
+    settings = {"reference": str(folder), "reference_count": 400}
+    result = evaluate(tmp_path / "a", trained, **settings)
+    facts = result["protocol"]["reference"]
+    assert (facts["kind"], facts["count"]) == ("images", 200)
+    monkeypatch.setattr(comparing, "DecodedImages", None)  # the reference is not read again
+    assert evaluate(tmp_path / "b", trained, **settings)["features"] == result["features"]
 
 
 def test_other_pixels_are_another_reference(tmp_path):
