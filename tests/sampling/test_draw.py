@@ -1,7 +1,6 @@
 """Samples by the thousand: formats, chunks that survive a kill, and shares of processes."""
 
 import json
-import zipfile
 
 import numpy as np
 import pytest
@@ -26,8 +25,6 @@ def drawn(trained, tmp_path_factory):
 
 
 def test_an_npz_has_labels_a_grid_and_a_description(drawn):
-    with zipfile.ZipFile(drawn) as archive:
-        assert {member.date_time[0] for member in archive.infolist()} == {1980}
     arrays = np.load(drawn)
     images = arrays["arr_0"]
     assert images.shape == (1100, 8, 8, 3)
