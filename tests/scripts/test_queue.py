@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from multiprocessing import get_context, get_start_method, set_start_method
+from multiprocessing import get_context, get_start_method
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,6 +96,14 @@ def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
     assert limits == [START_SECONDS, START_SECONDS, 123.0]
 
 
+@pytest.mark.slow
+def test_the_workers_of_a_measured_loader_start_as_in_train(tmp_path, monkeypatch):
+    """The child starts as it really does."""
+    monkeypatch.setattr(runner, "SPAWN", get_context("spawn"))
+    (entry,) = run_all(planted.plan_job(value), tmp_path)
+    assert entry["workers"] == get_start_method()
+
+
 def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_path, monkeypatch):
     """On the test's clock a case takes a second, or all of its time if it hangs."""
     now = [0.0]
@@ -130,11 +138,7 @@ def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
 def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkeypatch):
     job = planted.plan_job(value)
     other = job._replace(cfg=replace(job.cfg, steps=7))
-    usual = get_start_method()
-    set_start_method("spawn", force=True)  # as in a child of the runner
-    (entry,) = run_all(job, tmp_path)
-    set_start_method(usual, force=True)
-    assert entry["workers"] == usual, "a loader's workers start otherwise than in train.py"
+    run_all(job, tmp_path)
     ((_, result),) = read_results(tmp_path).items()
     runs = Runner(tmp_path, machine=result["environment"])
     assert runs.find_result(job, job.cases[0])
