@@ -119,7 +119,7 @@ def test_a_result_replaces_not_measured_where_it_exists_and_twice_is_as_once(
 def test_a_result_keeps_the_figures_that_a_page_prints_and_no_others(tmp_path):
     template = (ROOT / "scripts/bench/results.md.jinja").read_text()
     named = {*re.findall(r"\b(?:entry|best)\.(\w+)", template)} - {"remark"}
-    entry = dict.fromkeys(named, "1") | make_rung("a", 1.0, samples=7)
+    entry = dict.fromkeys(named, "1") | make_rung("a", 1.1, samples=7)
     for benchmark in ("speedrun_digits", "ladder_s256"):
         page = make_page(benchmark, entry)
         publish.write_figures(page, tmp_path)
