@@ -57,8 +57,8 @@ CARDS = ("a100", "h100", "b200", "rtx4090", "rtx5090")
 PRINTED = (
     *("name", "reason", "error", "text", "not_on", "baseline_not_on", "emulated", "part", "key"),
     *("n", "batch_size", "speed", "speed_q1", "speed_q3", "memory_reserved_peak"),
-    *("baseline_memory_reserved_peak", "board", "parameters", "cost", "cost_q1", "cost_q3", "tried"),
-    *("k", "k_fd_encoder", "k_fd_random", "k_eval_loss", "k_flops"),
+    *("baseline_memory_reserved_peak", "board", "parameters", "cost", "cost_q1", "cost_q3"),
+    *("tried", "k", "k_fd_encoder", "k_fd_random", "k_eval_loss", "k_flops"),
 )
 """Figures that results.md.jinja and `add_remarks` name."""
 UNITS = {"M": 1e6, "G": 1e9, "MiB": 2**20, "GiB": 2**30}

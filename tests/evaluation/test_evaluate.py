@@ -2,12 +2,12 @@
 two processes."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
+import socket
+from multiprocessing import get_context
 from unittest.mock import DEFAULT, Mock
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,7 +15,6 @@ from PIL import Image
 from common.config.compose import compose
 from common.config.schema import FdConfig
 from common.distributed.ranks import SINGLE
-from common.files import ROOT
 from evaluation import evaluator as comparing
 from evaluation.distances import collect_stats, compute_figures
 from evaluation.evaluator import Evaluator, make_folder_source
@@ -88,32 +87,23 @@ def whole(trained, tmp_path_factory):
     return evaluate(out, trained, **CHUNKS)["features"]
 
 
-@pytest.fixture(scope="module")
-def evaluator():
-    """An evaluator of the digits, without a run."""
-    cfg = FdConfig(reference_count=50_000)
-    spec = build_loader(DIGITS, 0, 64, CPU).spec
-    return Evaluator(cfg, spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
-
-
-@pytest.fixture(scope="module")
-def digits(evaluator):
-    """The images of the training split."""
-    (batches,) = evaluator.source.images([range(1617)])
-    return torch.cat(list(batches)).numpy()
-
-
-def compute_stats(evaluator, images):
-    return collect_stats(map(evaluator.compute_features, torch.from_numpy(images).split(300)))
-
-
-def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(evaluator, digits):
+def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure():
     """tests/house/test_digits.py finds samples of a trained model between the two."""
+    spec = build_loader(DIGITS, 0, 64, CPU).spec
+    cfg = FdConfig(reference_count=50_000)
+    evaluator = Evaluator(cfg, spec, DIGITS, PixelAutoencoder(), CPU, SINGLE)
     assert evaluator.source.facts["kind"] == "reconstructions"
+    (batches,) = evaluator.source.images([range(1617)])
+    digits = torch.cat(list(batches))
     assert len(digits) == evaluator.source.facts["count"] == 1617
-    noise = np.random.default_rng(0).integers(0, 256, digits.shape, dtype=np.uint8)
-    same = compute_figures(compute_stats(evaluator, digits), evaluator.reference)
-    other = compute_figures(compute_stats(evaluator, noise), evaluator.reference)
+
+    def compare(images):
+        stats = collect_stats(map(evaluator.compute_features, images.split(300)))
+        return compute_figures(stats, evaluator.reference)
+
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, digits.shape, dtype=torch.uint8, generator=draw)
+    same, other = map(compare, (digits, noise))
     for name in ("encoder", "random"):
         of_digits = same[name]
         of_noise = other[name]
@@ -128,13 +118,16 @@ def test_halves_of_the_digits_give_the_floor_and_noise_a_large_figure(evaluator,
 
 def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, result, tmp_path):
     """The loop draws from the averages it holds, the command from those of a checkpoint. The tiny
-    model has seen 128 samples, so its averages are far from its weights."""
+    model has seen 128 samples, so its averages are far from its weights. 200 samples are enough for
+    64 features of the encoder, and not for 256 random ones."""
     _, last = read_metrics(trained)
+    assert "fd_random" not in last
     assert result["protocol"]["weights"]["kind"] == "ema"
     figures = result["features"]
     for name in ("encoder", "random"):
         assert figures[name]["kd"] == pytest.approx(last[f"kd_{name}"], rel=1e-4)
     assert figures["encoder"]["fd"] == pytest.approx(last["fd_encoder"], rel=1e-5)
+    assert figures["random"]["fd"] is None
     protocol = json.loads((trained / "fd_protocol.json").read_text())
     assert protocol["features"] == result["protocol"]["features"]
     assert protocol["floors"]["encoder"]["floor_fd"] == figures["encoder"]["floor_fd"]
@@ -144,18 +137,8 @@ def test_the_figure_of_a_run_is_that_of_the_command_and_its_own(trained, result,
     assert abs(raw["features"]["encoder"]["fd"] / figures["encoder"]["fd"] - 1) > 0.01
 
 
-def test_too_few_samples_have_no_frechet_distance_but_a_kernel_distance(trained, result):
-    """200 are enough for the 64 values of these encoder features, and not for 256 random ones."""
-    assert not any("fd_random" in line for line in read_metrics(trained))
-    figures = result["features"]["random"]
-    assert figures["fd"] is None
-    assert figures["kd"] > 0.0
-    assert "fd of 256 features needs more than 512 samples, there are 200" in figures["why"]
-
-
 def test_the_count_that_is_needed_is_said_before_samples_are_drawn(trained, tmp_path, capsys):
-    few = {"count": 100, "steps": 1, "features": ["encoder"], "out": str(tmp_path / "few")}
-    evaluate_run(EvaluateConfig(run_dir=str(trained), **few))
+    evaluate(tmp_path / "few", trained, count=100, steps=1, features=["encoder"])
     output = capsys.readouterr().out
     note = output.index(
         "note: encoder: fd of 64 features needs more than 128 samples, there are 100"
@@ -195,6 +178,7 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsy
     result = evaluate(tmp_path / "out", trained, **settings)
     assert json.loads((tmp_path / "out.json").read_text()) == json.loads(json.dumps(result))
     figures = result["features"]
+    assert "fd of 256 features needs more than 512 samples" in figures["random"]["why"]
     assert figures["random"]["why"] in capsys.readouterr().out
     protocol = result["protocol"]
     assert protocol.items() >= {**settings, "count": 200, "solver": "heun", "shift": 1.0}.items()
@@ -205,57 +189,42 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsy
     assert not list(tmp_path.glob("*.parts"))
 
 
-def run_command(program, trained, out):
-    """Evaluates in pieces in a process that `program` starts."""
-    settings = CHUNKS | {"features": "[encoder]", "run_dir": trained, "out": out, "device": "cpu"}
-    words = [f"{key}={value}" for key, value in settings.items()]
-    command = [sys.executable, *program, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-DYING = """
-import os, runpy, sampling.draw
-write = sampling.draw.ResumableChunks.write
-
-def write_or_die(self, number, tensors):
-    if "samples.parts" in str(self.folder) and number == 1:
-        os.kill(os.getpid(), 9)
-    write(self, number, tensors)
-
-sampling.draw.ResumableChunks.write = write_or_die
-runpy.run_module("scripts.evaluate", None, "__main__", True)
-"""
-
-
-def test_a_killed_command_goes_on_to_the_same_figures(trained, whole, tmp_path):
-    """SIGKILL ends the command in the second of three pieces."""
+def test_a_stopped_command_goes_on_to_the_same_figures(trained, whole, tmp_path, monkeypatch):
+    """It stops in the second of three pieces."""
     out = tmp_path / "samples"
-    assert run_command(["-c", DYING], trained, out).returncode == -9
+    write = ResumableChunks.write
+
+    def write_or_stop(self, number, tensors):
+        if number == 1 and self.folder.suffix == ".parts":
+            raise KeyboardInterrupt
+        write(self, number, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableChunks, "write", write_or_stop)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(out, trained, **CHUNKS)
     assert len(list((tmp_path / "samples.parts").glob("*.safetensors"))) == 1
     assert evaluate(out, trained, **CHUNKS)["features"] == whole
 
 
+def evaluate_share(call):
+    """Evaluates as one of two processes that torchrun starts."""
+    rank, port, out, trained = call
+    facts = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    os.environ.update(word.split("=") for word in facts.split())
+    return evaluate(out, trained, **CHUNKS)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_two_processes_come_to_the_same_figures(trained, whole, tmp_path):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = run_command([*launcher, "-m", "scripts.evaluate"], trained, tmp_path / "two")
-    assert process.returncode == 0, process.stderr[-3000:]
-    figures = json.loads((tmp_path / "two.json").read_text())["features"]["encoder"]
-    assert figures == pytest.approx(whole["encoder"], rel=1e-9)
-
-
-def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, digits, tmp_path, monkeypatch):
-    folder = tmp_path / "images"
-    folder.mkdir()
-    for i, image in enumerate(digits[:300]):
-        Image.fromarray(image).save(folder / f"{i:04d}.png")
-    (folder / "damaged.png").write_bytes(b"no image")
-    folder.chmod(0o555)  # a read-only set works
-    settings = {"reference": str(folder), "reference_count": 400}
-    result = evaluate(tmp_path / "a", trained, **settings)
-    facts = result["protocol"]["reference"]
-    assert (facts["kind"], facts["count"]) == ("images", 300)
-    monkeypatch.setattr(comparing, "DecodedImages", None)  # the reference is not read again
-    assert evaluate(tmp_path / "b", trained, **settings)["features"] == result["features"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    calls = [(rank, port, tmp_path / "two", trained) for rank in (0, 1)]
+    with get_context("fork").Pool(2) as pool:
+        # one that fails ends the other, too
+        none, result = sorted(pool.imap_unordered(evaluate_share, calls), key=len)
+    assert result["features"]["encoder"] == pytest.approx(whole["encoder"], rel=1e-9)
+    assert none == {}
 
 
 def save_flat(folder, count):
@@ -263,6 +232,19 @@ def save_flat(folder, count):
     for i in range(count):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / f"{i}.bmp")
     return str(folder)
+
+
+def test_a_folder_of_images_is_a_reference_and_is_read_once(trained, tmp_path, monkeypatch):
+    folder = tmp_path / "images"
+    save_flat(folder, 200)
+    (folder / "damaged.png").write_bytes(b"no image")
+    folder.chmod(0o555)  # a read-only set works
+    settings = {"reference": str(folder), "reference_count": 400}
+    result = evaluate(tmp_path / "a", trained, **settings)
+    facts = result["protocol"]["reference"]
+    assert (facts["kind"], facts["count"]) == ("images", 200)
+    monkeypatch.setattr(comparing, "DecodedImages", None)  # the reference is not read again
+    assert evaluate(tmp_path / "b", trained, **settings)["features"] == result["features"]
 
 
 def test_other_pixels_are_another_reference(tmp_path):

@@ -1,19 +1,13 @@
-"""Cases with planted faults, for the runner of the benchmarks.
-
-`python -m tests.harness.planted_cases <folder>` runs two good cases and one that hangs.
-"""
+"""Cases with planted faults, for the runner of the benchmarks."""
 
 import os
 import signal
-import sys
 import time
 from multiprocessing import get_start_method
-from pathlib import Path
 
 import torch
 
 from scripts.bench.cases import BenchConfig, Case, Job
-from scripts.bench.runner import Runner
 
 
 def value(case, cfg):
@@ -42,11 +36,3 @@ def plan_job(*measures, seconds=0.1):
     cases = [Case(f"case {i}", measure) for i, measure in enumerate(measures)]
     cfg = BenchConfig(setting="tiny", name="step_tiny")
     return Job("python -m scripts.bench step", cfg, cases, seconds)
-
-
-if __name__ == "__main__":
-    # A child finds the functions by this name.
-    from tests.harness import planted_cases as planted
-
-    job = planted.plan_job(planted.value, planted.value, planted.hangs, planted.value)
-    Runner(Path(sys.argv[1])).run([(job, case) for case in job.cases])

@@ -41,13 +41,14 @@ def test_an_npz_has_labels_a_grid_and_a_description(drawn):
     assert not list(drawn.parent.glob("*.parts"))
 
 
-def test_every_format_holds_the_same_samples(drawn, trained, tmp_path):
+def test_every_format_holds_the_same_samples(drawn, trained, tmp_path, monkeypatch):
     images = np.load(drawn)["arr_0"]
     part = draw_samples(trained, tmp_path / "some", count=70)
     assert (np.load(part)["arr_0"] == images[:70]).all()
     assert not part.with_suffix(".png").exists()  # only when asked
-    folder = draw_samples(trained, tmp_path / "pngs", count=25, format=Format.png)
-    assert (read_pixels(folder / "0003" / "000013.png") == images[13]).all()
+    monkeypatch.setattr("sampling.draw.CHUNK_SAMPLES", 64)
+    folder = draw_samples(trained, tmp_path / "pngs", count=70, format=Format.png)
+    assert (read_pixels(folder / "0006" / "000066.png") == images[66]).all()
     with pytest.raises(ValueError, match="pngs is there already"):
         draw_samples(trained, tmp_path / "pngs", count=5, format=Format.png)
     file = draw_samples(trained, tmp_path / "latents", count=25, format=Format.latents)
@@ -108,6 +109,7 @@ def test_processes_draw_their_share(trained, tmp_path, monkeypatch):
     alone = draw("one")
     for rank in (1, 2, 0):
         several = draw("three", Ranks(rank, 3))
+        assert several.list_rank_chunks() == [rank]
         several.close()
     assert alone.count == several.count == 3
     for number in range(3):

@@ -80,7 +80,8 @@ def test_both_spaces_must_be_no_worse(monkeypatch):
     def plant(words, samples, cfg):
         values = dict.fromkeys(FIGURES, 1.0)
         if words:
-            values["fd_random"] = 0.6 + 0.2 * cfg.total_samples / samples
+            values = {"fd_random": 0.6 + 0.2 * cfg.total_samples / samples, "fd_encoder": 1.0}
+            values["eval_loss"] = 2.0  # which the rule does not ask for
         figures = {"samples": samples}
         for name, value in values.items():
             figures |= summarise(name, [value])
@@ -195,6 +196,7 @@ def test_words_of_a_user_are_a_row_and_those_of_the_judge_are_for_all():
     assert (cfg.model["dim"], cfg.model["patch_size"]) == (64, 1)
     assert cfg.fd.count == baseline.fd.count == 600
     assert cfg.optim != baseline.optim
+    assert "model=conv_xs" in case.baseline
 
 
 def test_a_row_is_stored_once_whichever_rows_are_chosen(tmp_path):

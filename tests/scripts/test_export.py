@@ -27,7 +27,7 @@ from tests.harness.adapters import FAMILIES, save_base
 from tests.harness.denoisers import fill_zero_layers, make_inputs
 from tests.harness.published_models import SHAPES, draw_weights, import_published
 from tests.harness.sets import save_tiny_autoencoder, save_tiny_taef2
-from tests.harness.words import CPU
+from tests.harness.words import CPU, TINY_MODEL
 from training.assemble import assemble
 from training.checkpoint.files import make_header
 from training.weights.pretrained import load_pretrained
@@ -42,19 +42,24 @@ def open_part(part, file, kind):
     return getattr(load_code(part / f"{file}.py"), kind).from_pretrained(part)
 
 
-def open_transformer(folder):
-    return open_part(folder / "transformer", MODELLING, TRANSFORMER)
-
-
 def load_code(file):
     return SimpleNamespace(**runpy.run_path(str(file)))
 
 
+def import_shape(name, folder, vae):
+    return str(import_published(folder, draw_weights(SHAPES[name]), vae, SHAPES[name]))
+
+
 # of QK-norm in 16 bits: it is slower
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(family, tmp_path):
-    weights = save_base(tmp_path / "base.safetensors", family)
+@pytest.mark.parametrize("name", [*FAMILIES, "sit", "lightningdit with qk-norm"])
+def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(name, tmp_path):
+    """Also of imported weights, which go out again."""
+    if name in FAMILIES:
+        weights = save_base(tmp_path / "base.safetensors", name)
+    else:
+        vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
+        weights = import_shape(name, tmp_path, vae)
     folder = export_to(tmp_path / "out", weights=str(weights))
     files = [folder / "transformer" / f"{MODELLING}.py", folder / "pipeline.py"]
     for file in files:
@@ -63,7 +68,7 @@ def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(family, tmp_pa
         assert not re.findall(r"\w*fused\w*|\w*triton\w*", " ".join(vars(load_code(file))))
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9"]
     assert subprocess.run([*ruff, *map(str, files)], capture_output=True).returncode == 0
-    theirs = open_transformer(folder)
+    theirs = open_part(folder / "transformer", MODELLING, TRANSFORMER)
     ours, _ = load_pretrained(weights, CPU)
     inputs = make_inputs(ours)
     with torch.no_grad():
@@ -74,23 +79,6 @@ def test_the_file_of_code_needs_none_of_ours_and_gives_equal_bits(family, tmp_pa
     assert (narrow - expected).norm() < 0.03 * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["sit", "lightningdit with qk-norm"])
-def test_imported_weights_go_out_again(name, tmp_path):
-    shape = SHAPES[name]
-    vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
-    weights = import_published(tmp_path, draw_weights(shape), vae, shape)
-    folder = export_to(tmp_path / "out", weights=str(weights))
-    ours, _ = load_pretrained(weights, CPU)
-    inputs = make_inputs(ours)
-    with torch.no_grad():
-        assert torch.equal(open_transformer(folder)(*inputs), ours(*inputs))
-    assert (folder / "vae" / "config.json").is_file()
-
-
-def import_sit(folder, vae):
-    return str(import_published(folder, draw_weights(SHAPES["sit"]), vae, SHAPES["sit"]))
-
-
 def read_latents(folder):
     return json.loads((folder / "transformer" / "config.json").read_text())["latents"]
 
@@ -98,7 +86,7 @@ def read_latents(folder):
 def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path):
     vae = save_tiny_taef2(tmp_path / "taef2")
     plain = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "plain")
-    weights = import_sit(tmp_path, vae)
+    weights = import_shape("sit", tmp_path, vae)
     folder = export_to(tmp_path / "out", weights=weights)
     latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     theirs = open_part(folder / "vae", AUTOENCODING, AUTOENCODER)
@@ -120,9 +108,6 @@ def test_stock_diffusers_decodes_wrong_colours_of_taef2_and_is_refused(tmp_path)
     # a folder without the autoencoder does not suggest to decode in diffusers
     named = export_to(tmp_path / "named", weights=weights, include_autoencoder=False)
     assert "vae=" not in (named / "README.md").read_text()
-
-
-SSD = ("mamba", "dit")
 
 
 STOCK = """
@@ -166,15 +151,9 @@ def test_stock_diffusers_draws_the_same_images(tmp_path):
     """A process without our packages opens the folder with its autoencoder, and only with
     trust_remote_code."""
     vae = save_tiny_taef2(tmp_path / "vae")
-    data = ["data=synthetic", "data.channels=4", "data.height=8", "data.width=8"]
-    words = [
-        "model=hybrid_xs",
-        "model.internal_block=1",
-        "runtime=eager",
-        "batch_size=4",
-        "data.num_classes=3",
-        *data,
-    ]
+    words = ["model=hybrid_xs", "model.internal_block=1", *TINY_MODEL, "runtime=eager"]
+    words += ["batch_size=4", "data=synthetic", "data.channels=4", "data.height=8"]
+    words += ["data.width=8", "data.num_classes=3", "model.attention_every=2"]
     training = assemble(compose(words).cfg, CPU)
     spec = dataclasses.replace(
         training.loader.spec,
@@ -221,7 +200,7 @@ def test_the_autoencoder_may_stay_where_it_is(changes, includable, called, tmp_p
     of diffusers."""
     vae = save_tiny_autoencoder("AutoencoderTiny", tmp_path / "vae")
     monkeypatch.setattr("scripts.export.folder.can_be_included", lambda _: includable)
-    folder = export_to(tmp_path / "out", weights=import_sit(tmp_path, vae), **changes)
+    folder = export_to(tmp_path / "out", weights=import_shape("sit", tmp_path, vae), **changes)
     assert json.loads((folder / "model_index.json").read_text())["vae"] == [None, None]
     assert not (folder / "vae").exists()
     assert read_latents(folder)["autoencoder"] == "vae"

@@ -32,12 +32,13 @@ CHECKPOINTING = [
 
 
 class CountLive(TorchDispatchMode):
-    """After every operation, sums the bytes of the storages that are still alive."""
+    """Finds the most bytes of storages that are alive after an operation. `bytes` has also those of
+    some that no longer are; they are left out when it passes the peak."""
 
     def __init__(self, tensors):
         super().__init__()
         self.live = {}
-        self.peak = 0
+        self.bytes = self.peak = 0
         self.add(tensors)
 
     @classmethod
@@ -48,9 +49,13 @@ class CountLive(TorchDispatchMode):
         for tensor in values:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
+                _, before = self.live.get(storage._cdata, (None, 0))
                 self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.live = {key: pair for key, pair in self.live.items() if not pair[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+                self.bytes += storage.nbytes() - before
+        if self.bytes > self.peak:
+            self.live = {key: pair for key, pair in self.live.items() if not pair[0].expired()}
+            self.bytes = sum(size for _, size in self.live.values())
+            self.peak = max(self.peak, self.bytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))

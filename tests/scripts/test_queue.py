@@ -1,9 +1,7 @@
 """The runner of the benchmarks loses no result, whatever happens to a case, a child or a queue."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -32,27 +30,6 @@ def quick_starts(monkeypatch):
     monkeypatch.setattr(runner, "SPAWN", get_context("fork"))
 
 
-class PatientChild(runner.Child):
-    """Ends a case that hangs after a second, and waits for any other however slow the machine."""
-
-    def measure(self, case, cfg, limit):
-        return super().measure(case, cfg, 1.0 if case.measure is hangs else START_SECONDS)
-
-
-@pytest.fixture
-def children(monkeypatch):
-    """Process ids of all children from now on; the children are patient."""
-    pids = []
-
-    def start(*arguments):
-        child = PatientChild(*arguments)
-        pids.append(child.process.pid)
-        return child
-
-    monkeypatch.setattr(runner, "Child", start)
-    return pids
-
-
 def run_all(job, folder, again=None, **more):
     """Measures the cases of a job that need it; returns the figures of each, None without any."""
     folder.mkdir(exist_ok=True)
@@ -71,7 +48,16 @@ def read_results(folder):
 
 
 @pytest.mark.slow
-def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
+def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, monkeypatch):
+    """A case that hangs ends after a second, any other has its time however slow the machine."""
+    children = []
+
+    class PatientChild(runner.Child):
+        def measure(self, case, cfg, limit):
+            children.append(self.process.pid)
+            return super().measure(case, cfg, 1.0 if case.measure is hangs else START_SECONDS)
+
+    monkeypatch.setattr(runner, "Child", PatientChild)
     faulty = planted.plan_job(value, raises, value, exhausts, is_killed, hangs, value)
     entries = run_all(faulty, tmp_path)
     assert [entry.get("value") or entry.get("error") for entry in entries] == [
@@ -84,34 +70,15 @@ def test_faults_lose_no_result_and_are_not_tried_again(tmp_path, children):
         "case 6",
     ]
     # After a fault the next case begins in a new process.
-    assert len(children) == 5
+    assert len({*children}) == 5
     for pid in children:
         wait_until_dead(pid)
 
     before = read_results(tmp_path)
     assert run_all(faulty, tmp_path) == entries
     assert read_results(tmp_path) == before
-    provenance = {"hardware", "versions", "device", "code", "git", "date", "command", "config"}
-    provenance.add("seconds")
-    assert next(iter(before.values()))["environment"].keys() == provenance
-
-
-@pytest.mark.parametrize(
-    ("again", "measured"),
-    [("failed", [False, True]), pytest.param("all", [True, True], marks=pytest.mark.slow)],
-)
-def test_again_measures_what_failed_or_all(again, measured, tmp_path):
-    faulty = planted.plan_job(value, raises)
-    run_all(faulty, tmp_path)
-    for file in tmp_path.glob("step_tiny/*.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"old": True}))
-    run_all(faulty, tmp_path, again)
-    assert ["old" not in result for result in read_results(tmp_path).values()] == measured
-
-
-def test_again_has_two_values(tmp_path):
-    with pytest.raises(ValueError, match="again=true: choose all, failed, or leave it out"):
-        run_all(planted.plan_job(value), tmp_path, "true")
+    provenance = "hardware versions words baseline keys code device git date seconds command"
+    assert next(iter(before.values()))["environment"].keys() == {*provenance.split()}
 
 
 def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
@@ -130,24 +97,11 @@ def test_the_limit_counts_from_the_sign_of_life(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_runner_takes_its_child_along_and_is_continued(tmp_path, children):
-    """The killed runner's children start as they really do."""
-    running = subprocess.Popen(
-        [sys.executable, "-m", "tests.harness.planted_cases", str(tmp_path)], cwd=ROOT
-    )
-    while len(read_results(tmp_path)) < 2:
-        assert running.poll() is None
-        time.sleep(0.02)
-    pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    running.kill()
-    running.wait()
-    for pid in pids:
-        wait_until_dead(int(pid))
-    before = read_results(tmp_path)
-    entries = run_all(planted.plan_job(value, value, hangs, value), tmp_path)
-    assert [entry.get("value") for entry in entries] == ["case 0", "case 1", None, "case 3"]
-    assert {result["entry"]["workers"] for result in before.values()} == {get_start_method()}
-    assert read_results(tmp_path).items() > before.items()
+def test_the_workers_of_a_measured_loader_start_as_in_train(tmp_path, monkeypatch):
+    """The child starts as it really does."""
+    monkeypatch.setattr(runner, "SPAWN", get_context("spawn"))
+    (entry,) = run_all(planted.plan_job(value), tmp_path)
+    assert entry["workers"] == get_start_method()
 
 
 def test_a_case_begins_only_if_it_fits_and_is_kept_only_if_it_had_its_time(tmp_path, monkeypatch):
@@ -183,48 +137,44 @@ def test_a_lost_gpu_stops_the_queue(tmp_path, monkeypatch):
 
 def test_a_result_is_of_this_machine_and_keys_and_says_its_code(tmp_path, monkeypatch):
     job = planted.plan_job(value)
+    other = job._replace(cfg=replace(job.cfg, steps=7))
     run_all(job, tmp_path)
-    runs = Runner(tmp_path)
+    ((_, result),) = read_results(tmp_path).items()
+    runs = Runner(tmp_path, machine=result["environment"])
     assert runs.find_result(job, job.cases[0])
+    assert not runs.find_result(other, job.cases[0])
     runs.machine = {**runs.machine, "hardware": "another"}
     assert not runs.find_result(job, job.cases[0])
-    runs.close()
-    run_all(job._replace(cfg=replace(job.cfg, steps=7)), tmp_path)
-    assert len(read_results(tmp_path)) == 2
     # Other code measures again, and replaces the result.
     monkeypatch.setattr(runner, "hash_case", lambda case: "other code")
     run_all(job, tmp_path)
-    codes = [result["environment"]["code"] for result in read_results(tmp_path).values()]
-    assert len(codes) == 2
-    assert codes.count("other code") == 1
+    ((_, result),) = read_results(tmp_path).items()
+    assert result["environment"]["code"] == "other code"
 
 
-@pytest.mark.slow
 def test_the_order_is_by_need(tmp_path, monkeypatch):
     """Never measured, failed with other code, of other code and the oldest first; what failed with
     this code waits for `again`."""
-    job = planted.plan_job(value, value, raises, value, raises, value)
-    monkeypatch.setattr(runner, "hash_case", lambda case: "old" if case.name < "case 4" else "new")
-    dates = {f"case {i}": f"2026-11-2{9 - i}" for i in range(6)}
-    run_all(job._replace(cases=job.cases[1:]), tmp_path)
-    for file in tmp_path.glob("step_tiny/*.json"):
-        result = json.loads(file.read_text())
-        result["environment"]["date"] = dates[result["entry"]["name"]]
-        file.write_text(json.dumps(result))
-
+    job = planted.plan_job(*[value] * 6)
     monkeypatch.setattr(runner, "hash_case", lambda case: "new")
-    runs = Runner(tmp_path)
+    runs = Runner(tmp_path, machine={"hardware": "a CPU", "versions": {}})
+    for number, case in enumerate(job.cases[1:], 1):
+        entry = {"error": "planted"} if number in (2, 4) else {}
+        environment = {"code": "old" if number < 4 else "new", "date": f"2026-11-2{9 - number}"}
+        file = runs.find_file(job, case)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"entry": entry, "environment": environment}))
     tasks = [(job, case) for case in job.cases]
     for again, expected in ((None, "0231"), ("failed", "04231"), ("all", "042315")):
         assert [case.name[-1] for _, case in runs.order(tasks, again)] == list(expected), again
-    runs.close()
+    with pytest.raises(ValueError, match="again=true: choose all, failed, or leave it out"):
+        runs.run(tasks, "true")
 
 
 def test_a_folder_has_one_bench_at_a_time(tmp_path):
-    words = [sys.executable, "-m", "scripts.bench", "gpu", "only=[step]", f"out={tmp_path}"]
-    with open_runner(str(tmp_path)):
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert "another bench measures into it" in done.stderr
+    refused = pytest.raises(ValueError, match="another bench measures into it")
+    with open_runner(str(tmp_path)), get_context("fork").Pool(1) as pool, refused:
+        pool.apply(run_queue, [[f"out={tmp_path}", "only=[step]"]])
 
 
 def test_items_are_understood_and_the_first_nine_minutes_tell_most():
@@ -284,17 +234,21 @@ def test_an_archive_is_whole_or_refused(kept, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_queue_goes_on_in_another_clone_two_commits_later(tmp_path):
-    """The archive brings each result back whole, and neither commit touches code of these cases."""
+    """The killed runner takes its child along. The archive brings each result back whole, and
+    neither commit touches code of these cases."""
     archive = tmp_path / "results.tar.gz"
     bench = [sys.executable, "-m", "scripts.bench"]
     gpu = [*bench, "gpu", "setting=tiny", "only=[kernels]", "seconds=3600"]
     words = [*gpu, f"out={tmp_path / 'out'}", f"pack={archive}"]
-    running = subprocess.Popen(words, cwd=ROOT, start_new_session=True)
+    running = subprocess.Popen(words, cwd=ROOT)
     while len(list(tmp_path.glob("out/kernels_tiny/*.json"))) < 4:
         assert running.poll() is None
         time.sleep(0.05)
-    os.killpg(running.pid, signal.SIGKILL)
+    pids = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    running.kill()
     running.wait()
+    for pid in pids:
+        wait_until_dead(int(pid))
     with publish.open_results(archive) as folder:
         kept = {json.loads(f.read_text())["entry"]["name"] for f in folder.glob("*/*.json")}
     assert len(kept) >= 3
