@@ -4,6 +4,7 @@ two processes."""
 import json
 import os
 import shutil
+import signal
 import socket
 from multiprocessing import get_context
 from unittest.mock import DEFAULT, Mock
@@ -23,6 +24,7 @@ from sampling import draw
 from sampling.draw import ResumableChunks
 from sampling.load import SampleStream
 from scripts.evaluate import EvaluateConfig, evaluate_run
+from tests.harness.limits import start_fork
 from tests.harness.refusals import expect_refusal
 from tests.harness.words import CPU, TINY_MODEL
 from train import train
@@ -189,20 +191,21 @@ def test_the_result_says_all_that_the_figures_depend_on(trained, tmp_path, capsy
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_a_stopped_command_goes_on_to_the_same_figures(trained, whole, tmp_path, monkeypatch):
-    """It stops in the second of three pieces."""
+def test_a_killed_command_goes_on_to_the_same_figures(trained, whole, tmp_path, monkeypatch):
+    """It dies in the second of three pieces."""
     out = tmp_path / "samples"
     write = ResumableChunks.write
 
-    def write_or_stop(self, number, tensors):
+    def write_or_die(self, number, tensors):
         if number == 1 and self.folder.suffix == ".parts":
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGKILL)
         write(self, number, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ResumableChunks, "write", write_or_stop)
-        with pytest.raises(KeyboardInterrupt):
-            evaluate(out, trained, **CHUNKS)
+        patch.setattr(ResumableChunks, "write", write_or_die)
+        process = start_fork(lambda: evaluate(out, trained, **CHUNKS))
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert len(list((tmp_path / "samples.parts").glob("*.safetensors"))) == 1
     assert evaluate(out, trained, **CHUNKS)["features"] == whole
 

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed.run
 import yaml
 
+from common.config.compose import compose
 from common.files import ROOT
 from tests.harness.outcomes import FOUR_STEPS, read_columns
 
@@ -89,14 +90,6 @@ def start(tmp_path):
     return run
 
 
-def compose_only(words):
-    """Runs a program of the root with its words, as far as the composed configuration."""
-    program = [sys.executable, *words, "--cfg", "job"]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return yaml.safe_load(done.stdout)
-
-
 @pytest.mark.parametrize(
     ("command", "variables", "endpoint", "is_host"),
     [
@@ -129,8 +122,8 @@ def test_several_machines_train(command, variables, endpoint, is_host, start):
     assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("c10d", endpoint)
     assert launch.rdzv_conf == (f"is_host={is_host}" if is_host else "")
     assert launch.max_restarts == 3
-    cfg = compose_only([launch.training_script, *launch.training_script_args])
-    assert cfg["run_dir"] == "/shared/runs/mine"
+    assert launch.training_script == "train.py"
+    assert compose(launch.training_script_args).cfg.run_dir == "/shared/runs/mine"
 
 
 def find_block(language, word):
@@ -156,9 +149,9 @@ def find_array():
     ids=["slurm", "k8s", "sky"],
 )
 def test_several_machines_encode(command, variables, part, start):
-    (words,) = start(command, **variables)
-    assert words[0] == "precompute_latents.py"
-    assert compose_only(words)["part"] == part
+    ((program, *words),) = start(command, **variables)
+    assert program == "precompute_latents.py"
+    assert compose(words, "precompute_latents").cfg.part == part
 
 
 def test_ray_encodes(start, tmp_path):
@@ -166,7 +159,7 @@ def test_ray_encodes(start, tmp_path):
     (tmp_path / "ray.py").write_text(RAY)
     calls = start([sys.executable, "-c", find_block("python", "ray")])
     assert [words[-1] for words in calls] == [f"part={index}/64" for index in range(64)]
-    assert compose_only(calls[0])["source"] == "/data/photos"
+    assert compose(calls[0][1:], "precompute_latents").cfg.source == "/data/photos"
 
 
 def test_the_files_of_kubernetes_agree_with_themselves():
@@ -194,7 +187,7 @@ FILES = ["sky/train.yaml", "sky/encode.yaml", "k8s/train.yaml", "k8s/encode.yaml
 
 
 @pytest.mark.parametrize("name", [*FILES, "slurm/train.sbatch"])
-def test_a_user_edits_two_lines(name):
+def test_a_launcher_has_two_lines_to_edit(name):
     assert (ROOT / "scripts" / name).read_text().count("# edit: ") == 2
 
 
