@@ -3,12 +3,22 @@
 import os
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from common import workers
-from common.workers import Prefetcher, Readers, refuse_small_shared_memory, run_to_end, run_watched
+from common.files import write_atomically
+from common.workers import (
+    Prefetcher,
+    Readers,
+    end_with_parent,
+    refuse_small_shared_memory,
+    run_to_end,
+    run_watched,
+)
+from tests.harness.limits import start_fork
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import wait_until_dead
 from tests.harness.zygote import HANG
@@ -33,6 +43,28 @@ def test_a_command_takes_its_children_along(tmp_path):
 
 def test_a_command_that_takes_too_long_is_ended():
     assert run_to_end(python("import time; time.sleep(600)"), seconds=0.1) is None
+
+
+def test_a_process_ends_with_its_parent(tmp_path):
+    """The parent is killed, so it cannot end the process itself."""
+    file = tmp_path / "child"
+
+    def live_with(parent):
+        os.setsid()
+        end_with_parent(parent)
+        write_atomically(file, str(os.getpid()))
+        time.sleep(HANG)
+
+    def start_and_wait():
+        start_fork(live_with, os.getpid())
+        time.sleep(HANG)
+
+    parent = start_fork(start_and_wait)
+    while not file.exists():
+        time.sleep(0.01)
+    parent.kill()
+    wait_until_dead(int(file.read_text()))
+    parent.join()
 
 
 def test_a_child_imports_what_its_parent_does_and_does_not_get_what_is_left_out(monkeypatch):

@@ -2,21 +2,16 @@
 and the memory."""
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 
 import pytest
 
-from common import workers
 from common.config.compose import compose
 from common.distributed.ranks import SINGLE
-from common.files import ROOT
 from scripts.plan import tune as tuner
 from scripts.plan.__main__ import main
 from scripts.plan.memory import Question, forecast
-from tests.harness.sets import wait_until_dead
 from tests.harness.words import CPU, TINY_RUN, TINY_SYNTHETIC
 from train import train
 from training.inputs import foresee_latents
@@ -129,44 +124,6 @@ def test_a_candidate_that_hangs_crashes_or_computes_something_else_costs_itself(
     assert "its norms are 2.2 instead of 2" in refusals["accumulation_steps=8"]
     late = make_search(cfg, seconds=-1.0).run()
     assert {row["refusal"] for row in late["tried"]} == {tuner.TOO_LATE}
-
-
-STARTS = "sleep 99999 & echo $! > {}/child; wait"
-"""Starts a process, which could hold the GPU, and writes its number."""
-CANDIDATE = """
-import subprocess, sys
-from common.workers import end_with_parent
-end_with_parent(int(sys.argv[2]))
-subprocess.run(["sh", "-c", sys.argv[1]])
-"""
-PARENT = """
-import os, subprocess, sys
-command = [sys.executable, "-c", *sys.argv[1:], str(os.getpid())]
-subprocess.Popen(command, start_new_session=True)
-sys.stdin.read()
-"""
-
-
-def wait_for_child(folder):
-    """Waits until the candidate has written the number of its process."""
-    file = folder / "child"
-    while not (file.exists() and file.read_text()):
-        time.sleep(0.05)
-    return int(file.read_text())
-
-
-def test_a_candidate_ends_with_all_that_it_started(tmp_path):
-    assert workers.run_to_end(["sh", "-c", STARTS.format(tmp_path)], 2.0) is None
-    wait_until_dead(wait_for_child(tmp_path))
-
-
-def test_a_candidate_ends_with_its_parent(tmp_path):
-    """The parent is killed, so it cannot end the candidate itself."""
-    command = [sys.executable, "-c", PARENT, CANDIDATE, STARTS.format(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT) as process:
-        child = wait_for_child(tmp_path)
-        process.kill()
-    wait_until_dead(child)
 
 
 def test_memory_demands_micro_batches_before_checkpoints(monkeypatch):
