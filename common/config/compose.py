@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -57,6 +58,7 @@ LATENT_SET_LOADERS = ("data.resident.ResidentLatents", "data.streamed.StreamedLa
 """`_target_` of each loader whose argument `path` is the folder or URL of a latent set."""
 
 
+@cache
 def make_mutable_schema(kind: type) -> DictConfig:
     """Returns OmegaConf's structured config of the frozen dataclass `kind`, but writable, so that
     values can be merged into it; `OmegaConf.to_object` then turns it into the frozen dataclass."""
