@@ -35,7 +35,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreted
 
 # Beside the torch of .venv: compiling and interpreting need Triton alone, and a numpy of its time.

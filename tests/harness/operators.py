@@ -237,7 +237,7 @@ ADD_NORM = [((1, 1), 16), ((7, 9), 64), ((1, 5), 192)]
 QK_ROPE = [Sizes((1, 1), heads=1, head_dim=8), Sizes((5, 9), head_dim=64)]
 ROWS = [
     *(
-        Row(f"add_norm{kind}", Sizes(grid, heads=6, head_dim=head_dim))
+        Row(f"add_norm{kind}", Sizes(grid, heads=7, head_dim=head_dim))
         for kind in ("", ", rows", ", centred", ", 16 bits")
         for grid, head_dim in ADD_NORM
     ),
