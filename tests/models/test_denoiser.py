@@ -1,7 +1,5 @@
 """Denoisers of every family: contract, identity at the start, sizes, FLOPs."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,40 +44,13 @@ def test_parameter_counts_are_golden(family, size):
     assert abs(count / PARAMETERS["dit"][column] - 1) < 0.09, "equal parameters in all families"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("channels", "height", "width"), [(1, 8, 8), (16, 4, 12)])
-def test_any_channels_and_any_rectangle(family, channels, height, width):
-    model = make_denoiser(family, channels=channels, height=height, width=width)
-    x, t, y = make_inputs(fill_zero_layers(model))
-    assert model(x, t, y).shape == x.shape == (2, channels, height, width)
-    assert torch.equal(model.unpatchify(model.patchify(x)), x)
-
-
-@pytest.mark.parametrize("family", ["mamba", "ssd_mlp"])
-def test_every_kth_block_of_a_hybrid_has_attention(family):
+def test_every_kth_block_of_a_hybrid_has_attention():
     """The scans take rows and columns in turn as if the blocks with attention were not there."""
-    mixer = partial(FAMILIES[family]["mixer"], columns=True)
-    pure, hybrid = (
-        make_denoiser(family, mixer=mixer, depth=7, attention=Attention, attention_every=every)
-        for every in (0, 3)
-    )
-    attention = Attention(64, 32, (4, 4))
-    scan = pure.blocks[0].layers[0]
-    mixers = [block.layers[0] for block in hybrid.blocks]
+    model = make_denoiser("hybrid", depth=7, attention_every=3)
+    mixers = [block.layers[0] for block in model.blocks]
     assert [isinstance(layer, Attention) for layer in mixers] == [0, 0, 1, 0, 0, 1, 0]
-    scans = [layer for layer in mixers if isinstance(layer, type(scan))]
+    scans = [layer for layer in mixers if not isinstance(layer, Attention)]
     assert [hasattr(layer, "order") for layer in scans] == [False, True] * 2 + [False]
-    assert all(layer.q_weight is not None and layer.rotations is not None for layer in mixers[2::3])
-
-    # Two blocks exchange a scan for attention, and nothing else changes.
-    counts = [sum(p.numel() for p in part.parameters()) for part in (scan, attention)]
-    total = sum(p.numel() for p in pure.parameters()) + 2 * (counts[1] - counts[0])
-    assert sum(p.numel() for p in hybrid.parameters()) == total
-    width = 64
-    products = 2 * 16 * 4 * width * width + 4 * 16 * 16 * width
-    assert attention.flops(16) == products
-    difference = hybrid.flops_per_sample() - pure.flops_per_sample()
-    assert difference == 2 * (products - scan.flops(16))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,7 +79,7 @@ class KeepStream(Layer):
 
 def add_up_stream(model, x, t, y, blocks):
     """The stream after so many blocks in fp32, by the textbook: z ← z + gate·layer(norm(z)·(1 +
-    scale) + shift), with the tokens permuted around each layer."""
+    scale) + shift), with the tokens permuted around each layer; and the vectors of later layers."""
     cond = model.modulation(F.silu(model.time_embed(t) + model.label_embed(y)))
     vectors = iter(cond.unflatten(1, (-1, 1, model.dim)).unbind(1))
     z = model.patch_embed(model.patchify(x)) + model.pos_embed
@@ -117,7 +88,12 @@ def add_up_stream(model, x, t, y, blocks):
             h = F.rms_norm(z, (model.dim,), eps=1e-6) * (1 + next(vectors)) + next(vectors)
             order = getattr(layer, "order", torch.arange(model.tokens))
             z = z + next(vectors) * layer(h[:, order])[:, order.argsort()]
-    return z
+    return z, vectors
+
+
+def estimate_velocity(model, stream, head, scale, shift):
+    h = F.rms_norm(stream, (model.dim,), eps=1e-6)
+    return model.unpatchify(head(h * (1 + scale) + shift))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,17 +114,20 @@ def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
     shapes = dict.fromkeys(("internal", *heads), plain.shape)
     assert {name: out.shape for name, out in outputs.items()} == shapes
     for blocks, head in enumerate(heads.values(), start=1):
-        torch.testing.assert_close(head.stream, add_up_stream(model, *inputs, blocks))
+        stream, vectors = add_up_stream(model, *inputs, blocks)
+        torch.testing.assert_close(head.stream, stream)
+    torch.testing.assert_close(plain, estimate_velocity(model, stream, model.head, *vectors))
     assert drop_aux_heads(model.state_dict()).keys() == weights.keys()
     assert torch.equal(model.eval()(*inputs), plain)
 
     # The internal head has the same form as the last layers.
     _, t, y = inputs
     condition = F.silu(model.time_embed(t) + model.label_embed(y))
-    scale, shift = model.internal.modulation(condition)[:, None].chunk(2, dim=2)
-    h = F.rms_norm(add_up_stream(model, *inputs, 2), (64,), eps=1e-6)
-    expected = model.unpatchify(model.internal.head(h * (1 + scale) + shift))
-    torch.testing.assert_close(inner, expected)
+    vectors = model.internal.modulation(condition)[:, None].chunk(2, dim=2)
+    stream, _ = add_up_stream(model, *inputs, 2)
+    torch.testing.assert_close(
+        inner, estimate_velocity(model, stream, model.internal.head, *vectors)
+    )
     guided = model(*inputs, internal_guidance=3.0)
     torch.testing.assert_close(guided, inner + 3 * (plain - inner))
     with torch.autocast("cpu", torch.bfloat16):
@@ -193,12 +172,17 @@ def test_a_layer_that_nobody_counted_is_an_error():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_time_label_and_every_parameter_matter(family):
-    model = fill_zero_layers(make_denoiser(family))
-    x, t, y = make_inputs(model)
+@pytest.mark.parametrize(("channels", "height", "width"), [(1, 8, 8), (16, 4, 12)])
+def test_latents_of_any_shape_time_label_and_every_parameter_matter(
+    family, channels, height, width
+):
+    model = make_denoiser(family, channels=channels, height=height, width=width)
+    x, t, y = make_inputs(fill_zero_layers(model))
     out = model(x, t, y)
-    assert not torch.allclose(out, model(x, t + 0.1, y))
-    assert not torch.allclose(out, model(x, t, y + 1))
+    assert out.shape == x.shape == (2, channels, height, width)
+    assert torch.equal(model.unpatchify(model.patchify(x)), x)
+    for other in ((1 - x, t, y), (x, t + 0.1, y), (x, t, y + 1)):
+        assert not torch.allclose(out, model(*other))
     out.square().sum().backward()
     dead = [n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().sum() == 0]
     assert dead == []
@@ -255,7 +239,7 @@ def test_impossible_sizes_are_refused(key, value):
         make_denoiser("mamba", **{key: value})
 
 
-@pytest.mark.parametrize(("size", "side"), [("xs", 16), ("xs", 32), ("b", 32)])
+@pytest.mark.parametrize(("size", "side"), [("xs", 16), ("b", 32)])
 @pytest.mark.parametrize("family", PARAMETERS)
 def test_flops_agree_with_a_counter(family, size, side, monkeypatch):
     """PyTorch's counter counts what runs; the closed form counts what is needed."""
