@@ -10,22 +10,26 @@ from PIL import Image
 from common.distributed.ranks import Ranks
 from models.autoencoders import PixelAutoencoder
 from models.images import LINE_HEIGHT
+from tests.harness.outcomes import are_equal
 from tests.harness.steps import tiny_training
 from training.evaluate import draw_sample_grid, evaluate, share_work
 
 
-def test_evaluation_is_fixed_and_uses_the_averages():
+def test_evaluation_is_fixed_uses_the_averages_and_leaves_the_weights():
     training = tiny_training()
     losses = evaluate(training)
+    training.state.ema.averages[0].add_(0.1)
+    weights = [parameter.detach().clone() for parameter in training.model.parameters()]
+    assert evaluate(training) != losses
+    losses = evaluate(training)
     assert evaluate(training) == losses
+    assert are_equal(training.model.parameters(), weights)
     batch = next(training.loader.held_out(1000))
     with training.state.use_averages(), torch.no_grad():
         loss, t, _ = training.step.compute_losses(batch, held_out=True)
     for i, name in enumerate(("t0.00_0.25", "t0.25_0.50", "t0.50_0.75", "t0.75_1.00")):
         inside = loss[(t >= i / 4) & (t < (i + 1) / 4)]
         assert losses[f"eval_loss_{name}"] == pytest.approx(inside.mean().item(), rel=1e-5)
-    training.state.ema.averages[0].add_(0.1)
-    assert evaluate(training) != losses
 
 
 def test_a_grid_has_a_row_for_each_class_and_says_what_it_leaves_out(tmp_path, monkeypatch):

@@ -13,15 +13,21 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from common.files import ROOT
-from tests.harness.outcomes import FOUR_STEPS, are_equal, read_columns, read_lines
+from tests.harness.outcomes import (
+    FOUR_STEPS,
+    are_equal,
+    assert_same_metrics,
+    read_columns,
+    read_lines,
+)
 from tests.harness.sets import cover_pairs
 from tests.harness.zygote import read_output
+from training.checkpoint.snapshots import list_snapshots
 
 EXTRAS = [
     "eval_every=2",
@@ -32,20 +38,9 @@ EXTRAS = [
     "fd_every=4",
     "fd.count=150",
     "fd.features=[encoder]",
+    "ema.snapshots=4",
 ]
 WORKER = [sys.executable, "-m", "tests.harness.parallel_worker", *FOUR_STEPS]
-
-
-@pytest.fixture(scope="module")
-def run_ranks(zygote):
-    """`run_ranks(folder, *words)`: what the processes of a run print; all must end well."""
-
-    def start(folder, *words, ranks=2, **environment):
-        codes = zygote(folder, *FOUR_STEPS, *words, ranks=ranks, environment=environment)
-        assert codes == [0] * ranks, read_output(folder)
-        return read_output(folder)
-
-    return start
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +75,6 @@ def launch(folder, *words, **environment):
     )
 
 
-def assert_same_metrics(folder, expected, *names, rtol=2e-5):
-    """Rounding differs: the processes take the sum over a batch in another order."""
-    columns = names or ("loss", "grad_norm")
-    rows, wanted = (
-        torch.tensor(read_columns(run, *columns), dtype=torch.float64) for run in (folder, expected)
-    )
-    assert_close(rows, wanted, rtol=rtol, atol=0.0)
-
-
 def read_weights(folder, step, name="ema"):
     return load_file(folder / "checkpoints" / f"step-{step}" / f"{name}.safetensors")
 
@@ -98,6 +84,8 @@ def read_weights(folder, step, name="ema"):
     [
         (["runtime.parallel.mode=ddp"], 2),
         (["runtime.parallel.mode=fsdp"], 2),
+        # A benchmark measures the cost of the path of many processes.
+        (["runtime.parallel.mode=fsdp"], 1),
         pytest.param(["runtime.parallel.mode=fsdp"], 3, marks=pytest.mark.slow),
         pytest.param(
             ["runtime.parallel.mode=hsdp", "runtime.parallel.shard_degree=2"],
@@ -301,11 +289,15 @@ def test_one_process_over_nccl_trains_as_one_without_it(words, tmp_path):
     "another number of processes: 2, 3, 1", "the same samples; the same losses within rounding"
 )
 def test_a_checkpoint_fits_any_number_of_processes(run_ranks, single, folder):
-    """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run."""
+    """2 -> 3 -> 1, in another mode each time: the losses of the uninterrupted run, and its
+    snapshots of averages."""
     for samples, ranks, mode in ((24, 2, "fsdp"), (36, 3, "ddp"), (48, 1, "none")):
         words = [f"total_samples={samples}", "save_every=1", f"runtime.parallel.mode={mode}"]
-        run_ranks(folder, *words, ranks=ranks)
+        run_ranks(folder, *words, f"ema.snapshots={samples // 12}", ranks=ranks)
     assert_same_metrics(folder, single)
+    for snapshot, expected in zip(list_snapshots(folder), list_snapshots(single), strict=True):
+        assert snapshot.file.name == expected.file.name
+        assert_close(load_file(snapshot.file), load_file(expected.file), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
@@ -410,9 +402,3 @@ def test_accelerate_starts_the_processes_that_torchrun_starts(run_ranks, tmp_pat
     assert "all-reduce in one step of 2 processes" in done.stdout
     run_ranks(tmp_path / "other")
     assert read_columns(tmp_path / "run", "loss") == read_columns(tmp_path / "other", "loss")
-
-
-def test_one_process_may_take_the_path_of_many(run_ranks, single, folder):
-    """A benchmark measures its cost."""
-    assert "in one step of 1 processes" in run_ranks(folder, FSDP, ranks=1)
-    assert_same_metrics(folder, single)

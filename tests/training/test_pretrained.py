@@ -145,12 +145,17 @@ def start_with(run, way, folder):
     return folder / "new", f"{way}={run}"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(
+    ("way", "columns"), [*((way, False) for way in WAYS), ("run_dir", True), ("file", True)]
+)
 def test_a_run_keeps_the_order_of_the_weights_with_which_it_starts(
-    columns, way, scans, tmp_path, capsys
+    way, columns, scans, tmp_path, capsys
 ):
+    """A command that asks for another one is refused."""
     run, word = start_with(scans / ("columns" if columns else "rows"), way, tmp_path)
+    other = f"model.mixer.columns={not columns}".lower()
+    with expect_refusal(f"{other}: the weights in .* leave the word out"):
+        train(compose_scan(run, not columns, word, other))
     train(compose_scan(run, not columns, word, "total_samples=32"))
     sentence = f"need model.mixer.columns={str(columns).lower()}, so this run keeps"
     assert capsys.readouterr().out.count(sentence) == 1
@@ -163,13 +168,6 @@ def test_a_run_keeps_the_order_of_the_weights_with_which_it_starts(
         assert model["mixer"]["columns"] is columns
     blocks = load_pretrained(checkpoint / "ema.safetensors", CPU)[0].blocks
     assert [block.rows_1 is not None for block in blocks] == [False, columns]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_command_that_asks_for_another_order_is_refused(way, scans, tmp_path):
-    run, word = start_with(scans / "rows", way, tmp_path)
-    with expect_refusal("model.mixer.columns=true: the weights in .* leave the word out"):
-        train(compose_scan(run, True, word, "model.mixer.columns=true"))
 
 
 def test_a_model_without_the_key_gets_the_order_of_its_weights(scans, tmp_path):

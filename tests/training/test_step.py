@@ -180,18 +180,6 @@ def test_an_update_in_parts_has_the_same_bits(monkeypatch):
     assert are_equal(whole.averages, parts.averages)
 
 
-def test_the_averages_are_applied_and_taken_back_bit_for_bit():
-    model = fill_zero_layers(make_denoiser("dit"))
-    ema = EMA(model, 100.0)
-    for average in ema.averages:
-        average.add_(1.0)
-    parameters = [p.detach().clone() for p in model.parameters()]
-    averages = [average.clone() for average in ema.averages]
-    with ema.swap_in():
-        assert are_equal(model.parameters(), averages)
-    assert are_equal(model.parameters(), parameters)
-
-
 def choose_run(variant):
     """Family and runtime in which a technique has something to do: attention, its rotation and the
     SwiGLU are in `dit`, and two backends of attention take 16-bit inputs only."""

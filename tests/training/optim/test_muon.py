@@ -6,15 +6,13 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.testing import assert_close
 
 from models.adapters import Lora, attach
 from models.block import GeluMLP
 from models.mixers.attention import Attention
 from tests.harness.denoisers import make_denoiser
-from tests.harness.outcomes import FOUR_STEPS, are_equal, read_columns
+from tests.harness.outcomes import are_equal, assert_same_metrics
 from tests.harness.steps import read_ledger, tiny_training
-from tests.harness.zygote import read_output
 from training.optim.groups import make_parameter_groups
 from training.optim.muon import Muon
 
@@ -162,35 +160,23 @@ def test_a_shape_left_out(monkeypatch):
     assert "12 of 14 matrices" in row.evidence
 
 
-@pytest.fixture(scope="module")
-def run_muon(zygote):
-    """`run_muon(folder, ranks, *words)`: loss and gradient norm of each step, and the ledger's
-    row."""
-
-    def start(folder, ranks, *words):
-        words = [*FOUR_STEPS, "optim=muon", "optim.weight_decay=0.1", "save_every=1", *words]
-        codes = zygote(folder, *words, ranks=ranks)
-        assert codes == [0] * ranks, read_output(folder)
-        row = json.loads((folder / "ledger.json").read_text())["optim"]
-        return read_columns(folder, "loss", "grad_norm"), row["evidence"]
-
-    return start
+WORDS = ["optim=muon", "optim.weight_decay=0.1", "save_every=1"]
 
 
 @pytest.fixture(scope="module")
-def single(run_muon, tmp_path_factory):
-    """The losses and the folder of a run of one process."""
+def single(run_ranks, tmp_path_factory):
+    """A run of one process."""
     folder = tmp_path_factory.mktemp("single") / "run"
-    return run_muon(folder, 1)[0], folder
+    run_ranks(folder, *WORDS, ranks=1)
+    return folder
 
 
-def assert_equal_runs(values, folder, single):
+def assert_equal_runs(folder, single):
     """Compares losses and gradient norms, and AdamW's second moments of the rows of dt, which
     process 0 saves."""
-    expected, other = single
-    assert_close(torch.tensor(values), torch.tensor(expected), rtol=1e-4, atol=0.0)
+    assert_same_metrics(folder, single, rtol=1e-4)
     moments = []
-    for run in (folder, other):
+    for run in (folder, single):
         (file,) = run.glob("checkpoints/step-4/rank-0-of-*")
         named = sorted(load_file(file).items())
         kept = [t for name, t in named if "exp_avg_sq" in name and t.shape == (8, 64)]
@@ -212,18 +198,20 @@ HSDP = "runtime.parallel.mode=hsdp"
     ],
     ids=str,
 )
-def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_muon, single, tmp_path):
-    values, evidence = run_muon(tmp_path / "run", ranks, *words)
-    assert_equal_runs(values, tmp_path / "run", single)
-    assert "orthogonalised 14 of 14 matrices" in evidence
+def test_shared_matrices_are_whole_at_their_owners(ranks, words, run_ranks, single, tmp_path):
+    folder = tmp_path / "run"
+    run_ranks(folder, *WORDS, *words, ranks=ranks)
+    assert_equal_runs(folder, single)
+    row = json.loads((folder / "ledger.json").read_text())["optim"]
+    assert "orthogonalised 14 of 14 matrices" in row["evidence"]
 
 
 @pytest.mark.fault(
     "Muon on another number of processes: 2, 3, 1", "the same losses within rounding"
 )
-def test_a_checkpoint_of_muon_fits_any_number_of_processes(run_muon, single, tmp_path):
+def test_a_checkpoint_of_muon_fits_any_number_of_processes(run_ranks, single, tmp_path):
     """AdamW's moments of dt's rows are whole at every process, and the momentum is sharded."""
     for ranks, samples, mode in ((2, 24, "fsdp"), (3, 36, "fsdp"), (1, 48, "none")):
         words = [f"total_samples={samples}", f"runtime.parallel.mode={mode}"]
-        values, _ = run_muon(tmp_path / "run", ranks, *words)
-    assert_equal_runs(values, tmp_path / "run", single)
+        run_ranks(tmp_path / "run", *WORDS, *words, ranks=ranks)
+    assert_equal_runs(tmp_path / "run", single)

@@ -6,12 +6,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from common.clock import CLOCK
 from common.config.compose import compose
-from tests.harness.outcomes import FOUR_STEPS, TWELVE_STEPS, are_equal, read_outcome
+from tests.harness.outcomes import TWELVE_STEPS, are_equal, read_outcome
 from tests.harness.refusals import expect_refusal
 from tests.harness.steps import tiny_training
 from tests.harness.words import TINY_RUN
@@ -125,17 +124,3 @@ def test_a_full_disk_loses_no_snapshot(whole, tmp_path, monkeypatch):
     shutil.copy(list_snapshots(folder)[0].file, folder / "averages/samples-72-0.05.safetensors")
     assert read_snapshots(start_run(folder)) == read_snapshots(whole)
     assert read_outcome(folder).state == read_outcome(whole).state
-
-
-def test_sharded_averages_are_those_of_one_process(zygote, tmp_path):
-    """Snapshots of two processes, one of which continues alone."""
-    words = [*FOUR_STEPS, "save_every=2", "ema.snapshots=4"]
-    sharded = ["runtime.parallel.mode=fsdp", "total_samples=24", "ema.snapshots=2"]
-    alone, shared = tmp_path / "alone", tmp_path / "shared"
-    assert zygote(alone, *words) == [0]
-    assert zygote(shared, *words, *sharded, ranks=2) == [0, 0]
-    assert zygote(shared, *words) == [0]
-    pairs = zip(list_snapshots(alone), list_snapshots(shared), strict=True)
-    for expected, snapshot in pairs:
-        assert expected.file.name == snapshot.file.name
-        assert_close(load_file(snapshot.file), load_file(expected.file), rtol=1e-4, atol=1e-5)
