@@ -53,20 +53,11 @@ def test_every_kth_block_of_a_hybrid_has_attention():
     assert [hasattr(layer, "order") for layer in scans] == [False, True] * 2 + [False]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_block_starts_as_the_identity(family):
-    """A block returns its increment, not its norm: two published Mamba models get this wrong, and
-    their residual stream grows with depth."""
-    model = make_denoiser(family)
-    branch, residual = torch.randn(2, 2, 16, 64)
-    gate = torch.rand(2, 64)
-    stream = residual + gate[:, None] * branch
-    cond = model.modulation(torch.randn(2, 64)).unflatten(1, (-1, 64))[:, : model.modulations]
-    for block in model.blocks:
-        branch, gate, residual = block(branch, gate, residual, cond)
-        assert gate.eq(0).all()
-        torch.testing.assert_close(residual + gate[:, None] * branch, stream)
-    assert model(*make_inputs(model)).eq(0).all()
+def test_the_modulations_and_the_head_start_at_zero():
+    """So each block starts as the identity, and the velocity is zero."""
+    model = make_denoiser("hybrid")
+    for layer in (model.modulation, model.head):
+        assert not any(parameter.any() for parameter in layer.parameters())
 
 
 class KeepStream(Layer):
@@ -99,8 +90,10 @@ def estimate_velocity(model, stream, head, scale, shift):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_an_auxiliary_head_reads_the_sum_in_raster_order(family):
-    """In training only; velocity, weights files and averages are the same as without it. The
-    internal head reads the same sum; guidance moves the velocity away from its estimate."""
+    """In training only; velocity, weights files and averages are the same as without it. A block
+    returns its increment, not its norm: two published Mamba models get this wrong, and their
+    residual stream grows with depth. The internal head reads the same sum; guidance moves the
+    velocity away from its estimate."""
     model = fill_zero_layers(make_denoiser(family, depth=3, internal_block=2))
     inputs = make_inputs(model)
     plain, outputs = model(*inputs)

@@ -19,17 +19,13 @@ def make_mixer(kind, *arguments, **sizes):
     return mixer
 
 
-def test_local_mixing_starts_as_the_identity():
-    kernel = make_mixer(BidirectionalSSD, 64, 32, (2, 2)).conv_weight[:, 0]
+def test_mixers_start_with_local_mixing_as_the_identity_and_steps_and_decays_in_their_ranges():
+    ssd = make_mixer(BidirectionalSSD, 64, 32, (2, 2))
+    kernel = ssd.conv_weight[:, 0]
     assert kernel[:, 1, 1].eq(1).all()
     assert kernel.sum() == len(kernel)
-    kernel = make_mixer(SelectiveScan, 16, 8, (2, 2), 0).conv_weight[:, 0, 0]
-    assert kernel.eq(torch.tensor([0.0, 0.0, 0.0, 1.0])).all()
-
-
-def test_initial_time_steps_and_decays_lie_in_their_ranges():
-    ssd = make_mixer(BidirectionalSSD, 64, 32, (2, 2))
     mamba1 = make_mixer(SelectiveScan, 16, 8, (2, 2), 0, state_dim=3)
+    assert mamba1.conv_weight[:, 0, 0].eq(torch.tensor([0.0, 0.0, 0.0, 1.0])).all()
     for mixer in (ssd, mamba1):
         dt = torch.nn.functional.softplus(mixer.dt_bias)
         assert 0.99e-3 <= dt.min() <= dt.max() <= 1.01e-1

@@ -42,14 +42,10 @@ def test_each_guidance_extrapolates_inside_its_interval_only_the_internal_one_fi
     calls = []
 
     def model(x, t, y, internal_guidance=None):
+        """The internal head estimates half the velocity."""
         calls.append((len(x), internal_guidance))
-        velocity = y.view(-1, 1, 1, 1).float().expand_as(x)
-        inner = 0.5 * velocity  # of the internal head
-        return (
-            velocity
-            if internal_guidance is None
-            else inner + internal_guidance * (velocity - inner)
-        )
+        factor = 0.5 + 0.5 * (internal_guidance or 1.0)
+        return factor * y.view(-1, 1, 1, 1).float().expand_as(x)
 
     labels = torch.tensor([1, 2])
     x = torch.zeros(2, 1, 1, 1)

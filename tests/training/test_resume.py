@@ -4,12 +4,10 @@ tests/faults/test_kills.py kills runs at any moment; here a copy of a finished r
 checkpoints, which is all that a kill leaves.
 """
 
-import shutil
-
 import pytest
 
 from common.config.compose import compose
-from tests.harness.outcomes import list_checkpoints, read_lines, read_outcome
+from tests.harness.outcomes import copy_until, read_lines, read_outcome
 from tests.harness.refusals import expect_refusal
 from tests.harness.sets import save_random_set
 from tests.harness.words import TINY_RUN
@@ -39,15 +37,6 @@ def start_run(folder, *words):
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume") / "uninterrupted"
     start_run(folder)
-    return folder
-
-
-def copy_until(run, folder, step):
-    """Copies a run without the checkpoints after `step`."""
-    shutil.copytree(run, folder)
-    for name in list_checkpoints(folder):
-        if int(name.removeprefix("step-")) > step:
-            shutil.rmtree(folder / "checkpoints" / name)
     return folder
 
 
@@ -101,6 +90,9 @@ def test_another_model_or_data_set_is_refused(uninterrupted, copy):
         (["objective.timestep_shift=2"], "another objective: timestep_shift was 1.0, is 2"),
         (["optim._target_=torch.optim.SGD", "~optim.betas"], "another optimizer: class was"),
         (["resume=never"], "resume=never"),
+        # a path without a checkpoint, even where run_dir has some
+        (["resume=/nope"], "resume=/nope is or has no usable checkpoint; name a run folder"),
+        ([f"resume={copy / 'checkpoints' / 'step-5'}"], "holds a later checkpoint, step-24"),
     ):
         with expect_refusal(sentence):
             start_run(copy, *words)
@@ -131,19 +123,9 @@ def test_a_chosen_checkpoint_is_resumed_in_a_new_folder(uninterrupted, tmp_path)
     assert read_lines(tmp_path) == lines
 
 
-def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, copy, tmp_path, capsys):
+def test_a_run_folder_is_resumed_at_its_newest_checkpoint(uninterrupted, tmp_path, capsys):
     last = uninterrupted / "checkpoints" / "step-24"
     start_run(tmp_path / "branch", f"resume={uninterrupted}")
     assert f"resumed from {last} at step 24" in capsys.readouterr().out
     for path in (uninterrupted, uninterrupted / "checkpoints", last):
         assert find_checkpoints(str(path))[-1] == last
-    # A path without a checkpoint is refused, even where run_dir has some.
-    sentence = r"resume=/nope is or has no usable checkpoint; name a run folder"
-    with expect_refusal(sentence):
-        start_run(copy, "resume=/nope")
-
-
-def test_an_older_checkpoint_of_the_same_run_is_refused(uninterrupted):
-    older = uninterrupted / "checkpoints" / "step-5"
-    with expect_refusal(r"holds a later checkpoint, step-24"):
-        start_run(uninterrupted, f"resume={older}")
