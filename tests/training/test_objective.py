@@ -11,6 +11,7 @@ from data.loader import Batch
 from models.denoiser import drop_aux_heads, select_aux_heads
 from models.sampler import shift_times
 from sampling.load import load_run
+from tests.harness.outcomes import are_equal
 from tests.harness.planted_objectives import EXTRA_TERM
 from tests.harness.steps import assemble_run, compose_words, tiny_training
 from tests.harness.words import CPU, TINY_RUN
@@ -159,7 +160,7 @@ def test_a_model_starts_the_same_with_and_without_the_head():
 
 
 def test_files_of_weights_leave_the_head_out(tmp_path):
-    """Any run samples from them and starts from them, with or without an internal head."""
+    """Any run samples from them and starts from the averages, with or without an internal head."""
     run = tmp_path / "run"
     words = [*TINY_RUN, "save_every=2"]
     train(compose([*words, *ALIGN, "ema.snapshots=1", f"run_dir={run}"]))
@@ -167,10 +168,16 @@ def test_files_of_weights_leave_the_head_out(tmp_path):
     assert len(files) == 4
     assert not any(select_aux_heads(load_file(file)) for file in files)
     assert load_run(run, device="cpu").sample([3], steps=1).shape == (1, 8, 8, 3)
+    first = run
     for number, objective in enumerate(([], ALIGN, ["model.internal_block=1"], [])):
-        own = [f"init_from={run}", f"run_dir={tmp_path / str(number)}"]
+        own = [f"init_from={run}", f"run_dir={tmp_path / str(number)}", "optim.lr=0"]
         run = tmp_path / str(number)
         train(compose([*words, *objective, *own]))
+    weights, averages = (
+        load_file(folder / f"checkpoints/step-2/{name}.safetensors")
+        for folder, name in ((run, "model"), (first, "ema"))
+    )
+    assert are_equal(weights, averages)
 
 
 def test_the_estimate_ends_by_a_weight_of_zero():

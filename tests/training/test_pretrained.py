@@ -3,7 +3,6 @@
 import dataclasses
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +21,6 @@ from training.checkpoint.load import read_state_file
 from training.checkpoint.save import Checkpoints
 from training.weights.first_weights import insert_pretrained
 from training.weights.pretrained import load_pretrained, read_description, refuse_other_function
-
-
-def test_weights_of_another_run_start_a_new_one(run, tmp_path):
-    run("save_every=2")
-    ema = load_file(tmp_path / "run/checkpoints/step-2/ema.safetensors")
-    summary = run(f"init_from={tmp_path / 'run'}", "optim.lr=0", "save_every=2", folder="second")
-    weights = load_file(Path(summary["checkpoint"]) / "model.safetensors")
-    assert are_equal(weights, ema)
 
 
 def make_training(folder, names, *words):

@@ -5,7 +5,6 @@ import torch
 from torch.testing import assert_close
 
 from accel.techniques.precision import LossScaler
-from tests.harness.denoisers import fill_zero_layers, make_denoiser
 from tests.harness.outcomes import are_equal, read_columns
 from tests.harness.steps import (
     VARIANTS,
@@ -18,8 +17,6 @@ from tests.harness.steps import (
     tiny_training,
 )
 from tests.harness.words import CPU
-from training.objective import Losses
-from training.optim.ema import EMA
 from training.state import load_weights
 
 CUDA = torch.device("cuda")
@@ -32,15 +29,14 @@ def any_precision(monkeypatch):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_equals_pytorchs(fused):
-    model, step, _, loader = assemble("mamba", "max_grad_norm=0.05", fused_adamw=fused)
-    reference, other, _, other_loader = assemble("mamba", "max_grad_norm=0")
-    step([next(loader)])
-    losses = other.compute_losses(next(other_loader)).flow
-    losses.mean().backward()
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-    assert norm > 0.05
-    other.optimizer.step()
-    assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-5, atol=1e-7)
+    training = tiny_training("mamba", "max_grad_norm=0.05", fused_adamw=fused)
+    training.take_step()
+    reference = tiny_training("mamba", "max_grad_norm=0")
+    reference.step.compute_losses(next(reference.loader)).flow.mean().backward()
+    parameters = list(reference.model.parameters())
+    assert torch.nn.utils.clip_grad_norm_(parameters, 0.05) > 0.05
+    reference.step.optimizer.step()
+    assert_close(list(training.model.parameters()), parameters, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -107,9 +103,9 @@ def test_fp16_finds_its_loss_scale_without_counting_it_as_failure(fused):
 def test_the_loss_scale_cancels():
     norms = []
     for scale in (1.0, 4096.0):
-        _, step, _, loader = assemble(precision="fp16", fused_adamw=True)
-        step.scaler.scale.fill_(scale)
-        norms.append(step([next(loader)]).grad_norm)
+        training = tiny_training(precision="fp16", fused_adamw=True)
+        training.step.scaler.scale.fill_(scale)
+        norms.append(training.take_step().grad_norm)
     assert_close(*norms, rtol=2e-2, atol=0.0)
 
 
@@ -125,18 +121,12 @@ def test_the_loss_scale_grows_and_backs_off_like_gradscalers():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer, monkeypatch):
+def test_a_first_step_that_is_skipped_leaves_nothing_behind(optimizer):
     """Deterministic PyTorch fills memory with NaN that it allocates and does not write."""
     training = tiny_training("mamba", f"optim={optimizer}", fused_adamw=True)
-    losses = training.step.compute_losses
     torch.use_deterministic_algorithms(True)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            training.step,
-            "compute_losses",
-            lambda batch: Losses(losses(batch).flow * torch.nan, torch.tensor([])),
-        )
-        assert training.take_step().skipped == 1.0
+    batch = next(training.loader)
+    assert training.step([batch._replace(latents=batch.latents * torch.nan)]).skipped == 1.0
     assert [float(training.take_step().skipped) for _ in range(3)] == [0.0] * 3
     assert all(parameter.isfinite().all() for parameter in training.model.parameters())
 
@@ -152,19 +142,6 @@ def test_a_step_has_the_rates_of_the_samples_it_ends_at():
     ema, weight = step.averages[0]
     assert weight.item() == pytest.approx(0.5)
     assert (1 - ema.compute_weight(10**6, 10)) ** 10 == pytest.approx(0.5)
-
-
-def test_an_update_in_parts_has_the_same_bits(monkeypatch):
-    model = fill_zero_layers(make_denoiser("dit"))
-    whole = EMA(model, 100.0)
-    monkeypatch.setattr("accel.composite_optimizer.PART_ELEMENTS", 1000)
-    parts = EMA(model, 100.0)
-    assert len(whole.parts) == 1 < len(parts.parts)
-    for parameter in model.parameters():
-        parameter.data.mul_(1.1)
-    for ema in (whole, parts):
-        ema.update(torch.tensor(0.3))
-    assert are_equal(whole.averages, parts.averages)
 
 
 def choose_run(variant):
