@@ -40,11 +40,6 @@ def uninterrupted(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def copy(uninterrupted, tmp_path):
-    return copy_until(uninterrupted, tmp_path / "copy", 24)
-
-
 @pytest.mark.parametrize(
     "step", [10, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 15, 20))]
 )
@@ -83,7 +78,8 @@ def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
 @pytest.mark.fault(
     "a model, data set or seed other than the checkpoints", "refused with the difference"
 )
-def test_another_model_or_data_set_is_refused(uninterrupted, copy):
+def test_another_model_or_data_set_is_refused(uninterrupted, tmp_path):
+    copy = copy_until(uninterrupted, tmp_path / "copy", 24)
     for words, sentence in (
         (["model.depth=3"], "another model: depth was 2, is 3"),
         (["seed=1"], "another data: .*seed was 0, is 1"),
