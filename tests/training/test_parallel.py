@@ -56,22 +56,23 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def launch(folder, *words, **environment):
-    """Starts two processes by torchrun, with the options of scripts/slurm/train.sbatch."""
-    launcher = [
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=2",
-        "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",
-    ]
+TORCHRUN = """torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=2
+    --signals-to-handle=SIGTERM,SIGINT,SIGUSR1"""
+"""The options of scripts/slurm/train.sbatch."""
+ACCELERATE = """accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1
+    --main_process_port=0 --mixed_precision=no --dynamo_backend=no"""
+
+
+def launch(folder, *words, launcher=TORCHRUN, **environment):
+    """Starts two processes by a launcher."""
     return subprocess.Popen(
-        [sys.executable, "-m", *launcher, *WORKER[1:], *words, f"run_dir={folder}"],
+        [sys.executable, "-m", *launcher.split(), *WORKER[1:], *words, f"run_dir={folder}"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        text=True,
     )
 
 
@@ -328,7 +329,7 @@ def test_a_killed_process_is_started_again_and_the_run_ends_the_same(single, tmp
     marker = tmp_path / "died"
     process = launch(tmp_path / "run", "save_every=1", FAULT="die:1:3", FAULT_MARKER=str(marker))
     _, errors = process.communicate()
-    assert process.returncode == 0, errors.decode()[-3000:]
+    assert process.returncode == 0, errors[-3000:]
     assert marker.exists()
     assert_same_metrics(tmp_path / "run", single)
 
@@ -351,11 +352,11 @@ def test_a_process_that_hangs_ends_the_run_within_the_timeout(zygote, folder):
 def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(name, run_ranks, folder):
     process = launch(folder, "total_samples=1200000", "save_every=100000", "log_every=5")
     while not (folder / "metrics.jsonl").exists():
-        assert process.poll() is None, process.communicate()[1].decode()[-2000:]
+        assert process.poll() is None, process.communicate()[1][-2000:]
         time.sleep(0.02)
     os.kill(process.pid, getattr(signal, name))
     output, _ = process.communicate()
-    assert "asked to stop at step" in output.decode()
+    assert "asked to stop at step" in output
     (saved,) = (folder / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
     output = run_ranks(folder, f"total_samples={12 * (step + 2)}")
@@ -386,19 +387,9 @@ def test_a_wrong_launch_is_one_sentence(words, environment, sentence, zygote, fo
 @pytest.mark.slow
 def test_accelerate_starts_the_processes_that_torchrun_starts(run_ranks, tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    launcher = (
-        "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1 "
-        "--main_process_port=0 --mixed_precision=no --dynamo_backend=no"
-    )
-    words = ["runtime.device=cpu", f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher.split(), *WORKER[1:], *words],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "all-reduce in one step of 2 processes" in done.stdout
+    process = launch(tmp_path / "run", "runtime.device=cpu", launcher=ACCELERATE)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "all-reduce in one step of 2 processes" in output
     run_ranks(tmp_path / "other")
     assert read_columns(tmp_path / "run", "loss") == read_columns(tmp_path / "other", "loss")
