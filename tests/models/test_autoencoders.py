@@ -70,13 +70,11 @@ def test_equal_to_diffusers_frozen_and_described(saved, kind):
     assert ours.weights_sha256 == hash_file(saved[kind] / WEIGHTS_FILE)
 
 
-def test_half_precision_weights_compute_in_fp32(saved, folder):
+def test_half_precision_weights_compute_in_fp32(folder):
     half = folder("AutoencoderKL")
     edit_tensors(half, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items()}))
-    mean, exact = (
-        DiffusersAutoencoder(str(path)).encode(IMAGES)[0] for path in (half, saved["AutoencoderKL"])
-    )
-    torch.testing.assert_close(mean, exact, atol=1e-2, rtol=1e-2)
+    kinds = {parameter.dtype for parameter in DiffusersAutoencoder(str(half)).parameters()}
+    assert kinds == {torch.float32}
 
 
 def test_pixels_are_their_own_latents():

@@ -26,26 +26,19 @@ def make_batch(size):
     return Batch(latents, position % 3, position, position)
 
 
-def compute_losses(objective, model=lambda x, *_: x, batch=None, **options):
-    batch = batch or make_batch(4000)
-    return objective.compute_losses(model, batch, seed=0, null_label=3, **options)
-
-
-def test_a_perfect_model_has_no_loss():
-    """Where z is 0, the target v = ε - z is x / t."""
-    batch = make_batch(64)
-    batch = batch._replace(latents=torch.zeros_like(batch.latents))
-    losses, t, _ = compute_losses(FlowMatching(), lambda x, t, y: x / t.view(-1, 1, 1, 1), batch)
-    assert losses.max() < 1e-10
-    assert ((t > 0) & (t < 1)).all()
+def compute_times(**options):
+    objective = FlowMatching(logit_mean=0.5, logit_std=0.7, **options)
+    losses = objective.compute_losses(lambda x, *_: x, make_batch(4000), seed=0, null_label=3)
+    return losses.t
 
 
 def test_time_is_logit_normal_and_shifted():
-    t = compute_losses(FlowMatching(logit_mean=0.5, logit_std=0.7)).t
+    t = compute_times()
+    assert ((t > 0) & (t < 1)).all()
     logit = torch.logit(t)
     assert abs(logit.mean() - 0.5) < 0.05
     assert abs(logit.std() - 0.7) < 0.05
-    shifted = compute_losses(FlowMatching(logit_mean=0.5, logit_std=0.7, timestep_shift=3.0)).t
+    shifted = compute_times(timestep_shift=3.0)
     torch.testing.assert_close(shifted, shift_times(t, 3.0))
     assert (shifted > t).all()
 
@@ -107,18 +100,19 @@ ALIGN = ["objective.align_weight=0.5", "objective.align_block=1"]
 
 
 def test_the_latent_is_estimated_from_an_early_block_and_the_velocity_by_an_internal_head():
-    """The first term is the smooth L1 distance to the clean latents, and trains its head and the
-    blocks before it; the second trains its head only. In evaluation both are absent."""
+    """The flow is x = z + t·v. The first term is the smooth L1 distance to the clean latents, and
+    trains its head and the blocks before it; the second trains its head only. In evaluation both
+    are absent."""
     training = tiny_training("hybrid", *ALIGN, "model.internal_block=2")
     calls = []
     forward = training.step.forward
     training.step.forward = lambda *inputs: calls.append((inputs, forward(*inputs))) or calls[-1][1]
     batch = next(training.loader)
-    terms = training.step.compute_losses(batch).extra
-    (x, t, _), (_, outputs) = calls[0]
+    flow, _, terms = training.step.compute_losses(batch)
+    (x, t, _), (velocity, outputs) = calls[0]
     target = (x - batch.latents) / t.view(-1, 1, 1, 1)
-    error = (outputs["internal"] - target).square().mean(dim=(1, 2, 3))
-    torch.testing.assert_close(terms["internal"], error)
+    for loss, guess in ((flow, velocity), (terms["internal"], outputs["internal"])):
+        torch.testing.assert_close(loss, (guess - target).square().mean(dim=(1, 2, 3)))
     difference = (outputs["latent"] - batch.latents).abs()
     distance = torch.where(difference < 0.05, 10 * difference.square(), difference - 0.025)
     torch.testing.assert_close(terms["latent"], 0.5 * distance.mean(dim=(1, 2, 3)))

@@ -36,7 +36,7 @@ EXTRAS = [
     "sampling.steps=2",
     "sampling.per_class=3",
     "fd_every=4",
-    "fd.count=150",
+    "fd.count=60",
     "fd.features=[encoder]",
     "ema.snapshots=4",
 ]

@@ -62,7 +62,7 @@ def test_resuming_from_any_checkpoint_ends_the_same(uninterrupted, tmp_path, ste
     ],
 )
 def test_other_loaders_models_and_runtimes_resume_too(words, tmp_path):
-    words = [*words, "eval_every=0", "total_samples=96"]
+    words = [*words, "eval_every=0", "total_samples=64"]
     if words[0] in ("data=webdataset", "data=resident"):
         words.append(f"data.path={save_random_set(tmp_path / 'set', 45, held_out=4)}")
     start_run(tmp_path / "whole", *words)
