@@ -8,7 +8,6 @@ from accel.techniques.precision import LossScaler
 from tests.harness.outcomes import are_equal, read_columns
 from tests.harness.steps import (
     VARIANTS,
-    allow_any_precision,
     assemble,
     explain_unavailable,
     key_of,
@@ -20,11 +19,7 @@ from tests.harness.words import CPU
 from training.state import load_weights
 
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def any_precision(monkeypatch):
-    allow_any_precision(monkeypatch)
+pytestmark = pytest.mark.usefixtures("any_precision")
 
 
 @pytest.mark.parametrize("fused", [False, True])
