@@ -56,7 +56,9 @@ def test_an_adapter_starts_as_the_model_and_merges(family, kind, tmp_path):
 
 
 def test_lora_is_its_formula():
-    layer = LoraLinear(nn.Linear(5, 7), rank=2, alpha=6.0).double()
+    layer = LoraLinear(nn.Linear(5, 7).half(), rank=2, alpha=6.0)
+    assert {layer.lora_A.dtype, layer.lora_B.dtype} == {torch.float32}
+    layer.double()
     nn.init.normal_(layer.lora_B)
     x = torch.randn(4, 3, 5, dtype=torch.float64)
     expected = layer.base_layer(x) + 3.0 * (x @ layer.lora_A.T) @ layer.lora_B.T

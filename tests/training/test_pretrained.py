@@ -103,7 +103,6 @@ def test_weights_without_a_description_start_a_run_that_they_fit(tmp_path):
 # The scan's order of tokens belongs to the weights.
 
 SCAN_RUN = [*TINY_RUN, "save_every=1"]
-WAYS = ["run_dir", "resume", "init_from", "file"]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +124,7 @@ def start_with(run, way, folder):
     return folder / "new", f"{way}={run}"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["run_dir", "resume", "init_from", "file"])
 def test_a_run_keeps_the_order_of_the_weights_with_which_it_starts(way, scans, tmp_path, capsys):
     """A command that asks for another one is refused."""
     run, word = start_with(scans / "rows", way, tmp_path)
